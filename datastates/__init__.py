@@ -1,0 +1,1 @@
+"""A lineage store for the states of a DNN while it trains."""

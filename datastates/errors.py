@@ -1,0 +1,124 @@
+"""Every error that datastates raises on purpose, grouped by what a handler would do.
+
+    DatastatesError
+    ├── InvalidInput (ValueError)       the caller's argument is wrong: change it
+    │   ├── SyntaxProblem               a revision or a query does not parse; points at the column
+    │   └── Unsupported                 an object that has no safe encoding, named by its path
+    ├── NotFound (LookupError)          no such state, ref, run or repository
+    │   └── Ambiguous                   a uid prefix that fits several states
+    ├── Conflict                        somebody else was first: read again, then decide
+    ├── Corrupt                         bytes that fail their digest: restore another state
+    ├── Torn                            a capture whose sources changed while they were copied
+    ├── Unavailable                     known, but its bytes are gone or a service does not answer
+    │   └── OverBudget                  it does not fit the memory budget
+    └── Closed (RuntimeError)           the repository or tracker was closed
+
+``kind`` is stable: the web API, ``--json`` and the exit codes of the terminal render from it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "Ambiguous",
+    "Closed",
+    "Conflict",
+    "Corrupt",
+    "DatastatesError",
+    "InvalidInput",
+    "NotFound",
+    "OverBudget",
+    "SyntaxProblem",
+    "Torn",
+    "Unavailable",
+    "Unsupported",
+]
+
+
+class DatastatesError(Exception):
+    """The root; catch it to catch everything that datastates raises on purpose."""
+
+    kind: ClassVar[str] = "error"
+
+
+class InvalidInput(DatastatesError, ValueError):
+    """The caller's argument is wrong; the message says what would be right."""
+
+    kind = "invalid-input"
+
+
+class SyntaxProblem(InvalidInput):
+    """A revision or a query that does not parse.
+
+    ``text`` is what was read, ``column`` the 1-based position of the problem, ``expected`` what may stand there. The
+    message shows the text with a caret below the column.
+    """
+
+    kind = "syntax"
+
+    def __init__(self, message: str, *, text: str, column: int, expected: tuple[str, ...] = ()) -> None:
+        self.text, self.column, self.expected = text, column, expected
+        hint = f"\nexpected {', '.join(expected)}" if expected else ""
+        super().__init__(f"{message} at column {column}\n  {text}\n  {' ' * (column - 1)}^{hint}")
+
+
+class Unsupported(InvalidInput):
+    """An object that cannot be encoded safely; the message names its path and type."""
+
+    kind = "unsupported"
+
+
+class NotFound(DatastatesError, LookupError):
+    """No such state, ref, run or repository; the message lists the nearest names."""
+
+    kind = "not-found"
+
+
+class Ambiguous(NotFound):
+    """A uid prefix that fits several states."""
+
+    kind = "ambiguous"
+
+
+class Conflict(DatastatesError):
+    """A ref moved, or a name was taken, since the caller last looked."""
+
+    kind = "conflict"
+
+
+class Corrupt(DatastatesError):
+    """Stored bytes fail their digest; the message names the file, the offset and what they belong to."""
+
+    kind = "corrupt"
+
+
+class Torn(DatastatesError):
+    """Tensors were changed between the call of ``capture`` and the end of their copy; the message names them."""
+
+    kind = "torn"
+
+
+class Unavailable(DatastatesError):
+    """A state whose bytes are gone (evicted, lost), or a service that does not answer.
+
+    ``nearest`` is the uid of the nearest ancestor that can be restored, when there is one.
+    """
+
+    kind = "unavailable"
+
+    def __init__(self, message: str, *, nearest: str | None = None) -> None:
+        self.nearest = nearest
+        super().__init__(message)
+
+
+class OverBudget(Unavailable):
+    """Something does not fit the memory budget; the message says how much it needs."""
+
+    kind = "over-budget"
+
+
+class Closed(DatastatesError, RuntimeError):
+    """The repository or tracker was closed, or belongs to the parent of a forked process."""
+
+    kind = "closed"

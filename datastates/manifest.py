@@ -1,0 +1,119 @@
+"""What a state consists of: every leaf of its tree, each tensor's geometry, and the digest of every chunk.
+
+A state's tensor bytes are one *stream* of chunks. Each chunk holds ``CHUNK_BYTES`` except the last of its group (what
+stays the same is grouped apart from what changes, so that an unchanged chunk keeps its digest). A tensor lies at
+``start``: chunk ``start // CHUNK_BYTES``, offset ``start % CHUNK_BYTES``, going on in the chunks that follow. Within a
+group tensors are ordered by falling item size, so each is aligned to its item size without padding.
+
+``Content`` says what a state is and nothing about where its bytes lie, so a state has the same digest in memory, on
+disk and on another node. ``Manifest`` adds where this tier holds each chunk, and the state's place in the lineage, so
+that the lineage database can be rebuilt from the manifests alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Chunk",
+    "ChunkRef",
+    "Content",
+    "Manifest",
+    "Origin",
+    "PackInfo",
+    "Shard",
+    "TensorSpec",
+]
+
+CHUNK_BYTES = 4 << 20
+"""Bytes of a chunk, and of a slot of the arena."""
+
+
+class Shard(msgspec.Struct, frozen=True, array_like=True):
+    """A hyper-rectangle of a tensor held by one rank; its bytes lie at ``start`` of that rank's stream."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    length: int
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor leaf.
+
+    ``dtype`` is torch's name without the prefix (``float32``). The bytes lie in memory order: sorting the dimensions
+    of ``shape`` by ``strides`` gives their order. Dimensions with stride 0 are stored once. ``alias`` is the index of
+    the earlier tensor whose memory this one shares exactly (tied weights); its shards are then empty.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    alias: int | None
+    requires_grad: bool
+    shards: tuple[Shard, ...]
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk of the stream: xxh3_128 of its ``length`` bytes."""
+
+    digest: bytes
+    length: int
+
+
+class Content(msgspec.Struct, frozen=True, array_like=True):
+    """What a state is. ``skeleton`` and ``values`` are what ``tree.flatten`` made, as MessagePack."""
+
+    skeleton: msgspec.Raw
+    values: msgspec.Raw
+    tensors: msgspec.Raw
+    chunks: tuple[Chunk, ...]
+
+
+class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tier holds a chunk: index into ``Manifest.packs``, and the byte offset in that file."""
+
+    pack: int
+    offset: int
+
+
+class PackInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A pack that a manifest needs: its file name, its whole size, and the length and digest of its header."""
+
+    name: str
+    size: int
+    header_length: int
+    header_digest: bytes
+
+
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """The state's place in the lineage: all that is needed to record it again."""
+
+    uid: str
+    parents: tuple[str, ...]
+    parent_digests: tuple[str, ...]
+    run: str | None
+    branch: str | None
+    step: int
+    micro_step: int
+    created_at_us: int
+    message: str | None
+    metrics: dict[str, float]
+    attributes: dict[str, Any]
+    rank: int = 0
+    world_size: int = 1
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """A state on one rank. ``digest`` is ``digest.state_digest(content, parent_digests)``, hex."""
+
+    version: int
+    digest: str
+    origin: Origin
+    content: Content
+    packs: tuple[PackInfo, ...] = ()
+    refs: tuple[ChunkRef, ...] = ()

@@ -1,0 +1,110 @@
+"""The contract of a place for payload, and the words that tiers and the engine share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar, Self
+
+from ..manifest import Manifest
+
+__all__ = ["Payload", "Placed", "Reader", "Tier"]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A whole state to put: its manifest and, in the manifest's order, the bytes of each chunk.
+
+    ``chunks[i]`` has exactly ``manifest.content.chunks[i].length`` bytes, stays unchanged until ``put`` returns, and may
+    be longer-lived memory of the arena: page-aligned, and readable up to the next multiple of 4096 bytes.
+    """
+
+    manifest: Manifest
+    chunks: Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What ``put`` did: the manifest with this tier's places in it, and how many payload bytes were added."""
+
+    manifest: Manifest
+    bytes_new: int
+
+
+class Reader(ABC):
+    """One state opened for reading. Views are valid, and their bytes stay as they are, until ``close``.
+
+    Every chunk is checked against its digest the first time that it is read, unless the reader was opened with
+    ``verify=False``.
+    """
+
+    manifest: Manifest
+
+    @abstractmethod
+    def chunk(self, index: int) -> memoryview:
+        """The bytes of one chunk, read-only.
+
+        :raises Corrupt: the bytes fail their digest or are cut short; names the file, the offset and the chunk.
+        """
+
+    @abstractmethod
+    def span(self, start: int, length: int) -> memoryview | None:
+        """The verified bytes of ``[start, start + length)`` of the stream without a copy.
+
+        Where the tier can give private (copy-on-write) memory the view is writable and outlives ``close`` as long as
+        the view itself lives; None when the bytes do not lie together or cannot be handed out: gather them from chunks.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the state; idempotent."""
+
+    def verify(self) -> None:
+        """Check every chunk.
+
+        :raises Corrupt: at the first that fails.
+        """
+        for index in range(len(self.manifest.content.chunks)):
+            self.chunk(index)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Tier(ABC):
+    """A place for payload. Threads: ``put`` and ``remove`` from one thread at a time, the rest from any."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
+        """Make a state complete here, or leave no trace. Visible to ``open`` only once every byte is safe.
+
+        ``base`` is a manifest that this tier placed earlier (the nearest ancestor): chunks whose digest it has are
+        referenced, not stored again. Putting a uid that is already here is a no-op that returns what is here.
+        """
+
+    @abstractmethod
+    def open(self, uid: str, *, verify: bool = True) -> Reader:
+        """Open a state for reading; a state that is open is not removed under its reader.
+
+        :raises NotFound: it is not here.
+        :raises Corrupt: its manifest is damaged.
+        """
+
+    @abstractmethod
+    def uids(self) -> Iterator[str]:
+        """The uid of every complete state that is here, in no order."""
+
+    @abstractmethod
+    def remove(self, uid: str) -> int:
+        """Drop a state and every byte that no other state here needs; the payload bytes set free. Unknown uid: 0."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of files and memory; idempotent."""

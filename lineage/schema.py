@@ -1,0 +1,164 @@
+"""The tables of the lineage, as typed SQLAlchemy models; one naming convention names every constraint.
+
+Times are UTC, stored as microseconds since the epoch, so that SQLite and PostgreSQL order and compare them alike.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+__all__ = ["AttributeRow", "Base", "EdgeRow", "MetricRow", "PackRefRow", "PackRow", "RefEventRow", "RefRow", "ReplicaRow", "RunRow", "StateRow"]
+
+# SQLite gives autoincrementing row ids to INTEGER keys only; PostgreSQL gets 64 bits.
+Id = BigInteger().with_variant(Integer, "sqlite")
+
+NAMING = {
+    "ix": "ix_%(column_0_N_label)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class Base(DeclarativeBase):
+    """The root of the models; its metadata is what Alembic compares with."""
+
+    metadata = MetaData(naming_convention=NAMING)
+
+
+class RunRow(Base):
+    """One process that tracked."""
+
+    __tablename__ = "run"
+
+    id: Mapped[int] = mapped_column(Id, primary_key=True)
+    uid: Mapped[str] = mapped_column(String(24), unique=True)
+    host: Mapped[str] = mapped_column(Text)
+    user: Mapped[str] = mapped_column(Text)
+    pid: Mapped[int] = mapped_column(Integer)
+    argv: Mapped[list[str]] = mapped_column(JSON)
+    git_commit: Mapped[str | None] = mapped_column(Text)
+    git_dirty: Mapped[bool | None]
+    config: Mapped[dict[str, object]] = mapped_column(JSON)
+    versions: Mapped[dict[str, str]] = mapped_column(JSON)
+    started_at: Mapped[int] = mapped_column(BigInteger)
+    finished_at: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class StateRow(Base):
+    """A node. ``generation`` counts first parents to the root; ``jump_id`` is an ancestor for O(log n) walks."""
+
+    __tablename__ = "state"
+
+    id: Mapped[int] = mapped_column(Id, primary_key=True)
+    uid: Mapped[str] = mapped_column(String(24), unique=True)
+    digest: Mapped[str] = mapped_column(String(64), index=True)
+    parent_id: Mapped[int | None] = mapped_column(ForeignKey("state.id"), index=True)
+    generation: Mapped[int] = mapped_column(Integer)
+    jump_id: Mapped[int | None] = mapped_column(ForeignKey("state.id"))
+    run_id: Mapped[int | None] = mapped_column(ForeignKey("run.id"), index=True)
+    step: Mapped[int] = mapped_column(BigInteger, index=True)
+    micro_step: Mapped[int] = mapped_column(Integer)
+    created_at: Mapped[int] = mapped_column(BigInteger, index=True)
+    status: Mapped[str] = mapped_column(String(12))
+    bytes_total: Mapped[int] = mapped_column(BigInteger)
+    bytes_new: Mapped[int] = mapped_column(BigInteger)
+    world_size: Mapped[int] = mapped_column(Integer)
+    message: Mapped[str | None] = mapped_column(Text)
+
+
+class EdgeRow(Base):
+    """A further parent (merge, soup, clone); the first parent stands in the state's own row."""
+
+    __tablename__ = "edge"
+
+    child_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True)
+    parent_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True, index=True)
+    kind: Mapped[str] = mapped_column(String(12), primary_key=True)
+    position: Mapped[int] = mapped_column(Integer)
+    weight: Mapped[float]
+
+
+class MetricRow(Base):
+    """One number of one state."""
+
+    __tablename__ = "metric"
+    __table_args__ = (Index(None, "key", "value", "state_id"),)
+
+    state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    value: Mapped[float]
+
+
+class AttributeRow(Base):
+    """One free value of one state, kept by type: ``number`` for numbers and booleans, ``text`` for strings."""
+
+    __tablename__ = "attribute"
+    __table_args__ = (Index(None, "key", "number", "state_id"), Index(None, "key", "text", "state_id"))
+
+    state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    type: Mapped[str] = mapped_column(String(5))
+    number: Mapped[float | None]
+    text: Mapped[str | None] = mapped_column(Text)
+
+
+class RefRow(Base):
+    """A branch or a tag, moved by compare-and-swap on ``version``."""
+
+    __tablename__ = "ref"
+
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(6))
+    state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), index=True)
+    version: Mapped[int] = mapped_column(Integer)
+    message: Mapped[str | None] = mapped_column(Text)
+
+
+class RefEventRow(Base):
+    """Append-only: every making, move and deletion of a ref; the reflog and the source of live events."""
+
+    __tablename__ = "ref_event"
+    __table_args__ = (Index(None, "name", "id"),)
+
+    id: Mapped[int] = mapped_column(Id, primary_key=True)
+    name: Mapped[str] = mapped_column(String(255))
+    kind: Mapped[str] = mapped_column(String(6))
+    old_id: Mapped[int | None] = mapped_column(ForeignKey("state.id"))
+    new_id: Mapped[int | None] = mapped_column(ForeignKey("state.id"))
+    reason: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class ReplicaRow(Base):
+    """One rank's shard of one state is complete on a tier of a node. ``status`` is ``ok`` or ``gone``."""
+
+    __tablename__ = "replica"
+
+    state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True)
+    rank: Mapped[int] = mapped_column(Integer, primary_key=True)
+    tier: Mapped[str] = mapped_column(String(12), primary_key=True)
+    node: Mapped[str] = mapped_column(String(255), primary_key=True)
+    status: Mapped[str] = mapped_column(String(8))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class PackRow(Base):
+    """One file of tensor bytes; ``name`` is its file name in the packs folder."""
+
+    __tablename__ = "pack"
+
+    id: Mapped[int] = mapped_column(Id, primary_key=True)
+    name: Mapped[str] = mapped_column(String(255), unique=True)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class PackRefRow(Base):
+    """A state needs a pack: gc removes a pack only when no row names it."""
+
+    __tablename__ = "pack_ref"
+
+    pack_id: Mapped[int] = mapped_column(ForeignKey("pack.id"), primary_key=True)
+    state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True, index=True)

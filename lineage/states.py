@@ -1,0 +1,139 @@
+"""What the lineage hands out and takes in: plain values, no SQL, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+__all__ = ["Edge", "EdgeKind", "NewState", "Ref", "RefEvent", "RefKind", "Run", "State", "Status", "Value"]
+
+Value = str | int | float | bool | None
+"""What an attribute may hold."""
+
+
+class Status(StrEnum):
+    """How safe a state's bytes are. ``evicted`` and ``lost`` states keep their place in the lineage, without bytes."""
+
+    CAPTURED = "captured"
+    DURABLE = "durable"
+    REPLICATED = "replicated"
+    EXTERNAL = "external"
+    EVICTED = "evicted"
+    LOST = "lost"
+
+    @property
+    def is_restorable(self) -> bool:
+        """Whether some tier still holds the bytes."""
+        return self not in (Status.EVICTED, Status.LOST)
+
+
+class RefKind(StrEnum):
+    """A branch moves with captures, a tag does not."""
+
+    BRANCH = "branch"
+    TAG = "tag"
+
+
+class EdgeKind(StrEnum):
+    """Why a state has a further parent, beside the first one."""
+
+    MERGE = "merge"
+    SOUP = "soup"
+    CLONE = "clone"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A further parent: its uid, why, and with what weight."""
+
+    parent: str
+    kind: EdgeKind
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One process that tracked: who, where, with which code and configuration."""
+
+    uid: str
+    host: str
+    user: str
+    pid: int
+    argv: tuple[str, ...]
+    git_commit: str | None
+    git_dirty: bool | None
+    config: dict[str, Value]
+    versions: dict[str, str]
+    started_at: datetime
+    finished_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """An immutable snapshot; a node of the lineage. ``parents`` are uids, the first parent first."""
+
+    uid: str
+    digest: str
+    step: int
+    micro_step: int
+    metrics: dict[str, float]
+    attributes: dict[str, Value]
+    message: str | None
+    created_at: datetime
+    status: Status
+    parents: tuple[str, ...]
+    edges: tuple[Edge, ...]
+    run: str | None
+    generation: int
+    bytes_total: int
+    bytes_new: int
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NewState:
+    """What ``record`` takes. ``parent`` is the uid of the first parent; ``branch`` moves from it to this state."""
+
+    uid: str
+    digest: str
+    parent: str | None
+    branch: str | None
+    run: str | None
+    step: int
+    micro_step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    attributes: dict[str, Value] = field(default_factory=dict)
+    message: str | None = None
+    created_at: datetime | None = None
+    status: Status = Status.CAPTURED
+    edges: tuple[Edge, ...] = ()
+    bytes_total: int = 0
+    bytes_new: int = 0
+    world_size: int = 1
+    tier: str = "memory"
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A branch or a tag. ``version`` counts its moves; ``move`` compares and swaps on ``state``."""
+
+    name: str
+    kind: RefKind
+    state: str
+    version: int
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefEvent:
+    """One line of the reflog: ``old`` is None when the ref was made, ``new`` is None when it was deleted."""
+
+    id: int
+    name: str
+    kind: RefKind
+    old: str | None
+    new: str | None
+    reason: str
+    created_at: datetime
