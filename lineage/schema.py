@@ -8,7 +8,19 @@ from __future__ import annotations
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-__all__ = ["AttributeRow", "Base", "EdgeRow", "MetricRow", "PackRefRow", "PackRow", "RefEventRow", "RefRow", "ReplicaRow", "RunRow", "StateRow"]
+__all__ = [
+    "AttributeRow",
+    "Base",
+    "EdgeRow",
+    "MetricRow",
+    "PackRefRow",
+    "PackRow",
+    "RefEventRow",
+    "RefRow",
+    "ReplicaRow",
+    "RunRow",
+    "StateRow",
+]
 
 # SQLite gives autoincrementing row ids to INTEGER keys only; PostgreSQL gets 64 bits.
 Id = BigInteger().with_variant(Integer, "sqlite")

@@ -1,0 +1,88 @@
+"""Every choice that a repository takes, as one frozen value; the environment is read once, by the entry point."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from .errors import InvalidInput
+
+__all__ = ["BackPressure", "Config", "parse_bytes"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class BackPressure(StrEnum):
+    """What a capture does when the arena has no room: wait, skip this capture, or give up the oldest waiting write."""
+
+    WAIT = "wait"
+    SKIP = "skip"
+    DROP_OLDEST = "drop-oldest"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The defaults suit one training process on one machine.
+
+    ``memory_bytes`` is the budget of the arena, staging and kept states together; None takes a quarter of the memory
+    that is available when the arena is made. ``durable_interval_s`` writes the newest state at most that often (None:
+    never by time), ``durable_every`` every so many captures. ``direct_io`` None tries it and falls back. ``on_step`` is
+    called with a name after each durable step (see ``store.local``), on the thread that took it: for tests and traces.
+    """
+
+    memory_bytes: int | None = None
+    durable_interval_s: float | None = 30.0
+    durable_every: int | None = None
+    back_pressure: BackPressure = BackPressure.WAIT
+    direct_io: bool | None = None
+    verify: bool = True
+    on_step: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise InvalidInput(f"memory_bytes is {self.memory_bytes}: it must be above 0, or None for a quarter of the free memory")
+        if self.durable_every is not None and self.durable_every < 1:
+            raise InvalidInput(f"durable_every is {self.durable_every}: it counts captures, from 1")
+        if self.durable_interval_s is not None and not self.durable_interval_s >= 0:
+            raise InvalidInput(f"durable_interval_s is {self.durable_interval_s}: it must be 0 or more seconds, or None")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """The defaults, changed by ``DATASTATES_MEMORY``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_BACK_PRESSURE``.
+
+        :raises InvalidInput: a variable does not parse; names it.
+        """
+        environ = os.environ if environ is None else environ
+        config = cls()
+        for variable, apply in _VARIABLES.items():
+            text = environ.get(variable)
+            if not text:
+                continue
+            try:
+                config = apply(config, text)
+            except ValueError as exc:
+                raise InvalidInput(f"{variable}={text!r} does not parse: {exc}") from exc
+        return config
+
+
+_VARIABLES: dict[str, Callable[[Config, str], Config]] = {
+    "DATASTATES_MEMORY": lambda config, text: replace(config, memory_bytes=parse_bytes(text)),
+    "DATASTATES_DURABLE_EVERY": lambda config, text: replace(config, durable_every=int(text)),
+    "DATASTATES_DURABLE_INTERVAL": lambda config, text: replace(config, durable_interval_s=float(text)),
+    "DATASTATES_BACK_PRESSURE": lambda config, text: replace(config, back_pressure=BackPressure(text)),
+}
+
+
+def parse_bytes(text: str) -> int:
+    """``"8G"``, ``"512M"``, ``"1.5GiB"`` or plain bytes, as a number of bytes (powers of 1024).
+
+    :raises InvalidInput: it is none of these.
+    """
+    stripped = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = stripped[-1:] if stripped[-1:] in "KMGT" else ""
+    try:
+        return int(float(stripped.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, OverflowError) as exc:
+        raise InvalidInput(f"{text!r} is not a size: write bytes, or a number with K, M, G or T") from exc
