@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, Self
 
-from ..manifest import Manifest
+from datastates.manifest import Manifest
 
 __all__ = ["Payload", "Placed", "Reader", "Tier"]
 
