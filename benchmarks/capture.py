@@ -1,0 +1,308 @@
+"""What a capture costs: how long it blocks, what memory it takes, and what a training run pays for one at every step.
+
+    python benchmarks/capture.py [--quick] [--part blocking|training|memory] [--json FILE] [--folder DIR]
+
+Every method is measured in turn, round after round, in one run; a training segment with captures is compared with the
+segments without on both sides of it. What counts is wall and CPU overhead of the run: a method can block for nothing
+and still take the training's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from capture_peers import DcpAsync, ForeachCopy, Method, Objects, Ours, Prototype, TorchSave, TorchSnapshot, state_bytes, state_tensors
+from gpt import LARGE, MEDIUM, TINY, Trainer
+
+import datastates
+from datastates.config import Config
+
+Update = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One capture, in seconds: until ``capture`` returned, until the tensors might change, until it was done."""
+
+    blocked_s: float
+    copied_s: float
+    done_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some training steps in a row: their mean wall time, CPU time and blocked time, and what was left to finish after them."""
+
+    step_s: float
+    cpu_s: float
+    blocked_s: float
+    drain_s: float
+
+
+# How long a capture blocks
+
+
+def blocking(objects: Objects, update: Update, methods: dict[str, Method], folder: Path, rounds: int) -> dict[str, list[Sample]]:
+    """Each method in turn, ``rounds`` times after one to warm up; ``update`` changes the tensors before each capture."""
+    samples: dict[str, list[Sample]] = {name: [] for name in methods}
+    for name, method in methods.items():
+        method.prepare(objects, _fresh(folder, name))
+    for index in range(rounds + 1):
+        for name, method in methods.items():
+            update()
+            sample = _capture(method)
+            if index:
+                samples[name].append(sample)
+    for method in methods.values():
+        method.close()
+    return samples
+
+
+def _capture(method: Method) -> Sample:
+    start = time.perf_counter()
+    method.capture()
+    returned = time.perf_counter()
+    method.fence()
+    copied = time.perf_counter()
+    method.finish()
+    return Sample(returned - start, copied - start, time.perf_counter() - start)
+
+
+def _blocking_methods() -> dict[str, Method]:
+    return {
+        "floor: _foreach_copy_": ForeachCopy(),
+        "datastates": Ours(),
+        "torch.save to memory": TorchSave(fsync=False),
+        "dcp.async_save, default": DcpAsync(reuse=False),
+        "dcp.async_save, best": DcpAsync(reuse=True),
+        "torchsnapshot.async_take": TorchSnapshot(),
+    }
+
+
+def blocking_large(folder: Path, *, quick: bool) -> dict[str, Any]:
+    """A 100M-parameter GPT with AdamW."""
+    trainer = Trainer.make(TINY if quick else LARGE)
+    rounds = 2 if quick else 7
+    samples = blocking(trainer.objects, trainer.optimizer.step, _blocking_methods(), folder, rounds)
+    return _blocking_report("GPT + AdamW", trainer.objects, samples)
+
+
+def blocking_tiny(folder: Path, *, quick: bool) -> dict[str, Any]:
+    """10,000 tensors of 1 KiB: what each tensor costs, whatever its size."""
+    tensors = {f"t{index}": torch.randn(256) for index in range(500 if quick else 10_000)}
+    objects = {"tensors": tensors}
+    samples = blocking(objects, lambda: torch._foreach_add_(list(tensors.values()), 1.0), _blocking_methods(), folder, 2 if quick else 7)
+    return _blocking_report("tiny tensors", objects, samples)
+
+
+def _blocking_report(what: str, objects: Objects, samples: dict[str, list[Sample]]) -> dict[str, Any]:
+    tensors, size = len(state_tensors(objects)), state_bytes(objects)
+    floor = statistics.median(sample.copied_s for sample in samples["floor: _foreach_copy_"])
+    _out(f"\n## {what}: {tensors} tensors, {size / 1e6:.1f} MB; ms, median [min .. max] of {len(next(iter(samples.values())))}\n")
+    rows = []
+    for name, found in samples.items():
+        if name == "datastates":
+            rows.append(["datastates, fenced", *_times(found, "blocked_s", floor), _spread([s.done_s for s in found], 1e3)])
+        label = "datastates, unfenced" if name == "datastates" else name
+        rows.append([label, *_times(found, "copied_s", floor), _spread([s.done_s for s in found], 1e3)])
+    _table(["method", "blocked", "x floor", "done"], rows)
+    return {"tensors": tensors, "bytes": size, "samples": {name: [asdict(sample) for sample in found] for name, found in samples.items()}}
+
+
+def _times(samples: list[Sample], field: str, floor: float) -> list[str]:
+    values = [getattr(sample, field) for sample in samples]
+    return [_spread(values, 1e3), f"{statistics.median(values) / floor:.2f}"]
+
+
+# What a training run pays
+
+
+def _training_methods() -> dict[str, Method]:
+    return {
+        "datastates, in memory": Ours(),
+        "datastates, every step durable": Ours(durable_every=1),
+        "datastates, every 5th durable": Ours(durable_every=5),
+        "bare prototype, in memory": Prototype(durable_every=None),
+        "bare prototype, every step durable": Prototype(durable_every=1),
+        "blocking memcpy": ForeachCopy(),
+        "dcp.async_save, best, no fsync": DcpAsync(reuse=True),
+        "torch.save, fsync": TorchSave(fsync=True),
+    }
+
+
+def training(folder: Path, *, quick: bool) -> dict[str, Any]:
+    """A 29M-parameter GPT, a capture at every step: short segments of each method between segments without any."""
+    trainer = Trainer.make(TINY if quick else MEDIUM)
+    steps, rounds = (5, 1) if quick else (15, 5)
+    methods = _training_methods()
+    overheads: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
+    segment(trainer, None, steps)
+    before = segment(trainer, None, steps)
+    steps_s = [before.step_s]
+    for index in range(rounds):
+        for name, method in methods.items():
+            sys.stderr.write(f"round {index + 1} of {rounds}: {name}\n")
+            path = _fresh(folder, name)
+            method.prepare(trainer.objects, path)
+            found = segment(trainer, method, steps)
+            method.close()
+            shutil.rmtree(path)
+            after = segment(trainer, None, steps)
+            overheads[name].append(_overhead(found, before, after))
+            before = after
+            steps_s.append(after.step_s)
+    return _training_report(trainer, overheads, steps_s, steps)
+
+
+def segment(trainer: Trainer, method: Method | None, steps: int, warm_up: int = 2) -> Segment:
+    """Train ``steps`` steps, each captured, after some to warm up; the CPU time includes what runs on after the last."""
+    blocked = 0.0
+    for index in range(warm_up + steps):
+        if index == warm_up:
+            start, cpu, blocked = time.perf_counter(), time.process_time(), 0.0
+        trainer.backward()
+        blocked += _timed(method.fence) if method else 0.0
+        trainer.optimizer.step()
+        blocked += _timed(method.capture) if method else 0.0
+    end = time.perf_counter()
+    drain = _timed(method.finish) if method else 0.0
+    return Segment((end - start) / steps, (time.process_time() - cpu) / steps, blocked / steps, drain)
+
+
+def _timed(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _overhead(found: Segment, before: Segment, after: Segment) -> dict[str, float]:
+    return {
+        "wall_percent": 100 * (2 * found.step_s / (before.step_s + after.step_s) - 1),
+        "cpu_percent": 100 * (2 * found.cpu_s / (before.cpu_s + after.cpu_s) - 1),
+        "blocked_ms": 1e3 * found.blocked_s,
+        "drain_ms": 1e3 * found.drain_s,
+    }
+
+
+def _training_report(trainer: Trainer, overheads: dict[str, list[dict[str, float]]], steps_s: list[float], steps: int) -> dict[str, Any]:
+    size, rounds = state_bytes(trainer.objects), len(next(iter(overheads.values())))
+    drift = [abs(after / before - 1) * 100 for before, after in itertools.pairwise(steps_s)]
+    _out(f"\n## Training, a capture at every step: state of {size / (1 << 20):.0f} MiB\n")
+    _out(f"{steps} steps a segment; median [min .. max] of {rounds} rounds")
+    _out(f"a step without: {_spread(steps_s, 1e3)} ms; neighbouring segments without differ by {_spread(drift, 1)} %\n")
+    rows = [[name, *(_spread([row[key] for row in found], 1) for key in found[0])] for name, found in overheads.items()]
+    _table(["method", "wall overhead %", "CPU overhead %", "blocked ms a step", "left to finish ms"], rows)
+    return {"state_bytes": size, "steps": steps, "baseline_step_s": steps_s, "overheads": overheads}
+
+
+# What memory it takes
+
+
+def memory(folder: Path, *, quick: bool) -> dict[str, Any]:
+    """The peak of a process that captures, in a process of its own, against what it held before plus its arenas."""
+    command = [sys.executable, __file__, "--part", "peak", "--folder", str(folder), *(["--quick"] if quick else [])]
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    _out("\n## Peak memory\n")
+    _out(
+        f"model, optimizer and gradients {found['before'] / 1e6:.0f} MB + arenas {found['arenas'] / 1e6:.0f} MB: "
+        f"peak {found['peak'] / 1e6:.0f} MB, {found['peak'] / (found['before'] + found['arenas']):.3f} of their sum"
+    )
+    return found
+
+
+def peak(folder: Path, *, quick: bool) -> dict[str, Any]:
+    """Capture durably at every step in this process, and say how far its memory went."""
+    trainer = Trainer.make(TINY if quick else LARGE)
+    arenas = 2 * state_bytes(trainer.objects) + (64 << 20)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = _status("VmRSS")
+    with datastates.open(_fresh(folder, "peak"), config=Config(memory_bytes=arenas, durable_every=1)) as repo:
+        run = repo.track(**trainer.objects)
+        for _ in range(3):
+            trainer.optimizer.step()
+            run.capture().wait("durable")
+        run.close()
+    return {"before": before, "arenas": arenas, "peak": _status("VmHWM")}
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key + ":"))
+
+
+# Printing
+
+
+def _out(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _spread(values: list[float], scale: float) -> str:
+    middle, low, high = (_short(value * scale) for value in (statistics.median(values), min(values), max(values)))
+    return f"{middle} [{low} .. {high}]"
+
+
+def _short(value: float) -> str:
+    return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    for row in [head, ["-" * width for width in widths], *rows]:
+        _out("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+
+
+def _fresh(folder: Path, name: str) -> Path:
+    path = (Path("/dev/shm") / folder.name if "to memory" in name else folder) / name.replace(" ", "-").replace(":", "")
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "blocking": blocking_large,
+    "tiny": blocking_tiny,
+    "memory": memory,
+    "training": training,
+}
+
+
+def main() -> None:
+    """Measure the parts asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", choices=[*PARTS, "peak"], action="append")
+    parser.add_argument("--quick", action="store_true", help="tiny models: does it run?")
+    parser.add_argument("--json", type=Path, help="write every sample to this file")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the peers' own
+    with tempfile.TemporaryDirectory(prefix="datastates-capture-", dir=options.folder) as name:
+        folder = Path(name)
+        try:
+            if options.part == ["peak"]:
+                _out(json.dumps(peak(folder, quick=options.quick)))
+                return
+            results = {part: PARTS[part](folder, quick=options.quick) for part in options.part or PARTS}
+        finally:
+            shutil.rmtree(Path("/dev/shm") / folder.name, ignore_errors=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
