@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from .errors import NotFound
 
-__all__ = ["GPT", "Shape", "Text", "read_text"]
+__all__ = ["FULL", "GPT", "SHORT", "Shape", "Size", "Text", "read_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,23 @@ class Shape:
     width: int = 128
     context: int = 128
     vocabulary: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much the main job trains; the steps are counted from the root of the lineage."""
+
+    shape: Shape
+    batch: int
+    warm: int
+    main: int
+    variants: int
+    resumed: int
+    evaluate_every: int
+
+
+FULL = Size(Shape(layers=5), batch=8, warm=100, main=200, variants=180, resumed=140, evaluate_every=10)
+SHORT = Size(Shape(layers=1, heads=2, width=32, context=32), batch=4, warm=6, main=12, variants=10, resumed=12, evaluate_every=2)
 
 
 class Block(nn.Module):

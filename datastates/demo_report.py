@@ -1,0 +1,102 @@
+"""What the main job found: read back from the lineage, judged, and printed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from .demo_picture import draw
+from .lineage.states import RefKind, State
+from .repository import Repository
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Cost", "Outcome", "Step", "examine", "show"]
+
+
+@dataclass(slots=True)
+class Cost:
+    """What capturing cost the training thread: in ``capture`` and waiting for the fence, of ``wall_s`` seconds of training."""
+
+    captures: int = 0
+    blocked_s: float = 0.0
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step after the tag, as the run that never stopped took it and as the fresh process did."""
+
+    step: int
+    loss: float
+    resumed_loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the demo showed. ``digests`` are those of ``main`` and of ``resumed``, where ``resumed`` ends."""
+
+    steps: tuple[Step, ...]
+    digests: tuple[str, str]
+    best: State
+    cost: Cost
+    picture: Path
+
+    @property
+    def is_bit_exact(self) -> bool:
+        """Every loss is equal, and so is every byte of the last state: the digest covers weights, moments, RNG and position."""
+        return all(step.loss == step.resumed_loss for step in self.steps) and len(self.steps) > 0 and self.digests[0] == self.digests[1]
+
+
+def examine(repo: Repository, picture: Path, cost: Cost) -> Outcome:
+    """Compare ``resumed`` with ``main``, find the best state, and draw the losses of all branches."""
+    branches = {ref.name: repo.log(ref.name)[::-1] for ref in repo.refs() if ref.kind is RefKind.BRANCH}
+    branches = {"main": branches.pop("main"), **branches}
+    tag = repo.state("warm")
+    resumed = [state for state in branches.pop("resumed") if state.step > tag.step]
+    never_stopped = {state.step: state for state in branches["main"]}
+    steps = tuple(Step(state.step, never_stopped[state.step].metrics["loss"], state.metrics["loss"]) for state in resumed)
+    best = repo.find("metrics.val_loss > 0 order by metrics.val_loss limit 1")[0]
+    draw(
+        picture,
+        branches,
+        resumed=resumed,
+        tag=tag,
+        best=best,
+        title="A byte-level GPT on Python's standard library: one prefix, four ways on",
+    )
+    return Outcome(steps, (never_stopped[resumed[-1].step].digest, resumed[-1].digest), best, cost, picture)
+
+
+def show(outcome: Outcome, repo: Repository, console: Console) -> None:
+    """Print the graph, the comparison, the best state, what capturing cost, and where the picture lies."""
+    console.print(_comparison(outcome.steps))
+    verdict = "[green]equal bit for bit[/]" if outcome.is_bit_exact else "[red]NOT equal[/]"
+    equal = sum(step.loss == step.resumed_loss for step in outcome.steps)
+    console.print(
+        f"{equal} of {len(outcome.steps)} losses and the digests {outcome.digests[0][:12]} and {outcome.digests[1][:12]}: {verdict}"
+    )
+    best, cost = outcome.best, outcome.cost
+    console.print(f"best state: {best.uid[:10]}, step {best.step}, held-out loss {best.metrics['val_loss']:.4f}")
+    console.print(
+        f"{cost.captures} captures blocked training for {1e3 * cost.blocked_s / cost.captures:.2f} ms each, "
+        f"{100 * cost.blocked_s / cost.wall_s:.2f} % of {cost.wall_s:.0f} s"
+    )
+    console.print(f"picture: {os.path.relpath(outcome.picture)}")
+
+
+def _comparison(steps: Sequence[Step], ends: int = 4) -> Table:
+    table = Table("step", "main, never stopped", "resumed in a fresh process", title="loss after the tag", title_justify="left")
+    for index, step in enumerate(steps):
+        if ends <= index < len(steps) - ends:
+            if index == ends:
+                table.add_row("…", "…", "…")
+            continue
+        table.add_row(str(step.step), repr(step.loss), repr(step.resumed_loss), style=None if step.loss == step.resumed_loss else "red")
+    return table
