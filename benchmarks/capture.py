@@ -10,6 +10,7 @@ and still take the training's cores.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import shutil
@@ -83,29 +84,30 @@ def _capture(method: Method) -> Sample:
 
 
 def _blocking_methods() -> dict[str, Method]:
-    return {
+    methods: dict[str, Method] = {
         "floor: _foreach_copy_": ForeachCopy(),
         "datastates": Ours(),
         "torch.save to memory": TorchSave(fsync=False),
         "dcp.async_save, default": DcpAsync(reuse=False),
         "dcp.async_save, best": DcpAsync(reuse=True),
-        "torchsnapshot.async_take": TorchSnapshot(),
     }
+    if importlib.util.find_spec("torchsnapshot"):  # its wheel asks for any torch: install it with --no-deps
+        methods["torchsnapshot.async_take"] = TorchSnapshot()
+    return methods
 
 
-def blocking_large(folder: Path, *, quick: bool) -> dict[str, Any]:
+def blocking_large(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     """A 100M-parameter GPT with AdamW."""
     trainer = Trainer.make(TINY if quick else LARGE)
-    rounds = 2 if quick else 7
     samples = blocking(trainer.objects, trainer.optimizer.step, _blocking_methods(), folder, rounds)
     return _blocking_report("GPT + AdamW", trainer.objects, samples)
 
 
-def blocking_tiny(folder: Path, *, quick: bool) -> dict[str, Any]:
+def blocking_tiny(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     """10,000 tensors of 1 KiB: what each tensor costs, whatever its size."""
     tensors = {f"t{index}": torch.randn(256) for index in range(500 if quick else 10_000)}
     objects = {"tensors": tensors}
-    samples = blocking(objects, lambda: torch._foreach_add_(list(tensors.values()), 1.0), _blocking_methods(), folder, 2 if quick else 7)
+    samples = blocking(objects, lambda: torch._foreach_add_(list(tensors.values()), 1.0), _blocking_methods(), folder, rounds)
     return _blocking_report("tiny tensors", objects, samples)
 
 
@@ -144,10 +146,10 @@ def _training_methods() -> dict[str, Method]:
     }
 
 
-def training(folder: Path, *, quick: bool) -> dict[str, Any]:
+def training(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     """A 29M-parameter GPT, a capture at every step: short segments of each method between segments without any."""
     trainer = Trainer.make(TINY if quick else MEDIUM)
-    steps, rounds = (5, 1) if quick else (15, 5)
+    steps = 5 if quick else 15
     methods = _training_methods()
     overheads: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
     segment(trainer, None, steps)
@@ -212,7 +214,7 @@ def _training_report(trainer: Trainer, overheads: dict[str, list[dict[str, float
 # What memory it takes
 
 
-def memory(folder: Path, *, quick: bool) -> dict[str, Any]:
+def memory(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     """The peak of a process that captures, in a process of its own, against what it held before plus its arenas."""
     command = [sys.executable, __file__, "--part", "peak", "--folder", str(folder), *(["--quick"] if quick else [])]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
@@ -288,7 +290,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models: does it run?")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--rounds", type=int, help="how often each method is measured (5)")
     options = parser.parse_args()
+    rounds = options.rounds or (1 if options.quick else 5)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers' own
     with tempfile.TemporaryDirectory(prefix="datastates-capture-", dir=options.folder) as name:
@@ -297,7 +301,7 @@ def main() -> None:
             if options.part == ["peak"]:
                 _out(json.dumps(peak(folder, quick=options.quick)))
                 return
-            results = {part: PARTS[part](folder, quick=options.quick) for part in options.part or PARTS}
+            results = {part: PARTS[part](folder, quick=options.quick, rounds=rounds) for part in options.part or PARTS}
         finally:
             shutil.rmtree(Path("/dev/shm") / folder.name, ignore_errors=True)
     if options.json:

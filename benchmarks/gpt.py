@@ -23,27 +23,26 @@ TINY = Shape(layers=2, heads=2, width=64, context=32, vocabulary=256)
 
 @dataclass(slots=True)
 class Trainer:
-    """A model and its optimizer on random tokens: their values do not change what a step or a capture costs."""
+    """A model and its optimizer on random tokens, new at each step, so that gradients never vanish into denormal numbers."""
 
     model: GPT
     optimizer: AdamW
-    tokens: torch.Tensor
+    shape: Shape
 
     @classmethod
-    def make(cls, shape: Shape, *, batch: int = 1) -> Trainer:
+    def make(cls, shape: Shape) -> Trainer:
         """With the optimizer's state made and a gradient in place, as after a first step."""
         torch.manual_seed(0)
         model = GPT(shape)
-        tokens = torch.randint(0, shape.vocabulary, (batch, min(shape.context, 128) + 1))
-        trainer = cls(model, AdamW(model.parameters(), lr=1e-4), tokens)
+        trainer = cls(model, AdamW(model.parameters(), lr=1e-4), shape)
         trainer.backward()
         trainer.optimizer.step()
         return trainer
 
     def backward(self) -> None:
-        """Forward and backward of a new step."""
+        """Forward and backward of a new step, on one window of at most 128 tokens."""
         self.optimizer.zero_grad()
-        self.model(self.tokens).backward()
+        self.model(torch.randint(0, self.shape.vocabulary, (1, min(self.shape.context, 128) + 1))).backward()
 
     @property
     def objects(self) -> dict[str, object]:

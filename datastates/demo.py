@@ -32,7 +32,6 @@ from datastates.demo_report import Cost, Outcome, examine, show
 from datastates.errors import InvalidInput
 
 MARKER = "made-by-datastates-demo"
-Tick = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +39,27 @@ class Variant:
     """What a branch does otherwise than ``main``."""
 
     branch: str
-    learning_rate: float = 1e-3
+    learning_rate_factor: float = 1.0
     dropout: float = 0.1
     order: int = 0
 
 
 MAIN, RESUMED = Variant("main"), Variant("resumed")
-VARIANTS = (Variant("lr-3x", learning_rate=3e-3), Variant("no-dropout", dropout=0.0), Variant("other-order", order=1))
+VARIANTS = (Variant("lr-3x", learning_rate_factor=3.0), Variant("no-dropout", dropout=0.0), Variant("other-order", order=1))
 
 
-def train(
-    repo: Repository, text: Text, size: Size, variant: Variant, until: int, cost: Cost, tick: Tick, *, start: str | None = None
-) -> None:
+def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Callable[[], object], *, start: str | None = None) -> Cost:
     """Train a branch up to step ``until`` and capture every step; with ``start`` it forks from there."""
+    text, cost = read_text(size.shape.context), Cost()
     torch.manual_seed(0)
     model = GPT(size.shape, variant.dropout)
-    optimizer = AdamW(model.parameters(), lr=variant.learning_rate)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
     scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=size.warm // 3)
     sampler = PermutationSampler(len(text.train), batch_size=size.batch)
     with repo.track(branch=variant.branch, start=start, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler) as run:
-        if start:  # everything stands where the tag stood: change what this variant changes
-            optimizer.param_groups[0]["lr"] = variant.learning_rate
-            sampler.seed = variant.order
+        # All of it now stands where ``start`` stood: change what this variant does otherwise.
+        optimizer.param_groups[0]["lr"] *= variant.learning_rate_factor
+        sampler.seed = variant.order
         began = time.perf_counter()
         for rows in run.steps(sampler):
             loss = model(text.train[rows])
@@ -80,7 +78,8 @@ def train(
             tick()
             if run.step == until:
                 break
-        cost.wall_s += time.perf_counter() - began
+        cost.wall_s = time.perf_counter() - began
+    return cost
 
 
 @torch.no_grad()
@@ -92,32 +91,31 @@ def evaluate(model: GPT, text: Text) -> float:
     return loss
 
 
-def resume(root: Path, size: Size) -> None:
-    """What the fresh process does: fork from the tag and repeat the steps that ``main`` took after it."""
-    with datastates.open(root) as repo:
-        train(repo, read_text(size.shape.context), size, RESUMED, size.resumed, Cost(), tick=lambda: None, start="warm")
-
-
 def run_demo(root: Path, *, short: bool = False, console: Console | None = None) -> Outcome:
     """All of the main job in ``root``, a new or empty folder, or one of an earlier demo, which is emptied first."""
-    console, size, cost = console or Console(), SHORT if short else FULL, Cost()
+    console, size = console or Console(), SHORT if short else FULL
     begin(root)
-    text = read_text(size.shape.context)
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
     with datastates.open(root) as repo:
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task("main", total=size.main)
-            train(repo, text, size, MAIN, size.main, cost, partial(progress.advance, bar))
+            costs = [train(repo, size, MAIN, size.main, partial(progress.advance, bar))]
             for variant in VARIANTS:
                 bar = progress.add_task(variant.branch, total=size.variants - size.warm)
-                train(repo, text, size, variant, size.variants, cost, partial(progress.advance, bar), start="warm")
+                costs.append(train(repo, size, variant, size.variants, partial(progress.advance, bar), start="warm"))
             bar = progress.add_task("resumed", total=size.resumed - size.warm)
             command = [sys.executable, "-m", "datastates.demo", str(root), "--resume", *(["--short"] if short else [])]
             subprocess.run(command, check=True)
             progress.update(bar, completed=size.resumed - size.warm)
-        outcome = examine(repo, root / "losses.png", cost)
+        outcome = examine(repo, root / "losses.png", costs)
         show(outcome, repo, console)
     return outcome
+
+
+def resume(root: Path, size: Size) -> None:
+    """What the fresh process does: fork from the tag and repeat the steps that ``main`` took after it."""
+    with datastates.open(root) as repo:
+        train(repo, size, RESUMED, size.resumed, lambda: None, start="warm")
 
 
 def begin(root: Path) -> None:

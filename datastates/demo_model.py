@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -97,6 +98,7 @@ class Text:
     held_out: Tensor
 
 
+@cache
 def read_text(context: int, *, train_bytes: int = 4_000_000, held_out_windows: int = 32) -> Text:
     """The standard library's modules in order of name; the windows that are held out are spread over what follows.
 

@@ -54,7 +54,7 @@ class Outcome:
         return all(step.loss == step.resumed_loss for step in self.steps) and len(self.steps) > 0 and self.digests[0] == self.digests[1]
 
 
-def examine(repo: Repository, picture: Path, cost: Cost) -> Outcome:
+def examine(repo: Repository, picture: Path, costs: Sequence[Cost]) -> Outcome:
     """Compare ``resumed`` with ``main``, find the best state, and draw the losses of all branches."""
     branches = {ref.name: repo.log(ref.name)[::-1] for ref in repo.refs() if ref.kind is RefKind.BRANCH}
     branches = {"main": branches.pop("main"), **branches}
@@ -71,6 +71,7 @@ def examine(repo: Repository, picture: Path, cost: Cost) -> Outcome:
         best=best,
         title="A byte-level GPT on Python's standard library: one prefix, four ways on",
     )
+    cost = Cost(sum(c.captures for c in costs), sum(c.blocked_s for c in costs), sum(c.wall_s for c in costs))
     return Outcome(steps, (never_stopped[resumed[-1].step].digest, resumed[-1].digest), best, cost, picture)
 
 

@@ -1,0 +1,1 @@
+../datastates/demo.py

@@ -1,0 +1,41 @@
+"""Start this again and again: each time the training goes on exactly where it stopped, however it stopped.
+
+python examples/resume.py [FOLDER] [STEPS]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+import datastates
+
+
+def main(folder: str = "runs/resume", steps: int = 20) -> None:
+    """Take ``steps`` more steps."""
+    torch.manual_seed(0)
+    inputs = torch.randn(256, 8)
+    targets = inputs.sin().sum(1, keepdim=True)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    sampler = datastates.PermutationSampler(len(inputs), batch_size=16)
+
+    with datastates.open(folder) as repo, repo.track(model=model, optimizer=optimizer, sampler=sampler) as run:
+        end = run.step + steps
+        for rows in run.steps(sampler):
+            loss = nn.functional.mse_loss(model(inputs[rows]), targets[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.capture(metrics={"loss": loss.item()})
+            sys.stdout.write(f"step {run.step}: loss {loss.item()!r}\n")
+            if run.step == end:
+                break
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    main(*arguments[:1], *map(int, arguments[1:2]))

@@ -1,0 +1,142 @@
+"""The main job in its short form, in real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import datastates
+from datastates.demo import MARKER, begin
+from datastates.demo_model import GPT, SHORT, Shape, read_text
+from datastates.demo_report import Cost, Outcome, Step
+from datastates.errors import InvalidInput
+
+COMMAND = [sys.executable, "-W", "error", "-m", "datastates.demo"]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder where the demo ran twice, and how the second run went."""
+    root = tmp_path_factory.mktemp("demo") / "runs"
+    for _ in range(2):
+        done = subprocess.run([*COMMAND, str(root), "--short"], capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return root, done
+
+
+def test_demo_leaves_a_state_for_every_step_of_every_branch(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    with datastates.open(demo[0]) as repo:
+        assert [state.step for state in repo.log("main")] == list(range(SHORT.main, 0, -1))
+        for branch in ("lr-3x", "no-dropout", "other-order"):
+            states = repo.log(branch)
+            assert [state.step for state in states] == list(range(SHORT.variants, 0, -1))
+            assert states[-SHORT.warm].uid == repo.state("warm").uid
+
+
+def test_variants_differ_from_main_and_from_each_other(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    with datastates.open(demo[0]) as repo:
+        losses = {name: repo.log(name)[0].metrics["loss"] for name in ("lr-3x", "no-dropout", "other-order")}
+        losses["main"] = repo.state(f"main~{SHORT.main - SHORT.variants}").metrics["loss"]
+
+    assert len(set(losses.values())) == len(losses)
+
+
+def test_fresh_process_repeats_the_losses_and_the_digest_of_the_run_that_never_stopped(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    with datastates.open(demo[0]) as repo:
+        never, again = repo.log("main")[: SHORT.main - SHORT.warm], repo.log("resumed")[: SHORT.resumed - SHORT.warm]
+
+    assert [state.metrics["loss"] for state in again] == [state.metrics["loss"] for state in never]
+    assert [state.digest for state in again] == [state.digest for state in never]
+    assert never[0].run != again[0].run
+
+
+def test_demo_prints_the_graph_the_proof_the_best_state_the_cost_and_the_picture(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    root, done = demo
+    output = done.stdout
+
+    assert "equal bit for bit" in output
+    assert "best state" in output
+    assert "captures blocked training" in output
+    assert "losses.png" in output
+    for name in ("main", "warm", "lr-3x", "no-dropout", "other-order", "resumed"):
+        assert name in output
+    assert (root / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_outcome_is_not_bit_exact_when_one_loss_or_the_digest_differs(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    with datastates.open(demo[0]) as repo:
+        best = repo.state("warm")
+    steps = (Step(1, 0.5, 0.5), Step(2, 0.25, 0.25))
+
+    def outcome(steps: tuple[Step, ...], digests: tuple[str, str]) -> Outcome:
+        return Outcome(steps, digests, best, Cost(), Path("none.png"))
+
+    assert outcome(steps, ("a", "a")).is_bit_exact
+    assert not outcome(steps, ("a", "b")).is_bit_exact
+    assert not outcome((*steps, Step(3, 0.1, 0.1 + 1e-12)), ("a", "a")).is_bit_exact
+    assert not outcome((), ("a", "a")).is_bit_exact
+
+
+def test_interrupted_demo_says_where_its_states_are_and_keeps_them(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    process = subprocess.Popen([*COMMAND, str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_for_a_state(root, process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+
+    assert process.returncode == 130, errors
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    with datastates.open(root) as repo:
+        assert repo.verify("main").step >= 1
+
+
+def _wait_for_a_state(root: Path, process: subprocess.Popen[str]) -> None:
+    while not list(root.glob("packs/*.manifest")):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(timeout=0.05) is None, "the demo ended before its first state was durable"
+
+
+def test_folder_with_something_else_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+
+    with pytest.raises(InvalidInput, match="not of an earlier demo"):
+        begin(tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_folder_of_an_earlier_demo_is_emptied(tmp_path: Path) -> None:
+    begin(tmp_path / "runs")
+    (tmp_path / "runs" / "old.png").touch()
+
+    begin(tmp_path / "runs")
+
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [MARKER]
+
+
+def test_held_out_text_is_not_trained_on() -> None:
+    text = read_text(128)
+
+    assert len(text.held_out) == 32
+    assert 3_900_000 < text.train.numel() <= 4_000_000 + 129
+    assert text.train.shape[1] == text.held_out.shape[1] == 129
+    assert int(text.train.max()) < 256
+
+
+def test_head_of_the_model_is_its_embedding() -> None:
+    model = GPT(Shape(layers=1, heads=2, width=16, context=8))
+
+    assert model.head.weight is model.embed.weight
+    assert sum(parameter.numel() for parameter in GPT(Shape(layers=5)).parameters()) == pytest.approx(1e6, rel=0.1)

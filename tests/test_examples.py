@@ -1,0 +1,41 @@
+"""Every example runs as a user runs it: as a script, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import datastates.demo
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *arguments: object, cwd: Path) -> str:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_stopped_and_started_again_resume_takes_the_steps_of_one_that_never_stopped(tmp_path: Path) -> None:
+    whole = run("resume.py", "whole", 12, cwd=tmp_path)
+    parts = [run("resume.py", "parts", 5, cwd=tmp_path), run("resume.py", "parts", 7, cwd=tmp_path)]
+
+    assert whole.count("step ") == 12
+    assert "".join(parts) == whole
+
+
+def test_demo_example_is_the_code_that_the_demo_command_runs() -> None:
+    assert (EXAMPLES / "demo.py").resolve() == Path(datastates.demo.__file__).resolve()
+
+
+def test_demo_example_runs_as_a_script(tmp_path: Path) -> None:
+    output = run("demo.py", "out", "--short", cwd=tmp_path)
+
+    assert "6 of 6 losses" in output
+    assert (tmp_path / "out" / "losses.png").stat().st_size > 10_000
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"demo.py", "resume.py"}
