@@ -45,7 +45,7 @@ class Variant:
 
 
 MAIN, RESUMED = Variant("main"), Variant("resumed")
-VARIANTS = (Variant("lr-3x", learning_rate_factor=3.0), Variant("no-dropout", dropout=0.0), Variant("other-order", order=1))
+VARIANTS = (Variant("low-lr", learning_rate_factor=0.3), Variant("no-dropout", dropout=0.0), Variant("other-order", order=1))
 
 
 def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Callable[[], object], *, start: str | None = None) -> Cost:
@@ -103,10 +103,10 @@ def run_demo(root: Path, *, short: bool = False, console: Console | None = None)
             for variant in VARIANTS:
                 bar = progress.add_task(variant.branch, total=size.variants - size.warm)
                 costs.append(train(repo, size, variant, size.variants, partial(progress.advance, bar), start="warm"))
-            bar = progress.add_task("resumed", total=size.resumed - size.warm)
+            bar = progress.add_task("resumed", total=None)
             command = [sys.executable, "-m", "datastates.demo", str(root), "--resume", *(["--short"] if short else [])]
             subprocess.run(command, check=True)
-            progress.update(bar, completed=size.resumed - size.warm)
+            progress.update(bar, total=size.resumed - size.warm, completed=size.resumed - size.warm)
         outcome = examine(repo, root / "losses.png", costs)
         show(outcome, repo, console)
     return outcome

@@ -32,7 +32,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
 def test_demo_leaves_a_state_for_every_step_of_every_branch(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     with datastates.open(demo[0]) as repo:
         assert [state.step for state in repo.log("main")] == list(range(SHORT.main, 0, -1))
-        for branch in ("lr-3x", "no-dropout", "other-order"):
+        for branch in ("low-lr", "no-dropout", "other-order"):
             states = repo.log(branch)
             assert [state.step for state in states] == list(range(SHORT.variants, 0, -1))
             assert states[-SHORT.warm].uid == repo.state("warm").uid
@@ -40,7 +40,7 @@ def test_demo_leaves_a_state_for_every_step_of_every_branch(demo: tuple[Path, su
 
 def test_variants_differ_from_main_and_from_each_other(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     with datastates.open(demo[0]) as repo:
-        losses = {name: repo.log(name)[0].metrics["loss"] for name in ("lr-3x", "no-dropout", "other-order")}
+        losses = {name: repo.log(name)[0].metrics["loss"] for name in ("low-lr", "no-dropout", "other-order")}
         losses["main"] = repo.state(f"main~{SHORT.main - SHORT.variants}").metrics["loss"]
 
     assert len(set(losses.values())) == len(losses)
@@ -67,7 +67,7 @@ def test_demo_prints_the_graph_the_proof_the_best_state_the_cost_and_the_picture
     assert "best state" in output
     assert "captures blocked training" in output
     assert "losses.png" in output
-    for name in ("main", "warm", "lr-3x", "no-dropout", "other-order", "resumed"):
+    for name in ("main", "warm", "low-lr", "no-dropout", "other-order", "resumed"):
         assert name in output
     assert (root / "losses.png").read_bytes().startswith(b"\x89PNG")
 
