@@ -12,12 +12,12 @@ that the lineage database can be rebuilt from the manifests alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 __all__ = [
     "CHUNK_BYTES",
+    "VERSION",
+    "Attribute",
     "Chunk",
     "ChunkRef",
     "Content",
@@ -30,6 +30,12 @@ __all__ = [
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a chunk, and of a slot of the arena."""
+
+VERSION = 1
+"""The version of manifest that this code writes and reads."""
+
+Attribute = str | int | float | bool | None
+"""What an attribute may hold."""
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
@@ -103,7 +109,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     created_at_us: int
     message: str | None
     metrics: dict[str, float]
-    attributes: dict[str, Any]
+    attributes: dict[str, Attribute]
     rank: int = 0
     world_size: int = 1
 
