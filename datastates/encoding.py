@@ -6,8 +6,6 @@ A *packed* value is None, a bool, an int of 64 bits, a float, a str or bytes as 
 
 from __future__ import annotations
 
-import operator
-import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,19 +15,14 @@ import msgspec
 import numpy as np
 import torch
 
+from .arrays import MAX_DEPTH, Unencodable, array_of, describe_dtype, dtype_from, order_of
 from .errors import Conflict, Corrupt, InvalidInput
 
 __all__ = [
-    "MAX_DEPTH",
     "SCALARS",
-    "Descr",
     "Encoder",
     "Packed",
-    "Unencodable",
-    "array_of",
     "decode_values",
-    "describe_dtype",
-    "dtype_from",
     "encode_values",
     "encoder_named",
     "encoder_of",
@@ -41,20 +34,8 @@ __all__ = [
 Packed = Any
 """What ``pack`` makes; see the module's docstring."""
 
-Descr = Any
-"""A NumPy dtype as strings, numbers and tuples."""
-
-MAX_DEPTH = 100
-"""Deeper nesting is refused, writing and reading: it is a cycle, or an attack."""
-
 SCALARS = frozenset({int, float, str, bool, type(None)})
 """Types that pack to themselves, as long as an int fits into 64 bits and a str is valid Unicode."""
-
-_BUFFER_KINDS = frozenset("biufcSUVmM")
-
-
-class Unencodable(TypeError):
-    """A value has no safe encoding; ``tree.flatten`` turns it into ``Unsupported`` with the path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +187,10 @@ def _pack_items(items: Iterable[object], depth: int) -> list[Packed]:
 
 
 def _pack_sequence(tag: str) -> Callable[[Any, int], Packed]:
-    def packer(value: list[object] | tuple[object, ...], depth: int) -> Packed:
+    def packer(value: Any, depth: int) -> Packed:
         kinds = set(map(type, value))
-        if kinds <= {float, bool, type(None)} or (kinds == {int} and -(1 << 63) <= min(value) and max(value) < 1 << 63):  # type: ignore[type-var]  # all ints
+        # In one go for a history of floats, or for Python's RNG state of 625 ints.
+        if kinds <= {float, bool, type(None)} or (kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63):
             return [tag, list(value)]
         return [tag, _pack_items(value, depth)]
 
@@ -249,74 +231,9 @@ def _unpack_deque(parts: list[Any], depth: int) -> deque[Any]:
 # NumPy
 
 
-def describe_dtype(dtype: np.dtype[Any]) -> Descr:
-    """The dtype as strings, numbers and tuples.
-
-    :raises Unencodable: it holds Python objects, or is of a kind that NumPy itself does not know.
-    """
-    descr = _describe(dtype)
-    if dtype.hasobject or dtype_from(descr) != dtype:
-        raise Unencodable(f"has the NumPy dtype {dtype}, which has no safe encoding: convert it to a numeric, string or time dtype")
-    return descr
-
-
-def _describe(dtype: np.dtype[Any]) -> Descr:
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return ("sub", _describe(base), shape)
-    if dtype.names is not None and dtype.fields is not None:
-        fields = tuple((name, _describe(dtype.fields[name][0]), dtype.fields[name][1]) for name in dtype.names)
-        return ("struct", fields, dtype.itemsize, dtype.isalignedstruct)
-    if dtype.kind not in _BUFFER_KINDS:
-        raise Unencodable(f"has the NumPy dtype {dtype}, which has no safe encoding: convert it to a numeric, string or time dtype")
-    return dtype.str
-
-
-_SIMPLE = re.compile(r"[<>|=][biufcSUVmM]\d{1,10}(\[\d*[A-Za-z]+\])?")
-
-
-def dtype_from(descr: Descr, depth: int = 0) -> np.dtype[Any]:
-    """The dtype that ``describe_dtype`` took; lists stand for tuples."""
-    if isinstance(descr, str):
-        if not _SIMPLE.fullmatch(descr):
-            raise Corrupt(f"{descr[:40]!r} is no NumPy dtype that is stored")
-        return np.dtype(descr)
-    if depth > MAX_DEPTH:
-        raise Corrupt("a NumPy dtype is nested too deep")
-    try:
-        if descr[0] == "sub":
-            _, base, shape = descr
-            return np.dtype((dtype_from(base, depth + 1), tuple(map(operator.index, shape))))
-        if descr[0] == "struct":
-            _, fields, itemsize, is_aligned = descr
-            names, formats, offsets = zip(*fields, strict=True) if fields else ((), (), ())
-            parts = {"names": list(names), "formats": [dtype_from(part, depth + 1) for part in formats], "offsets": list(offsets)}
-            return np.dtype({**parts, "itemsize": itemsize}, align=bool(is_aligned))  # type: ignore[call-overload]  # a dict built in parts
-    except (TypeError, ValueError, IndexError, KeyError, OverflowError) as exc:
-        raise Corrupt(f"a NumPy dtype does not decode: {exc}") from exc
-    raise Corrupt(f"{str(descr)[:40]!r} is no NumPy dtype that is stored")
-
-
-def order_of(array: np.ndarray[Any, Any]) -> str:
-    """``F`` for an array that is Fortran-ordered and not C-ordered, else ``C``."""
-    return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-
-
-def array_of(descr: Descr, shape: Any, order: Any, data: Any) -> np.ndarray[Any, Any]:
-    """An array over ``data``, a buffer of exactly its bytes, whose memory it shares."""
-    dtype = dtype_from(descr)
-    sizes = tuple(map(operator.index, shape))
-    count = 1
-    for size in sizes:
-        count *= size
-    if min(sizes, default=0) < 0 or count * dtype.itemsize != memoryview(data).nbytes or order not in ("C", "F"):
-        raise Corrupt(f"an array of {dtype} {sizes} does not fit its {memoryview(data).nbytes} bytes")
-    return np.ndarray(sizes, dtype, buffer=data, order=order)
-
-
 def _pack_array(value: np.ndarray[Any, Any], _depth: int) -> Packed:
     order = order_of(value)
-    return ["array", describe_dtype(value.dtype), value.shape, order, value.tobytes(order)]  # type: ignore[arg-type]  # "C" or "F"
+    return ["array", describe_dtype(value.dtype), value.shape, order, value.tobytes(order)]
 
 
 def _unpack_array(parts: list[Any], _depth: int) -> np.ndarray[Any, Any]:

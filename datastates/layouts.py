@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .encoding import Unencodable
+from .arrays import Unencodable
 from .errors import Corrupt
 from .geometry import dtype_name, dtype_of
 
@@ -61,7 +61,7 @@ def compose(node: tuple[Any, ...], parts: Sequence[Any]) -> torch.Tensor:
     if tag == "coo":
         return torch.sparse_coo_tensor(parts[0], parts[1], first, is_coalesced=node[2], check_invariants=True)
     if tag in _LAYOUTS:
-        return torch.sparse_compressed_tensor(*parts, first, layout=_LAYOUTS[tag], check_invariants=True)
+        return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], first, layout=_LAYOUTS[tag], check_invariants=True)
     dtype = dtype_of(first)
     with warnings.catch_warnings():
         # torch 2.13 deprecates making quantized tensors; those that exist must still come back.

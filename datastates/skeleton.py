@@ -24,7 +24,8 @@ from typing import Any
 
 import msgspec
 
-from .encoding import Unencodable, pack, unpack
+from .arrays import Unencodable
+from .encoding import pack, unpack
 from .errors import Corrupt, Unsupported
 
 __all__ = ["TENSOR", "VALUE", "Node", "Skeleton", "decode_skeleton", "encode_skeleton", "key_of", "pack_key", "paths"]
@@ -126,8 +127,16 @@ def pack_key(key: object) -> str | bytes:
 
 
 def key_of(packed: str | bytes) -> Any:
-    """The key that ``pack_key`` took."""
-    return packed if type(packed) is str else unpack(msgspec.msgpack.decode(packed))
+    """The key that ``pack_key`` took.
+
+    :raises Corrupt: it is none.
+    """
+    if isinstance(packed, str):
+        return packed
+    try:
+        return unpack(msgspec.msgpack.decode(packed))
+    except (msgspec.DecodeError, RecursionError, ValueError) as exc:
+        raise Corrupt(f"the key {packed[:40]!r} of a state does not decode: {exc}") from exc
 
 
 @lru_cache(maxsize=1 << 14)
@@ -159,11 +168,11 @@ def _join(path: str, part: str | None) -> str:
 def _key_parts(keys: Sequence[str | bytes]) -> list[str]:
     """Keys as parts of paths, told apart where an int 1 meets a str "1". ``%`` in a key is escaped, so no part collides."""
     if bytes not in set(map(type, keys)):
-        return [_escape(key) for key in keys]  # type: ignore[arg-type]  # all are str
-    used = {_escape(key) for key in keys if type(key) is str}
+        return [_escape(key) for key in keys if isinstance(key, str)]
+    used = {_escape(key) for key in keys if isinstance(key, str)}
     parts = []
     for packed in keys:
-        if type(packed) is str:
+        if isinstance(packed, str):
             parts.append(_escape(packed))
             continue
         key = key_of(packed)

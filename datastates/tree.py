@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -23,21 +23,8 @@ import msgspec
 import numpy as np
 import torch
 
-from .encoding import (
-    MAX_DEPTH,
-    SCALARS,
-    Packed,
-    Unencodable,
-    array_of,
-    decode_values,
-    describe_dtype,
-    encode_values,
-    encoder_named,
-    encoder_of,
-    order_of,
-    pack,
-    unpack,
-)
+from .arrays import MAX_DEPTH, Unencodable, array_of, describe_dtype, order_of
+from .encoding import SCALARS, Packed, decode_values, encode_values, encoder_named, encoder_of, pack, unpack
 from .errors import Corrupt, DatastatesError, InvalidInput, Unsupported
 from .layouts import compose, decompose
 from .skeleton import TENSOR, VALUE, Node, Skeleton, decode_skeleton, encode_skeleton, key_of, pack_key, paths
@@ -63,7 +50,7 @@ _BULK = 8
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _KEY_TYPES = frozenset({str})
 
-_FACTORIES: dict[str, Callable[[], Any]] = {
+_FACTORIES: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (dict, list, set, tuple, int, float, str, bool, bytes, Counter, OrderedDict, deque)
 }
 
@@ -129,6 +116,8 @@ def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[to
 
 def _path_of_next(nodes: list[Node]) -> str:
     *_, last = paths(nodes)
+    if len(last) > 200:
+        last = f"{last[:150]}…{last[-40:]}"
     return last or "the state"
 
 
@@ -164,7 +153,7 @@ class _Walk:
                 else:
                     self._tensor(child, depth)  # type: ignore[arg-type]  # its type was tested
             elif kind is dict:
-                keys = tuple(child)  # type: ignore[arg-type]  # a dict
+                keys: tuple[Any, ...] = tuple(child)  # type: ignore[arg-type]  # a dict
                 nodes.append(("d", keys if _KEY_TYPES.issuperset(map(type, keys)) else tuple(map(pack_key, keys))))
                 self._inside(child.values(), depth)  # type: ignore[attr-defined]  # a dict
             elif kind is float or kind is bool or child is None:
@@ -225,12 +214,10 @@ class _Walk:
         if array.nbytes < ARRAY_BYTES:
             self.value(array, depth)
             return
-        node = ("a", describe_dtype(array.dtype), array.shape, order_of(array))
-        order = "F" if order_of(array) == "F" else "C"
+        order = order_of(array)
+        self.nodes += (("a", describe_dtype(array.dtype), array.shape, order), TENSOR)
         dense = np.require(array, requirements=[order, "W"])
-        flat = dense.reshape(-1, order=order).view(np.uint8)
-        self.nodes += (node, TENSOR)
-        self.tensors.append(torch.from_numpy(flat))
+        self.tensors.append(torch.from_numpy(dense.ravel(order).view(np.uint8)))
 
     def _other(self, child: object, depth: int) -> None:
         encoder = encoder_of(type(child))
@@ -291,7 +278,8 @@ class _Build:
         if depth > MAX_DEPTH:
             raise Corrupt(f"the state is nested more than {MAX_DEPTH} deep")
         try:
-            return _BUILDERS.get(node[0], _Build._layout)(self, node, depth + 1)
+            build: _Builder = _BUILDERS.get(node[0], _Build._layout)
+            return build(self, node, depth + 1)
         except (DatastatesError, StopIteration):
             raise
         except (TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError, AttributeError, MemoryError) as exc:
@@ -307,10 +295,6 @@ class _Build:
     def _items(self, count: int, depth: int) -> list[Any]:
         return [self.next(depth) for _ in range(count)]
 
-    def _pairs(self, keys: tuple[str | bytes, ...], depth: int) -> Iterator[tuple[Any, Any]]:
-        for key in keys:
-            yield key_of(key), self.next(depth)
-
     def _dict(self, node: tuple[Any, ...], depth: int) -> dict[Any, Any]:
         return {key_of(key): self.next(depth) for key in node[1]}
 
@@ -320,10 +304,19 @@ class _Build:
 
     def _ordered(self, node: tuple[Any, ...], depth: int) -> OrderedDict[Any, Any]:
         metadata = self.next(depth) if node[1] else None
-        mapping = OrderedDict((key_of(key), self.next(depth)) for key in node[2])
+        mapping: OrderedDict[Any, Any] = OrderedDict([(key_of(key), self.next(depth)) for key in node[2]])
         if node[1]:
             mapping._metadata = metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
         return mapping
+
+    def _list(self, node: tuple[Any, ...], depth: int) -> list[Any]:
+        return self._items(node[1], depth)
+
+    def _tuple(self, node: tuple[Any, ...], depth: int) -> tuple[Any, ...]:
+        return tuple(self._items(node[1], depth))
+
+    def _deque(self, node: tuple[Any, ...], depth: int) -> deque[Any]:
+        return deque(self._items(node[2], depth), node[1])
 
     def _array(self, node: tuple[Any, ...], depth: int) -> np.ndarray[Any, Any]:
         _, descr, shape, order = node
@@ -331,20 +324,26 @@ class _Build:
 
     def _object(self, node: tuple[Any, ...], depth: int) -> Any:
         encoder = encoder_named(node[1])
-        return encoder.decode(self.next(depth))
+        plain = self.next(depth)
+        try:
+            return encoder.decode(plain)
+        except Exception as exc:
+            raise InvalidInput(f"the decoder registered as {encoder.name!r} refused what it once encoded: {exc}") from exc
 
     def _layout(self, node: tuple[Any, ...], depth: int) -> torch.Tensor:
         children = self._items(2 if node[0] == "coo" else 3, depth)
         return compose(node, children)
 
 
-_BUILDERS: dict[str, Callable[[_Build, tuple[Any, ...], int], Any]] = {
+_Builder = Callable[[_Build, tuple[Any, ...], int], Any]
+
+_BUILDERS: dict[str, _Builder] = {
     "d": _Build._dict,
     "D": _Build._defaultdict,
     "o": _Build._ordered,
-    "l": lambda build, node, depth: build._items(node[1], depth),
-    "t": lambda build, node, depth: tuple(build._items(node[1], depth)),
-    "q": lambda build, node, depth: deque(build._items(node[2], depth), node[1]),
+    "l": _Build._list,
+    "t": _Build._tuple,
+    "q": _Build._deque,
     "x": _Build._object,
     "a": _Build._array,
 }
