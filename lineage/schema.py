@@ -25,6 +25,9 @@ __all__ = [
 # SQLite gives autoincrementing row ids to INTEGER keys only; PostgreSQL gets 64 bits.
 Id = BigInteger().with_variant(Integer, "sqlite")
 
+# On SQLite the rows then lie in their primary key: one tree to write instead of two.
+NO_ROWID = {"sqlite_with_rowid": False}
+
 NAMING = {
     "ix": "ix_%(column_0_N_label)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -60,7 +63,10 @@ class RunRow(Base):
 
 
 class StateRow(Base):
-    """A node. ``generation`` counts first parents to the root; ``jump_id`` is an ancestor for O(log n) walks."""
+    """A node. ``generation`` counts first parents to the root; ``jump_id`` is an ancestor for O(log n) walks.
+
+    A parent is always older than its child, so ``id`` orders the graph topologically: walks rely on it.
+    """
 
     __tablename__ = "state"
 
@@ -85,6 +91,7 @@ class EdgeRow(Base):
     """A further parent (merge, soup, clone); the first parent stands in the state's own row."""
 
     __tablename__ = "edge"
+    __table_args__ = NO_ROWID
 
     child_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True)
     parent_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True, index=True)
@@ -94,21 +101,25 @@ class EdgeRow(Base):
 
 
 class MetricRow(Base):
-    """One number of one state."""
+    """One number of one state. NULL is NaN: SQLite cannot store one, and no comparison with either is true."""
 
     __tablename__ = "metric"
-    __table_args__ = (Index(None, "key", "value", "state_id"),)
+    __table_args__ = (Index(None, "key", "value", "state_id"), NO_ROWID)
 
     state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True)
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
-    value: Mapped[float]
+    value: Mapped[float | None]
 
 
 class AttributeRow(Base):
-    """One free value of one state, kept by type: ``number`` for numbers and booleans, ``text`` for strings."""
+    """One free value of one state, kept by type: ``number`` for numbers and booleans, ``text`` for strings.
+
+    ``type`` is ``str``, ``int``, ``float``, ``bool`` or ``none``. An int beyond 2**53 has its exact digits in ``text``;
+    a float that is NaN has no number.
+    """
 
     __tablename__ = "attribute"
-    __table_args__ = (Index(None, "key", "number", "state_id"), Index(None, "key", "text", "state_id"))
+    __table_args__ = (Index(None, "key", "number", "state_id"), Index(None, "key", "text", "state_id"), NO_ROWID)
 
     state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True)
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
@@ -148,6 +159,7 @@ class ReplicaRow(Base):
     """One rank's shard of one state is complete on a tier of a node. ``status`` is ``ok`` or ``gone``."""
 
     __tablename__ = "replica"
+    __table_args__ = NO_ROWID
 
     state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True)
     rank: Mapped[int] = mapped_column(Integer, primary_key=True)
@@ -171,6 +183,7 @@ class PackRefRow(Base):
     """A state needs a pack: gc removes a pack only when no row names it."""
 
     __tablename__ = "pack_ref"
+    __table_args__ = NO_ROWID
 
     pack_id: Mapped[int] = mapped_column(ForeignKey("pack.id"), primary_key=True)
     state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True, index=True)

@@ -1,0 +1,274 @@
+"""The lineage database: SQLite in a file, or PostgreSQL. Opening migrates; transactions come as context managers.
+
+A read transaction sees one consistent snapshot. A write transaction is ``BEGIN IMMEDIATE`` on SQLite, so writers queue
+instead of failing half-way; on PostgreSQL it is READ COMMITTED, and every change of shared rows is a compare-and-swap
+or takes its row locks in id order.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url, text
+from sqlalchemy.orm import Session
+
+from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
+
+from .migrations import HEAD, KNOWN
+
+__all__ = ["Database", "translate"]
+
+BUSY_TIMEOUT_S = 60.0
+_MARKER_TABLES = ("state", "ref_event", "pack_ref")
+_MIGRATION_LOCK = 0x6461_7461_7374  # the advisory lock of PostgreSQL; any number that others hardly choose
+_BEGIN = "datastates_begin"
+_DURABLE = "datastates_durable"
+_migrating = threading.Lock()  # Alembic's context is a global of the process
+
+
+class Database:
+    """An open lineage. Threads: any, each transaction in its own; not across ``fork``.
+
+    :raises NotFound: ``create`` is False and there is no lineage at ``url``.
+    :raises InvalidInput: the URL is of another kind, or the database holds something else.
+    :raises Conflict: a newer version of datastates wrote it.
+    :raises Unavailable: the server does not answer.
+    """
+
+    def __init__(self, url: str, *, create: bool = True) -> None:
+        parsed = _parse(url)
+        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self.url = parsed.render_as_string(hide_password=False)
+        self._shown = parsed.render_as_string(hide_password=True)
+        self._pid = os.getpid()
+        self._closed = False
+        if self.is_sqlite:
+            _prepare_file(parsed, create=create)
+        self._engine = _sqlite_engine(parsed) if self.is_sqlite else _postgresql_engine(parsed)
+        read: dict[str, Any] = {_BEGIN: "BEGIN"}
+        if not self.is_sqlite:
+            read |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        self._reader = self._engine.execution_options(**read)
+        self._writer = self._engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE", _DURABLE: False})
+        self._durable_writer = self._engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE", _DURABLE: True})
+        try:
+            self._open(create=create)
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A transaction that sees one snapshot; what it changes is thrown away."""
+        with self._session(self._reader) as session:
+            yield session
+
+    @contextmanager
+    def write(self, durable: bool = False) -> Iterator[Session]:
+        """A transaction that commits when the block ends well, and rolls back when it raises.
+
+        ``durable`` returns only once the commit survives a power loss; without it a crash of this process loses nothing,
+        a crash of the machine may lose the last moments, never the consistency.
+
+        :raises Unavailable: another process held the write lock for a minute.
+        """
+        with self._session(self._durable_writer if durable else self._writer) as session:
+            session.connection()  # takes the write lock now, before anything is read
+            yield session
+            session.commit()
+
+    def close(self) -> None:
+        """Close every connection; idempotent."""
+        self._closed = True
+        if self._pid == os.getpid():
+            self._engine.dispose()
+
+    @contextmanager
+    def _session(self, engine: Engine) -> Iterator[Session]:
+        if self._closed:
+            raise Closed(f"the lineage {self._shown} was closed: open it again")
+        if self._pid != os.getpid():
+            raise Closed(f"the lineage {self._shown} was opened by process {self._pid}: open it again in this one")
+        try:
+            with Session(engine, autoflush=False, expire_on_commit=False) as session:
+                yield session
+        except (exc.SQLAlchemyError, sqlite3.Error) as error:
+            raise translate(error, self._shown) from error
+
+    def _open(self, *, create: bool) -> None:
+        with self._session(self._reader) as session:
+            version = _version(session.connection())
+        if version == HEAD:
+            return
+        if version is None and not create:
+            raise NotFound(f"{self._shown} holds no lineage: create it, or check the URL")
+        if self.is_sqlite:
+            self._use_wal()
+        with _migrating, self.write(durable=True) as session:
+            connection = session.connection()
+            if not self.is_sqlite:
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+            if _check(connection, self._shown) != HEAD:
+                from .migrations.upgrade import upgrade  # Alembic takes 100 ms to import
+
+                upgrade(connection)
+
+    def _use_wal(self) -> None:
+        """Readers then never block the writer. The mode stays with the file; changing it ignores the busy timeout."""
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            raw = self._engine.raw_connection()
+            try:
+                raw.cursor().execute("PRAGMA journal_mode=WAL")
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise translate(error, self._shown) from error
+                time.sleep(0.01)
+            except sqlite3.Error as error:
+                raise translate(error, self._shown) from error
+            else:
+                return
+            finally:
+                raw.close()
+
+
+def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> DatastatesError:
+    """What a driver's error means to the caller; the one place where they are mapped. ``where`` is shown."""
+    origin = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
+    said = str(origin).strip()
+    code = getattr(origin, "sqlstate", None)
+    lower = said.lower()
+    if code in ("40001", "40P01"):
+        return Conflict(f"{where}: another transaction was first, nothing was changed: do it again ({said})")
+    if isinstance(error, exc.TimeoutError):
+        return Unavailable(f"{where}: every connection of this process is in use ({said})")
+    if "is locked" in lower:
+        return Unavailable(f"{where} was locked by another process for {BUSY_TIMEOUT_S:.0f} s: see which one writes, then try again")
+    if "not a database" in lower:
+        return InvalidInput(f"{where} is not a datastates database: the file holds something else")
+    if "malformed" in lower:
+        return Corrupt(f"{where} is damaged ({said}): restore the file from a copy, or rebuild it from the packs")
+    if isinstance(error, exc.IntegrityError):
+        return Conflict(f"{where}: what is written collides with what is there ({said})")
+    if isinstance(error, exc.DataError):
+        return InvalidInput(f"{where} cannot hold a value ({said})")
+    if isinstance(origin, sqlite3.OperationalError) or isinstance(error, exc.OperationalError | exc.InterfaceError):
+        if not isinstance(origin, sqlite3.Error) and "does not exist" in lower:
+            return NotFound(f"{where} does not exist ({said}): create the database first")
+        return Unavailable(f"{where} does not answer ({said})")
+    return DatastatesError(f"{where}: {said}")
+
+
+def _parse(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except exc.ArgumentError as error:
+        raise InvalidInput(f"{url!r} is not a database URL: use sqlite:///path or postgresql+psycopg://host/name") from error
+    if parsed.drivername in ("postgresql", "postgres"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername == "sqlite+pysqlite":
+        parsed = parsed.set(drivername="sqlite")
+    if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
+        raise InvalidInput(f"a lineage cannot live in {parsed.drivername!r}: use sqlite:///path or postgresql+psycopg://host/name")
+    if parsed.drivername == "sqlite":
+        if not parsed.database or parsed.database == ":memory:" or parsed.query:
+            raise InvalidInput(f"{url!r} names no file: use sqlite:///path, without options")
+        parsed = parsed.set(database=str(Path(parsed.database).absolute()))
+    return parsed
+
+
+def _prepare_file(url: URL, *, create: bool) -> None:
+    path = Path(url.database or "")
+    if path.is_dir():
+        raise InvalidInput(f"{path} is a folder: name the file of the database")
+    if path.exists():
+        return
+    if not create:
+        raise NotFound(f"there is no lineage at {path}: create it, or check the path")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unavailable(f"{path.parent} cannot be made: {error}") from error
+
+
+def _sqlite_engine(url: URL) -> Engine:
+    engine = create_engine(
+        url, pool_size=8, max_overflow=-1, connect_args={"isolation_level": None, "timeout": BUSY_TIMEOUT_S, "check_same_thread": False}
+    )
+    event.listen(engine, "connect", _on_sqlite_connect)
+    event.listen(engine, "begin", _on_sqlite_begin)
+    return engine
+
+
+def _on_sqlite_connect(raw: sqlite3.Connection, record: Any) -> None:
+    raw.execute("PRAGMA foreign_keys=ON")
+    raw.execute("PRAGMA cache_size=-16384")
+    raw.execute("PRAGMA synchronous=FULL")
+    record.info[_DURABLE] = True
+
+
+def _on_sqlite_begin(connection: Connection) -> None:
+    """Begin by hand: the driver's own BEGIN comes late and is never IMMEDIATE. ``synchronous`` only changes outside."""
+    options = connection.get_execution_options()
+    raw: Any = connection.connection.dbapi_connection
+    durable = options.get(_DURABLE)
+    if durable is not None and connection.info.get(_DURABLE) != durable:
+        raw.execute("PRAGMA synchronous=FULL" if durable else "PRAGMA synchronous=NORMAL")
+        connection.info[_DURABLE] = durable
+    raw.execute(options.get(_BEGIN, "BEGIN"))
+
+
+def _postgresql_engine(url: URL) -> Engine:
+    try:
+        engine = create_engine(url, pool_size=8, max_overflow=24, pool_pre_ping=True, connect_args={"connect_timeout": 10})
+    except ModuleNotFoundError as error:
+        raise Unavailable("PostgreSQL needs its driver: pip install 'datastates[postgresql]'") from error
+    event.listen(engine, "begin", _on_postgresql_begin)
+    return engine
+
+
+def _on_postgresql_begin(connection: Connection) -> None:
+    if connection.get_execution_options().get(_DURABLE) is False:
+        raw: Any = connection.connection.dbapi_connection
+        raw.execute("SET LOCAL synchronous_commit TO OFF")
+
+
+def _version(connection: Connection) -> str | None:
+    """The revision that the schema has; None when there is no schema at all, "" when it is not ours."""
+    try:
+        return str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none() or "")
+    except (exc.OperationalError, exc.ProgrammingError) as error:
+        message = str(error.orig).lower()
+        if "no such table" in message or getattr(error.orig, "sqlstate", None) == "42P01":
+            return None
+        raise
+
+
+def _check(connection: Connection, where: str) -> str | None:
+    """The schema's revision, when we may migrate from it; under the lock that migrations take."""
+    tables = _tables(connection)
+    if not tables:
+        return None
+    version = _version(connection) if "alembic_version" in tables else None
+    if not version or not tables.issuperset(_MARKER_TABLES):
+        raise InvalidInput(f"{where} is not a datastates database: it holds the tables {', '.join(sorted(tables)[:5])}")
+    if version not in KNOWN:
+        raise Conflict(
+            f"{where} was written by a newer version of datastates (schema {version}, this one knows {HEAD}): upgrade datastates"
+        )
+    return version
+
+
+def _tables(connection: Connection) -> set[str]:
+    if connection.dialect.name == "sqlite":
+        query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    else:
+        query = "SELECT tablename FROM pg_tables WHERE schemaname = current_schema()"
+    return set(connection.execute(text(query)).scalars())

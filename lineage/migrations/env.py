@@ -1,0 +1,11 @@
+"""What Alembic runs for each command: the migrations, on the connection that it is given."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from datastates.lineage.schema import Base
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata, render_as_batch=True)
+with context.begin_transaction():
+    context.run_migrations()
