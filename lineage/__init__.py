@@ -1,0 +1,28 @@
+"""The graph of states in SQL. Queries are functions that take a session of a ``Database``, grouped by noun in modules.
+
+    from datastates.lineage import Database, record, refs, walk
+
+    with database.write() as session:
+        record.record(session, NewState(...))
+"""
+
+from __future__ import annotations
+
+from .database import Database
+from .runs import Recovered
+from .states import Edge, EdgeKind, NewState, Ref, RefEvent, RefKind, Run, State, Status, Value
+
+__all__ = [
+    "Database",
+    "Edge",
+    "EdgeKind",
+    "NewState",
+    "Recovered",
+    "Ref",
+    "RefEvent",
+    "RefKind",
+    "Run",
+    "State",
+    "Status",
+    "Value",
+]

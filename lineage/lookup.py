@@ -1,0 +1,173 @@
+"""States by uid, by the beginning of a uid, and in bulk: a handful of queries however many there are."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from sqlalchemy import BigInteger, bindparam, select
+
+from datastates.errors import Ambiguous, InvalidInput, NotFound
+
+from .schema import AttributeRow, EdgeRow, MetricRow, RunRow, StateRow, from_us, table
+from .states import Edge, EdgeKind, State, Status, Value
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["by_prefix", "id_of", "ids_of", "state", "states"]
+
+T = TypeVar("T")
+
+_PREFIX = re.compile(r"[0-9a-f]{4,24}")
+_BATCH = 1000  # ids in one IN list
+_LISTED = 5  # candidates in a message
+
+_state, _edge, _metric, _attribute, _run = (table(row) for row in (StateRow, EdgeRow, MetricRow, AttributeRow, RunRow))
+_parent = _state.alias("parent")
+_ids = bindparam("ids", type_=BigInteger, expanding=True)
+
+_ID_OF = select(_state.c.id).where(_state.c.uid == bindparam("uid"))
+_IDS_OF = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+_BY_PREFIX = select(_state.c.id).where(_state.c.uid >= bindparam("low"), _state.c.uid < bindparam("high")).limit(_LISTED + 1)
+_STATES = (
+    select(_state, _parent.c.uid.label("parent"), _run.c.uid.label("run"))
+    .outerjoin_from(_state, _parent, _parent.c.id == _state.c.parent_id)
+    .outerjoin(_run, _run.c.id == _state.c.run_id)
+    .where(_state.c.id.in_(_ids))
+)
+_METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(_metric.c.state_id.in_(_ids))
+_ATTRIBUTES = select(_attribute.c.state_id, _attribute.c.key, _attribute.c.type, _attribute.c.number, _attribute.c.text).where(
+    _attribute.c.state_id.in_(_ids)
+)
+_EDGES = (
+    select(_edge.c.child_id, _state.c.uid, _edge.c.kind, _edge.c.weight)
+    .join_from(_edge, _state, _state.c.id == _edge.c.parent_id)
+    .where(_edge.c.child_id.in_(_ids))
+    .order_by(_edge.c.child_id, _edge.c.position)
+)
+
+
+def id_of(session: Session, uid: str) -> int:
+    """The row id of a state, for queries of this folder.
+
+    :raises NotFound: no state has this uid.
+    """
+    found = session.execute(_ID_OF, {"uid": uid}).scalar()
+    if found is None:
+        raise NotFound(f"there is no state {uid!r}: a uid has 24 hex digits, the log lists them")
+    return int(found)
+
+
+def ids_of(session: Session, uids: Sequence[str]) -> list[int]:
+    """The row ids of many states, in the order of ``uids``.
+
+    :raises NotFound: one of them is unknown; names it.
+    """
+    found: dict[str, int] = {}
+    for batch in _batches(list(uids)):
+        found.update((uid, id_) for uid, id_ in session.execute(_IDS_OF, {"uids": batch}))
+    try:
+        return [found[uid] for uid in uids]
+    except KeyError as error:
+        raise NotFound(f"there is no state {error.args[0]!r}: a uid has 24 hex digits, the log lists them") from error
+
+
+def state(session: Session, uid: str) -> State:
+    """The state with exactly this uid.
+
+    :raises NotFound: there is none.
+    """
+    return states(session, [id_of(session, uid)])[0]
+
+
+def states(session: Session, keys: Sequence[int] | Sequence[str]) -> list[State]:
+    """States by row id or by uid, in the order of ``keys``, in four queries for each thousand.
+
+    :raises NotFound: one of them is unknown; names it.
+    """
+    ids = ids_of(session, [str(key) for key in keys]) if keys and isinstance(keys[0], str) else [int(key) for key in keys]
+    found: dict[int, State] = {}
+    for batch in _batches(list(dict.fromkeys(ids))):
+        found.update(_load(session, batch))
+    try:
+        return [found[id_] for id_ in ids]
+    except KeyError as error:
+        raise NotFound(f"there is no state with row id {error.args[0]}") from error
+
+
+def by_prefix(session: Session, prefix: str) -> State:
+    """The one state whose uid begins like this.
+
+    :raises InvalidInput: it is not 4 to 24 hex digits.
+    :raises Ambiguous: several do; lists some.
+    :raises NotFound: none does.
+    """
+    low = prefix.lower()
+    if not _PREFIX.fullmatch(low):
+        raise InvalidInput(f"{prefix!r} cannot begin a uid: give 4 to 24 hex digits")
+    ids = session.execute(_BY_PREFIX, {"low": low, "high": low + "g"}).scalars().all()
+    if not ids:
+        raise NotFound(f"no state's uid begins with {prefix!r}")
+    found = states(session, ids)
+    if len(found) > 1:
+        listed = ", ".join(f"{one.uid} (step {one.step})" for one in found[:_LISTED]) + (", ..." if len(found) > _LISTED else "")
+        raise Ambiguous(f"{prefix!r} begins several uids: {listed}: give more digits")
+    return found[0]
+
+
+def _load(session: Session, ids: list[int]) -> dict[int, State]:
+    bound = {"ids": ids}
+    metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    attributes: defaultdict[int, dict[str, Value]] = defaultdict(dict)
+    edges: defaultdict[int, list[Edge]] = defaultdict(list)
+    for id_, key, value in session.execute(_METRICS, bound):
+        metrics[id_][key] = math.nan if value is None else value
+    for id_, key, type_, number, text in session.execute(_ATTRIBUTES, bound):
+        attributes[id_][key] = _value(type_, number, text)
+    for id_, parent, kind, weight in session.execute(_EDGES, bound):
+        edges[id_].append(Edge(parent, EdgeKind(kind), weight))
+    found = {}
+    for row in session.execute(_STATES, bound):
+        further = tuple(edges.get(row.id, ()))
+        first = () if row.parent is None else (row.parent,)
+        found[row.id] = State(
+            uid=row.uid,
+            digest=row.digest,
+            step=row.step,
+            micro_step=row.micro_step,
+            metrics=metrics.get(row.id, {}),
+            attributes=attributes.get(row.id, {}),
+            message=row.message,
+            created_at=from_us(row.created_at),
+            status=Status(row.status),
+            parents=first + tuple(edge.parent for edge in further),
+            edges=further,
+            run=row.run,
+            generation=row.generation,
+            bytes_total=row.bytes_total,
+            bytes_new=row.bytes_new,
+            world_size=row.world_size,
+        )
+    return found
+
+
+def _value(type_: str, number: float | None, text: str | None) -> Value:
+    """What ``record`` stored, as it was."""
+    match type_:
+        case "str":
+            return text
+        case "int":
+            return int(text) if text is not None else int(number or 0)
+        case "bool":
+            return bool(number)
+        case "float":
+            return math.nan if number is None else number
+    return None
+
+
+def _batches(items: list[T]) -> Iterator[list[T]]:
+    return (items[start : start + _BATCH] for start in range(0, len(items), _BATCH))

@@ -1,0 +1,171 @@
+"""Runs: the processes that tracked, and what becomes of their states when they die."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import bindparam, delete, exists, insert, select, update
+
+from datastates.errors import Conflict, NotFound
+
+from .lookup import states
+from .refs import log_event
+from .schema import RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
+from .states import RefKind, Run, Status, Value
+from .walk import nearest_restorable
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Recovered", "finish", "get", "recover", "start", "unfinished"]
+
+_run, _state, _replica, _ref = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow))
+_GONE = [status.value for status in Status if not status.is_restorable]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A branch that was moved back from ``old``, whose bytes are gone, to ``new``."""
+
+    branch: str
+    old: str
+    new: str
+
+
+def start(session: Session, run: Run) -> None:
+    """Record that a process begins to track.
+
+    :raises Conflict: its uid was used before.
+    """
+    if session.execute(select(_run.c.id).where(_run.c.uid == run.uid)).first():
+        raise Conflict(f"run {run.uid} was recorded before: every run needs a uid of its own")
+    session.execute(
+        insert(_run),
+        {
+            "uid": run.uid,
+            "host": run.host,
+            "user": run.user,
+            "pid": run.pid,
+            "argv": list(run.argv),
+            "git_commit": run.git_commit,
+            "git_dirty": run.git_dirty,
+            "config": {key: _plain(value) for key, value in run.config.items()},
+            "versions": dict(run.versions),
+            "started_at": to_us(run.started_at),
+            "finished_at": None if run.finished_at is None else to_us(run.finished_at),
+        },
+    )
+
+
+def finish(session: Session, uid: str, finished_at: datetime | None = None) -> None:
+    """Record that a process stopped tracking, now unless told otherwise; a run that has finished keeps its time.
+
+    :raises NotFound: there is no such run.
+    """
+    get(session, uid)
+    _finish(session, [uid], finished_at)
+
+
+def get(session: Session, uid: str) -> Run:
+    """The run of this uid.
+
+    :raises NotFound: there is none.
+    """
+    row = session.execute(select(_run).where(_run.c.uid == uid)).first()
+    if row is None:
+        raise NotFound(f"there is no run {uid!r}")
+    return _to_run(row)
+
+
+def unfinished(session: Session, host: str) -> list[Run]:
+    """The runs of a host that never said that they finished, oldest first: alive, or dead."""
+    query = select(_run).where(_run.c.host == host, _run.c.finished_at.is_(None)).order_by(_run.c.id)
+    return [_to_run(row) for row in session.execute(query)]
+
+
+def recover(session: Session, dead: Iterable[str]) -> list[Recovered]:
+    """Settle what runs left behind whose process died, memory and all.
+
+    Their states that no other tier holds become ``lost``; their runs finish now. Then each branch, of any run, whose
+    head's bytes are gone moves back to its newest restorable first parent; a branch that has none stays.
+    """
+    uids = sorted(set(dead))
+    _lose(session, uids)
+    _finish(session, uids, None)
+    return _move_back(session)
+
+
+def _lose(session: Session, runs: list[str]) -> None:
+    """In memory means: in the memory of the process, so each replica there is gone, other replicas or not."""
+    of_runs = select(_state.c.id).join_from(_state, _run, _run.c.id == _state.c.run_id).where(_run.c.uid.in_(runs))
+    elsewhere = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier != "memory")
+    session.execute(of_runs.order_by(_state.c.id).with_for_update(of=_state))  # locks in id order, as everyone does
+    session.execute(
+        update(_state)
+        .where(_state.c.id.in_(of_runs.scalar_subquery()), _state.c.status.not_in(_GONE), ~elsewhere)
+        .values(status=Status.LOST.value)
+    )
+    session.execute(delete(_replica).where(_replica.c.tier == "memory", _replica.c.state_id.in_(of_runs.scalar_subquery())))
+
+
+def _move_back(session: Session) -> list[Recovered]:
+    moved = []
+    for name, version, head_id, head in session.execute(_GONE_HEADS).all():
+        found = nearest_restorable(session, head)
+        if found is None:
+            continue
+        new_id = session.execute(select(_state.c.id).where(_state.c.uid == found.uid)).scalar_one()
+        done: Any = session.execute(_MOVE_BACK, {"ref": name, "seen": version, "new": new_id})
+        if done.rowcount == 1:  # else somebody moved it meanwhile, and knows better
+            status = states(session, [head_id])[0].status
+            log_event(
+                session, name, RefKind.BRANCH, head_id, new_id, f"recover: {head} is {status}, went back to the newest restorable state"
+            )
+            moved.append(Recovered(name, head, found.uid))
+    return moved
+
+
+def _finish(session: Session, uids: list[str], finished_at: datetime | None) -> None:
+    session.execute(update(_run).where(_run.c.uid.in_(uids), _run.c.finished_at.is_(None)).values(finished_at=to_us(finished_at)))
+
+
+def _to_run(row: Any) -> Run:
+    return Run(
+        uid=row.uid,
+        host=row.host,
+        user=row.user,
+        pid=row.pid,
+        argv=tuple(row.argv),
+        git_commit=row.git_commit,
+        git_dirty=row.git_dirty,
+        config={key: _value(value) for key, value in row.config.items()},
+        versions=row.versions,
+        started_at=from_us(row.started_at),
+        finished_at=None if row.finished_at is None else from_us(row.finished_at),
+    )
+
+
+def _plain(value: Value) -> object:
+    """JSON knows no NaN and no infinity, and PostgreSQL refuses them: they travel as ``{"float": "nan"}``."""
+    return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _value(stored: Any) -> Value:
+    return float(stored["float"]) if isinstance(stored, dict) else stored
+
+
+_GONE_HEADS = (
+    select(_ref.c.name, _ref.c.version, _state.c.id, _state.c.uid)
+    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
+    .where(_ref.c.kind == RefKind.BRANCH.value, _state.c.status.in_(_GONE))
+    .order_by(_ref.c.name)
+)
+_MOVE_BACK = (
+    update(_ref)
+    .where(_ref.c.name == bindparam("ref"), _ref.c.version == bindparam("seen"))
+    .values(state_id=bindparam("new"), version=_ref.c.version + 1)
+)
