@@ -303,8 +303,9 @@ _PACKERS: dict[type[Any], Callable[[Any, int], Packed]] = {
     torch.Size: lambda value, _: ["size", list(value)],
     torch.device: lambda value, _: ["device", str(value)],
     np.ndarray: _pack_array,
-    np.str_: lambda value, depth: ["nstr", _pack_str(str(value), depth)],
-    np.bytes_: lambda value, _: ["nbytes", bytes(value)],
+    # Not through str() and bytes(), nor the buffer: NumPy strips trailing zeros there.
+    np.str_: lambda value, _: ["nstr", value.encode("utf-8", "surrogatepass")],
+    np.bytes_: lambda value, _: ["nbytes", value[:]],
     **{kind: _pack_torch(tag) for tag, (kind, _) in _TORCH_NAMES.items()},
 }
 
@@ -329,7 +330,7 @@ _UNPACKERS: dict[str, Callable[[list[Any], int], Any]] = {
     "array": _unpack_array,
     "nscalar": _unpack_scalar,
     "ndtype": lambda parts, _: dtype_from(parts[0]),
-    "nstr": lambda parts, depth: np.str_(unpack(parts[0], depth)),
+    "nstr": lambda parts, _: np.str_(_is(bytes, parts[0]).decode("utf-8", "surrogatepass")),
     "nbytes": lambda parts, _: np.bytes_(_is(bytes, parts[0])),
     **{tag: _unpack_torch(tag) for tag in _TORCH_NAMES},
 }

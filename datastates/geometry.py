@@ -31,7 +31,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-MemoryKey = tuple[int, torch.device, torch.dtype, tuple[int, ...], tuple[int, ...]]
+MemoryKey = tuple[int, torch.device, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -58,21 +58,26 @@ def dense_view(tensor: torch.Tensor) -> torch.Tensor | None:
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         return None
-    if not tensor.is_contiguous():
+    if tensor.is_contiguous():
+        count = tensor.numel()
+    else:
         shape, strides = _stored(tensor.shape, tensor.stride())
         if not _fills(shape, strides):
             return None
-        tensor = tensor.as_strided((_product(shape),), (1,), tensor.storage_offset())
-    return _bytes_of(tensor.reshape(-1))
+        count = _product(shape)
+    # Not view(-1): a tensor of one element, or of none, is contiguous with any stride, and keeps it.
+    return _bytes_of(tensor.as_strided((count,), (1,)))
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
     """A dense copy of the same shape; its strides are those under which the tensor will come back."""
-    source = tensor.detach().resolve_conj().resolve_neg()
+    source = tensor.detach()
     strides = dense_strides(source.shape, source.stride())
     shape, kept = _stored(source.shape, source.stride())
-    dense = torch.empty((_product(shape),), dtype=source.dtype, device=source.device)
-    dense.as_strided(shape, strides).copy_(source.as_strided(shape, kept, source.storage_offset()))
+    # Made as bytes: making complex32 directly warns.
+    dense = torch.empty((_product(shape) * source.element_size(),), dtype=torch.uint8, device=source.device).view(source.dtype)
+    # copy_ resolves a pending conjugation or negation.
+    dense.as_strided(shape, strides).copy_(source.as_strided(shape, kept))
     return dense.as_strided(source.shape, strides).requires_grad_(tensor.requires_grad)
 
 
@@ -119,8 +124,6 @@ def rebuild(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     needed = stored_bytes(dtype, spec.shape, spec.strides)
     if data.numel() != needed or not is_dense(spec.shape, spec.strides):
         raise Corrupt(f"{spec.path}: {data.numel()} bytes for {spec.dtype} {spec.shape} with strides {spec.strides}, which take {needed}")
-    if not needed:
-        return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=data.device)
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
         data = data.clone()
     flat = data.view(dtype)
@@ -131,7 +134,7 @@ def memory_key(tensor: torch.Tensor) -> MemoryKey | None:
     """Equal for two tensors that are the same memory with the same geometry (tied weights); None for an empty one."""
     if not tensor.numel():
         return None
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _stored(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

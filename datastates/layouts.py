@@ -27,7 +27,7 @@ Parts = tuple[tuple[Any, ...], tuple[object, ...]]
 
 
 def decompose(tensor: torch.Tensor) -> torch.Tensor | Parts:
-    """The tensor itself where it is plain (conjugation and negation resolved), else the parts that it is made of.
+    """The tensor itself where it is a plain strided one, else the parts that it is made of.
 
     :raises Unencodable: it has no bytes, or is of a layout that has no parts.
     """
@@ -39,8 +39,6 @@ def decompose(tensor: torch.Tensor) -> torch.Tensor | Parts:
             return _quantized(tensor.detach())
         if tensor.is_nested or torch._is_functional_tensor(tensor):
             raise Unencodable("is a nested or functional tensor: convert it to plain tensors, for example with tensor.unbind()")
-        if tensor.is_conj() or tensor.is_neg():
-            return tensor.detach().resolve_conj().resolve_neg()
         return tensor
     tensor = tensor.detach()
     if layout is torch.sparse_coo:

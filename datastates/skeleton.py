@@ -227,7 +227,11 @@ def _frozen(item: Any) -> Any:
 
 
 def _is_keys(keys: Any) -> bool:
-    return type(keys) is tuple and all(type(key) in (str, bytes) for key in keys) and len(set(keys)) == len(keys)
+    if type(keys) is not tuple or not all(type(key) in (str, bytes) for key in keys):
+        return False
+    # Others may repeat: a dict holds several NaN.
+    texts = [key for key in keys if type(key) is str]
+    return len(set(texts)) == len(texts)
 
 
 def _is_count(value: Any) -> bool:
