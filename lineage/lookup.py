@@ -18,7 +18,7 @@ from .states import Edge, EdgeKind, State, Status, Value
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["by_prefix", "id_of", "ids_of", "state", "states"]
+__all__ = ["by_prefix", "id_of", "ids_of", "state", "states", "unknown"]
 
 T = TypeVar("T")
 
@@ -58,8 +58,13 @@ def id_of(session: Session, uid: str) -> int:
     """
     found = session.execute(_ID_OF, {"uid": uid}).scalar()
     if found is None:
-        raise NotFound(f"there is no state {uid!r}: a uid has 24 hex digits, the log lists them")
+        raise unknown(uid)
     return int(found)
+
+
+def unknown(uid: str) -> NotFound:
+    """The error for a uid that no state has."""
+    return NotFound(f"there is no state {uid!r}: a uid has 24 hex digits, the log lists them")
 
 
 def ids_of(session: Session, uids: Sequence[str]) -> list[int]:
@@ -73,7 +78,7 @@ def ids_of(session: Session, uids: Sequence[str]) -> list[int]:
     try:
         return [found[uid] for uid in uids]
     except KeyError as error:
-        raise NotFound(f"there is no state {error.args[0]!r}: a uid has 24 hex digits, the log lists them") from error
+        raise unknown(error.args[0]) from error
 
 
 def state(session: Session, uid: str) -> State:

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Connection, bindparam, delete, exists, insert, literal, select, update
+from sqlalchemy import Connection, bindparam, exc, insert, literal, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import Conflict, InvalidInput, NotFound
 
-from .lookup import id_of, ids_of
+from .lookup import ids_of
 from .refs import check_name
+from .replicas import evict, mark, packs_of
 from .schema import (
     AttributeRow,
     EdgeRow,
     MetricRow,
-    PackRefRow,
-    PackRow,
     RefEventRow,
     RefRow,
     ReplicaRow,
@@ -33,7 +31,7 @@ from .schema import (
     table,
     to_us,
 )
-from .states import NewState, RefKind, State, Status, Value
+from .states import NewState, RefKind, State, Value
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -43,27 +41,28 @@ __all__ = ["evict", "mark", "packs_of", "record"]
 _UID = re.compile(r"[0-9a-f]{24}")
 _KEY_LENGTH = 255
 _EXACT_INT = 2**53  # floats are exact up to here
-_SAFETY = {Status.LOST: 0, Status.EVICTED: 0, Status.CAPTURED: 1, Status.DURABLE: 2, Status.REPLICATED: 3, Status.EXTERNAL: 4}
-_GONE = [status.value for status in Status if not status.is_restorable]
 
 
 def record(session: Session, new: NewState) -> State:
     """Make a state visible and move its branch to it, from its parent and from nowhere else.
 
-    The branch is made when nothing has its name. A metric may be NaN or infinite; it comes back as it was.
+    The branch is made when nothing has its name. A metric may be NaN or infinite; it comes back as it was. An error
+    must leave the transaction, so that nothing half-recorded is committed.
 
     :raises Conflict: the branch has moved on, its name is a tag's, or the uid is taken.
     :raises NotFound: the parent, the run or a further parent is unknown.
     :raises InvalidInput: a uid, a name or a value cannot be stored; names it.
     """
     _check(new)
+    attributes = [_attribute_row(key, value) for key, value in new.attributes.items()]
     connection = session.connection()
     created_us = to_us(new.created_at)
     place = connection.execute(_PLACE, {"parent": new.parent, "run": new.run, "branch": new.branch}).one()
     _check_place(new, place)
+    further_ids = ids_of(session, [edge.parent for edge in new.edges]) if new.edges else []
     generation, jump_id = _jump(place)
     id_ = _insert_state(connection, new, place, generation, jump_id, created_us)
-    _insert_belongings(session, connection, new, id_)
+    _insert_belongings(connection, new, id_, further_ids, attributes)
     if new.branch is not None:
         _advance(connection, new.branch, place, id_, created_us)
     return State(
@@ -86,65 +85,6 @@ def record(session: Session, new: NewState) -> State:
     )
 
 
-def mark(
-    session: Session,
-    uid: str,
-    status: Status,
-    *,
-    tier: str,
-    node: str,
-    rank: int = 0,
-    bytes: int = 0,
-    packs: Iterable[tuple[str, int]] = (),
-) -> Status:
-    """A tier holds the state now: note the replica and the packs (name, bytes) it needs; the status that it has now.
-
-    The status rises to ``status`` or stays; an evicted or lost state whose bytes are here again rises too.
-
-    :raises NotFound: there is no such state.
-    :raises InvalidInput: ``status`` says that there are no bytes.
-    """
-    if not status.is_restorable:
-        raise InvalidInput(f"{uid} cannot be marked {status}: states become so when their replicas go, by evict or recovery")
-    row = session.execute(_LOCK_STATE, {"uid": uid}).first()
-    if row is None:
-        id_of(session, uid)  # raises
-        raise AssertionError(uid)
-    now = Status(row.status)
-    if _SAFETY[status] > _SAFETY[now]:
-        session.execute(_SET_STATUS, {"state": row.id, "new_status": status.value})
-        now = status
-    dialect = session.get_bind().dialect.name
-    replica = {"state_id": row.id, "rank": rank, "tier": tier, "node": node, "status": "ok", "bytes": bytes}
-    session.execute(_UPSERT_REPLICA[dialect], replica)
-    _need_packs(session, row.id, dict(packs), dialect)
-    return now
-
-
-def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> list[str]:
-    """A tier of a node dropped these states; the uids of those that nobody holds any more: they are ``evicted`` now.
-
-    :raises NotFound: one of them is unknown.
-    """
-    evicted: list[str] = []
-    ids = sorted(set(ids_of(session, list(uids))))
-    for start in range(0, len(ids), 1000):
-        batch = {"ids": ids[start : start + 1000]}
-        session.execute(_LOCK_STATES, batch)  # in id order, as everyone does
-        session.execute(_DROP_REPLICAS, {**batch, "on_tier": tier, "on_node": node})
-        gone = session.execute(_UNHELD, batch).all()
-        if gone:
-            session.execute(_EVICT, {"ids": [row.id for row in gone]})
-            evicted += [row.uid for row in gone]
-    return evicted
-
-
-def packs_of(session: Session, uid: str) -> list[tuple[str, int]]:
-    """The name and bytes of every pack that a state needs, by name."""
-    rows = session.execute(_PACKS_OF, {"state": id_of(session, uid)})
-    return [(row.name, row.bytes) for row in rows]
-
-
 # The steps of record
 
 
@@ -154,6 +94,8 @@ def _check(new: NewState) -> None:
     for key in (*new.metrics, *new.attributes):
         if not 0 < len(key) <= _KEY_LENGTH:
             raise InvalidInput(f"{key!r} cannot name a metric or an attribute: give it 1 to {_KEY_LENGTH} characters")
+    if len({(edge.parent, edge.kind) for edge in new.edges}) < len(new.edges):
+        raise InvalidInput(f"{new.uid} names a further parent twice in the same way: name each once")
     if not -(2**63) <= new.step < 2**63:
         raise InvalidInput(f"step {new.step} does not fit 64 bits: count steps from 0")
 
@@ -193,52 +135,51 @@ def _jump(place: Any) -> tuple[int, int | None]:
 
 
 def _insert_state(connection: Connection, new: NewState, place: Any, generation: int, jump_id: int | None, created_us: int) -> int:
-    result = connection.execute(
-        _INSERT_STATE,
-        {
-            "uid": new.uid,
-            "digest": new.digest,
-            "parent_id": place.parent_id,
-            "generation": generation,
-            "jump_id": jump_id,
-            "run_id": place.run_id,
-            "step": new.step,
-            "micro_step": new.micro_step,
-            "created_at": created_us,
-            "status": new.status.value,
-            "bytes_total": new.bytes_total,
-            "bytes_new": new.bytes_new,
-            "world_size": new.world_size,
-            "message": new.message,
-        },
-    )
-    key = result.inserted_primary_key
-    if key is None:
-        raise Conflict(f"there is a state {new.uid} already: every capture needs a uid of its own")
-    return int(key[0])
+    values = {
+        "uid": new.uid,
+        "digest": new.digest,
+        "parent_id": place.parent_id,
+        "generation": generation,
+        "jump_id": jump_id,
+        "run_id": place.run_id,
+        "step": new.step,
+        "micro_step": new.micro_step,
+        "created_at": created_us,
+        "status": new.status.value,
+        "bytes_total": new.bytes_total,
+        "bytes_new": new.bytes_new,
+        "world_size": new.world_size,
+        "message": new.message,
+    }
+    try:
+        inserted: Any = connection.execute(_INSERT_STATE, values)
+    except exc.IntegrityError as error:
+        raise Conflict(f"there is a state {new.uid} already: every capture needs a uid of its own") from error
+    return int(inserted.inserted_primary_key[0])
 
 
-def _insert_belongings(session: Session, connection: Connection, new: NewState, id_: int) -> None:
+def _insert_belongings(
+    connection: Connection, new: NewState, id_: int, further_ids: list[int], attributes: list[dict[str, object]]
+) -> None:
     if new.edges:
-        parents = ids_of(session, [edge.parent for edge in new.edges])
         connection.execute(
             _INSERT_EDGE,
             [
                 {"child_id": id_, "parent_id": parent, "kind": edge.kind.value, "position": position, "weight": edge.weight}
-                for position, (edge, parent) in enumerate(zip(new.edges, parents, strict=True))
+                for position, (edge, parent) in enumerate(zip(new.edges, further_ids, strict=True))
             ],
         )
     if new.metrics:
         metrics = [{"state_id": id_, "key": key, "value": None if math.isnan(value) else value} for key, value in new.metrics.items()]
         connection.execute(_INSERT_METRIC, metrics)
-    if new.attributes:
-        connection.execute(_INSERT_ATTRIBUTE, [_attribute_row(id_, key, value) for key, value in new.attributes.items()])
+    if attributes:
+        connection.execute(_INSERT_ATTRIBUTE, [{"state_id": id_, **row} for row in attributes])
     if new.status.is_restorable:
         replica = {"state_id": id_, "rank": 0, "tier": new.tier, "node": new.node, "status": "ok", "bytes": new.bytes_total}
         connection.execute(_INSERT_REPLICA, replica)
 
 
-def _attribute_row(id_: int, key: str, value: Value) -> dict[str, object]:
+def _attribute_row(key: str, value: Value) -> dict[str, object]:
     type_, number, text = "none", None, None
     match value:
         case str():
@@ -253,7 +194,7 @@ def _attribute_row(id_: int, key: str, value: Value) -> dict[str, object]:
             pass
         case _:
             raise InvalidInput(f"attribute {key!r} is a {type(value).__name__}: store a str, int, float, bool or None")
-    return {"state_id": id_, "key": key, "type": type_, "number": number, "text": text}
+    return {"key": key, "type": type_, "number": number, "text": text}
 
 
 def _nearest_float(value: int) -> float:
@@ -283,22 +224,11 @@ def _advance(connection: Connection, branch: str, place: Any, id_: int, created_
     connection.execute(_INSERT_EVENT, event)
 
 
-def _need_packs(session: Session, state_id: int, packs: dict[str, int], dialect: str) -> None:
-    if not packs:
-        return
-    names = sorted(packs)
-    session.execute(_INSERT_PACK[dialect], [{"name": name, "bytes": packs[name]} for name in names])
-    ids: Sequence[int] = session.execute(_PACK_IDS, {"names": names}).scalars().all()
-    session.execute(_INSERT_PACK_REF[dialect], [{"pack_id": pack_id, "state_id": state_id} for pack_id in sorted(ids)])
-
-
 # The statements
 
 _state, _run, _ref, _event = table(StateRow), table(RunRow), table(RefRow), table(RefEventRow)
-_replica, _pack, _pack_ref = table(ReplicaRow), table(PackRow), table(PackRefRow)
 _parent, _jumped, _far, _head = (_state.alias(name) for name in ("parent", "jumped", "far", "head"))
 _one = select(literal(1).label("one")).subquery()
-_ids = bindparam("ids", type_=BigInteger, expanding=True)
 
 _PLACE = (
     select(_parent.c.id.label("parent_id"), _parent.c.uid.label("parent_uid"), _parent.c.generation)
@@ -316,44 +246,10 @@ _PLACE = (
 )
 _INSERT_STATE = insert(_state)
 _INSERT_EDGE, _INSERT_METRIC, _INSERT_ATTRIBUTE = insert(table(EdgeRow)), insert(table(MetricRow)), insert(table(AttributeRow))
-_INSERT_REPLICA, _INSERT_EVENT = insert(_replica), insert(_event)
+_INSERT_REPLICA, _INSERT_EVENT = insert(table(ReplicaRow)), insert(_event)
 _MAKE_BRANCH = {"sqlite": sqlite.insert(_ref).on_conflict_do_nothing(), "postgresql": postgresql.insert(_ref).on_conflict_do_nothing()}
 _MOVE_BRANCH = (
     update(_ref)
     .where(_ref.c.name == bindparam("ref"), _ref.c.kind == RefKind.BRANCH.value, _ref.c.state_id == bindparam("old"))
     .values(state_id=bindparam("new"), version=_ref.c.version + 1)
 )
-_LOCK_STATE = select(_state.c.id, _state.c.status).where(_state.c.uid == bindparam("uid")).with_for_update()
-_LOCK_STATES = select(_state.c.id).where(_state.c.id.in_(_ids)).order_by(_state.c.id).with_for_update()
-_SET_STATUS = update(_state).where(_state.c.id == bindparam("state")).values(status=bindparam("new_status"))
-_key = [_replica.c.state_id, _replica.c.rank, _replica.c.tier, _replica.c.node]
-_upsert_sqlite, _upsert_postgresql = sqlite.insert(_replica), postgresql.insert(_replica)
-_UPSERT_REPLICA = {
-    "sqlite": _upsert_sqlite.on_conflict_do_update(
-        index_elements=_key, set_={"status": _upsert_sqlite.excluded.status, "bytes": _upsert_sqlite.excluded.bytes}
-    ),
-    "postgresql": _upsert_postgresql.on_conflict_do_update(
-        index_elements=_key, set_={"status": _upsert_postgresql.excluded.status, "bytes": _upsert_postgresql.excluded.bytes}
-    ),
-}
-_INSERT_PACK = {"sqlite": sqlite.insert(_pack).on_conflict_do_nothing(), "postgresql": postgresql.insert(_pack).on_conflict_do_nothing()}
-_INSERT_PACK_REF = {
-    "sqlite": sqlite.insert(_pack_ref).on_conflict_do_nothing(),
-    "postgresql": postgresql.insert(_pack_ref).on_conflict_do_nothing(),
-}
-_PACK_IDS = select(_pack.c.id).where(_pack.c.name.in_(bindparam("names", expanding=True)))
-_PACKS_OF = (
-    select(_pack.c.name, _pack.c.bytes)
-    .join_from(_pack_ref, _pack, _pack.c.id == _pack_ref.c.pack_id)
-    .where(_pack_ref.c.state_id == bindparam("state"))
-    .order_by(_pack.c.name)
-)
-_DROP_REPLICAS = delete(_replica).where(
-    _replica.c.state_id.in_(_ids), _replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node")
-)
-_UNHELD = (
-    select(_state.c.id, _state.c.uid)
-    .where(_state.c.id.in_(_ids), _state.c.status.not_in(_GONE), ~exists().where(_replica.c.state_id == _state.c.id))
-    .order_by(_state.c.id)
-)
-_EVICT = update(_state).where(_state.c.id.in_(_ids)).values(status=Status.EVICTED.value)

@@ -19,7 +19,7 @@ from sqlalchemy import CTE, BigInteger, Integer, Select, bindparam, case, latera
 
 from datastates.errors import InvalidInput, NotFound
 
-from .lookup import by_prefix, id_of, state, states
+from .lookup import by_prefix, id_of, state, states, unknown
 from .schema import EdgeRow, StateRow, table
 from .states import State, Status
 
@@ -300,7 +300,7 @@ def _first_common(one: Iterator[int], other: Iterator[int]) -> int | None:
 def _place(session: Session, uid: str) -> Any:
     row = session.execute(_PLACE, {"uid": uid}).first()
     if row is None:
-        id_of(session, uid)  # raises
+        raise unknown(uid)
     return row
 
 
