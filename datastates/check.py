@@ -7,7 +7,7 @@ from bisect import bisect_left
 
 import msgspec
 
-from .errors import Corrupt, InvalidInput
+from .errors import Corrupt, InvalidInput, Unavailable
 from .geometry import dtype_of, is_dense, stored_bytes
 from .manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
 
@@ -38,6 +38,7 @@ def check(manifest: Manifest, source: str) -> None:
     """Nothing, if lengths, ranges, indices and names agree.
 
     :raises Corrupt: they do not; names ``source`` and the contradiction.
+    :raises Unavailable: a tensor has a dtype that this torch does not know.
     """
     try:
         _check_origin(manifest.origin)
@@ -46,9 +47,11 @@ def check(manifest: Manifest, source: str) -> None:
         _check_tensors(manifest, tensors_of(manifest.content, source=source))
     except _Contradiction as exc:
         raise Corrupt(f"{source} contradicts itself: {exc}") from exc
+    except InvalidInput as exc:
+        raise Unavailable(f"{source} cannot be read here: {exc}") from exc
 
 
-class _Contradiction(ValueError):
+class _Contradiction(Exception):
     """What does not agree."""
 
 
@@ -103,10 +106,7 @@ def _check_tensors(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> None:
 def _check_geometry(spec: TensorSpec) -> None:
     where = spec.path[:200]
     shape, strides = spec.shape, spec.strides
-    try:
-        dtype = dtype_of(spec.dtype)
-    except InvalidInput as exc:
-        raise _Contradiction(f"{where}: {exc}") from exc
+    dtype = dtype_of(spec.dtype)
     _require(len(shape) == len(strides) <= _MAX_DIMENSIONS, f"{where} has {len(shape)} dimensions, {len(strides)} strides")
     _require(min(shape, default=0) >= 0 <= min(strides, default=0), f"{where} has shape {shape}, strides {strides}")
     _require(max(shape, default=0) <= _LIMIT >= max(strides, default=0), f"{where} has shape {shape}, strides {strides}")

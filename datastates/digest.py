@@ -62,7 +62,7 @@ def decode(data: bytes | memoryview, *, source: str) -> Manifest:
     """The manifest in ``data``, digest and consistency checked; ``source`` says in errors where it was read.
 
     :raises Corrupt: a byte is wrong or missing, or the manifest contradicts itself.
-    :raises Unavailable: it is whole, but of a version that this code does not know.
+    :raises Unavailable: it is whole, but of a version that this code, or with a dtype that this torch, does not know.
     """
     view = memoryview(data).cast("B")
     version, body = _unframe(view, source)

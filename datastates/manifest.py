@@ -39,7 +39,10 @@ Attribute = str | int | float | bool | None
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """A hyper-rectangle of a tensor held by one rank; its bytes lie at ``start`` of that rank's stream."""
+    """A hyper-rectangle of a tensor held by one rank; its bytes lie at ``start`` of that rank's stream.
+
+    They lie as a dense tensor of ``shape`` does whose dimensions are in the order of the whole tensor's strides.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
