@@ -107,7 +107,7 @@ class Arena:
         return tensor
 
     def memory(self, slot: int, length: int = CHUNK_BYTES) -> memoryview:
-        """The first ``length`` bytes of a slot."""
+        """The first ``length`` bytes of a slot, and of those that lie behind it."""
         self._check_open()
         return self._view[slot * CHUNK_BYTES : slot * CHUNK_BYTES + length]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, Self
 
-from datastates.manifest import Manifest
+from datastates.errors import InvalidInput
+from datastates.manifest import CHUNK_BYTES, Manifest
 
 __all__ = ["Payload", "Placed", "Reader", "Tier"]
 
@@ -17,12 +18,24 @@ __all__ = ["Payload", "Placed", "Reader", "Tier"]
 class Payload:
     """A whole state to put: its manifest and, in the manifest's order, the bytes of each chunk.
 
-    ``chunks[i]`` has exactly ``manifest.content.chunks[i].length`` bytes, stays unchanged until ``put`` returns, and may
-    be longer-lived memory of the arena: page-aligned, and readable up to the next multiple of 4096 bytes.
+    ``chunks[i]`` has exactly ``manifest.content.chunks[i].length`` bytes, lies anywhere (best at the start of a page: such
+    memory is written as it is), and stays unchanged until ``put`` returns.
     """
 
     manifest: Manifest
     chunks: Sequence[memoryview]
+
+    def check(self) -> None:
+        """Nothing, if each chunk comes with its bytes.
+
+        :raises InvalidInput: they do not fit the manifest.
+        """
+        wanted = [chunk.length for chunk in self.manifest.content.chunks]
+        found = [view.nbytes for view in self.chunks]
+        if found != wanted:
+            raise InvalidInput(f"state {self.manifest.origin.uid} lists chunks of {_brief(wanted)} bytes, but came with {_brief(found)}")
+        if not all(view.c_contiguous for view in self.chunks):
+            raise InvalidInput(f"state {self.manifest.origin.uid}: a chunk is no contiguous memory: pass one stretch of bytes for each")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,19 @@ class Reader(ABC):
     def close(self) -> None:
         """Let go of the state; idempotent."""
 
+    def chunks_of(self, start: int, length: int) -> range:
+        """The indices of the chunks that ``[start, start + length)`` of the stream lies in.
+
+        :raises InvalidInput: the stream has no such bytes.
+        """
+        chunks = self.manifest.content.chunks
+        touched = range(start // CHUNK_BYTES, -(-(start + length) // CHUNK_BYTES)) if length > 0 else range(0)
+        for index in touched:
+            end = min(start + length - index * CHUNK_BYTES, CHUNK_BYTES)
+            if not 0 <= index < len(chunks) or end > chunks[index].length:
+                raise InvalidInput(f"state {self.manifest.origin.uid} has no bytes {start}-{start + length}: chunk {index} ends before")
+        return touched
+
     def verify(self) -> None:
         """Check every chunk.
 
@@ -77,7 +103,7 @@ class Reader(ABC):
 
 
 class Tier(ABC):
-    """A place for payload. Threads: ``put`` and ``remove`` from one thread at a time, the rest from any."""
+    """A place for payload. Every method is safe from any thread."""
 
     name: ClassVar[str]
 
@@ -91,7 +117,7 @@ class Tier(ABC):
 
     @abstractmethod
     def open(self, uid: str, *, verify: bool = True) -> Reader:
-        """Open a state for reading; a state that is open is not removed under its reader.
+        """Open a state for reading; its bytes stay until the reader is closed, even if it is removed.
 
         :raises NotFound: it is not here.
         :raises Corrupt: its manifest is damaged.
@@ -103,8 +129,15 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, uid: str) -> int:
-        """Drop a state and every byte that no other state here needs; the payload bytes set free. Unknown uid: 0."""
+        """Drop a state and every byte that no other state here needs; the payload bytes set free. Unknown uid: 0.
+
+        It is gone for ``open`` and ``uids`` at once; what open readers need is set free when the last of them closes.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """Let go of files and memory; idempotent."""
+
+
+def _brief(lengths: list[int]) -> str:
+    return ", ".join(map(str, lengths[:4])) + (f" and {len(lengths) - 4} more" if len(lengths) > 4 else "") or "no"
