@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -20,9 +21,9 @@ from blake3 import blake3
 
 from .check import check
 from .errors import Corrupt, InvalidInput, Unavailable
-from .manifest import VERSION, Content, Manifest
+from .manifest import VERSION, Content, Manifest, PackInfo
 
-__all__ = ["chunk_digest", "decode", "encode", "state_digest"]
+__all__ = ["chunk_digest", "decode", "decode_packs", "encode", "state_digest"]
 
 _MAGIC = b"DSMANIF\0"
 _HEAD = struct.Struct("<8sIQ")
@@ -30,6 +31,21 @@ _DIGEST_BYTES = 32
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+class _Packs(msgspec.Struct, frozen=True, array_like=True):
+    """A manifest of which only the packs are decoded."""
+
+    version: int
+    digest: str
+    origin: msgspec.Raw
+    content: msgspec.Raw
+    packs: tuple[PackInfo, ...] = ()
+
+
+_T = TypeVar("_T", Manifest, _Packs)
+
+_packs_decoder = msgspec.msgpack.Decoder(_Packs)
 
 
 def chunk_digest(data: bytes | memoryview) -> bytes:
@@ -78,6 +94,24 @@ def decode(data: bytes | memoryview, *, source: str) -> Manifest:
     if manifest.digest != expected:
         raise Corrupt(f"{source} holds a state whose digest is {expected}, but claims {manifest.digest[:64]}")
     check(manifest, source)
+    return manifest
+
+
+def decode_packs(data: bytes | memoryview, *, source: str) -> tuple[PackInfo, ...]:
+    """Only the packs that the manifest in ``data`` needs, without the cost of the rest; its bytes are checked as in ``decode``."""
+    return _decode(_packs_decoder, data, source).packs
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, source: str) -> _T:
+    version, body = _unframe(memoryview(data).cast("B"), source)
+    if version != VERSION:
+        raise Unavailable(f"{source} is a manifest of version {version}, this datastates reads version {VERSION}: upgrade datastates")
+    try:
+        manifest = decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as exc:
+        raise Corrupt(f"{source} is no manifest: {exc}") from exc
+    if manifest.version != version:
+        raise Corrupt(f"{source} says version {manifest.version} inside and {version} outside")
     return manifest
 
 
