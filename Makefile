@@ -1,0 +1,33 @@
+# Everything is set up in .venv on first use; PYTHON names the interpreter that makes it.
+PYTHON ?= python3
+BENCHMARK ?=
+
+.PHONY: help test demo bench format clean
+
+help:
+	@echo "make test    set up, then run the whole gate: format, lint, types, imports, tests"
+	@echo "make demo    set up, then run the main job: train, fork, resume and prove (under 2 minutes)"
+	@echo "make bench   set up, then run every benchmark, or BENCHMARK=lineage only"
+	@echo "make format  format the code and fix what ruff can fix"
+	@echo "make clean   remove .venv, caches and what was built"
+
+test:
+	@PYTHON="$(PYTHON)" scripts/setup dev
+	@scripts/gate
+
+demo:
+	@PYTHON="$(PYTHON)" scripts/setup demo
+	@.venv/bin/python -m datastates demo
+
+bench:
+	@PYTHON="$(PYTHON)" scripts/setup dev
+	@scripts/bench $(BENCHMARK)
+
+format:
+	@PYTHON="$(PYTHON)" scripts/setup dev
+	@.venv/bin/python -m ruff format .
+	@.venv/bin/python -m ruff check --fix .
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,178 @@
+"""What a user installs: the wheel's exact packages, the sdist, and both at work where the source is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"datastates": "datastates", "datastates.api": "api", "datastates.lineage": "lineage", "datastates.transport": "transport"}
+
+
+def read_project() -> dict[str, dict[str, dict[str, list[str]]]]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def run(*command: str | Path, cwd: Path, **environ: str) -> str:
+    """Run in ``cwd`` without anything of this environment that would lead back to the source."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DATASTATES_", "COVERAGE"))}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env={**inherited, **environ}, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def build(source: Path, out: Path, *kinds: str) -> None:
+    run(sys.executable, "-m", "build", "--no-isolation", *kinds, "--outdir", out, source, cwd=out)
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What git would clone, so that neither build/ nor egg-info of the working tree decides what is packed."""
+    folder = tmp_path_factory.mktemp("source")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout: nothing says which files belong to the project")
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        old, new = ROOT / name, folder / name
+        if not old.exists():
+            continue  # deleted, and the deletion not yet committed
+        new.parent.mkdir(parents=True, exist_ok=True)
+        if old.is_symlink():
+            new.symlink_to(os.readlink(old))
+        else:
+            new.write_bytes(old.read_bytes())
+            new.chmod(old.stat().st_mode)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist, and the wheel that is built from it."""
+    out = tmp_path_factory.mktemp("dist")
+    build(source, out)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture(scope="session")
+def python(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment that holds the wheel, and sees what it depends on but not the source."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False, symlinks=True)
+    interpreter = folder / "bin" / "python"
+    (site,) = folder.glob("lib/python*/site-packages")
+    run(sys.executable, "-m", "pip", "--python", interpreter, "install", "--quiet", "--no-deps", "--no-index", built[1], cwd=folder)
+    dependencies = next(path for path in sys.path if path.endswith("site-packages"))
+    (site / "zz_dependencies.pth").write_text(dependencies + "\n")  # a plain path: the .pth files in it, the editable one too, are not read
+    return interpreter
+
+
+def files_of(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def test_every_folder_with_python_files_is_a_listed_package() -> None:
+    listed = read_project()["tool"]["setuptools"]["packages"]
+    found = set()
+    for package, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):  # does not follow the links in datastates/
+            if "node_modules" not in path.parts:
+                found.add(".".join((package, *path.parent.relative_to(ROOT / folder).parts)))
+
+    assert sorted(found) == listed, "list it in pyproject.toml: packages, and package-dir when it is not under datastates/"
+
+
+def test_every_package_outside_the_main_folder_says_where_it_lies() -> None:
+    setuptools = read_project()["tool"]["setuptools"]
+    for package in setuptools["packages"]:
+        top = ".".join(package.split(".")[:2])
+        if top in FOLDERS and top != "datastates":
+            relative = package.removeprefix(top).replace(".", "/")
+            assert setuptools["package-dir"][package] == FOLDERS[top] + relative  # type: ignore[call-overload]  # a table, not a list
+
+
+def test_links_lead_to_the_folders() -> None:
+    for name in ("api", "lineage", "transport"):
+        assert os.readlink(ROOT / "datastates" / name) == f"../{name}"
+
+
+@pytest.mark.slow
+def test_wheel_holds_exactly_the_listed_packages_and_their_data(built: tuple[Path, Path], source: Path) -> None:
+    names = files_of(built[1])
+
+    packages = {name.rpartition("/")[0].replace("/", ".") for name in names if name.endswith(".py")}
+    assert sorted(packages) == read_project()["tool"]["setuptools"]["packages"]
+    assert {name.split("/")[0] for name in names} == {"datastates"}
+    expected = set()
+    for package, folder in FOLDERS.items():
+        for path in (source / folder).rglob("*"):
+            if path.suffix in {".py", ".lark", ".mako"} or path.name == "py.typed":
+                expected.add("/".join((*package.split("."), *path.relative_to(source / folder).parts)))
+    assert names == expected
+    assert "datastates/py.typed" in names
+
+
+@pytest.mark.slow
+def test_wheel_from_the_tree_equals_the_one_from_the_sdist(built: tuple[Path, Path], source: Path, tmp_path: Path) -> None:
+    build(source, tmp_path, "--wheel")
+    (wheel,) = tmp_path.glob("*.whl")
+
+    with zipfile.ZipFile(wheel) as direct, zipfile.ZipFile(built[1]) as indirect:
+        assert {name: direct.read(name) for name in direct.namelist()} == {name: indirect.read(name) for name in indirect.namelist()}
+
+
+@pytest.mark.slow
+def test_sdist_holds_what_the_gate_needs(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+
+    needed = {"LICENSE", "README.md", "Makefile", "constraints.txt", "scripts/gate", "tests/test_packaging.py", "lineage/schema.py"}
+    assert needed <= names
+    assert not {name for name in names if name.startswith(("datastates/lineage/", "datastates/transport/", "datastates/api/"))}
+
+
+@pytest.mark.slow
+def test_license_travels_with_the_wheel(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as archive:
+        metadata = next(archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        assert any(name.endswith(".dist-info/licenses/LICENSE") for name in archive.namelist())
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+@pytest.mark.slow
+def test_installed_wheel_imports_from_where_it_is_installed(python: Path, tmp_path: Path) -> None:
+    code = (
+        "import json, importlib.util as u, datastates, datastates.lineage, datastates.transport, datastates.api;"
+        "print(json.dumps([[m.__file__ for m in (datastates, datastates.lineage, datastates.transport, datastates.api)],"
+        "[u.find_spec(n) is not None for n in ('api', 'lineage', 'transport')], datastates.Config().verify]))"
+    )
+    files, top_level, verify = json.loads(run(python, "-W", "error", "-c", code, cwd=tmp_path))
+
+    assert all(Path(file).is_relative_to(python.parent.parent) for file in files)
+    assert top_level == [False, False, False]
+    assert verify is True
+
+
+@pytest.mark.slow
+def test_installed_terminal_works(python: Path, tmp_path: Path) -> None:
+    script = python.parent / "datastates"
+
+    assert "doctor" in run(script, "--help", cwd=tmp_path)
+    assert run(script, "--version", cwd=tmp_path) == "datastates 0.1.0\n"
+    assert json.loads(run(script, "--repo", "runs", "init", "--json", cwd=tmp_path))["root"] == str(tmp_path / "runs")
+    assert "torch" in {check["name"] for check in json.loads(run(script, "doctor", "--json", cwd=tmp_path))["checks"]}
+    assert run(python, "-m", "datastates", "--version", cwd=tmp_path) == "datastates 0.1.0\n"

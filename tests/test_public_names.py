@@ -1,0 +1,60 @@
+"""The names that a training script may use, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import datastates
+
+PUBLIC = {
+    *("Ambiguous", "BackPressure", "Capture", "Closed", "Config", "Conflict", "Corrupt", "DatastatesError", "InvalidInput"),
+    *("NotFound", "OverBudget", "PermutationSampler", "Ref", "RefEvent", "Repository", "RestoreReport", "Run", "State", "Status"),
+    *("SyntaxProblem", "Torn", "Tracker", "Unavailable", "Unsupported", "__version__", "open", "register_encoder"),
+}
+
+
+def modules_after(code: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has after running ``code``."""
+    command = [sys.executable, "-c", f"{code}\nimport sys; print('\\n'.join(sys.modules))"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_public_names_are_exactly_these_and_sorted() -> None:
+    assert set(datastates.__all__) == PUBLIC
+    assert datastates.__all__ == sorted(datastates.__all__)
+
+
+def test_every_public_name_resolves_and_is_listed_by_dir() -> None:
+    assert set(dir(datastates)) >= PUBLIC
+    for name in PUBLIC:
+        assert getattr(datastates, name) is not None
+        assert name in vars(datastates), "kept after its first use"
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        datastates.nothing  # noqa: B018  # the access is what is tested
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import datastates",
+        "import datastates; dir(datastates)",
+        "import datastates.lineage",
+        "from datastates import Config, NotFound, State, Status",
+        "import datastates.location",
+        "import datastates.cli",
+    ],
+)
+def test_importing_does_without_torch(code: str) -> None:
+    assert not modules_after(code) & {"torch", "numpy"}
+
+
+def test_importing_the_package_alone_is_cheap() -> None:
+    assert not modules_after("import datastates; datastates.NotFound, datastates.Config") & {"sqlalchemy", "msgspec", "typer", "rich"}
