@@ -1,9 +1,9 @@
 """The graph of states in SQL. Queries are functions that take a session of a ``Database``, grouped by noun in modules.
 
-    from datastates.lineage import Database, record, refs, walk
+from datastates.lineage import Database, record, refs, walk
 
-    with database.write() as session:
-        record.record(session, NewState(...))
+with database.write() as session:
+    record.record(session, NewState(...))
 """
 
 from __future__ import annotations

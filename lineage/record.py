@@ -60,8 +60,8 @@ def record(session: Session, new: NewState) -> State:
     place = connection.execute(_PLACE, {"parent": new.parent, "run": new.run, "branch": new.branch}).one()
     _check_place(new, place)
     further_ids = ids_of(session, [edge.parent for edge in new.edges]) if new.edges else []
-    generation, jump_id = _jump(place)
-    id_ = _insert_state(connection, new, place, generation, jump_id, created_us)
+    generation, jump_id, jump_step = _jump(place)
+    id_ = _insert_state(connection, new, place, generation, jump_id, jump_step, created_us)
     _insert_belongings(connection, new, id_, further_ids, attributes)
     if new.branch is not None:
         _advance(connection, new.branch, place, id_, created_us)
@@ -92,8 +92,9 @@ def _check(new: NewState) -> None:
     if not _UID.fullmatch(new.uid):
         raise InvalidInput(f"{new.uid!r} is no uid: it must have 24 lower-case hex digits")
     for key in (*new.metrics, *new.attributes):
-        if not 0 < len(key) <= _KEY_LENGTH:
+        if not 0 < len(_text(key)) <= _KEY_LENGTH:
             raise InvalidInput(f"{key!r} cannot name a metric or an attribute: give it 1 to {_KEY_LENGTH} characters")
+    _text(new.message or "")
     if len({(edge.parent, edge.kind) for edge in new.edges}) < len(new.edges):
         raise InvalidInput(f"{new.uid} names a further parent twice in the same way: name each once")
     if not -(2**63) <= new.step < 2**63:
@@ -120,27 +121,32 @@ def _moved_on(branch: str, head: str | None, parent: str | None) -> Conflict:
     return Conflict(f"branch {branch!r} {at}, not at {parent or 'its beginning'}: go on from its head, or fork another branch")
 
 
-def _jump(place: Any) -> tuple[int, int | None]:
-    """Generation and jump pointer of a child: over both jumps of its parent when they are equally long, else one up.
+def _jump(place: Any) -> tuple[int, int | None, int | None]:
+    """Generation, jump pointer and lowest step up to there: over both jumps of the parent when they are equally long, else one up.
 
     A root counts as its own jump.
     """
     if place.parent_id is None:
-        return 0, None
+        return 0, None, None
     at, jump_at, far_at = place.generation, place.jump_generation or 0, place.far_generation or 0
     generation = at + 1
     if at - jump_at == jump_at - far_at:
-        return generation, place.far_id or place.jump_id or place.parent_id
-    return generation, place.parent_id
+        far_id = place.far_id or place.jump_id or place.parent_id
+        steps = (place.step, place.jump_step, place.jumped_step)
+        return generation, far_id, min(step for step in steps if step is not None)
+    return generation, place.parent_id, place.step
 
 
-def _insert_state(connection: Connection, new: NewState, place: Any, generation: int, jump_id: int | None, created_us: int) -> int:
+def _insert_state(
+    connection: Connection, new: NewState, place: Any, generation: int, jump_id: int | None, jump_step: int | None, created_us: int
+) -> int:
     values = {
         "uid": new.uid,
         "digest": new.digest,
         "parent_id": place.parent_id,
         "generation": generation,
         "jump_id": jump_id,
+        "jump_step": jump_step,
         "run_id": place.run_id,
         "step": new.step,
         "micro_step": new.micro_step,
@@ -183,7 +189,7 @@ def _attribute_row(key: str, value: Value) -> dict[str, object]:
     type_, number, text = "none", None, None
     match value:
         case str():
-            type_, text = "str", value
+            type_, text = "str", _text(value)
         case bool():
             type_, number = "bool", float(value)
         case int():
@@ -195,6 +201,13 @@ def _attribute_row(key: str, value: Value) -> dict[str, object]:
         case _:
             raise InvalidInput(f"attribute {key!r} is a {type(value).__name__}: store a str, int, float, bool or None")
     return {"key": key, "type": type_, "number": number, "text": text}
+
+
+def _text(value: str) -> str:
+    """The text itself, when both databases can store it."""
+    if "\x00" in value or (not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value)):
+        raise InvalidInput(f"{value!r} cannot be stored: it holds a NUL or half a character")
+    return value
 
 
 def _nearest_float(value: int) -> float:
@@ -232,6 +245,7 @@ _one = select(literal(1).label("one")).subquery()
 
 _PLACE = (
     select(_parent.c.id.label("parent_id"), _parent.c.uid.label("parent_uid"), _parent.c.generation)
+    .add_columns(_parent.c.step, _parent.c.jump_step, _jumped.c.jump_step.label("jumped_step"))
     .add_columns(_jumped.c.id.label("jump_id"), _jumped.c.generation.label("jump_generation"))
     .add_columns(_far.c.id.label("far_id"), _far.c.generation.label("far_generation"), _run.c.id.label("run_id"))
     .add_columns(_ref.c.kind.label("ref_kind"), _head.c.id.label("head_id"), _head.c.uid.label("head"))
@@ -247,7 +261,10 @@ _PLACE = (
 _INSERT_STATE = insert(_state)
 _INSERT_EDGE, _INSERT_METRIC, _INSERT_ATTRIBUTE = insert(table(EdgeRow)), insert(table(MetricRow)), insert(table(AttributeRow))
 _INSERT_REPLICA, _INSERT_EVENT = insert(table(ReplicaRow)), insert(_event)
-_MAKE_BRANCH = {"sqlite": sqlite.insert(_ref).on_conflict_do_nothing(), "postgresql": postgresql.insert(_ref).on_conflict_do_nothing()}
+_MAKE_BRANCH = {
+    name: make(_ref).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+    for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+}
 _MOVE_BRANCH = (
     update(_ref)
     .where(_ref.c.name == bindparam("ref"), _ref.c.kind == RefKind.BRANCH.value, _ref.c.state_id == bindparam("old"))

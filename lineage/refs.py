@@ -191,4 +191,7 @@ _MOVE = (
     .values(state_id=bindparam("new"), version=_ref.c.version + 1)
 )
 _LOG = insert(_event)
-_INSERT = {"sqlite": sqlite.insert(_ref).on_conflict_do_nothing(), "postgresql": postgresql.insert(_ref).on_conflict_do_nothing()}
+_INSERT = {
+    name: make(_ref).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+    for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+}

@@ -71,7 +71,8 @@ class RunRow(Base):
 
 
 class StateRow(Base):
-    """A node. ``generation`` counts first parents to the root; ``jump_id`` is an ancestor for O(log n) walks.
+    """A node. ``generation`` counts first parents to the root; ``jump_id`` is an ancestor for O(log n) walks, and
+    ``jump_step`` the lowest step from the first parent up to it, so that a search for a step may leap too.
 
     A parent is always older than its child, so ``id`` orders the graph topologically: walks rely on it.
     """
@@ -84,6 +85,7 @@ class StateRow(Base):
     parent_id: Mapped[int | None] = mapped_column(ForeignKey("state.id"), index=True)
     generation: Mapped[int] = mapped_column(Integer)
     jump_id: Mapped[int | None] = mapped_column(ForeignKey("state.id"))
+    jump_step: Mapped[int | None] = mapped_column(BigInteger)
     run_id: Mapped[int | None] = mapped_column(ForeignKey("run.id"), index=True)
     step: Mapped[int] = mapped_column(BigInteger, index=True)
     micro_step: Mapped[int] = mapped_column(Integer)

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 __all__ = ["HEAD", "KNOWN"]
 
-KNOWN = ("0001",)
+# Every project has a revision 0001: ours say whose they are, so that a database of another program is not taken for ours.
+KNOWN = ("datastates_0001",)
 HEAD = KNOWN[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "datastates_0001"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -47,6 +47,7 @@ def upgrade() -> None:
         sa.Column("parent_id", ID, nullable=True),
         sa.Column("generation", sa.Integer(), nullable=False),
         sa.Column("jump_id", ID, nullable=True),
+        sa.Column("jump_step", sa.BigInteger(), nullable=True),
         sa.Column("run_id", ID, nullable=True),
         sa.Column("step", sa.BigInteger(), nullable=False),
         sa.Column("micro_step", sa.Integer(), nullable=False),

@@ -1,0 +1,132 @@
+"""A PostgreSQL server of the tests' own, and what helps to see a hang: ``kill -USR1`` prints the stack of every thread."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from datastates.lineage import Database
+
+# A shared machine is no stop-watch.
+settings.register_profile("datastates", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("datastates")
+
+
+def pytest_configure() -> None:
+    """Let a person look into a test run that hangs."""
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, all_threads=True)
+
+
+class Postgresql:
+    """A running server that listens on a socket in ``folder`` only. Databases are made from a migrated template."""
+
+    def __init__(self, folder: Path, binaries: Path) -> None:
+        self.folder, self.binaries = folder, binaries
+        self._serial = itertools.count()
+        self._template: str | None = None
+
+    def start(self) -> None:
+        data = str(self.folder / "data")
+        self._run("initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync")
+        options = f"-k {self.folder} -c listen_addresses='' -c fsync=off -c full_page_writes=off -c max_connections=200"
+        self._run("pg_ctl", "start", "-w", "-D", data, "-l", str(self.folder / "log"), "-o", options)
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "stop", "-w", "-m", "immediate", "-D", str(self.folder / "data"))
+
+    def url(self, database: str) -> str:
+        return f"postgresql+psycopg://postgres@/{database}?host={self.folder}"
+
+    def empty(self) -> str:
+        """The URL of a new database without a table."""
+        return self._create("template1")
+
+    def migrated(self) -> str:
+        """The URL of a new database that holds an empty lineage."""
+        if self._template is None:
+            url = self.empty()
+            Database(url).close()
+            self._template = url.split("@/")[1].split("?")[0]
+        return self._create(self._template)
+
+    def _create(self, template: str) -> str:
+        import psycopg
+
+        name = f"test_{next(self._serial)}"
+        with psycopg.connect(host=str(self.folder), user="postgres", dbname="postgres", autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        return self.url(name)
+
+    def _run(self, program: str, *arguments: str) -> None:
+        """As the package's own user when we are root: the server refuses to run as root."""
+        command = [str(self.binaries / program), *arguments]
+        if os.geteuid() == 0:
+            command = ["runuser", "-u", "postgres", "--", *command]
+        with (self.folder / "out").open("ab") as out:
+            done = subprocess.run(command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False)
+        if done.returncode:
+            texts = [path.read_text(errors="replace") for path in (self.folder / "out", self.folder / "log") if path.exists()]
+            raise RuntimeError(f"{program} failed with {done.returncode}:\n" + "\n".join(texts))
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[Postgresql]:
+    """The server, one for each test process."""
+    binaries = _binaries()
+    missing = _missing(binaries)
+    if missing or binaries is None:
+        if os.environ.get("DATASTATES_REQUIRE_POSTGRESQL") == "1":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    # Not under tmp_path: the server's user must reach it, and the path of a socket is at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="datastates-pg-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        if os.geteuid() == 0:
+            shutil.chown(name, "postgres")
+        server = Postgresql(Path(name), binaries)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture
+def postgresql_url(postgresql: Postgresql) -> str:
+    """A new database on the server that holds an empty lineage."""
+    return postgresql.migrated()
+
+
+def _missing(binaries: Path | None) -> str:
+    """What keeps the server from running here; empty when nothing does."""
+    if binaries is None:
+        return "no PostgreSQL server on this machine: apt-get install postgresql"
+    if importlib.util.find_spec("psycopg") is None:
+        return "no PostgreSQL driver in this environment: pip install 'datastates[postgresql]'"
+    if os.geteuid() == 0 and "postgres" not in {user.pw_name for user in pwd.getpwall()}:
+        return "PostgreSQL refuses to run as root, and there is no user 'postgres': apt-get install postgresql"
+    return ""
+
+
+def _binaries() -> Path | None:
+    """Where ``initdb`` lies: as pg_config says, on the PATH, or where Debian puts it (the newest)."""
+    folders: list[Path] = []
+    if config := shutil.which("pg_config"):
+        folders.append(Path(subprocess.run([config, "--bindir"], capture_output=True, text=True, check=True).stdout.strip()))
+    if found := shutil.which("initdb"):
+        folders.append(Path(found).parent)
+    debian = Path("/usr/lib/postgresql").glob("*/bin")
+    folders += sorted(debian, key=lambda path: float(path.parent.name), reverse=True)
+    return next((folder for folder in folders if (folder / "initdb").exists() and (folder / "postgres").exists()), None)
