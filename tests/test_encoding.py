@@ -59,8 +59,8 @@ def test_an_aligned_dtype_with_gaps_comes_back() -> None:
     assert (back, back.itemsize, back.isalignedstruct) == (plain, 40, True)
 
 
-@pytest.mark.parametrize("dtype", [object, [("a", object)], np.dtypes.StringDType()])
-def test_dtypes_that_hold_pointers_are_refused(dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", [object, [("a", object)], np.dtypes.StringDType(), [(("title", "a"), "i4")]])
+def test_dtypes_that_hold_pointers_or_titles_are_refused(dtype: Any) -> None:
     with pytest.raises(Unencodable, match="NumPy dtype"):
         describe_dtype(np.dtype(dtype))
 

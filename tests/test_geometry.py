@@ -139,11 +139,13 @@ def test_bytes_that_are_not_aligned_are_copied() -> None:
     assert torch.equal(rebuild(shifted, spec), tensor)
 
 
-@given(st.lists(st.integers(0, 5), max_size=3), st.lists(st.integers(0, 9), max_size=3), st.integers(0, 200))
-@settings(max_examples=300, deadline=None)
-def test_no_description_reads_outside_its_bytes(shape: list[int], strides: list[int], count: int) -> None:
-    count_of_dims = min(len(shape), len(strides))
-    spec = TensorSpec("t", "float32", tuple(shape[:count_of_dims]), tuple(strides[:count_of_dims]), None, False, ())
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=3), st.none() | st.integers(0, 200))
+@settings(max_examples=400, deadline=None)
+def test_no_description_reads_outside_its_bytes(dims: list[tuple[int, int]], count: int | None) -> None:
+    shape, strides = tuple(size for size, _ in dims), tuple(stride for _, stride in dims)
+    spec = TensorSpec("t", "float32", shape, strides, None, False, ())
+    if count is None:
+        count = stored_bytes(torch.float32, shape, strides)
     try:
         back = rebuild(torch.zeros(count, dtype=torch.uint8), spec)
     except Corrupt as exc:

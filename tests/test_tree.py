@@ -198,6 +198,14 @@ def test_values_share_nothing_with_the_live_tree() -> None:
     assert_same(unflatten(flat.skeleton, flat.values, []), expected)
 
 
+def test_a_tensor_that_turned_into_another_kind_since_is_seen() -> None:
+    tree = {f"w{index}": torch.ones(1) for index in range(20)}
+    first = flatten(tree)
+    torch.utils.swap_tensors(tree["w3"], torch.ones(1).as_subclass(Sub))  # type: ignore[no-untyped-call]
+    with pytest.raises(Unsupported, match=r"w3 is a tensor subclass, .*Sub"):
+        flatten(tree, first)
+
+
 # Paths
 
 
@@ -270,7 +278,8 @@ def test_sparse_tensors_come_back(layout: torch.layout) -> None:
 
 
 def test_a_sparse_tensor_keeps_whether_it_is_coalesced() -> None:
-    twice = torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (2, 2), check_invariants=True)
+    places = torch.tensor([[0, 0, 1], [1, 1, 0]])
+    twice = torch.sparse_coo_tensor(places, torch.tensor([1.0, 2.0, 3.0]), (2, 2), check_invariants=True)
     back = there_and_back([twice, twice.coalesce()])
     assert [tensor.is_coalesced() for tensor in back] == [False, True]
     assert torch.equal(back[0]._values(), twice._values())
