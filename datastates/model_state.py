@@ -1,0 +1,92 @@
+"""A module's state as a plain tree under canonical names, and the way back to the names of a live module."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from .errors import InvalidInput
+from .names import canonical_name
+
+__all__ = ["ModelState", "metadata_for"]
+
+_PLAIN_METADATA = {"version": 1}
+
+
+class ModelState:
+    """One tracked module. Names are worked out once and kept until the module's keys change."""
+
+    __slots__ = ("_metadata", "_raw", "_raw_metadata", "keys", "module", "path")
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        refuse_sharded(path, module)
+        self.path, self.module = path, module
+        self._raw: tuple[str, ...] = ()
+        self.keys: tuple[str, ...] = ()
+        self._raw_metadata: Mapping[str, Any] | None = None
+        self._metadata: OrderedDict[str, Any] = OrderedDict()
+
+    def tree(self) -> OrderedDict[str, object]:
+        """The live tensors (and extra state) by canonical name, in the module's order.
+
+        ``_metadata`` says nothing of modules of version 1, which almost all are: it is stored with every state.
+
+        :raises InvalidInput: a lazy module was not yet called.
+        """
+        state: dict[str, object] = self.module.state_dict(keep_vars=True)
+        raw = tuple(state)
+        if raw != self._raw:
+            self._learn(raw, state)
+        tree = OrderedDict(zip(self.keys, state.values(), strict=True))
+        metadata = getattr(state, "_metadata", None)
+        if metadata is not None:
+            if metadata != self._raw_metadata:
+                self._raw_metadata, self._metadata = metadata, _compact(self.module, metadata)
+            tree._metadata = self._metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
+        return tree
+
+    def raw_names(self) -> dict[str, str]:
+        """The module's own name of each canonical one; as of the last ``tree``."""
+        return dict(zip(self.keys, self._raw, strict=True))
+
+    def _learn(self, raw: tuple[str, ...], state: Mapping[str, object]) -> None:
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and is_lazy(value):
+                raise InvalidInput(f"{self.path}/{key} of a lazy module has no shape yet: run the model once on a batch, then go on")
+        keys = tuple(canonical_name(self.module, key) for key in raw)
+        if len(set(keys)) != len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InvalidInput(f"{self.path} has two entries named {twice!r} once wrappers are left out: track the wrapped module instead")
+        self._raw, self.keys = raw, keys
+
+
+def metadata_for(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """A state's ``_metadata`` under the names of a live module, with what ``ModelState.tree`` left out."""
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    return OrderedDict((name, dict(metadata.get(canonical_name(module, name), _PLAIN_METADATA))) for name in names)
+
+
+def refuse_sharded(path: str, module: nn.Module) -> None:
+    """Refuse FSDP's first version, whose parameters are flattened together.
+
+    :raises InvalidInput: there is one inside ``module``; names it.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is None:
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, kind):
+            where = f"{path}/{name}" if name else path
+            raise InvalidInput(f"{where} is a FullyShardedDataParallel, which flattens its parameters: use torch's fully_shard instead")
+
+
+def _compact(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    # A wrapper and what it wraps share a name: the wrapped one comes later and stays.
+    named = OrderedDict((canonical_name(module, name), value) for name, value in metadata.items())
+    return OrderedDict((name, value) for name, value in named.items() if value != _PLAIN_METADATA)

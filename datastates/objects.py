@@ -1,0 +1,210 @@
+"""What the user tracks as one plain tree of live tensors: modules, optimizers, anything with a state_dict, and containers."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from .errors import InvalidInput
+from .model_state import ModelState
+from .names import Owner, canonical_name, join, parameter_names, split_wrappers
+from .optimizer_state import optimizer_tree
+from .rng import RngState
+
+__all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state"]
+
+GRADIENTS = "gradients"
+"""The top-level name under which gradients stand: ``gradients/<module>/<parameter>``."""
+
+IN_BACKWARD = "in_backward"
+"""The top-level name of optimizers that step during backward: ``in_backward/<module>/<parameter>/<index>``."""
+
+_LEAVES = frozenset({torch.Tensor, nn.Parameter, int, float, str, bool, bytes, type(None)})
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.CoroutineType, type)
+
+
+class Adapted:
+    """The tracked objects. All methods belong to the training thread.
+
+    Optimizers that torch runs inside backward are found on the parameters and tracked with their module.
+
+    :raises InvalidInput: something cannot be tracked; names it and says what can.
+    """
+
+    def __init__(self, objects: Mapping[str, object], *, gradients: bool = False) -> None:
+        for path, found in _walk(objects):
+            _check_trackable(path, found)
+        if gradients and GRADIENTS in objects:
+            raise InvalidInput(f"the name {GRADIENTS!r} is taken by the gradients: rename that object")
+        self.objects = _with_hidden_optimizers(objects)
+        self._has_gradients = gradients
+        self._models: dict[int, ModelState] = {}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Every tracked module, and what wrappers among them wrap."""
+        return [part for _, found in _walk(self.objects) if isinstance(found, nn.Module) for part in split_wrappers(found)]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Every tracked optimizer."""
+        return [found for _, found in _walk(self.objects) if isinstance(found, Optimizer)]
+
+    def tree(self) -> dict[str, object]:
+        """Nested plain containers of everything tracked, as it is now; tensors are the live ones, not copies.
+
+        Generators of random numbers are read last: a loader that is asked for its state may draw from them.
+        """
+        walk = _Walk(self)
+        tree = {name: walk.tree_of(name, child) for name, child in self.objects.items()}
+        owners = [(path, _by_id(model)) for path, model in walk.trees] if walk.optimizers else []
+        for out, optimizer in walk.optimizers:
+            out.update(optimizer_tree(optimizer, self._names(owners, optimizer)))
+        if self._has_gradients:
+            tree[GRADIENTS] = {path: _gradients_of(model) for path, model in walk.trees}
+        for out, rng in walk.generators:
+            out.update(rng.state_dict())
+        return tree
+
+    def model_state(self, path: str, module: nn.Module) -> ModelState:
+        """What keeps the names of a tracked module."""
+        model = self._models.get(id(module))
+        if model is None:
+            model = self._models[id(module)] = ModelState(path, module)
+        return model
+
+    def models(self) -> list[tuple[str, ModelState]]:
+        """The tracked modules by path."""
+        return [(path, self.model_state(path, found)) for path, found in _walk(self.objects) if isinstance(found, nn.Module)]
+
+    def names_of(self, optimizer: Optimizer) -> list[list[str]]:
+        """The name of each parameter of each group, as ``tree`` writes them."""
+        return self._names([(path, _by_id(model.tree())) for path, model in self.models()], optimizer)
+
+    def fenced(self) -> list[torch.Tensor]:
+        """The live tensors that a tracked optimizer alone changes: its parameters and the tensors of its state."""
+        found: dict[int, torch.Tensor] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                found.update((id(parameter), parameter) for parameter in group["params"])
+            for _, value in _walk({"": list(optimizer.state.values())}):
+                if isinstance(value, torch.Tensor):
+                    found[id(value)] = value
+        return list(found.values())
+
+    def frozen(self) -> list[torch.Tensor]:
+        """The parameters that ask for no gradient: they stay the same from state to state."""
+        return [parameter for module in self.modules for parameter in module.parameters() if not parameter.requires_grad]
+
+    def _names(self, owners: Sequence[Owner], optimizer: Optimizer) -> list[list[str]]:
+        return parameter_names(owners, self._loose, optimizer.param_groups)
+
+    def _loose(self) -> dict[int, str]:
+        return {id(found): path for path, found in _walk(self.objects) if isinstance(found, torch.Tensor)}
+
+
+class _Walk:
+    """One walk over the objects. What needs names, or must come last, stands as an empty dict until the walk is over."""
+
+    def __init__(self, adapted: Adapted) -> None:
+        self._adapted = adapted
+        self.trees: list[tuple[str, OrderedDict[str, object]]] = []
+        self.optimizers: list[tuple[dict[str, object], Optimizer]] = []
+        self.generators: list[tuple[dict[str, object], RngState]] = []
+
+    def tree_of(self, path: str, found: Any) -> object:
+        """``found`` as a plain tree."""
+        kind = type(found)
+        if kind in _LEAVES:
+            return found
+        if isinstance(found, nn.Module):
+            tree = self._adapted.model_state(path, found).tree()
+            self.trees.append((path, tree))
+            return tree
+        if isinstance(found, Optimizer):
+            return _later(self.optimizers, found)
+        if isinstance(found, RngState):
+            return _later(self.generators, found)
+        if has_state(found):
+            return found.state_dict()
+        if kind is list or kind is tuple:
+            return kind(child if type(child) in _LEAVES else self.tree_of(join(path, i), child) for i, child in enumerate(found))
+        if kind is dict or kind is OrderedDict or kind is defaultdict:
+            pairs: Iterator[tuple[Any, object]] = (
+                (key, child if type(child) in _LEAVES else self.tree_of(join(path, key), child)) for key, child in found.items()
+            )
+            return defaultdict(found.default_factory, dict(pairs)) if kind is defaultdict else kind(pairs)
+        return found
+
+
+def has_state(found: object) -> bool:
+    """Whether ``found`` gives and takes a state by itself."""
+    is_stateful = callable(getattr(found, "state_dict", None)) and callable(getattr(found, "load_state_dict", None))
+    return is_stateful and not isinstance(found, type)
+
+
+def _walk(objects: Mapping[Any, object], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything that is no container, with its path."""
+    for key, found in objects.items():
+        here = join(path, key)
+        if isinstance(found, dict):
+            yield from _walk(found, here)
+        elif isinstance(found, list | tuple):
+            yield from _walk(dict(enumerate(found)), here)
+        else:
+            yield here, found
+
+
+def _check_trackable(path: str, found: object) -> None:
+    if has_state(found):
+        return
+    kind = type(found).__name__
+    if isinstance(found, DataLoader):
+        raise InvalidInput(
+            f"{path} is a DataLoader, which does not know its position: use torchdata's StatefulDataLoader, "
+            f"or give it a datastates.PermutationSampler, num_workers=0, and track the sampler"
+        )
+    if isinstance(found, _CODE):
+        raise InvalidInput(f"{path} is {getattr(found, '__qualname__', kind)!r}, a {kind}, which has no state: leave it out")
+    if isinstance(found, Iterator):
+        raise InvalidInput(f"{path} is a {kind}, whose position cannot be read: track what it iterates over")
+    if callable(getattr(found, "state_dict", None)):
+        raise InvalidInput(f"{path} is a {kind} with state_dict and without load_state_dict: add that, or track its state_dict()")
+
+
+def _with_hidden_optimizers(objects: Mapping[str, object]) -> dict[str, object]:
+    """The objects, and the optimizers that step in backward where nobody tracks them."""
+    tracked = {id(found) for _, found in _walk(objects) if isinstance(found, Optimizer)}
+    hidden: dict[str, dict[str, list[Optimizer]]] = {}
+    for path, module in _walk(objects):
+        for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
+            optimizers = [item for item in getattr(parameter, "_in_backward_optimizers", ()) if id(item) not in tracked]
+            if optimizers:
+                tracked.update(map(id, optimizers))
+                hidden.setdefault(path, {})[canonical_name(module, name)] = optimizers
+    if hidden and IN_BACKWARD in objects:
+        raise InvalidInput(f"the name {IN_BACKWARD!r} is taken by the optimizers that step in backward: rename that object")
+    return {**objects, **({IN_BACKWARD: hidden} if hidden else {})}
+
+
+def _later(waiting: list[tuple[dict[str, object], Any]], found: object) -> dict[str, object]:
+    out: dict[str, object] = {}
+    waiting.append((out, found))
+    return out
+
+
+def _by_id(tree: OrderedDict[str, object]) -> dict[int, str]:
+    # Backwards, so that a tied parameter has the first of its names.
+    return {id(tree[name]): name for name in reversed(tree)}
+
+
+def _gradients_of(tree: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    parameters = ((name, leaf) for name, leaf in tree.items() if isinstance(leaf, nn.Parameter))
+    return {name: leaf.grad for name, leaf in parameters if leaf.grad is not None}

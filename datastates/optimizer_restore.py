@@ -1,0 +1,243 @@
+"""Putting a stored state into a live optimizer, fresh or used: matched by names, in place, and never cast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import ASGD, LBFGS, Optimizer
+
+from .names import join, positional_name
+from .optimizer_state import is_plain, numbered, options_of
+from .report import Findings, Mismatch, describe, leaf_paths, own, write_tensor
+
+__all__ = ["check_optimizer"]
+
+Names = list[list[str]]
+Tree = Mapping[str, Any]
+
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How this process computes a step, and not what: a restore leaves it as it is, so a state of a GPU fits a CPU."""
+
+_SHAPED = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"}
+    | {"acc_delta", "sum", "ax", "prev", "step_size", "variance"}
+)
+"""Keys of torch's own optimizers whose tensors have the shape of their parameter."""
+
+
+def check_optimizer(path: str, optimizer: Optimizer, names: Names, stored: object, findings: Findings) -> None:
+    """Find out what of ``stored`` fits, and note the writes that put it into ``optimizer``.
+
+    Tensors that are there and fit are overwritten, others are made, with the dtype that the state has: never cast as torch's
+    ``load_state_dict`` does. Parameters are matched by name; by order if nothing tracked names them.
+    """
+    if not (isinstance(stored, dict) and isinstance(stored.get("state"), dict) and isinstance(stored.get("param_groups"), list)):
+        findings.mismatched.append(Mismatch(path, describe(stored), type(optimizer).__name__))
+        return
+    check = _Check(path, optimizer, names, stored, findings)
+    if not check.align_by_position():
+        return
+    if is_plain(optimizer):
+        check.groups()
+        check.state()
+    else:
+        check.as_a_whole(stored)
+
+
+class _Check:
+    """One optimizer against one stored tree."""
+
+    def __init__(self, path: str, optimizer: Optimizer, names: Names, stored: Tree, findings: Findings) -> None:
+        self.path, self.optimizer, self.names, self.findings = path, optimizer, names, findings
+        self.stored_groups: list[dict[str, Any]] = stored["param_groups"]
+        self.stored_state: dict[Any, Any] = stored["state"]
+        self.stored_names: Names = [list(group["params"]) for group in self.stored_groups]
+
+    def align_by_position(self) -> bool:
+        """Where either side names parameters by position only, take the state's names over in order; whether that works."""
+        if not (_is_positional(self.names) or _is_positional(self.stored_names)) or self.names == self.stored_names:
+            return True
+        if list(map(len, self.names)) != list(map(len, self.stored_names)):
+            here, there = ([len(row) for row in rows] for rows in (self.names, self.stored_names))
+            note = Mismatch(
+                self.path, f"groups of {there} parameters", f"groups of {here}, without names: restore it together with its module"
+            )
+            self.findings.mismatched.append(note)
+            return False
+        self.names = self.stored_names
+        return True
+
+    def as_a_whole(self, stored: Tree) -> None:
+        """Leave the writing to the optimizer's own ``load_state_dict``."""
+        leaves = leaf_paths(stored, self.path)
+        known, there = _all(self.names), _all(self.stored_names)
+        self.findings.missing += [self._state_path(name) for name in known if name not in there]
+        self.findings.unexpected += [self._state_path(name) for name in there if name not in known]
+        if known.keys() == there.keys() and {frozenset(row) for row in self.names} != {frozenset(row) for row in self.stored_names}:
+            self._note_partition(0)
+        elif known.keys() == there.keys() and self.findings.is_wanted_whole(self.path, leaves):
+            self.findings.restored += leaves
+            load = partial(_load_numbered, self.optimizer, self.names, stored)
+            self.findings.loads.append((self.path, load))
+
+    # --- parameter groups --------------------------------------------------------------------------------------------------
+
+    def groups(self) -> None:
+        """Match the groups by the parameters that they have, and note the writes of their options."""
+        known, stored = _all(self.names), _all(self.stored_names)
+        self.findings.missing += [p for name in known if name not in stored and self._asks(p := self._state_path(name))]
+        self.findings.unexpected += [p for name in stored if name not in known and self._asks(p := self._state_path(name))]
+        if isinstance(self.optimizer, LBFGS) and known.keys() == stored.keys() and list(known) != list(stored):
+            self.findings.mismatched.append(Mismatch(self.path, "another order of the parameters", "an LBFGS, whose state depends on it"))
+        free = dict(enumerate(map(set, self.stored_names)))
+        for index, row in enumerate(self.names):
+            match = next((j for j, names in free.items() if names == set(row)), None)
+            if match is None:
+                match = self._best_overlap(index, row, free)
+            if match is not None:
+                del free[match]
+                self._options(match, self.optimizer.param_groups[index])
+        for j, names in free.items():
+            if names <= known.keys():  # others were noted as unexpected by name
+                self._note_partition(j)
+
+    def _best_overlap(self, index: int, row: Sequence[str], free: Mapping[int, set[str]]) -> int | None:
+        """The stored group that shares most of the parameters: fit for use without ``strict`` only."""
+        best = max(free, key=lambda j: len(free[j] & set(row)), default=None)
+        if best is None or not free[best] & set(row):
+            return None
+        if set(row) <= _all(self.stored_names).keys() and free[best] <= _all(self.names).keys():
+            self._note_partition(best)
+        return best
+
+    def _note_partition(self, index: int) -> None:
+        path = join(join(self.path, "param_groups"), index)
+        if self._asks(path, join(path, "params")):
+            groups = f"{len(self.names)} groups that divide the parameters in another way: call add_param_group before restoring"
+            self.findings.mismatched.append(Mismatch(path, f"a group of {len(self.stored_names[index])} parameters", groups))
+
+    def _options(self, index: int, live: dict[str, Any]) -> None:
+        path = join(join(self.path, "param_groups"), index)
+        for key, value in options_of(self.stored_groups[index]).items():
+            if key in _HOW and key in live:
+                continue
+            if self.findings.wants(join(path, key)):
+                self.findings.restored.append(join(path, key))
+                self.findings.writes.append(partial(_set_option, live, key, value))
+
+    # --- state of the parameters -------------------------------------------------------------------------------------------
+
+    def state(self) -> None:
+        """Note the writes of the state; what the stored optimizer had no state for loses its own."""
+        parameters = {name: (parameter, group) for name, parameter, group in self._parameters()}
+        stored_names = _all(self.stored_names)
+        for name, entry in self.stored_state.items():
+            if name in parameters:
+                self._entry(name, *parameters[name], entry)
+            elif name not in stored_names and self.findings.wants(path := self._state_path(name)):
+                self.findings.restored.append(path)
+                self.findings.writes.append(partial(self._write_other, name, entry))
+        for name, (parameter, _) in parameters.items():
+            if name in stored_names and name not in self.stored_state and self.findings.wants(self._state_path(name)):
+                self.findings.writes.append(partial(self.optimizer.state.pop, parameter, None))
+
+    def _entry(self, name: str, parameter: torch.Tensor, group: Tree, entry: object) -> None:
+        path = self._state_path(name)
+        if not isinstance(entry, dict):
+            self.findings.mismatched.append(Mismatch(path, describe(entry), "a dict"))
+            return
+        live = self.optimizer.state.get(parameter, {})
+        chosen = {}
+        for key, value in entry.items():
+            here = join(path, key)
+            if self.findings.wants(here) and self._fits(here, key, value, parameter):
+                chosen[key] = value
+                self.findings.restored += leaf_paths(value, here)
+        is_whole = len(chosen) == len(entry) and self.findings.selection.wants(path)
+        if chosen or is_whole:
+            self.findings.writes.append(partial(self._write_entry, parameter, group, live, chosen, is_whole=is_whole))
+
+    def _fits(self, path: str, key: object, value: object, parameter: torch.Tensor) -> bool:
+        if not isinstance(value, torch.Tensor) or isinstance(self.optimizer, LBFGS):
+            return True
+        expected = None
+        if key in _SHAPED:
+            expected = parameter.shape
+        elif key == "row_var" and parameter.dim() > 1:
+            expected = torch.Size((*parameter.shape[:-1], 1))
+        elif key == "col_var" and parameter.dim() > 1:
+            expected = torch.Size((*parameter.shape[:-2], 1, parameter.shape[-1]))
+        if expected is None or value.shape == expected:
+            return True
+        self.findings.mismatched.append(Mismatch(path, describe(value), f"a parameter of shape {tuple(parameter.shape)}"))
+        return False
+
+    def _write_entry(self, parameter: torch.Tensor, group: Tree, live: dict[Any, Any], chosen: Tree, *, is_whole: bool) -> None:
+        fresh = {key: self._written(parameter, group, key, live.get(key), value) for key, value in chosen.items()}
+        if is_whole:
+            live.clear()
+        live.update(fresh)
+        self.optimizer.state[parameter] = live
+
+    def _written(self, parameter: torch.Tensor, group: Tree, key: object, live: object, stored: object) -> object:
+        if not isinstance(stored, torch.Tensor):
+            return own(stored, parameter.device)
+        if isinstance(live, torch.Tensor):
+            if (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout):
+                write_tensor(live, stored)
+                return live
+            return own(stored, live.device)
+        return own(stored, _home(self.optimizer, group, key, parameter))
+
+    def _write_other(self, key: Any, entry: object) -> None:
+        self.optimizer.state[key] = own(entry)
+
+    # --- helpers -----------------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor, Tree]]:
+        for group, row in zip(self.optimizer.param_groups, self.names, strict=True):
+            for parameter, name in zip(group["params"], row, strict=True):
+                yield name, parameter, group
+
+    def _state_path(self, name: object) -> str:
+        return join(join(self.path, "state"), name)
+
+    def _asks(self, *paths: str) -> bool:
+        return any(map(self.findings.selection.wants, paths))
+
+
+def _home(optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tensor) -> torch.device:
+    """Where torch's optimizers keep a state tensor: counters on the CPU unless the step runs on the device as a whole."""
+    if key == "step" and not isinstance(optimizer, ASGD) and not (group.get("capturable") or group.get("fused")):
+        return torch.device("cpu")
+    if key == "mu_product" and not group.get("capturable"):
+        return torch.device("cpu")
+    return parameter.device
+
+
+def _set_option(group: dict[str, Any], key: str, stored: Any) -> None:
+    """An option in the form that the group has it: a learning rate that is a tensor stays that tensor."""
+    live = group.get(key)
+    if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor | int | float):
+        with torch.no_grad():
+            live.copy_(torch.as_tensor(stored))
+    elif isinstance(stored, torch.Tensor) and isinstance(live, int | float):
+        group[key] = stored.item()
+    else:
+        group[key] = own(stored)
+
+
+def _load_numbered(optimizer: Optimizer, names: Names, stored: Tree) -> None:
+    optimizer.load_state_dict(numbered(optimizer, names, stored))
+
+
+def _all(rows: Names) -> dict[str, None]:
+    """Every name once, in order."""
+    return dict.fromkeys(name for row in rows for name in row)
+
+
+def _is_positional(rows: Names) -> bool:
+    return all(name == positional_name(i, j) for i, row in enumerate(rows) for j, name in enumerate(row))

@@ -1,0 +1,83 @@
+"""An optimizer's state by the names of its parameters, as a plain tree.
+
+Torch numbers parameters by their order; names survive another order, a layer that was unfrozen, another wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .report import own
+
+__all__ = ["is_plain", "numbered", "optimizer_tree", "options_of"]
+
+Names = list[list[str]]
+Tree = Mapping[str, Any]
+
+
+def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
+    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}`` with the live tensors.
+
+    State of a parameter that is in no group any more is left out. An optimizer with a ``state_dict`` of its own is asked for
+    that, and the numbers in it are replaced by names if it has torch's form.
+    """
+    if not is_plain(optimizer):
+        return _named(optimizer.state_dict(), names)
+    rows = zip(optimizer.param_groups, names, strict=True)
+    name_of = {id(parameter): name for group, row in rows for parameter, name in zip(group["params"], row, strict=True)}
+    state: dict[object, object] = {}
+    for key, entry in optimizer.state.items():
+        name = name_of.get(id(key)) if isinstance(key, torch.Tensor) else key  # type: ignore[redundant-expr]  # other keys are allowed
+        if name is not None:
+            state[name] = dict(entry) if isinstance(entry, dict) else entry
+    groups = [{**options_of(group), "params": list(row)} for group, row in zip(optimizer.param_groups, names, strict=True)]
+    return {"state": state, "param_groups": groups}
+
+
+def options_of(group: Tree) -> dict[str, Any]:
+    """What a parameter group says beside which parameters it has."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Whether the optimizer keeps its state as torch's base class does, so that it can be read and written directly."""
+    kind = type(optimizer)
+    has_hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
+    return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict and not has_hooks
+
+
+def numbered(optimizer: Optimizer, names: Names, stored: Tree) -> dict[str, Any]:
+    """A stored tree as the optimizer's own ``load_state_dict`` takes it; shares no memory with ``stored``."""
+    tree: dict[str, Any] = own(dict(stored))
+    number_of = _numbers_by_name(optimizer.state_dict(), names)
+    if number_of is None:
+        return tree
+    tree["state"] = {number_of.get(key, key): entry for key, entry in tree["state"].items()}
+    by_names = {frozenset(group["params"]): group for group in tree["param_groups"]}
+    tree["param_groups"] = [{**by_names[frozenset(row)], "params": [number_of[name] for name in row]} for row in names]
+    return tree
+
+
+def _named(state: dict[str, Any], names: Names) -> dict[str, object]:
+    number_of = _numbers_by_name(state, names)
+    if number_of is None:
+        return state
+    name_of = {number: name for name, number in reversed(number_of.items())}
+    entries = {name_of.get(key, key): entry for key, entry in state["state"].items()}
+    groups = [{**group, "params": list(row)} for group, row in zip(state["param_groups"], names, strict=True)]
+    return {**state, "state": entries, "param_groups": groups}
+
+
+def _numbers_by_name(state: Tree, names: Names) -> dict[str, Any] | None:
+    """The number of each parameter in a ``state_dict``; None if it is not of torch's form."""
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not isinstance(state.get("state"), dict) or len(groups) != len(names):
+        return None
+    rows = [group.get("params") for group in groups]
+    if any(not isinstance(row, list) or len(row) != len(name) for row, name in zip(rows, names, strict=True)):
+        return None
+    return {name: number for row, group in zip(names, rows, strict=True) for name, number in zip(row, group, strict=True)}

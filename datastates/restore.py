@@ -1,0 +1,212 @@
+"""Putting a state's tree into live objects: first everything is checked, then everything is written, in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .errors import InvalidInput
+from .model_restore import check_gradients, check_module
+from .names import join
+from .objects import GRADIENTS, Adapted, has_state
+from .optimizer_restore import check_optimizer
+from .report import Findings, Mismatch, RestoreReport, Selection, describe, leaf_paths, own, write_tensor
+from .rng import RngState
+
+__all__ = ["Mismatch", "RestoreReport", "restore_into"]
+
+_log = logging.getLogger("datastates")
+
+
+def restore_into(
+    objects: Mapping[str, object],
+    tree: Mapping[str, object],
+    *,
+    only: str | Sequence[str] | None = None,
+    strict: bool = True,
+) -> RestoreReport:
+    """Put ``tree``, as ``Adapted.tree`` made it, into ``objects``, and say what was restored.
+
+    Objects of the state that are not among ``objects`` are left out. ``only`` takes names and patterns of whole paths
+    (``"model"``, ``"model/layers.0.*"``). Modules and optimizers must fit by name, shape and dtype: with ``strict`` anything else is
+    refused before the first write; without it what fits is restored, and floating-point tensors are converted to the module's dtype.
+    Plain containers become what the state has: tensors of the same geometry in place, the rest replaced. Nothing that is handed
+    over shares memory with ``tree``.
+
+    Objects that restore themselves are loaded first and one by one, as only they can fail; generators of random numbers last.
+
+    :raises InvalidInput: something does not fit, and nothing was changed; or an object's own ``load_state_dict`` failed, and the
+        message says which objects had been changed by then.
+    """
+    selection = Selection(only)
+    findings = Findings(selection, is_strict=strict)
+    adapted = Adapted(objects)
+    _Check(adapted, findings).top(tree)
+    known = [*adapted.objects, *(leaf for name, child in tree.items() for leaf in leaf_paths(child, name))]
+    selection.refuse_unused(known)
+    findings.refuse_misfits()
+    _write(findings)
+    return findings.report()
+
+
+def _write(findings: Findings) -> None:
+    done: list[str] = []
+    for path, load in findings.loads:
+        _load(path, load, done)
+    for write in findings.writes:
+        write()
+    done += ["all tensors"] * bool(findings.writes)
+    for path, load in findings.last_loads:
+        _load(path, load, done)
+
+
+def _load(path: str, load: Callable[[], None], done: list[str]) -> None:
+    try:
+        load()
+    except Exception as exc:
+        changed = f"it and {', '.join(done)}" if done else "it"
+        reason = f"{type(exc).__name__}: {exc}"
+        raise InvalidInput(f"{path} did not take its state ({reason}): {changed} may be changed, the rest is not") from exc
+    done.append(path)
+
+
+class _Check:
+    """The walk over live objects and stored tree side by side."""
+
+    def __init__(self, adapted: Adapted, findings: Findings) -> None:
+        self.adapted, self.findings = adapted, findings
+
+    def top(self, tree: Mapping[str, object]) -> None:
+        """Check every object by name."""
+        findings = self.findings
+        for name, live in self.adapted.objects.items():
+            if name not in tree:
+                if findings.selection.names(name):
+                    findings.selection.wants(name)
+                    findings.missing.append(name)
+                continue
+            if isinstance(live, torch.Tensor):
+                self._tensor(name, live, tree[name])
+            elif _holds_state(live) or isinstance(live, dict | list):
+                if self.place(name, live, tree[name]) is not live:
+                    findings.mismatched.append(Mismatch(name, describe(tree[name]), describe(live)))
+            elif findings.selection.wants_some(name, leaf_paths(tree[name], name)):
+                findings.values[name] = self.place(name, live, tree[name])
+            else:
+                findings.skipped.append(name)
+        gradients = tree.get(GRADIENTS)
+        if isinstance(gradients, dict) and GRADIENTS not in self.adapted.objects:
+            self._gradients(gradients)
+        findings.skipped += [name for name in tree if name not in self.adapted.objects and name != GRADIENTS]
+
+    def place(self, path: str, live: Any, stored: Any) -> object:
+        """What will stand at ``path`` after the writes: ``live`` itself wherever it can be changed in place."""
+        if isinstance(live, nn.Module):
+            check_module(path, self.adapted.model_state(path, live), stored, self.findings)
+        elif isinstance(live, Optimizer):
+            check_optimizer(path, live, self.adapted.names_of(live), stored, self.findings)
+        elif has_state(live):
+            self._opaque(path, live, stored)
+        elif isinstance(live, dict) and isinstance(stored, dict):
+            self._mapping(path, live, stored)
+        elif isinstance(live, list) and isinstance(stored, list):
+            self._list(path, live, stored)
+        elif isinstance(live, tuple) and isinstance(stored, tuple) and len(live) == len(stored):
+            placed = [self.place(join(path, index), *pair) for index, pair in enumerate(zip(live, stored, strict=True))]
+            return live if all(new is old for new, old in zip(placed, live, strict=True)) else tuple(placed)
+        else:
+            return self._leaf(path, live, stored)
+        return live
+
+    def _tensor(self, path: str, live: torch.Tensor, stored: object) -> None:
+        """A tensor that is tracked by itself: nobody could put another one in its place."""
+        if self.findings.wants(path) and self.findings.fits(path, stored, live):
+            self.findings.restored.append(path)
+            self.findings.writes.append(partial(write_tensor, live, stored))  # type: ignore[arg-type]  # `fits` saw a tensor
+
+    def _opaque(self, path: str, live: Any, stored: object) -> None:
+        leaves = leaf_paths(stored, path)
+        if not self.findings.is_wanted_whole(path, leaves):
+            return
+        self.findings.restored += leaves
+        loads = self.findings.last_loads if isinstance(live, RngState) else self.findings.loads
+        loads.append((path, partial(_load_opaque, live, stored)))
+
+    def _mapping(self, path: str, live: dict[Any, Any], stored: dict[Any, Any]) -> None:
+        is_whole = self.findings.selection.wants(path)
+        placed: dict[Any, object] = {}
+        for key, value in stored.items():
+            here = join(path, key)
+            if key in live:
+                placed[key] = self.place(here, live[key], value)
+            elif is_whole or self.findings.selection.wants_some(here, leaf_paths(value, here)):
+                placed[key] = own(value)
+                self.findings.restored += leaf_paths(value, here)
+        gone = [key for key in live if key not in stored]
+        self.findings.missing += [join(path, key) for key in gone if is_whole and _holds_state(live[key])]
+        if not is_whole or any(_holds_state(live[key]) for key in gone):
+            gone = []
+        self.findings.writes.append(partial(_write_mapping, live, placed, gone))
+
+    def _list(self, path: str, live: list[Any], stored: list[Any]) -> None:
+        if len(live) != len(stored) and (_holds_state(live) or not self.findings.selection.wants(path)):
+            self.findings.mismatched.append(Mismatch(path, f"a list of {len(stored)}", f"a list of {len(live)}"))
+            return
+        placed = [self.place(join(path, index), old, new) for index, (old, new) in enumerate(zip(live, stored, strict=False))]
+        for index in range(len(placed), len(stored)):
+            placed.append(own(stored[index]))
+            self.findings.restored += leaf_paths(stored[index], join(path, index))
+        self.findings.writes.append(partial(live.__setitem__, slice(None), placed))
+
+    def _leaf(self, path: str, live: Any, stored: Any) -> object:
+        if not self.findings.selection.wants_some(path, leaf_paths(stored, path)):
+            self.findings.skipped.append(path)
+            return live
+        if _holds_state(live):
+            self.findings.mismatched.append(Mismatch(path, describe(stored), describe(live)))
+            return live
+        self.findings.restored += leaf_paths(stored, path)
+        if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor):
+            if (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout) and not live.is_meta:
+                self.findings.writes.append(partial(write_tensor, live, stored))
+                return live
+            return own(stored, live.device)
+        is_array = isinstance(live, np.ndarray) and isinstance(stored, np.ndarray) and live.flags.writeable
+        if is_array and (live.shape, live.dtype) == (stored.shape, stored.dtype):
+            self.findings.writes.append(partial(np.copyto, live, stored))
+            return live
+        return own(stored)
+
+    def _gradients(self, stored: dict[str, Any]) -> None:
+        for path, model in self.adapted.models():
+            if path in stored:
+                check_gradients(join(GRADIENTS, path), model, stored[path], self.findings)
+
+
+def _load_opaque(live: Any, stored: object) -> None:
+    live.load_state_dict(own(stored))
+    if type(live).__module__.startswith("torchdata.stateful_dataloader"):
+        # Its iterator is made now, not when the loop begins: making it draws random numbers, and the generators come last.
+        live.state_dict()
+
+
+def _write_mapping(live: dict[Any, Any], placed: Mapping[Any, object], gone: Sequence[Any]) -> None:
+    for key in gone:
+        del live[key]
+    live.update(placed)
+
+
+def _holds_state(live: object) -> bool:
+    """Whether there is something in ``live`` that a plain value cannot replace."""
+    if isinstance(live, dict):
+        return any(map(_holds_state, live.values()))
+    if isinstance(live, list | tuple):
+        return any(map(_holds_state, live))
+    return has_state(live)

@@ -1,0 +1,114 @@
+"""A shuffled order of the data that is a pure function of seed and epoch, and that knows its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from .errors import InvalidInput
+
+__all__ = ["PermutationSampler"]
+
+
+class PermutationSampler(Sampler[int]):
+    """Every index below ``length`` once an epoch, in an order that ``seed`` and the epoch alone decide.
+
+    ``position`` counts what was handed out in ``epoch``; iterating goes on from there, so a loop that was left, or restored,
+    continues. Track it with a plain ``DataLoader(sampler=…, num_workers=0)`` or with ``batches``. Workers prefetch: with them use
+    torchdata's ``StatefulDataLoader(sampler=…)`` and track the loader instead, which keeps the place that was reached, not the
+    one that was prefetched. A plain DataLoader draws a number from torch's generator each time a loop begins; pass it a
+    ``generator`` of its own where a resume in the middle of an epoch must repeat dropout bit for bit.
+    """
+
+    def __init__(self, length: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        if length < 1:
+            raise InvalidInput(f"length is {length}: a sampler needs at least one index")
+        self.length, self.seed, self.shuffle = length, seed, shuffle
+        self.epoch = 0
+        self.position = 0
+        self._order: tuple[tuple[int, bool, int], torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        """The rest of the epoch; the epoch is over when a further index is asked for."""
+        for (index,) in self._rest_of_epoch(1, drop_last=False):
+            yield index
+
+    def batches(self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1) -> Iterator[list[int]]:
+        """The rest of this epoch in batches of indices, then further epochs; without end if ``epochs`` is None.
+
+        For those who index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``.
+        """
+        if batch_size < 1:
+            raise InvalidInput(f"batch_size is {batch_size}: it must be at least 1")
+        if drop_last and batch_size > self.length:
+            raise InvalidInput(f"batch_size is {batch_size} with drop_last=True, and there are {self.length} indices: none is ever full")
+        done = 0
+        while epochs is None or done < epochs:
+            yield from self._rest_of_epoch(batch_size, drop_last=drop_last)
+            done += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; a no-op in that epoch, so that a restored loop goes on where it was."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next index will come from."""
+        names = ("length", "seed", "shuffle", "epoch", "position")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where ``state`` was taken.
+
+        :raises InvalidInput: it is of other data: the length differs; or it is no state of this sampler.
+        """
+        try:
+            length, seed, shuffle = int(state["length"]), int(state["seed"]), bool(state["shuffle"])
+            epoch, position = int(state["epoch"]), int(state["position"])
+        except (KeyError, TypeError, ValueError) as exc:
+            raise InvalidInput(f"not a state of a PermutationSampler: it has {sorted(state)}") from exc
+        if length != self.length:
+            raise InvalidInput(f"the state is of {length} indices and this sampler has {self.length}: its position means nothing here")
+        if not 0 <= position <= length:
+            raise InvalidInput(f"position {position} is not within the {length} indices of the state")
+        self.seed, self.shuffle, self.epoch, self.position = seed, shuffle, epoch, position
+
+    def _rest_of_epoch(self, size: int, *, drop_last: bool) -> Iterator[list[int]]:
+        end = self.length - self.length % size if drop_last else self.length
+        epoch = self.epoch
+        while self.epoch == epoch and self.position < end:
+            begin = self.position
+            rows: list[int] = self._permutation()[begin : begin + size].tolist()
+            self.position = begin + len(rows)
+            yield rows
+        if self.epoch == epoch:
+            self.epoch, self.position = epoch + 1, 0
+
+    def _permutation(self) -> torch.Tensor:
+        key = (self.seed, self.shuffle, self.epoch)
+        if self._order is None or self._order[0] != key:
+            self._order = (key, _permutation(self.length, *key))
+        return self._order[1]
+
+
+def _permutation(length: int, seed: int, shuffle: bool, epoch: int) -> torch.Tensor:
+    if not shuffle:
+        return torch.arange(length)
+    # Torch's generator is a Mersenne Twister, which neighbouring seeds leave apart only after mixing them well.
+    generator = torch.Generator().manual_seed(_mixed(seed, epoch))
+    return torch.randperm(length, generator=generator)
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """SplitMix64 of both (Steele, Lea and Flood, 2014), so that seed 0 epoch 1 is not seed 1 epoch 0."""
+    mask = (1 << 64) - 1
+    value = (seed * 0x9E3779B97F4A7C15 + epoch) & mask
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = ((value ^ (value >> shift)) * factor) & mask
+    return (value ^ (value >> 31)) >> 1
