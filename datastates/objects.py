@@ -137,10 +137,10 @@ class _Walk:
         if kind is list or kind is tuple:
             return kind(child if type(child) in _LEAVES else self.tree_of(join(path, i), child) for i, child in enumerate(found))
         if kind is dict or kind is OrderedDict or kind is defaultdict:
-            pairs: Iterator[tuple[Any, object]] = (
-                (key, child if type(child) in _LEAVES else self.tree_of(join(path, key), child)) for key, child in found.items()
-            )
-            return defaultdict(found.default_factory, dict(pairs)) if kind is defaultdict else kind(pairs)
+            plain = {key: child if type(child) in _LEAVES else self.tree_of(join(path, key), child) for key, child in found.items()}
+            if isinstance(found, defaultdict):
+                return defaultdict(found.default_factory, plain)
+            return OrderedDict(plain) if kind is OrderedDict else plain
         return found
 
 
