@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from .errors import Corrupt, InvalidInput, Unavailable
 from .geometry import dtype_of, is_dense, stored_bytes
 from .manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["check", "tensors_of"]
 
@@ -72,8 +76,8 @@ def _check_origin(origin: Origin) -> None:
 
 def _check_chunks(chunks: tuple[Chunk, ...]) -> None:
     for index, chunk in enumerate(chunks):
-        _require(len(chunk.digest) == _DIGEST_BYTES, f"chunk {index} has a digest of {len(chunk.digest)} bytes")
-        _require(0 < chunk.length <= CHUNK_BYTES, f"chunk {index} has {chunk.length} bytes")
+        if len(chunk.digest) != _DIGEST_BYTES or not 0 < chunk.length <= CHUNK_BYTES:
+            raise _Contradiction(f"chunk {index} has {chunk.length} bytes and a digest of {len(chunk.digest)}")
 
 
 def _check_places(manifest: Manifest) -> None:
@@ -84,62 +88,75 @@ def _check_places(manifest: Manifest) -> None:
     if refs:
         _require(len(refs) == len(chunks), f"{len(chunks)} chunks, {len(refs)} places")
     for index, (ref, chunk) in enumerate(zip(refs, chunks, strict=False)):
-        _require(0 <= ref.pack < len(packs), f"chunk {index} lies in pack {ref.pack} of {len(packs)}")
-        _require(0 <= ref.offset <= packs[ref.pack].size - chunk.length, f"chunk {index} lies outside its pack, at {ref.offset}")
+        if not 0 <= ref.pack < len(packs):
+            raise _Contradiction(f"chunk {index} lies in pack {ref.pack} of {len(packs)}")
+        if not 0 <= ref.offset <= packs[ref.pack].size - chunk.length:
+            raise _Contradiction(f"chunk {index} lies outside its pack, at {ref.offset}")
+
+
+# Called for each tensor, so these build no message until something is wrong.
 
 
 def _check_tensors(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> None:
     chunks = manifest.content.chunks
     short = [index for index, chunk in enumerate(chunks) if chunk.length < CHUNK_BYTES]
+    is_whole = manifest.origin.world_size == 1
     for index, spec in enumerate(specs):
-        _check_geometry(spec)
+        dtype = dtype_of(spec.dtype)
+        _check_geometry(spec, dtype)
         if spec.alias is not None:
             _check_alias(index, spec, specs)
             continue
-        total = sum(_check_shard(spec, shard, chunks, short) for shard in spec.shards)
-        needed = stored_bytes(dtype_of(spec.dtype), spec.shape, spec.strides)
-        if manifest.origin.world_size == 1:
-            _require(total == needed, f"{spec.path[:200]} has {total} bytes stored, its shape takes {needed}")
+        total = 0
+        for shard in spec.shards:
+            total += _check_shard(spec, dtype, shard, chunks, short)
+        if is_whole and total != stored_bytes(dtype, spec.shape, spec.strides):
+            needed = stored_bytes(dtype, spec.shape, spec.strides)
+            raise _Contradiction(f"{_where(spec)} has {total} bytes stored, its shape takes {needed}")
     _require(len({spec.path for spec in specs}) == len(specs), "two tensors have the same path")
 
 
-def _check_geometry(spec: TensorSpec) -> None:
-    where = spec.path[:200]
+def _check_geometry(spec: TensorSpec, dtype: torch.dtype) -> None:
     shape, strides = spec.shape, spec.strides
-    dtype = dtype_of(spec.dtype)
-    _require(len(shape) == len(strides) <= _MAX_DIMENSIONS, f"{where} has {len(shape)} dimensions, {len(strides)} strides")
-    _require(min(shape, default=0) >= 0 <= min(strides, default=0), f"{where} has shape {shape}, strides {strides}")
-    _require(max(shape, default=0) <= _LIMIT >= max(strides, default=0), f"{where} has shape {shape}, strides {strides}")
+    if not len(shape) == len(strides) <= _MAX_DIMENSIONS:
+        raise _Contradiction(f"{_where(spec)} has {len(shape)} dimensions, {len(strides)} strides")
     count = dtype.itemsize
-    for size in shape:
-        count *= max(size, 1)
-    _require(count <= _LIMIT, f"{where} has shape {shape}")
-    _require(is_dense(shape, strides), f"{where} has shape {shape} and strides {strides}, which leave holes or overlap")
+    for size, stride in zip(shape, strides, strict=True):
+        count *= size or 1
+        if size < 0 or not 0 <= stride <= _LIMIT or count > _LIMIT:
+            raise _Contradiction(f"{_where(spec)} has shape {shape}, strides {strides}")
+    if not is_dense(shape, strides):
+        raise _Contradiction(f"{_where(spec)} has shape {shape} and strides {strides}, which leave holes or overlap")
 
 
 def _check_alias(index: int, spec: TensorSpec, specs: tuple[TensorSpec, ...]) -> None:
-    alias = spec.alias
-    where = spec.path[:200]
-    _require(alias is not None and 0 <= alias < index and not spec.shards, f"{where} is tied to tensor {alias}")
-    first = specs[alias or 0]
-    same = (first.dtype, first.shape, first.strides) == (spec.dtype, spec.shape, spec.strides)
-    _require(first.alias is None and same, f"{where} is tied to {first.path[:200]}, which differs")
+    if spec.alias is None or not 0 <= spec.alias < index or spec.shards:
+        raise _Contradiction(f"{_where(spec)} is tied to tensor {spec.alias}")
+    first = specs[spec.alias]
+    if first.alias is not None or (first.dtype, first.shape, first.strides) != (spec.dtype, spec.shape, spec.strides):
+        raise _Contradiction(f"{_where(spec)} is tied to {_where(first)}, which differs")
 
 
-def _check_shard(spec: TensorSpec, shard: Shard, chunks: tuple[Chunk, ...], short: list[int]) -> int:
+def _check_shard(spec: TensorSpec, dtype: torch.dtype, shard: Shard, chunks: tuple[Chunk, ...], short: list[int]) -> int:
     """The bytes of a shard that lies inside its tensor and inside the stream."""
-    where = f"a shard of {spec.path[:200]}"
-    dtype = dtype_of(spec.dtype)
-    _require(len(shard.offset) == len(shard.shape) == len(spec.shape), f"{where} has {len(shard.shape)} dimensions")
+    if not len(shard.offset) == len(shard.shape) == len(spec.shape):
+        raise _Contradiction(f"a shard of {_where(spec)} has {len(shard.shape)} dimensions")
     for offset, size, whole in zip(shard.offset, shard.shape, spec.shape, strict=True):
-        _require(offset >= 0 <= size and offset + size <= whole, f"{where} lies outside it: {shard.offset}, {shard.shape}")
-    needed = stored_bytes(dtype, shard.shape, spec.strides)
-    _require(shard.length == needed, f"{where} has {shard.length} bytes, its shape takes {needed}")
-    _require(shard.start >= 0 and shard.start % dtype.itemsize == 0, f"{where} starts at {shard.start}, unaligned")
-    if shard.length:
-        first, last = shard.start // CHUNK_BYTES, (shard.start + shard.length - 1) // CHUNK_BYTES
-        end = shard.start + shard.length - last * CHUNK_BYTES
-        _require(last < len(chunks) and end <= chunks[last].length, f"{where} goes beyond the stream")
-        is_whole = bisect_left(short, first) == bisect_left(short, last)
-        _require(is_whole, f"{where} runs over a chunk that is not full")
-    return shard.length
+        if offset < 0 or size < 0 or offset + size > whole:
+            raise _Contradiction(f"a shard of {_where(spec)} lies outside it: {shard.offset}, {shard.shape}")
+    start, length = shard.start, shard.length
+    if length != stored_bytes(dtype, shard.shape, spec.strides):
+        raise _Contradiction(f"a shard of {_where(spec)} has {length} bytes, its shape takes another number")
+    if start < 0 or start % dtype.itemsize:
+        raise _Contradiction(f"a shard of {_where(spec)} starts at {start}, unaligned")
+    if length:
+        last = (start + length - 1) // CHUNK_BYTES
+        if last >= len(chunks) or start + length - last * CHUNK_BYTES > chunks[last].length:
+            raise _Contradiction(f"a shard of {_where(spec)} goes beyond the stream")
+        if bisect_left(short, start // CHUNK_BYTES) != bisect_left(short, last):
+            raise _Contradiction(f"a shard of {_where(spec)} runs over a chunk that is not full")
+    return length
+
+
+def _where(spec: TensorSpec) -> str:
+    return spec.path[:200]

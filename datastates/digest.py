@@ -80,16 +80,7 @@ def decode(data: bytes | memoryview, *, source: str) -> Manifest:
     :raises Corrupt: a byte is wrong or missing, or the manifest contradicts itself.
     :raises Unavailable: it is whole, but of a version that this code, or with a dtype that this torch, does not know.
     """
-    view = memoryview(data).cast("B")
-    version, body = _unframe(view, source)
-    if version != VERSION:
-        raise Unavailable(f"{source} is a manifest of version {version}, this datastates reads version {VERSION}: upgrade datastates")
-    try:
-        manifest = _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as exc:
-        raise Corrupt(f"{source} is no manifest: {exc}") from exc
-    if manifest.version != version:
-        raise Corrupt(f"{source} says version {manifest.version} inside and {version} outside")
+    manifest = _decode(_decoder, data, source)
     expected = state_digest(manifest.content, manifest.origin.parent_digests)
     if manifest.digest != expected:
         raise Corrupt(f"{source} holds a state whose digest is {expected}, but claims {manifest.digest[:64]}")

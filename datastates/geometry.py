@@ -140,11 +140,18 @@ def memory_key(tensor: torch.Tensor) -> MemoryKey | None:
 def _stored(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides with each dimension of stride 0 narrowed to one element."""
     if 0 in strides and 0 not in shape:
-        return tuple(1 if not stride else size for size, stride in zip(shape, strides, strict=True)), tuple(strides)
+        return tuple([1 if not stride else size for size, stride in zip(shape, strides, strict=True)]), tuple(strides)
     return tuple(shape), tuple(strides)
 
 
 def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            break
+        expected *= size
+    else:
+        return True  # in the usual order: no need to sort
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride != expected:

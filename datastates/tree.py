@@ -99,8 +99,11 @@ def flatten(tree: object, previous: Flat | None = None) -> Flat:
     return Flat(skeleton, walk.values, leaves, frozenset(map(id, walk.tensors)))
 
 
-def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[torch.Tensor]) -> Any:
+def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> Any:
     """Put a state together again; ``values`` are packed, as ``flatten`` or ``decode_values`` gave them.
+
+    A tensor that is None leaves None in its place, and in the place of what is made of it: a sparse or quantized tensor, a
+    large array, an object of a registered encoder.
 
     :raises InvalidInput: an object needs an encoder that is not registered here.
     :raises Corrupt: skeleton, values and tensors do not belong together.
@@ -264,9 +267,10 @@ def _factory_name(factory: object) -> str | None:
 class _Build:
     """One way back through a skeleton. ``next`` builds the next node's object."""
 
-    __slots__ = ("_nodes", "_tensors", "_values")
+    __slots__ = ("_missing", "_nodes", "_tensors", "_values")
 
-    def __init__(self, nodes: Sequence[Node], values: Sequence[Packed], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, nodes: Sequence[Node], values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> None:
+        self._missing = 0
         self._nodes = iter(nodes)
         self._values = iter(values)
         self._tensors = iter(tensors)
@@ -274,7 +278,7 @@ class _Build:
     def next(self, depth: int) -> Any:
         node = next(self._nodes)
         if type(node) is not tuple:
-            return next(self._tensors) if node == TENSOR else unpack(next(self._values))
+            return self._tensor() if node == TENSOR else unpack(next(self._values))
         if depth > MAX_DEPTH:
             raise Corrupt(f"the state is nested more than {MAX_DEPTH} deep")
         try:
@@ -291,6 +295,17 @@ class _Build:
             left = sum(1 for _ in rest)
             if left:
                 raise Corrupt(f"the state has {left} more {what} than its skeleton needs")
+
+    def _tensor(self) -> torch.Tensor | None:
+        tensor = next(self._tensors)
+        self._missing += tensor is None
+        return tensor
+
+    def _whole(self, count: int, depth: int) -> list[Any] | None:
+        """The next ``count`` objects, or None when a tensor of theirs is missing."""
+        before = self._missing
+        items = self._items(count, depth)
+        return items if self._missing == before else None
 
     def _items(self, count: int, depth: int) -> list[Any]:
         return [self.next(depth) for _ in range(count)]
@@ -318,21 +333,24 @@ class _Build:
     def _deque(self, node: tuple[Any, ...], depth: int) -> deque[Any]:
         return deque(self._items(node[2], depth), node[1])
 
-    def _array(self, node: tuple[Any, ...], depth: int) -> np.ndarray[Any, Any]:
+    def _array(self, node: tuple[Any, ...], depth: int) -> np.ndarray[Any, Any] | None:
         _, descr, shape, order = node
-        return array_of(descr, shape, order, self.next(depth).cpu().numpy())
+        parts = self._whole(1, depth)
+        return None if parts is None else array_of(descr, shape, order, parts[0].cpu().numpy())
 
     def _object(self, node: tuple[Any, ...], depth: int) -> Any:
         encoder = encoder_named(node[1])
-        plain = self.next(depth)
+        parts = self._whole(1, depth)
+        if parts is None:
+            return None
         try:
-            return encoder.decode(plain)
+            return encoder.decode(parts[0])
         except Exception as exc:
             raise InvalidInput(f"the decoder registered as {encoder.name!r} refused what it once encoded: {exc}") from exc
 
-    def _layout(self, node: tuple[Any, ...], depth: int) -> torch.Tensor:
-        children = self._items(2 if node[0] == "coo" else 3, depth)
-        return compose(node, children)
+    def _layout(self, node: tuple[Any, ...], depth: int) -> torch.Tensor | None:
+        parts = self._whole(2 if node[0] == "coo" else 3, depth)
+        return None if parts is None else compose(node, parts)
 
 
 _Builder = Callable[[_Build, tuple[Any, ...], int], Any]

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from datastates.check import tensors_of
-from datastates.digest import chunk_digest, decode, encode, state_digest
+from datastates.digest import chunk_digest, decode, decode_packs, encode, state_digest
 from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unavailable
 from datastates.geometry import dense_strides, rebuild
 from datastates.manifest import CHUNK_BYTES, VERSION, Chunk, ChunkRef, Content, Manifest, Origin, PackInfo, Shard, TensorSpec
@@ -326,6 +326,19 @@ def test_raw_parts_nested_too_deep_are_corrupt() -> None:
     for content in (replace(manifest.content, tensors=bomb), replace(manifest.content, skeleton=bomb)):
         with pytest.raises(Corrupt, match="the-file"):
             decode(encode(sealed(replace(manifest, content=content))), source="the-file")
+
+
+def test_the_packs_alone_read_as_they_do_with_the_rest_and_are_checked_alike() -> None:
+    assert decode_packs(SMALL, source="here") == make().packs
+    for position in range(len(SMALL)):
+        damaged = bytearray(SMALL)
+        damaged[position] ^= 0x40
+        with pytest.raises(Corrupt, match="the-file"):
+            decode_packs(bytes(damaged), source="the-file")
+    with pytest.raises(Unavailable, match="version 9"):
+        decode_packs(frame(9, b""), source="the-file")
+    with pytest.raises(Corrupt, match="the-file"):
+        decode_packs(frame(VERSION, b"\x91" * 5000), source="the-file")
 
 
 # Digests

@@ -201,7 +201,7 @@ def test_values_share_nothing_with_the_live_tree() -> None:
 def test_a_tensor_that_turned_into_another_kind_since_is_seen() -> None:
     tree = {f"w{index}": torch.ones(1) for index in range(20)}
     first = flatten(tree)
-    torch.utils.swap_tensors(tree["w3"], torch.ones(1).as_subclass(Sub))  # type: ignore[no-untyped-call]
+    torch.utils.swap_tensors(tree["w3"], torch.ones(1).as_subclass(Sub))
     with pytest.raises(Unsupported, match=r"w3 is a tensor subclass, .*Sub"):
         flatten(tree, first)
 
@@ -433,6 +433,31 @@ def test_an_encoder_that_fails_is_named_with_the_path() -> None:
     register_encoder(Broken, "tests.broken", lambda _: 1 / 0, lambda plain: plain)
     with pytest.raises(Unsupported, match=r"a/0 of type .*Broken was refused by its encoder 'tests\.broken': division by zero"):
         flatten({"a": [Broken()]})
+
+
+@pytest.mark.usefixtures("window_encoder")
+def test_tensors_that_are_left_out_leave_none_in_their_place() -> None:
+    tree = {
+        "a": torch.ones(1),
+        "s": torch.eye(3).to_sparse(),
+        "n": np.zeros(20_000),
+        "w": [Window(torch.ones(1), ()), 5],
+        "b": torch.ones(2),
+    }
+    flat = flatten(tree)
+    tensors = [leaf.tensor if leaf.path == "b" else None for leaf in flat.tensors]
+    back = unflatten(flat.skeleton, flat.values, tensors)
+    assert_same(back, {"a": None, "s": None, "n": None, "w": [None, 5], "b": tree["b"]})
+
+
+def test_a_decoder_that_fails_is_named() -> None:
+    class Fussy:
+        pass
+
+    register_encoder(Fussy, "tests.fussy", lambda _: 1, lambda _: 1 / 0)
+    flat = flatten(Fussy())
+    with pytest.raises(InvalidInput, match=r"'tests\.fussy' refused what it once encoded: division"):
+        unflatten(flat.skeleton, flat.values, [])
 
 
 # Garbage
