@@ -194,7 +194,8 @@ def _advise(address: int, length: int, advice: int) -> bool:
 
 
 def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime: Any = torch.cuda.cudart  # without types
+    return runtime()
 
 
 def _after_fork() -> None:

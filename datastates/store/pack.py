@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ import msgspec
 from datastates.check import tensors_of
 from datastates.manifest import CHUNK_BYTES, Content, Manifest, TensorSpec
 
-__all__ = ["PAGE", "PackLayout", "Place", "lay_out", "padded", "places_of"]
+__all__ = ["PAGE", "PackLayout", "Place", "lay_out", "padded", "payload_bytes", "places_of"]
 
 PAGE = 4096
 """What chunks in a pack are aligned to: direct I/O and memory maps ask for it."""
@@ -48,6 +49,15 @@ _DTYPES = {
     "float8_e5m2": "F8_E5M2",
 }
 """Those that safetensors' readers have known for years; one name that they do not know makes them refuse the whole file."""
+
+
+_MAX_HEADER = 100 << 20
+
+
+class _Header(msgspec.Struct):
+    """What ``payload_bytes`` reads of a header."""
+
+    metadata: dict[str, str] = msgspec.field(name="__metadata__")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,20 @@ def lay_out(manifest: Manifest, new: Sequence[int]) -> PackLayout:
         offset += padded(length)
     assert offset == header_length + data_bytes
     return PackLayout(header, tuple(offsets), offset)
+
+
+def payload_bytes(path: Path) -> int:
+    """The bytes of chunks in a pack, as its header says; 0 when that is damaged.
+
+    :raises FileNotFoundError: there is no such file.
+    """
+    with path.open("rb") as file:
+        try:
+            length = int.from_bytes(file.read(8), "little")
+            header = msgspec.json.decode(file.read(min(length, _MAX_HEADER)), type=_Header)
+            return int(header.metadata["payload_bytes"])
+        except (msgspec.DecodeError, KeyError, ValueError):
+            return 0
 
 
 @lru_cache(maxsize=16)

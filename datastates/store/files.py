@@ -1,0 +1,269 @@
+"""Files that are complete or not there: names, locks, temporary files, and writing past the page cache."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from .pack import PAGE, padded
+
+__all__ = [
+    "TEMPORARY",
+    "Temporary",
+    "free_pack_name",
+    "is_abandoned",
+    "locked",
+    "manifest_name",
+    "supports_direct",
+    "sync_folder",
+    "temporary",
+    "uid_of",
+    "write_chunks",
+    "write_file",
+]
+
+TEMPORARY = ".tmp-"
+"""How the name of a file begins that is still being written; whoever writes it holds a lock on it."""
+
+_LOCK = ".lock"
+_BATCH_BYTES = 16 << 20
+_BATCH_VIEWS = 512
+_NAME = re.compile(r"([0-9A-Za-z_-]{1,64})\.(\d{1,9})(?:\.manifest|(?:-\d+)?\.safetensors)")
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def manifest_name(uid: str, rank: int) -> str:
+    """The file of a state's manifest on one rank."""
+    return f"{uid}.{rank}.manifest"
+
+
+def free_pack_name(root: Path, uid: str, rank: int) -> str:
+    """A name for the pack of a state: the pack of an earlier stay of the same state may still be needed by others."""
+    names = (f"{uid}.{rank}{(number and -number) or ''}.safetensors" for number in count())
+    return next(name for name in names if not (root / name).exists())
+
+
+def uid_of(name: str, kind: str) -> tuple[str, int] | None:
+    """The uid and rank in the name of a ``manifest`` or of a pack (``safetensors``); None for any other name."""
+    match = _NAME.fullmatch(name)
+    return (match[1], int(match[2])) if match is not None and name.endswith(kind) else None
+
+
+@contextmanager
+def locked(root: Path, *, is_shared: bool) -> Iterator[None]:
+    """Hold the folder's lock, against other threads and processes: shared to commit or open, exclusive to remove.
+
+    On a read-only file system nothing can be removed, so a shared lock that cannot be taken there is not needed.
+    """
+    try:
+        fd = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as exc:
+        if not is_shared or exc.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        yield
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child forked meanwhile shares this lock
+    finally:
+        os.close(fd)
+
+
+@dataclass(slots=True)
+class Temporary:
+    """A file that is being written, empty and locked by us: a sweep leaves it alone while its writer lives."""
+
+    fd: int
+    path: Path
+    final: Path
+    is_committed: bool = False
+
+    def commit(self) -> None:
+        """Give the file its name, for good. It was fsynced before."""
+        os.rename(self.path, self.final)
+        self.is_committed = True
+        sync_folder(self.final.parent)
+
+
+@contextmanager
+def temporary(final: Path) -> Iterator[Temporary]:
+    """A file that will be ``final``, or is gone at the end of the block.
+
+    Waits while another writer has the same one; what a dead writer left is taken over.
+    """
+    path = final.with_name(TEMPORARY + final.name)
+    fd = _create_locked(path)
+    try:
+        file = Temporary(fd, path, final)
+        try:
+            yield file
+        finally:
+            if not file.is_committed:
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether nobody writes this temporary file any more."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def sync_folder(path: Path) -> None:
+    """Make the folder's names durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def supports_direct(root: Path) -> bool:
+    """Whether files in this folder can be written past the page cache; found out by doing so."""
+    path = root / f"{TEMPORARY}probe-{secrets.token_hex(8)}"
+    page = mmap.mmap(-1, PAGE)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | _O_DIRECT, 0o600)
+    except OSError:
+        return False
+    try:
+        return bool(_O_DIRECT) and os.pwrite(fd, page, 0) == PAGE
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+
+
+def write_file(fd: int, data: bytes) -> None:
+    """Fill an empty file and make it durable."""
+    _write(fd, [memoryview(data)], 0)
+    os.fsync(fd)
+
+
+def write_chunks(fd: int, header: bytes, chunks: Sequence[memoryview], size: int, *, is_direct: bool) -> None:
+    """Fill an empty file with a header and chunks, each from the start of a page with zeros behind, and make it durable.
+
+    The room is allocated first: a full disk shows before anything is written, and the file lies in one stretch. Direct
+    writes take what starts at a page as it lies; all else goes through a buffer.
+    """
+    _allocate(fd, size)
+    if is_direct:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _O_DIRECT)
+    views = _pages(header, chunks) if is_direct else _plain(header, chunks)
+    offset = 0
+    for batch in _batches(views):
+        offset = _write(fd, batch, offset)
+    os.fsync(fd)
+
+
+def _create_locked(path: Path) -> int:
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is_at(fd, path):
+                os.ftruncate(fd, 0)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _allocate(fd: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as exc:
+        if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(fd, size)
+
+
+def _plain(header: bytes, chunks: Sequence[memoryview]) -> Iterator[memoryview]:
+    zeros = memoryview(bytes(PAGE))
+    yield memoryview(header)
+    for chunk in chunks:
+        yield chunk
+        if gap := padded(chunk.nbytes) - chunk.nbytes:
+            yield zeros[:gap]
+
+
+def _pages(header: bytes, chunks: Sequence[memoryview]) -> Iterator[memoryview]:
+    """The same in whole pages of memory."""
+    yield _copied(header)
+    for chunk in chunks:
+        if _address(chunk) % PAGE:
+            yield _copied(chunk)
+            continue
+        whole = chunk.nbytes // PAGE * PAGE
+        if whole:
+            yield chunk[:whole]
+        if whole < chunk.nbytes:
+            yield _copied(chunk[whole:])
+
+
+def _copied(data: bytes | memoryview) -> memoryview:
+    pages = mmap.mmap(-1, padded(len(data)))
+    pages[: len(data)] = data
+    return memoryview(pages)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def _batches(views: Iterator[memoryview]) -> Iterator[list[memoryview]]:
+    batch: list[memoryview] = []
+    for view in views:
+        batch.append(view)
+        if len(batch) == _BATCH_VIEWS or sum(item.nbytes for item in batch) >= _BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _write(fd: int, views: list[memoryview], offset: int) -> int:
+    """Write all of it; a short write goes on where it stopped. The offset behind."""
+    while views:
+        done = os.pwritev(fd, views, offset)
+        if not done:
+            raise OSError(errno.EIO, f"nothing was written at offset {offset}")
+        offset += done
+        while views and done >= views[0].nbytes:
+            done -= views.pop(0).nbytes
+        if done:
+            views[0] = views[0][done:]
+    return offset

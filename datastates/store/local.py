@@ -1,0 +1,244 @@
+"""The local tier: packs and manifests in one folder, each state whole or not there.
+
+A state becomes durable in this order, and ``on_step`` is called after each step, on the thread that puts:
+
+    pack-written        its new bytes, under a temporary name, fsynced
+    pack-renamed        and the folder fsynced
+    manifest-written    likewise
+    manifest-renamed    from here on the state is visible, and durable
+
+A state is removed the other way round: its manifest first (``manifest-removed``), then the packs that no manifest in the
+folder needs. Several processes may use one folder. Committing and opening share the folder's lock, removing has it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import cached_property
+from pathlib import Path
+
+from datastates.digest import decode, encode
+from datastates.errors import Closed, Corrupt, InvalidInput, NotFound, Unavailable
+from datastates.manifest import Manifest
+
+from .files import (
+    TEMPORARY,
+    Temporary,
+    free_pack_name,
+    is_abandoned,
+    locked,
+    manifest_name,
+    supports_direct,
+    sync_folder,
+    temporary,
+    uid_of,
+    write_chunks,
+    write_file,
+)
+from .mapped import MappedReader
+from .pack import padded, payload_bytes
+from .placing import PutPlan, plan_put
+from .references import References
+from .tier import Payload, Placed, Reader, Tier
+
+__all__ = ["LocalTier"]
+
+
+class LocalTier(Tier):
+    """States in a folder of this machine, or of a shared file system that has ``flock``.
+
+    ``direct`` writes past the page cache (None: where the file system can). ``rank`` is the rank whose part of each state
+    this tier holds; the parts of all ranks may lie in one folder.
+    """
+
+    name = "local"
+
+    def __init__(self, root: Path, *, direct: bool | None = None, on_step: Callable[[str], None] | None = None, rank: int = 0) -> None:
+        self.root = Path(root)
+        self._direct, self._rank = direct, rank
+        self._on_step = on_step or (lambda step: None)
+        self._references = References(self.root)
+        self._is_closed = False
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether packs are written past the page cache."""
+        return supports_direct(self.root) if self._direct is None else self._direct
+
+    def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
+        """Write a state; on return it is durable.
+
+        :raises Unavailable: the disk is full or fails; nothing of the state is left.
+        """
+        self._check_open()
+        payload.check()
+        origin = payload.manifest.origin
+        if uid_of(manifest_name(origin.uid, origin.rank), "manifest") is None or origin.rank != self._rank:
+            raise InvalidInput(
+                f"state {origin.uid!r}, rank {origin.rank}: this tier holds rank {self._rank}, of uids without dots or slashes"
+            )
+        try:
+            return self._put(payload, base)
+        except OSError as exc:
+            needed = sum(padded(view.nbytes) for view in payload.chunks)
+            raise Unavailable(
+                f"state {origin.uid} was not written to {self.root} ({exc}): it needs up to {needed} bytes, {_free(self.root)} are free; "
+                "make room, or choose another folder for packs"
+            ) from exc
+
+    def open(self, uid: str, *, verify: bool = True) -> Reader:
+        """Open a state; its packs stay mapped while the reader is open."""
+        self._check_open()
+        with locked(self.root, is_shared=True):
+            return MappedReader(self.root, self.manifest(uid), verify=verify)
+
+    def manifest(self, uid: str) -> Manifest:
+        """The manifest of a state, checked.
+
+        :raises NotFound: it is not here.
+        :raises Corrupt: it is damaged, or another state's.
+        """
+        path = self.root / manifest_name(uid, self._rank)
+        if uid_of(path.name, "manifest") is None:
+            raise NotFound(f"{uid!r} is no uid")
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise NotFound(f"state {uid} is not in {self.root}") from None
+        except OSError as exc:
+            raise Unavailable(f"{path} cannot be read ({exc})") from exc
+        manifest = decode(data, source=str(path))
+        if (manifest.origin.uid, manifest.origin.rank) != (uid, self._rank):
+            raise Corrupt(f"{path} is the manifest of state {manifest.origin.uid}, rank {manifest.origin.rank}: it was renamed or swapped")
+        if len(manifest.refs) != len(manifest.content.chunks):
+            raise Corrupt(f"{path} says of {len(manifest.content.chunks)} chunks where {len(manifest.refs)} lie")
+        return manifest
+
+    def uids(self) -> Iterator[str]:
+        """The uid of every state whose manifest is here."""
+        self._check_open()
+        named = (uid_of(name, "manifest") for name in os.listdir(self.root))
+        return iter([uid for uid, rank in filter(None, named) if rank == self._rank])
+
+    def remove(self, uid: str) -> int:
+        """Delete a state's manifest, then the packs that no other manifest in the folder needs."""
+        self._check_open()
+        name = manifest_name(uid, self._rank)
+        if uid_of(name, "manifest") is None:
+            return 0
+        try:
+            with locked(self.root, is_shared=False):
+                return self._remove(uid, name)
+        except OSError as exc:
+            raise Unavailable(f"state {uid} was not removed from {self.root} ({exc})") from exc
+
+    def sweep(self) -> list[Path]:
+        """Delete what crashes left behind: temporary files that nobody writes, packs that no manifest needs. What it deleted."""
+        self._check_open()
+        with locked(self.root, is_shared=False):
+            found = [self.root / name for name in os.listdir(self.root)]
+            garbage = [path for path in found if path.name.startswith(TEMPORARY) and is_abandoned(path)]
+            needed = self._references.needed()
+            if needed is not None:
+                garbage += [path for path in found if uid_of(path.name, "safetensors") is not None and path.name not in needed]
+            for path in garbage:
+                path.unlink(missing_ok=True)
+            sync_folder(self.root)
+        return garbage
+
+    def close(self) -> None:
+        """Refuse further use; readers that are open go on."""
+        self._is_closed = True
+
+    def _put(self, payload: Payload, base: Manifest | None) -> Placed:
+        origin = payload.manifest.origin
+        with temporary(self.root / manifest_name(origin.uid, origin.rank)) as file:
+            with suppress(NotFound):
+                return Placed(self.manifest(origin.uid), 0)
+            name = free_pack_name(self.root, origin.uid, origin.rank)
+            plan = plan_put(payload.manifest, base, name)
+            if not self._write(plan, payload, file):
+                plan = plan_put(payload.manifest, None, name)
+                self._write(plan, payload, file)
+            return Placed(plan.manifest, plan.bytes_new)
+
+    def _write(self, plan: PutPlan, payload: Payload, file: Temporary) -> bool:
+        """Write pack and manifest and commit them; False when a pack that the plan refers to was removed meanwhile."""
+        with ExitStack() as stack:
+            pack = None
+            if plan.layout is not None:
+                pack = stack.enter_context(temporary(self.root / plan.name))
+                chunks = [payload.chunks[index] for index in plan.new]
+                write_chunks(pack.fd, plan.layout.header, chunks, plan.layout.size, is_direct=self.is_direct)
+                self._on_step("pack-written")
+            try:
+                with locked(self.root, is_shared=True):
+                    return self._commit(plan, pack, file)
+            except BaseException:
+                self._undo(plan, file)
+                raise
+
+    def _commit(self, plan: PutPlan, pack: Temporary | None, file: Temporary) -> bool:
+        """Runs under the shared lock: what is referred to is not removed before the manifest says so."""
+        if not all(_is_there(self.root / info.name, info.size) for info in plan.borrowed):
+            return False
+        if pack is not None:
+            pack.commit()
+            self._on_step("pack-renamed")
+        write_file(file.fd, encode(plan.manifest))
+        self._on_step("manifest-written")
+        file.commit()
+        self._on_step("manifest-renamed")
+        return True
+
+    def _undo(self, plan: PutPlan, file: Temporary) -> None:
+        """Take back what a commit that failed has renamed."""
+        with locked(self.root, is_shared=False):
+            if file.is_committed:
+                file.final.unlink(missing_ok=True)
+            needed = self._references.needed()
+            if plan.layout is not None and needed is not None and plan.name not in needed:
+                (self.root / plan.name).unlink(missing_ok=True)
+            sync_folder(self.root)
+
+    def _remove(self, uid: str, name: str) -> int:
+        """Runs under the exclusive lock."""
+        try:
+            own = {pack.name for pack in self.manifest(uid).packs}
+        except NotFound:
+            return 0
+        except (Corrupt, Unavailable):
+            own = set()  # what it needed is left to a sweep
+        needed = self._references.needed(without=name)
+        (self.root / name).unlink()
+        sync_folder(self.root)
+        self._on_step("manifest-removed")
+        freed = 0
+        for path in (self.root / pack for pack in own - needed) if needed is not None else ():
+            with suppress(FileNotFoundError):
+                freed += payload_bytes(path)
+                path.unlink()
+        sync_folder(self.root)
+        return freed
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Closed(f"the tier at {self.root} is closed: open the repository again")
+
+
+def _is_there(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
+
+
+def _free(root: Path) -> int | str:
+    try:
+        return shutil.disk_usage(root).free
+    except OSError:
+        return "an unknown number of bytes"

@@ -1,0 +1,59 @@
+"""What a put writes and what it refers to: decided before any file is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from datastates.digest import chunk_digest
+from datastates.manifest import ChunkRef, Manifest, PackInfo
+
+from .pack import PackLayout, lay_out
+
+__all__ = ["PutPlan", "plan_put"]
+
+
+@dataclass(frozen=True, slots=True)
+class PutPlan:
+    """A put of the chunks ``new`` into the pack ``name``; ``layout`` is None when nothing is new and there is no pack.
+
+    ``manifest`` is the one to write, with the place of every chunk; ``borrowed`` are the older packs that it refers to.
+    """
+
+    manifest: Manifest
+    name: str
+    new: tuple[int, ...]
+    layout: PackLayout | None
+    borrowed: tuple[PackInfo, ...]
+    bytes_new: int
+
+
+def plan_put(manifest: Manifest, base: Manifest | None, name: str) -> PutPlan:
+    """Refer to chunks that ``base`` has a place for, and to those that came earlier in this state; the others are new."""
+    known = {} if base is None else _places(base)
+    chunks = manifest.content.chunks
+    first: dict[tuple[bytes, int], int] = {}
+    for index, chunk in enumerate(chunks):
+        if (chunk.digest, chunk.length) not in known:
+            first.setdefault((chunk.digest, chunk.length), index)
+    new = tuple(first.values())
+    layout = lay_out(manifest, new) if new else None
+    packs: dict[PackInfo, int] = {}
+    if layout is not None:
+        own = PackInfo(name, layout.size, len(layout.header), chunk_digest(layout.header))
+        packs[own] = 0
+        known.update((key, (own, offset)) for key, offset in zip(first, layout.offsets, strict=True))
+    refs = []
+    for chunk in chunks:
+        pack, offset = known[chunk.digest, chunk.length]
+        refs.append(ChunkRef(packs.setdefault(pack, len(packs)), offset))
+    placed = msgspec.structs.replace(manifest, packs=tuple(packs), refs=tuple(refs))
+    borrowed = tuple(packs)[1 if new else 0 :]
+    return PutPlan(placed, name, new, layout, borrowed, sum(chunks[index].length for index in new))
+
+
+def _places(base: Manifest) -> dict[tuple[bytes, int], tuple[PackInfo, int]]:
+    """Where the chunks of a manifest lie, by digest and length; nowhere for one that no folder placed."""
+    placed = zip(base.content.chunks, base.refs, strict=False)
+    return {(chunk.digest, chunk.length): (base.packs[ref.pack], ref.offset) for chunk, ref in placed}

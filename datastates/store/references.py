@@ -1,0 +1,62 @@
+"""Which packs the manifests of a folder need, kept up to date by looking only at manifests that are new or changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from datastates.digest import decode_packs
+from datastates.errors import Corrupt, Unavailable
+
+from .files import uid_of
+
+__all__ = ["References"]
+
+_log = logging.getLogger(__name__)
+
+_Stamp = tuple[int, int, int]
+
+
+class References:
+    """The packs that each manifest of a folder needs. To be used under the folder's exclusive lock."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._known: dict[str, tuple[_Stamp, frozenset[str] | None]] = {}
+
+    def needed(self, *, without: str | None = None) -> frozenset[str] | None:
+        """The packs that any manifest needs, that of the name ``without`` left out.
+
+        None when a manifest cannot be read: it may need any pack, so none is to be removed.
+        """
+        self._refresh()
+        needed: set[str] = set()
+        for name, (_, packs) in self._known.items():
+            if name == without:
+                continue
+            if packs is None:
+                return None
+            needed |= packs
+        return frozenset(needed)
+
+    def _refresh(self) -> None:
+        """A uid may have come back with other packs, so a name alone does not say that a manifest is the one that was read."""
+        found: dict[str, tuple[_Stamp, frozenset[str] | None]] = {}
+        with os.scandir(self._root) as entries:
+            for entry in entries:
+                if uid_of(entry.name, "manifest") is None:
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+                known = self._known.get(entry.name)
+                found[entry.name] = known if known is not None and known[0] == stamp else (stamp, _packs_in(Path(entry.path)))
+        self._known = found
+
+
+def _packs_in(path: Path) -> frozenset[str] | None:
+    try:
+        return frozenset(pack.name for pack in decode_packs(path.read_bytes(), source=str(path)))
+    except (Corrupt, Unavailable, OSError) as exc:
+        _log.warning("no pack is removed while a manifest cannot be read: %s", exc)
+        return None
