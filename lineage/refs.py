@@ -9,7 +9,7 @@ import re
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Select, bindparam, insert, select, update
+from sqlalchemy import Select, bindparam, func, insert, select, update
 from sqlalchemy import delete as sql_delete
 from sqlalchemy.dialects import postgresql, sqlite
 
@@ -22,7 +22,7 @@ from .states import Ref, RefEvent, RefKind
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["branch", "check_name", "delete", "get", "log_event", "move", "reflog", "refs", "tag"]
+__all__ = ["branch", "check_name", "delete", "get", "last_event", "log_event", "move", "reflog", "refs", "tag"]
 
 NAME_LENGTH = 200
 _UID_LIKE = re.compile(r"[0-9a-f]{4,24}")
@@ -115,6 +115,11 @@ def reflog(session: Session, name: str, *, limit: int | None = None) -> list[Ref
     return [RefEvent(row.id, row.name, RefKind(row.kind), row.old, row.new, row.reason, from_us(row.created_at)) for row in rows]
 
 
+def last_event(session: Session) -> int:
+    """The id of the newest line of any reflog, 0 when there is none: whether it grew since one looked costs one look-up."""
+    return int(session.execute(_LAST_EVENT).scalar() or 0)
+
+
 def log_event(session: Session, name: str, kind: RefKind, old: int | None, new: int | None, reason: str) -> None:
     """Append to the reflog, by row ids; whoever changes a ref calls this in the same transaction."""
     values = {"name": name, "kind": kind.value, "old_id": old, "new_id": new, "reason": reason, "created_at": to_us(None)}
@@ -191,6 +196,7 @@ _MOVE = (
     .values(state_id=bindparam("new"), version=_ref.c.version + 1)
 )
 _LOG = insert(_event)
+_LAST_EVENT = select(func.max(_event.c.id))
 _INSERT = {
     name: make(_ref).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
     for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
