@@ -12,7 +12,7 @@ from typing import Any
 
 from datastates.lineage import Database, refs, walk
 
-PROCESSES, OWN, SHARED = 8, 160, 40
+PROCESSES, OWN, SHARED = 8, 180, 20
 
 
 def test_nothing_is_lost_when_many_processes_record(empty_url: str, record_property: Callable[[str, object], None]) -> None:
