@@ -12,6 +12,9 @@ from .errors import InvalidInput
 
 __all__ = ["PermutationSampler"]
 
+_CHUNK = 4096
+"""Indices that are made Python numbers at once."""
+
 
 class PermutationSampler(Sampler[int]):
     """Every index below ``length`` once an epoch, in an order that ``seed`` and the epoch alone decide.
@@ -29,15 +32,17 @@ class PermutationSampler(Sampler[int]):
         self.length, self.seed, self.shuffle = length, seed, shuffle
         self.epoch = 0
         self.position = 0
+        self._is_restored = False
         self._order: tuple[tuple[int, bool, int], torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        """The rest of the epoch; the epoch is over when a further index is asked for."""
-        for (index,) in self._rest_of_epoch(1, drop_last=False):
-            yield index
+        """The rest of the epoch, or the next one if this one is over."""
+        # Not in the generator: a loader may ask for an iterator and never use it, and then ask for another.
+        self._begin()
+        return self._rest()
 
     def batches(self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1) -> Iterator[list[int]]:
         """The rest of this epoch in batches of indices, then further epochs; without end if ``epochs`` is None.
@@ -50,7 +55,8 @@ class PermutationSampler(Sampler[int]):
             raise InvalidInput(f"batch_size is {batch_size} with drop_last=True, and there are {self.length} indices: none is ever full")
         done = 0
         while epochs is None or done < epochs:
-            yield from self._rest_of_epoch(batch_size, drop_last=drop_last)
+            self._begin()
+            yield from self._batches_of_rest(batch_size, drop_last=drop_last)
             done += 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -78,8 +84,25 @@ class PermutationSampler(Sampler[int]):
         if not 0 <= position <= length:
             raise InvalidInput(f"position {position} is not within the {length} indices of the state")
         self.seed, self.shuffle, self.epoch, self.position = seed, shuffle, epoch, position
+        self._is_restored = True
 
-    def _rest_of_epoch(self, size: int, *, drop_last: bool) -> Iterator[list[int]]:
+    def _begin(self) -> None:
+        """Move on if the epoch is over. What was restored at the end of an epoch ends once more, as the first run went on to do."""
+        if self.position >= self.length and not self._is_restored:
+            self.epoch, self.position = self.epoch + 1, 0
+        self._is_restored = False
+
+    def _rest(self) -> Iterator[int]:
+        epoch, position = self.epoch, self.position
+        while position < self.length:
+            for index in self._permutation()[position : position + _CHUNK].tolist():
+                position += 1
+                self.position = position
+                yield index
+                if (self.epoch, self.position) != (epoch, position):
+                    return  # the sampler was sent elsewhere meanwhile
+
+    def _batches_of_rest(self, size: int, *, drop_last: bool) -> Iterator[list[int]]:
         end = self.length - self.length % size if drop_last else self.length
         epoch = self.epoch
         while self.epoch == epoch and self.position < end:
@@ -88,7 +111,7 @@ class PermutationSampler(Sampler[int]):
             self.position = begin + len(rows)
             yield rows
         if self.epoch == epoch:
-            self.epoch, self.position = epoch + 1, 0
+            self.position = self.length
 
     def _permutation(self) -> torch.Tensor:
         key = (self.seed, self.shuffle, self.epoch)
