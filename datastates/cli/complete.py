@@ -1,0 +1,40 @@
+"""Completion of names: reads the lineage, does without torch, and never complains."""
+
+from __future__ import annotations
+
+import typer  # noqa: TC002  # typer itself reads the annotations of these functions
+
+from datastates.errors import DatastatesError
+
+from .shell import Globals, Shell
+
+__all__ = ["branch_names", "ref_names", "tag_names"]
+
+
+def ref_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Branches and tags that begin so; the last part of a range is completed too."""
+    head, dots, last = incomplete.rpartition("..")
+    return [f"{head}{dots}{name}" for name, _ in _refs(context) if name.startswith(last)]
+
+
+def branch_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Branches that begin so."""
+    return [name for name, kind in _refs(context) if kind == "branch" and name.startswith(incomplete)]
+
+
+def tag_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Tags that begin so."""
+    return [name for name, kind in _refs(context) if kind == "tag" and name.startswith(incomplete)]
+
+
+def _refs(context: typer.Context) -> list[tuple[str, str]]:
+    try:
+        from datastates.lineage import refs
+
+        # While a line is completed no callback has run: the options stand in the parameters only.
+        outer = context.parent.params if context.parent is not None else {}
+        context.obj = Globals(repo=outer.get("repo"), packs=outer.get("packs"))
+        with Shell(context, context.params.get("repo")).reading() as session:
+            return [(ref.name, ref.kind.value) for ref in refs.refs(session)]
+    except (DatastatesError, OSError):
+        return []

@@ -1,0 +1,65 @@
+"""How a command ends: which exit code an error has, and how it is said."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from datastates.errors import DatastatesError, SyntaxProblem, Unavailable
+
+__all__ = ["EXIT_CODES", "INTERRUPTED", "code_of", "complain"]
+
+INTERRUPTED = 130
+
+EXIT_CODES = {
+    "error": 1,
+    "torn": 1,
+    "closed": 1,
+    "not-found": 3,
+    "ambiguous": 3,
+    "conflict": 4,
+    "invalid-input": 5,
+    "syntax": 5,
+    "unsupported": 5,
+    "corrupt": 6,
+    "unavailable": 7,
+    "over-budget": 7,
+}
+"""By the kind of an error; 2 is a wrong command line, and whatever is not here is a defect: 1."""
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code that ``error`` ends a command with."""
+    return EXIT_CODES.get(error.kind, 1) if isinstance(error, DatastatesError) else 1
+
+
+def complain(error: BaseException, *, as_json: bool) -> None:
+    """Say on standard error what went wrong: one red message, or a JSON object; a traceback only when it is asked for."""
+    if os.environ.get("DATASTATES_TRACEBACK"):
+        traceback.print_exception(error)
+    if as_json:
+        sys.stderr.write(msgspec.json.encode({"error": _describe(error)}).decode() + "\n")
+        return
+    if isinstance(error, DatastatesError):
+        text = str(error)
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = f"unexpected {type(error).__name__}: {error}\nDATASTATES_TRACEBACK=1 shows where it comes from"
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"error: {text}", style="red"))
+
+
+def _describe(error: BaseException) -> dict[str, object]:
+    described: dict[str, object] = {"kind": "error", "message": str(error)}
+    if isinstance(error, DatastatesError):
+        described["kind"] = error.kind
+    if isinstance(error, SyntaxProblem):
+        described |= {"text": error.text, "column": error.column, "expected": list(error.expected)}
+    if isinstance(error, Unavailable):
+        described["nearest"] = error.nearest
+    return described
