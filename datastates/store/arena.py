@@ -30,6 +30,7 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class Arena:
@@ -43,11 +44,11 @@ class Arena:
         if self.capacity < 1:
             raise InvalidInput(f"a memory budget of {budget_bytes} bytes holds no chunk: give at least {CHUNK_BYTES}")
         self._pin = pin
-        self._map = _reserve(self.capacity * CHUNK_BYTES + _HUGE_BYTES)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        reserved = _reserve(self.capacity * CHUNK_BYTES + _HUGE_BYTES)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
         start = -address % _HUGE_BYTES
         self._address = address + start
-        self._view = memoryview(self._map)[start : start + self.capacity * CHUNK_BYTES]
+        self._view = memoryview(reserved)[start : start + self.capacity * CHUNK_BYTES]
         self.flat = torch.frombuffer(self._view, dtype=torch.uint8)
         """All slots as one tensor; only what is acquired may be read."""
         self._tensors: list[torch.Tensor | None] = [None] * self.capacity
@@ -87,11 +88,13 @@ class Arena:
         self._grow(count)
 
     def release(self, slots: Iterable[int]) -> None:
-        """Give slots back.
+        """Give slots back; nothing once the arena is closed.
 
         :raises InvalidInput: one of them is free already; none is then given back.
         """
         with self._lock:
+            if self._is_closed:
+                return
             given = dict.fromkeys(slots)
             wrong = [slot for slot in given if slot in self._free or not 0 <= slot < self._warm]
             if wrong:
@@ -119,7 +122,6 @@ class Arena:
             self._forget()
         while self._pinned:
             torch.cuda.check_error(int(_cuda().cudaHostUnregister(self._pinned.pop())))
-        del self._map
 
     def _take(self, count: int, prefer: Sequence[int]) -> list[int]:
         """Runs under the lock, with ``count`` slots free."""
@@ -165,12 +167,10 @@ class Arena:
         self.flat = torch.empty(0, dtype=torch.uint8)
 
     def _leave_to_parent(self) -> None:
-        """In a forked child nothing is mapped at our addresses: whoever unmapped them would unmap somebody else's memory."""
-        if not self._is_closed:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
-            self._lock, self._growing = threading.Lock(), threading.Lock()
-            self._pinned.clear()
-            self._forget()
+        """In a forked child: none of it is there, and a thread that held our locks is not either."""
+        self._lock, self._growing = threading.Lock(), threading.Lock()
+        self._pinned.clear()
+        self._forget()
 
 
 def _reserve(length: int) -> mmap.mmap:
@@ -179,6 +179,7 @@ def _reserve(length: int) -> mmap.mmap:
         reserved = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except OSError as exc:
         raise OverBudget(f"{length} bytes of memory cannot be reserved ({exc}): lower memory_bytes") from exc
+    _maps.add(reserved)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             try:
@@ -199,6 +200,9 @@ def _cuda() -> Any:
 
 
 def _after_fork() -> None:
+    # What the child maps next may lie where these did: they must never be unmapped there.
+    for reserved in list(_maps):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(reserved))
     for arena in list(_arenas):
         arena._leave_to_parent()
 

@@ -1,0 +1,71 @@
+"""States to put, made without the capture engine: tensors laid out over chunks as a manifest says."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from datastates.digest import chunk_digest, state_digest
+from datastates.geometry import dense_view, spec_of
+from datastates.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard
+from datastates.store.tier import Payload, Reader
+
+Group = dict[str, torch.Tensor]
+
+
+def payload(uid: str, *groups: Group, is_aligned: bool = False) -> Payload:
+    """A state of these groups of tensors; each group ends its last chunk. Aligned memory is that of an arena."""
+    specs, views = [], []
+    for group in groups:
+        start = len(views) * CHUNK_BYTES
+        data = b""
+        for path, tensor in sorted(group.items(), key=lambda item: -item[1].dtype.itemsize):
+            flat = dense_view(tensor)
+            assert flat is not None
+            stored = flat.numpy().tobytes()
+            shard = Shard((0,) * tensor.dim(), tuple(tensor.shape), start + len(data), len(stored))
+            specs.append(spec_of(path, tensor, shards=(shard,)))
+            data += stored
+        views += [memoryview(data[begin : begin + CHUNK_BYTES]) for begin in range(0, len(data), CHUNK_BYTES)]
+    chunks = tuple(Chunk(chunk_digest(view), view.nbytes) for view in views)
+    encode = msgspec.msgpack.encode
+    content = Content(msgspec.Raw(encode(0)), msgspec.Raw(encode([])), msgspec.Raw(encode(specs)), chunks)
+    origin = Origin(uid, (), (), None, None, 0, 0, 0, None, {}, {})
+    manifest = Manifest(1, state_digest(content, ()), origin, content)
+    return Payload(manifest, [aligned(view) for view in views] if is_aligned else views)
+
+
+def aligned(data: memoryview) -> memoryview:
+    """The same bytes from the start of a page, with other bytes behind them."""
+    pages = mmap.mmap(-1, data.nbytes + 2 * mmap.PAGESIZE)
+    pages[:] = b"\xa5" * len(pages)
+    pages[: data.nbytes] = data
+    return memoryview(pages)[: data.nbytes]
+
+
+def numbers(count: int, seed: int = 0) -> torch.Tensor:
+    """Random floats, the same for the same seed."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def small(uid: str, *seeds: int) -> Payload:
+    """A state of one small chunk for each seed; equal seeds give equal chunks."""
+    return payload(uid, *({f"model/{number}": numbers(25, seed)} for number, seed in enumerate(seeds)))
+
+
+def stream(reader: Reader) -> list[bytes]:
+    """Every chunk that a reader reads."""
+    return [bytes(reader.chunk(index)) for index in range(len(reader.manifest.content.chunks))]
+
+
+def chunks_of(payload: Payload) -> list[bytes]:
+    """What ``stream`` is to give."""
+    return [bytes(view) for view in payload.chunks]
+
+
+def lengths(chunks: Sequence[bytes]) -> int:
+    """The bytes of these chunks together."""
+    return sum(map(len, chunks))

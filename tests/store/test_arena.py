@@ -1,0 +1,192 @@
+"""The arena: budget, reuse, threads, and processes forked from its owner."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from datastates.errors import Closed, InvalidInput
+from datastates.manifest import CHUNK_BYTES
+from datastates.store.arena import Arena
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(20 * CHUNK_BYTES + 5)
+    yield arena
+    arena.close()
+
+
+def acquire(arena: Arena, count: int) -> list[int]:
+    slots = arena.acquire(count)
+    assert slots is not None
+    return slots
+
+
+def test_the_budget_is_never_exceeded(arena: Arena) -> None:
+    assert (arena.capacity, arena.available) == (20, 20)
+    slots = acquire(arena, 19)
+    assert len(set(slots)) == 19
+    assert arena.acquire(2) is None
+    assert arena.available == 1
+    arena.release(slots)
+    assert arena.available == 20
+
+
+def test_a_budget_below_one_chunk_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=str(CHUNK_BYTES)):
+        Arena(CHUNK_BYTES - 1)
+
+
+def test_what_was_used_last_is_used_next(arena: Arena) -> None:
+    acquire(arena, 2)
+    warm = acquire(arena, 3)
+    arena.release(warm)
+    assert set(acquire(arena, 3)) == set(warm)
+
+
+def test_preferred_slots_come_first_where_they_are_free(arena: Arena) -> None:
+    slots = acquire(arena, 10)
+    arena.release(slots[:8])
+    preferred = arena.acquire(4, prefer=[slots[7], slots[9], slots[2], slots[7]])
+    assert preferred is not None
+    assert preferred[:2] == [slots[7], slots[2]]
+    assert len(set(preferred)) == 4
+    assert not {slots[8], slots[9]} & set(preferred)
+
+
+def test_slots_are_pages_that_do_not_overlap(arena: Arena) -> None:
+    slots = acquire(arena, 20)
+    for slot in slots:
+        tensor = arena.tensor(slot)
+        assert tensor is arena.tensor(slot)
+        assert tensor.data_ptr() % 4096 == 0
+        assert tensor.shape == (CHUNK_BYTES,)
+        tensor.fill_(slot)
+    for slot in slots:
+        assert torch.frombuffer(arena.memory(slot), dtype=torch.uint8).unique().tolist() == [slot]
+        assert arena.memory(slot, 100).nbytes == 100
+        assert arena.flat[slot * CHUNK_BYTES] == slot
+
+
+def test_a_slot_is_released_once(arena: Arena) -> None:
+    slots = acquire(arena, 3)
+    arena.release(slots[:1])
+    with pytest.raises(InvalidInput, match=f"slot {slots[0]} "):
+        arena.release([slots[1], slots[0]])
+    with pytest.raises(InvalidInput):
+        arena.release([19])
+    assert arena.available == 18
+
+
+def test_reserved_slots_are_warm_before_they_are_acquired(arena: Arena) -> None:
+    arena.reserve(18)
+    assert arena.available == 20
+    assert len(arena._free) >= 18
+    arena.reserve(500)
+    assert len(acquire(arena, 20)) == 20
+
+
+def test_threads_never_get_the_same_slot(arena: Arena) -> None:
+    errors: list[str] = []
+
+    def work(mark: int) -> None:
+        for _ in range(200):
+            slots = arena.acquire(4)
+            if slots is None:
+                continue
+            for slot in slots:
+                arena.tensor(slot)[:8].fill_(mark)
+            if any(arena.tensor(slot)[:8].ne(mark).any() for slot in slots):
+                errors.append(f"{mark}: {slots}")
+            arena.release(slots)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert arena.available == 20
+
+
+def test_a_closed_arena_refuses_but_what_was_handed_out_stays(arena: Arena) -> None:
+    (slot,) = acquire(arena, 1)
+    view = arena.memory(slot)
+    view[:3] = b"abc"
+    arena.close()
+    arena.close()
+    assert bytes(view[:3]) == b"abc"
+    for use in (lambda: arena.acquire(1), lambda: arena.memory(slot), lambda: arena.tensor(slot)):
+        with pytest.raises(Closed):
+            use()
+
+
+_FORKED = """
+import ctypes, gc, mmap, os, sys
+from datastates.errors import Closed
+from datastates.manifest import CHUNK_BYTES
+from datastates.store.arena import Arena
+
+arena = Arena(8 * CHUNK_BYTES)
+(slot,) = arena.acquire(1)
+arena.tensor(slot).fill_(7)
+view = arena.memory(slot)
+address, length = arena.tensor(slot).data_ptr(), CHUNK_BYTES
+
+def mapped():
+    for line in open("/proc/self/maps"):
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= address < last:
+            return True
+    return False
+
+assert mapped()
+child = os.fork()
+if child == 0:
+    assert not mapped(), "the child sees the arena"
+    for use in (lambda: arena.acquire(1), lambda: arena.tensor(slot), lambda: arena.memory(slot)):
+        try:
+            use()
+        except Closed:
+            continue
+        raise SystemExit("the child may use the arena")
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    mine = libc.mmap(address, length, 3, 0x22, -1, 0)
+    assert mine == address, "the child has other memory at the arena's place"
+    view.release()
+    arena.release([slot])
+    arena.close()
+    del arena
+    gc.collect()
+    ctypes.memset(mine, 1, length)  # still mapped
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert arena.tensor(slot).eq(7).all()
+arena.release([slot])
+"""
+
+
+def test_a_forked_child_neither_sees_nor_breaks_the_arena() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_pinned_arena_takes_asynchronous_copies() -> None:
+    arena = Arena(20 * CHUNK_BYTES, pin=True)
+    for slot in acquire(arena, 20):
+        assert arena.tensor(slot).is_pinned()
+        source = torch.full((CHUNK_BYTES,), slot, dtype=torch.uint8, device="cuda")
+        arena.tensor(slot).copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        assert arena.tensor(slot).eq(slot).all()
+    arena.close()
+    Arena(20 * CHUNK_BYTES, pin=True).close()

@@ -1,0 +1,166 @@
+"""The memory tier: the suite, and what only it does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from datastates.errors import Corrupt, InvalidInput, OverBudget
+from datastates.manifest import CHUNK_BYTES
+from datastates.store.arena import Arena
+from datastates.store.memory import MemoryTier
+from datastates.store.tier import Payload, Tier
+from tests.store.build import chunks_of, numbers, payload, small, stream
+from tests.store.suite import TierSuite
+
+
+@pytest.fixture(scope="module")
+def big_arena() -> Iterator[Arena]:
+    arena = Arena(400 * CHUNK_BYTES)
+    yield arena
+    arena.close()
+
+
+class TestMemoryTier(TierSuite):
+    @pytest.fixture
+    def tier(self, big_arena: Arena) -> Iterator[MemoryTier]:
+        tier = MemoryTier(big_arena)
+        yield tier
+        tier.close()
+        assert big_arena.available == big_arena.capacity  # whatever the test did, no slot is lost
+
+    def flip(self, tier: Tier, uid: str, chunk: int, byte: int) -> None:
+        assert isinstance(tier, MemoryTier)
+        with tier.open(uid, verify=False) as reader:
+            torch.frombuffer(_writable(reader.chunk(chunk)), dtype=torch.uint8)[byte] ^= 1
+
+
+def _writable(view: memoryview) -> memoryview:
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    return memoryview((ctypes.c_ubyte * view.nbytes).from_address(address))
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(8 * CHUNK_BYTES)
+    yield arena
+    arena.close()
+
+
+def fill(arena: Arena, state: Payload) -> list[int]:
+    """What the capture engine does: slots with the state's bytes in them."""
+    slots = arena.acquire(len(state.chunks))
+    assert slots is not None
+    for slot, view in zip(slots, state.chunks, strict=True):
+        arena.memory(slot, view.nbytes)[:] = view
+    return slots
+
+
+def test_adopted_slots_are_the_state(arena: Arena) -> None:
+    tier, state = MemoryTier(arena), small("a", 1, 2, 3)
+    slots = fill(arena, state)
+    assert tier.adopt(state.manifest, slots).bytes_new == 300
+    assert (tier.slots_held, tier.bytes_held, arena.available) == (3, 300, 5)
+    with tier.open("a") as reader:
+        assert stream(reader) == chunks_of(state)
+        assert reader.manifest.refs == ()
+
+
+def test_adopting_gives_back_slots_of_chunks_that_are_held(arena: Arena) -> None:
+    tier = MemoryTier(arena)
+    first, second = small("a", 1, 2), small("b", 1, 9, 9)
+    tier.adopt(first.manifest, fill(arena, first))
+    assert tier.adopt(second.manifest, fill(arena, second)).bytes_new == 100
+    assert arena.available == 5
+    with tier.open("b") as reader:
+        assert stream(reader) == chunks_of(second)
+    again = fill(arena, second)
+    assert tier.adopt(second.manifest, again).bytes_new == 0
+    assert arena.available == 5
+    assert (tier.remove("a"), tier.remove("b")) == (100, 200)
+    assert arena.available == 8
+
+
+def test_slots_that_do_not_fit_the_manifest_stay_the_callers(arena: Arena) -> None:
+    tier, state = MemoryTier(arena), small("a", 1, 2)
+    slots = fill(arena, state)
+    with pytest.raises(InvalidInput, match="2 chunks"):
+        tier.adopt(state.manifest, slots[:1])
+    arena.release(slots)
+    assert arena.available == 8
+
+
+def test_a_state_over_the_budget_leaves_no_trace(arena: Arena) -> None:
+    tier = MemoryTier(arena)
+    tier.put(small("a", 1, 2, 3))
+    with pytest.raises(OverBudget, match=f"needs {6 * CHUNK_BYTES} bytes of memory, {5 * CHUNK_BYTES} are"):
+        tier.put(small("b", 1, 2, *range(10, 16)))
+    assert list(tier.uids()) == ["a"]
+    assert arena.available == 5
+    assert tier.remove("a") == 300
+
+
+def test_would_free_says_what_removing_frees(arena: Arena) -> None:
+    tier = MemoryTier(arena)
+    tier.put(small("a", 1, 2))
+    tier.put(small("b", 2, 3))
+    tier.put(small("c", 3, 3, 4))
+    assert tier.would_free(["a"]) == 1
+    assert tier.would_free(["a", "b"]) == 2
+    assert tier.would_free(["b", "c", "b", "unknown"]) == 2
+    with tier.open("a"):
+        assert tier.would_free(["a", "b"]) == 0
+    before = arena.available
+    tier.remove("a")
+    tier.remove("b")
+    assert arena.available - before == 2
+
+
+def test_slots_of_a_removed_state_return_when_its_last_reader_closes(arena: Arena) -> None:
+    tier = MemoryTier(arena)
+    tier.put(small("a", 1, 2))
+    first, second = tier.open("a"), tier.open("a")
+    assert tier.remove("a") == 0
+    first.close()
+    assert arena.available == 6
+    second.close()
+    assert arena.available == 8
+
+
+def test_a_span_over_neighbouring_slots_is_not_copied(arena: Arena) -> None:
+    tier = MemoryTier(arena)
+    state = payload("a", {"model/w": numbers(CHUNK_BYTES // 4 * 3)})
+    tier.put(state)
+    with tier.open("a") as reader:
+        view = reader.span(8, 3 * CHUNK_BYTES - 8)
+        assert view is not None
+        assert view.readonly
+        assert bytes(view) == b"".join(chunks_of(state))[8:]
+
+
+def test_damage_in_memory_names_the_chunk(arena: Arena) -> None:
+    tier = MemoryTier(arena)
+    state = small("a", 1, 2)
+    slots = fill(arena, state)
+    tier.adopt(state.manifest, slots)
+    arena.tensor(slots[1])[5] ^= 4
+    with tier.open("a") as reader, pytest.raises(Corrupt, match="state a: chunk 1"):
+        reader.verify()
+
+
+def test_fifty_versions_of_a_mostly_frozen_model_cost_little_more_than_one() -> None:
+    frozen = {"model/frozen": numbers(CHUNK_BYTES // 4 * 9)}
+    arena = Arena(80 * CHUNK_BYTES)
+    tier = MemoryTier(arena)
+    for version in range(50):
+        state = payload(f"v{version}", frozen, {"model/head": numbers(CHUNK_BYTES // 8, 1000 + version)})
+        tier.adopt(state.manifest, fill(arena, state))
+    assert tier.slots_held == 9 + 50
+    for version in (0, 25, 49):
+        with tier.open(f"v{version}") as reader:
+            reader.verify()
+    arena.close()
