@@ -231,7 +231,7 @@ def test_parameters_are_matched_by_name_whatever_their_order_and_groups_by_what_
     other = net(1)
     named = dict(other.named_parameters())
     rest = [p for name, p in named.items() if not name.startswith("first")]
-    groups = [{"params": rest[::-1], "lr": 1.0}, {"params": [named["first.bias"], named["first.weight"]], "lr": 2.0}]
+    groups: list[dict[str, Any]] = [{"params": rest[::-1], "lr": 1.0}, {"params": [named["first.bias"], named["first.weight"]], "lr": 2.0}]
     fresh = torch.optim.AdamW(groups)
     restore_into({"model": other, "optimizer": fresh}, tree)
     assert [group["lr"] for group in fresh.param_groups] == [0.01, 0.1]
@@ -241,7 +241,8 @@ def test_parameters_are_matched_by_name_whatever_their_order_and_groups_by_what_
 def test_another_division_into_groups_is_refused_and_named() -> None:
     model = net()
     parameters = list(model.parameters())
-    split = torch.optim.SGD([{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}], lr=0.1)
+    groups: list[dict[str, Any]] = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}]
+    split = torch.optim.SGD(groups, lr=0.1)
     tree = stored({"model": model, "optimizer": split})
     fresh = torch.optim.SGD(model.parameters(), lr=0.3)
     with pytest.raises(InvalidInput, match="add_param_group"):
