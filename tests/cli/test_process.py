@@ -1,0 +1,198 @@
+"""The terminal as a process: how it is found, how it ends, and what it costs to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from datastates.cli.app import app
+from datastates.cli.exits import EXIT_CODES, code_of
+from datastates.errors import DatastatesError
+from tests.cli.conftest import Invoke, uid
+
+README = Path(__file__).parent.parent.parent / "README.md"
+TERMINAL = [sys.executable, "-W", "error", "-m", "datastates"]
+
+
+def run(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
+    return subprocess.run(
+        [*TERMINAL, *arguments], cwd=cwd, env={**inherited, **environ}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def kinds(error: type[DatastatesError] = DatastatesError) -> set[str]:
+    return {error.kind}.union(*(kinds(each) for each in error.__subclasses__()))
+
+
+def test_every_kind_of_error_has_an_exit_code() -> None:
+    assert set(EXIT_CODES) == kinds()
+    assert code_of(ValueError()) == 1
+    assert 2 not in EXIT_CODES.values(), "which is a wrong command line"
+
+
+def test_every_command_is_documented_in_the_readme() -> None:
+    readme = README.read_text()
+    names = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+
+    assert names
+    assert [name for name in names if f"`datastates {name}" not in readme] == []
+
+
+def test_every_exit_code_is_documented() -> None:
+    readme = README.read_text()
+
+    assert [code for code in {0, 2, 130, *EXIT_CODES.values()} if f"| {code} |" not in readme] == []
+
+
+def test_repository_is_found_by_option_environment_or_from_here_upwards(
+    root: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = root / "packs" / "leases"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir("/")
+
+    assert invoke("--repo", root, "tag").code == 0
+    assert invoke("tag", "--repo", root).code == 0
+    assert invoke("tag").code == 3
+    monkeypatch.chdir(inner)
+    assert invoke("tag").code == 0
+    monkeypatch.setenv("DATASTATES_REPO", str(root.parent / "nothing"))
+    assert invoke("tag").code == 3
+    monkeypatch.setenv("DATASTATES_REPO", str(root))
+    assert invoke("tag").code == 0
+
+
+def test_missing_repository_names_the_next_step(invoke: Invoke) -> None:
+    failed = invoke("log")
+
+    assert failed.code == 3
+    assert "datastates init" in failed.err
+    assert not Path("runs").exists(), "reading makes nothing"
+
+
+def test_json_option_may_stand_before_or_behind_the_command(root: Path, invoke: Invoke) -> None:
+    assert invoke("--json", "tag").json == invoke("tag", "--json").json
+    for arguments in (("--json", "show", "nope"), ("show", "nope", "--json")):
+        failed = invoke(*arguments)
+        assert json.loads(failed.err)["error"]["kind"] == "not-found"
+        assert (failed.code, failed.out) == (3, "")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("log", "--help"), ("log", "--oneline"), ("tag", "new", "main"), ("find", "step > 3"), ("--version",)]
+)
+def test_lineage_commands_do_without_torch(root: Path, arguments: tuple[str, ...]) -> None:
+    code = f"""
+import sys
+from datastates.cli import main
+sys.argv = ['datastates', *{list(arguments)!r}]
+try: main()
+finally: print('torch' in sys.modules, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == "False"
+
+
+def test_help_names_the_exit_codes(tmp_path: Path) -> None:
+    out = " ".join(run("--help", cwd=tmp_path, COLUMNS="200").stdout.split())
+
+    assert "0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid input; 6 corrupt; 7 unavailable; 130" in out
+
+
+def test_reader_that_goes_away_is_no_failure(root: Path) -> None:
+    command = f"set -o pipefail; {shlex.join(TERMINAL)} log --json | head -n 1 >/dev/null"
+    for _ in range(3):
+        done = subprocess.run(["bash", "-c", command], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    closed = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {shlex.join(TERMINAL)} log | true"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def test_output_has_no_colours_when_it_is_piped(root: Path) -> None:
+    for arguments in (["log"], ["refs"], ["show", "main"], ["show", "nope"]):
+        done = run(*arguments, cwd=root)
+        assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_output_on_a_terminal_has_colours_unless_they_are_turned_off(root: Path) -> None:
+    command = ["script", "-qec", shlex.join([*TERMINAL, "refs"]), "/dev/null"]
+    environ = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE")} | {
+        "TERM": "xterm"
+    }
+    coloured = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=60, check=False).stdout
+    plain = subprocess.run(
+        command, cwd=root, env={**environ, "NO_COLOR": "1"}, capture_output=True, text=True, timeout=60, check=False
+    ).stdout
+
+    assert "\x1b[1;32m" in coloured
+    assert "\x1b[1;32m" not in plain
+    assert "warm" in plain
+
+
+def test_errors_are_one_message_unless_a_traceback_is_asked_for(root: Path) -> None:
+    assert "Traceback" not in run("show", "nope", cwd=root).stderr
+    assert "Traceback" in run("show", "nope", cwd=root, DATASTATES_TRACEBACK="1").stderr
+
+
+def test_file_that_is_no_database_ends_in_a_message(tmp_path: Path) -> None:
+    (tmp_path / "lineage.db").write_text("something else entirely, for longer than a page " * 100)
+    done = run("log", cwd=tmp_path)
+
+    assert done.returncode in (5, 6)
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupt_ends_with_130(root: Path) -> None:
+    code = """
+import os, signal, sys
+from datastates.cli import history, main
+history._select = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
+sys.argv = ['datastates', 'log']
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in done.stderr
+
+
+def test_completion_knows_commands_and_names(root: Path) -> None:
+    def complete(line: str) -> list[str]:
+        environ = {"_DATASTATES_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+        code = "import sys; sys.argv = ['datastates']; from datastates.cli import main; main()"
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=root, env={**inherited, **environ}, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    assert complete("datastates re") == ["refs", "reflog", "restore"]
+    assert complete("datastates show ") == ["fork", "main", "warm"]
+    assert complete("datastates tag w") == ["warm"]
+    assert complete("datastates branch ") == ["fork", "main"]
+    assert complete("datastates log warm..m") == ["warm..main"]
+    assert complete("datastates --repo /nothing show ") == []
+    assert complete(f"datastates --repo {root} show w") == ["warm"]
+
+
+def test_uid_is_printed_whole_where_it_is_the_subject(root: Path) -> None:
+    assert run("show", "warm", cwd=root).stdout.splitlines()[0] == f"state       {uid('1', 3)}"
