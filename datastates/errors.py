@@ -94,9 +94,13 @@ class Corrupt(DatastatesError):
 
 
 class Torn(DatastatesError):
-    """Tensors were changed between the call of ``capture`` and the end of their copy; the message names them."""
+    """Tensors were changed between the call of ``capture`` and the end of their copy; ``paths`` are all their names."""
 
     kind = "torn"
+
+    def __init__(self, message: str, *, paths: tuple[str, ...] = ()) -> None:
+        self.paths = paths
+        super().__init__(message)
 
 
 class Unavailable(DatastatesError):

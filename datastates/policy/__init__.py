@@ -1,0 +1,1 @@
+"""Policies: pure functions that decide what becomes durable."""

@@ -1,0 +1,119 @@
+"""The handle that ``run.capture`` returns at once, and what can be waited for on it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from datastates.errors import InvalidInput, Unavailable
+from datastates.lineage.states import State, Status
+
+__all__ = ["Capture"]
+
+_RANK = {Status.CAPTURED: 0, Status.DURABLE: 1, Status.REPLICATED: 2, Status.EXTERNAL: 3}
+
+
+class Capture:
+    """A capture under way. Any thread may read it and wait on it; the engine moves it on.
+
+    ``uid`` names the state from the start, ``step`` is where the training stood. ``is_skipped`` is true when there was
+    no room and the back-pressure said to skip: such a capture has no state.
+    """
+
+    def __init__(self, uid: str, step: int, *, want: Callable[[str], None]) -> None:
+        self.uid, self.step = uid, step
+        self.is_skipped = False
+        self._want = want
+        self._changed = threading.Condition()
+        self._state: State | None = None
+        self._error: BaseException | None = None
+        self._given_up: str | None = None
+
+    @property
+    def status(self) -> Status | None:
+        """How far it has come; None while it is being copied and digested, or after it failed."""
+        state = self._state
+        return None if state is None else state.status
+
+    @property
+    def state(self) -> State | None:
+        """The recorded state; None until it is recorded."""
+        return self._state
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong in the background, as itself."""
+        return self._error
+
+    def wait(self, status: str = "captured", timeout_s: float | None = None) -> State:
+        """Block until the state has reached ``status`` (or a later one), and return it.
+
+        Waiting for ``durable`` asks for it: the state is written even when no policy wanted it.
+
+        :raises Torn: and any other error of the background, as itself.
+        :raises Unavailable: the capture was skipped, or its bytes were given up before they reached the status.
+        :raises TimeoutError: ``timeout_s`` seconds went by.
+        :raises InvalidInput: no such status.
+        """
+        goal = _goal(status)
+        if goal is not Status.CAPTURED:
+            self._want(self.uid)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._has_reached(goal):
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(
+                        f"state {self.uid} (step {self.step}) is not {goal} after {timeout_s} s; it is {self.status or 'being copied'}"
+                    )
+                # A bounded wait, so that Ctrl-C is noticed on every platform.
+                self._changed.wait(0.5 if left is None else min(left, 0.5))
+            assert self._state is not None
+            return self._state
+
+    def _has_reached(self, goal: Status) -> bool:
+        state = self._state
+        if state is not None and state.status in _RANK and _RANK[state.status] >= _RANK[goal]:
+            return True
+        if self._error is not None:
+            raise self._error
+        if self.is_skipped:
+            raise Unavailable(f"the capture of step {self.step} was skipped: the arena had no room (back_pressure='skip')")
+        if self._given_up is not None:
+            raise Unavailable(self._given_up)
+        return False
+
+    def _advance(self, state: State) -> None:
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _skip(self) -> None:
+        with self._changed:
+            self.is_skipped = True
+            self._changed.notify_all()
+
+    def _give_up(self, why: str) -> None:
+        with self._changed:
+            self._given_up = why
+            self._changed.notify_all()
+
+    def __repr__(self) -> str:
+        what = "skipped" if self.is_skipped else type(self._error).__name__ if self._error else self.status or "in flight"
+        return f"<Capture {self.uid[:10]} step {self.step}: {what}>"
+
+
+def _goal(status: str) -> Status:
+    try:
+        goal = Status(status)
+    except ValueError:
+        goal = Status.LOST
+    if goal not in _RANK:
+        raise InvalidInput(f"cannot wait for {status!r}: wait for one of {', '.join(_RANK)}")
+    return goal

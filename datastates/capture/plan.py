@@ -1,0 +1,219 @@
+"""The copy plan: where each byte of a state goes, compiled once and reused until the layout changes.
+
+A plan knows, for each chunk, which pieces of which tensors make it up. Copying a state is then: one slot a chunk, one
+``split`` of each slot into destination views, one ``_foreach_copy_`` for all pieces. Everything is copied as bytes, so
+that pieces of all dtypes go through the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from datastates.geometry import compact, dense_view, memory_key, spec_of
+from datastates.manifest import CHUNK_BYTES, Shard, TensorSpec
+from datastates.tree import Flat, Leaf, encode_skeleton
+
+from .tripwire import Guarded, Tripwire
+
+__all__ = ["DEFER_BYTES", "Layout", "Plan", "compile_plan"]
+
+DEFER_BYTES = 64 << 10
+"""Smaller tensors are copied before ``capture`` returns: a deferred copy would gain nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all captures of a plan have in common, encoded for the manifest once."""
+
+    skeleton: msgspec.Raw
+    tensors: msgspec.Raw
+    chunk_lengths: tuple[int, ...]
+    bytes_total: int
+
+
+@dataclass(slots=True)
+class _Source:
+    """One leaf that is stored: its tensor as last seen, and its bytes as a flat view."""
+
+    leaf: int
+    path: str
+    tensor: torch.Tensor
+    pointer: int
+    flat: torch.Tensor
+    start: int
+    is_deferred: bool
+    is_dense: bool
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Plan:
+    """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
+
+    ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied
+    when, as (index into ``sizes[c]``, source bytes).
+    """
+
+    layout: Layout
+    flat: Flat
+    specs: tuple[TensorSpec, ...]
+    sizes: list[list[int]]
+    eager: list[list[tuple[int, torch.Tensor]]]
+    deferred: list[list[tuple[int, torch.Tensor]]]
+    sources: list[_Source]
+    aliases: list[tuple[int, torch.Tensor, int]]
+    tripwire: Tripwire
+
+    @property
+    def slot_count(self) -> int:
+        """How many slots a capture takes."""
+        return len(self.sizes)
+
+    def refresh(self, flat: Flat) -> bool:
+        """Point the plan at this capture's tensors; False when the layout changed and the plan must be compiled anew.
+
+        A tensor that is a new object of the same geometry (an RNG state, say) is taken over if it is copied eagerly.
+        """
+        leaves = flat.tensors
+        if flat.skeleton is not self.flat.skeleton:  # ``flatten`` keeps the object as long as it is equal
+            return False
+        self.flat = flat
+        for source in self.sources:
+            leaf = leaves[source.leaf]
+            tensor = leaf.tensor
+            if tensor is source.tensor and source.is_dense and tensor.data_ptr() == source.pointer and tensor.shape == source.tensor.shape:
+                continue
+            if not self._take_over(source, leaf):
+                return False
+        return all(leaves[index].tensor is tensor and tensor.data_ptr() == pointer for index, tensor, pointer in self.aliases)
+
+    def targets(self, chunk: int, slot: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The destination views of a chunk's pieces inside its slot (uint8, ``CHUNK_BYTES`` long)."""
+        sizes = self.sizes[chunk]
+        if len(sizes) == 1:
+            return (slot if sizes[0] == CHUNK_BYTES else slot[: sizes[0]],)
+        length = self.layout.chunk_lengths[chunk]
+        views: Sequence[torch.Tensor] = torch.split(slot if length == CHUNK_BYTES else slot[:length], sizes)
+        return views
+
+    def _take_over(self, source: _Source, leaf: Leaf) -> bool:
+        tensor, spec = leaf.tensor, self.specs[source.leaf]
+        if source.is_deferred or leaf.path != source.path:
+            return False
+        dense = _dense(tensor)
+        fresh = spec_of(leaf.path, tensor if source.is_dense else dense)
+        if (fresh.dtype, fresh.shape, fresh.strides) != (spec.dtype, spec.shape, spec.strides) or dense.device != source.flat.device:
+            return False
+        flat = _bytes_of(dense)
+        source.tensor, source.pointer, source.flat = tensor, tensor.data_ptr(), flat
+        for chunk, index in source.pieces:
+            position, old = self.eager[chunk][index]
+            begin = max(0, chunk * CHUNK_BYTES - source.start)
+            self.eager[chunk][index] = (position, flat[begin : begin + old.numel()])
+        return True
+
+
+def compile_plan(
+    flat: Flat,
+    *,
+    fenced: Collection[int] = (),
+    frozen: Collection[int] = (),
+    eager_paths: Collection[str] = (),
+) -> Plan:
+    """Lay a state's tensors out over chunks.
+
+    ``fenced`` and ``frozen`` are ids of tensors: those that a tracked optimizer alone changes (deferred when large
+    enough), and those that stay the same (grouped apart, so that their chunks keep their digests). ``eager_paths`` are
+    never deferred: the tripwire saw them change outside the fence.
+    """
+    specs: list[TensorSpec] = []
+    sources: list[_Source] = []
+    aliases: list[tuple[int, torch.Tensor, int]] = []
+    first_of: dict[object, int] = {}
+    for index, leaf in enumerate(flat.tensors):
+        tensor = leaf.tensor
+        key = memory_key(tensor)
+        if key is not None and key in first_of:
+            specs.append(msgspec.structs.replace(spec_of(leaf.path, tensor), alias=first_of[key]))
+            aliases.append((index, tensor, tensor.data_ptr()))
+            continue
+        if key is not None:
+            first_of[key] = index
+        dense = dense_view(tensor)
+        is_dense = dense is not None
+        packed = tensor if is_dense else _dense(tensor)
+        specs.append(spec_of(leaf.path, packed))
+        data = _bytes_of(packed)
+        is_deferred = is_dense and id(tensor) in fenced and data.numel() >= DEFER_BYTES and leaf.path not in eager_paths
+        sources.append(_Source(index, leaf.path, tensor, tensor.data_ptr(), data, 0, is_deferred, is_dense))
+    return _lay_out(flat, specs, sources, aliases, frozen)
+
+
+def _lay_out(
+    flat: Flat, specs: list[TensorSpec], sources: list[_Source], aliases: list[tuple[int, torch.Tensor, int]], frozen: Collection[int]
+) -> Plan:
+    still = [source for source in sources if id(source.tensor) in frozen]
+    moving = [source for source in sources if id(source.tensor) not in frozen]
+    sizes: list[list[int]] = []
+    eager: list[list[tuple[int, torch.Tensor]]] = []
+    deferred: list[list[tuple[int, torch.Tensor]]] = []
+    for group in (still, moving):
+        # Falling item size keeps every tensor aligned to its item without padding.
+        group.sort(key=lambda source: (-source.tensor.element_size(), source.leaf))
+        position = len(sizes) * CHUNK_BYTES
+        for source in group:
+            position = _place(source, position, sizes, eager, deferred)
+    for source in sources:
+        spec = specs[source.leaf]
+        shard = Shard((0,) * len(spec.shape), spec.shape, source.start, source.flat.numel())
+        specs[source.leaf] = msgspec.structs.replace(spec, shards=(shard,))
+    guarded = [Guarded(source.path, source.tensor, source.flat, source.start) for source in sources if source.is_deferred]
+    lengths = tuple(sum(chunk) for chunk in sizes)
+    layout = Layout(
+        skeleton=msgspec.Raw(encode_skeleton(flat.skeleton)),
+        tensors=msgspec.Raw(msgspec.msgpack.encode(specs)),
+        chunk_lengths=lengths,
+        bytes_total=sum(lengths),
+    )
+    return Plan(layout, flat, tuple(specs), sizes, eager, deferred, sources, aliases, Tripwire(guarded))
+
+
+def _place(
+    source: _Source,
+    position: int,
+    sizes: list[list[int]],
+    eager: list[list[tuple[int, torch.Tensor]]],
+    deferred: list[list[tuple[int, torch.Tensor]]],
+) -> int:
+    """Put one tensor at ``position`` of the stream; the position after it."""
+    source.start = position
+    total, done = source.flat.numel(), 0
+    while done < total:
+        chunk, offset = divmod(position, CHUNK_BYTES)
+        if chunk == len(sizes):
+            sizes.append([])
+            eager.append([])
+            deferred.append([])
+        count = min(total - done, CHUNK_BYTES - offset)
+        copies = deferred[chunk] if source.is_deferred else eager[chunk]
+        source.pieces.append((chunk, len(copies)))
+        copies.append((len(sizes[chunk]), source.flat[done : done + count]))
+        sizes[chunk].append(count)
+        done += count
+        position += count
+    return position
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where its bytes can be viewed flat, else a dense copy."""
+    return tensor if dense_view(tensor) is not None else compact(tensor)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = dense_view(tensor)
+    assert flat is not None
+    return flat

@@ -1,0 +1,448 @@
+"""The threads behind captures: they carry out what ``engine`` decides.
+
+    stage thread    (stage.py)  copies; hands each capture on, in order
+    engine thread   digest -> content -> memory tier -> record -> make room ahead
+    writer thread   local tier -> mark durable
+
+One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the lines; no I/O happens under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+
+from datastates.config import BackPressure, Config
+from datastates.digest import chunk_digest, state_digest
+from datastates.errors import Closed, OverBudget
+from datastates.lineage import record as lineage_record
+from datastates.lineage import refs as lineage_refs
+from datastates.lineage.database import Database
+from datastates.lineage.states import Edge, NewState, RefKind, State, Status, Value
+from datastates.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
+from datastates.policy.cadence import Cadence
+from datastates.store.arena import Arena
+from datastates.store.local import LocalTier
+from datastates.store.memory import MemoryTier
+from datastates.store.tier import Payload
+
+from .engine import (
+    Action,
+    Closing,
+    Engine,
+    Event,
+    Evict,
+    GiveUp,
+    LineOpened,
+    Recorded,
+    RefsChanged,
+    RoomNeeded,
+    Tick,
+    Wanted,
+    Write,
+    WriteFailed,
+    Written,
+)
+from .handle import Capture
+from .plan import Layout
+from .stage import CopyJob, Stager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import msgspec
+
+__all__ = ["Line", "Runner", "Staged"]
+
+_log = logging.getLogger(__name__)
+
+_REFS_POLL_S = 1.0
+"""How often refs that other processes made are looked for."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One tracker on one branch. ``tip`` is where the next capture hangs on; ``base`` the last manifest on disk.
+
+    Owned by the engine thread while captures are in flight.
+    """
+
+    name: str
+    branch: str
+    tip: tuple[str, str] | None
+    base: Manifest | None
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class Staged:
+    """What a capture knows before its bytes are digested."""
+
+    line: Line
+    handle: Capture
+    layout: Layout
+    values: msgspec.Raw
+    step: int
+    micro_step: int
+    created_at: datetime
+    message: str | None
+    metrics: dict[str, float]
+    attributes: dict[str, Value]
+    edges: tuple[Edge, ...] = ()
+    job: CopyJob | None = field(default=None, repr=False)
+
+
+class Runner:
+    """Owns the stage, engine and writer threads of one repository. ``close`` is idempotent."""
+
+    def __init__(
+        self, *, database: Database, arena: Arena, memory: MemoryTier, local: LocalTier, config: Config, run: str, node: str
+    ) -> None:
+        self._database, self._arena, self._memory, self._local = database, arena, memory, local
+        self._config, self._run, self._node = config, run, node
+        self.stager = Stager(arena)
+        self._lock = threading.Condition()
+        self._engine = Engine()
+        self._handles: dict[str, Capture] = {}
+        self._lines_of: dict[str, Line] = {}
+        self._evicted: list[str] = []
+        self._in_flight = 0
+        self._next_slots = 0
+        self._refs_seen: tuple[float, int] = (0.0, -1)
+        self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=target, name=f"datastates-{name}", daemon=True)
+            for name, target in (("engine", self._run_engine), ("writer", self._run_writer))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- the training thread -------------------------------------------------------------------------------------------
+
+    def open_line(self, line: Line, cadence: Cadence) -> None:
+        """A tracker begins."""
+        self._post(LineOpened(line.name, cadence))
+
+    def close_line(self, line: Line) -> None:
+        """A tracker ends: its head becomes durable (``drain`` waits for it)."""
+        self.flush()
+        self._post(Closing(line.name))
+
+    def acquire(self, count: int, back_pressure: BackPressure) -> list[int] | None:
+        """Slots for a capture; None when there is no room and the back-pressure is to skip.
+
+        Blocks under ``wait`` and ``drop-oldest`` until memory is let go.
+
+        :raises OverBudget: the state could never fit.
+        """
+        if count > self._arena.capacity:
+            raise OverBudget(
+                f"a state takes {count} slots of {CHUNK_BYTES >> 20} MiB, the memory budget has {self._arena.capacity}: "
+                f"open the repository with memory_bytes of at least {2 * count * CHUNK_BYTES} (two states)"
+            )
+        self._next_slots = count
+        while True:
+            slots = self._arena.acquire(count)
+            if slots is not None:
+                return slots
+            self._post(RoomNeeded(count, is_blocked=True, back_pressure=back_pressure))
+            slots = self._arena.acquire(count)
+            if slots is not None or back_pressure is BackPressure.SKIP:
+                return slots
+            with self._lock:
+                self._raise_if_closed()
+                if self._arena.available < count:
+                    self._lock.wait(0.1)
+
+    def release(self, slots: list[int]) -> None:
+        """Give back slots of a capture that did not come about."""
+        self._arena.release(slots)
+        self._notify()
+
+    def submit(self, staged: Staged, *, is_deferring: bool) -> CopyJob:
+        """Begin the copy of a capture; the engine goes on from there."""
+        assert staged.job is not None
+        with self._lock:
+            self._raise_if_closed()
+            self._in_flight += 1
+            self._handles[staged.handle.uid] = staged.handle
+        staged.job.on_done = lambda _: self._staged.put(staged)
+        self.stager.begin(staged.job, is_deferring=is_deferring)
+        return staged.job
+
+    def want(self, uid: str) -> None:
+        """A state is to become durable."""
+        self._post(Wanted(uid))
+
+    def flush(self) -> None:
+        """Wait until every capture so far is recorded or has failed."""
+        with self._lock:
+            while self._in_flight:
+                self._lock.wait(0.5)
+
+    def refs_changed(self) -> None:
+        """Refs were made, moved or deleted: protect and write what they name."""
+        self._look_at_refs(is_forced=True)
+
+    @property
+    def pending_writes(self) -> int:
+        """Captures not yet recorded and states not yet written, as it stands."""
+        with self._lock:
+            return self._in_flight + self._engine.pending_writes
+
+    def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
+        """Wait until all captures are recorded and all that is wanted is durable (or failed)."""
+        while pending := self.pending_writes:
+            if on_wait is not None:
+                on_wait(pending)
+            with self._lock:
+                if self._in_flight or self._engine.pending_writes:
+                    self._lock.wait(0.2)
+
+    def close(self) -> None:
+        """Make the heads durable, wait, and end the threads; idempotent. Not to be called from these threads."""
+        with self._lock:
+            if self._is_closed:
+                return
+        self.stager.close()
+        self.flush()
+        self._post(Closing(None))
+        self.drain()
+        self._evicted += list(self._memory.uids())  # what ends with this process; those that are durable stay so
+        self._record_evictions()
+        with self._lock:
+            self._is_closed = True
+        self._staged.put(None)
+        self._writes.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    # --- the engine thread ---------------------------------------------------------------------------------------------
+
+    def _run_engine(self) -> None:
+        while True:
+            try:
+                staged = self._staged.get(timeout=self._tick_delay())
+            except queue.Empty:
+                self._tick()
+                continue
+            if staged is None:
+                return
+            try:
+                self._finish(staged)
+            except BaseException as exc:
+                self._fail(staged, exc)
+            finally:
+                with self._lock:
+                    self._in_flight -= 1
+                    self._lock.notify_all()
+
+    def _finish(self, staged: Staged) -> None:
+        """Digest, adopt, record: the table of contents of a capture's second half."""
+        job = staged.job
+        assert job is not None
+        staged.job = None
+        if job.error is not None:
+            self._arena.release(job.slots)
+            raise job.error
+        try:
+            manifest = self._manifest(staged, job.slots)
+        except BaseException:
+            self._arena.release(job.slots)
+            raise
+        bytes_new = self._memory.adopt(manifest, job.slots).bytes_new
+        try:
+            state = self._record(staged, manifest, bytes_new)
+        except BaseException:
+            self._memory.remove(manifest.origin.uid)
+            raise
+        staged.line.tip = (state.uid, state.digest)
+        with self._lock:
+            self._lines_of[state.uid] = staged.line
+        staged.handle._advance(state)
+        self._post(Recorded(state.uid, staged.line.name, time.monotonic()))
+        self._look_at_refs()
+        if self._next_slots > self._arena.available:
+            self._post(RoomNeeded(self._next_slots, is_blocked=False, back_pressure=self._config.back_pressure))
+
+    def _manifest(self, staged: Staged, slots: list[int]) -> Manifest:
+        lengths = staged.layout.chunk_lengths
+        chunks = tuple(Chunk(chunk_digest(self._arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
+        content = Content(staged.layout.skeleton, staged.values, staged.layout.tensors, chunks)
+        tip = staged.line.tip
+        parents = () if tip is None else (tip[0],)
+        parent_digests = () if tip is None else (tip[1],)
+        origin = Origin(
+            uid=staged.handle.uid,
+            parents=parents,
+            parent_digests=parent_digests,
+            run=self._run,
+            branch=staged.line.branch,
+            step=staged.step,
+            micro_step=staged.micro_step,
+            created_at_us=int(staged.created_at.timestamp() * 1e6),
+            message=staged.message,
+            metrics=staged.metrics,
+            attributes=dict(staged.attributes),
+        )
+        return Manifest(1, state_digest(content, parent_digests), origin, content)
+
+    def _record(self, staged: Staged, manifest: Manifest, bytes_new: int) -> State:
+        origin = manifest.origin
+        new = NewState(
+            uid=origin.uid,
+            digest=manifest.digest,
+            parent=origin.parents[0] if origin.parents else None,
+            branch=staged.line.branch,
+            run=self._run,
+            step=staged.step,
+            micro_step=staged.micro_step,
+            metrics=staged.metrics,
+            attributes=staged.attributes,
+            message=staged.message,
+            created_at=staged.created_at,
+            edges=staged.edges,
+            bytes_total=staged.layout.bytes_total,
+            bytes_new=bytes_new,
+            node=self._node,
+        )
+        with self._lock:
+            evicted, self._evicted = self._evicted, []
+        try:
+            with self._database.write() as session:
+                if evicted:
+                    lineage_record.evict(session, evicted, tier="memory", node=self._node)
+                return lineage_record.record(session, new)
+        except BaseException:
+            with self._lock:
+                self._evicted[:0] = evicted
+            raise
+
+    def _record_evictions(self) -> None:
+        with self._lock:
+            evicted, self._evicted = self._evicted, []
+        if evicted:
+            with self._database.write() as session:
+                lineage_record.evict(session, evicted, tier="memory", node=self._node)
+
+    def _fail(self, staged: Staged, error: BaseException) -> None:
+        _log.debug("capture of step %s failed", staged.step, exc_info=error)
+        with self._lock:
+            self._handles.pop(staged.handle.uid, None)
+            staged.line.error = error
+        staged.handle._fail(error)
+
+    def _tick_delay(self) -> float | None:
+        with self._lock:
+            due = self._engine.next_tick()
+        return None if due is None else max(0.01, due - time.monotonic())
+
+    def _tick(self) -> None:
+        self._post(Tick(time.monotonic()))
+
+    def _look_at_refs(self, *, is_forced: bool = False) -> None:
+        """Learn which states refs name, when the reflog has grown. Any thread."""
+        now = time.monotonic()
+        last_look, last_event = self._refs_seen
+        if not is_forced and now - last_look < _REFS_POLL_S:
+            return
+        with self._database.read() as session:
+            newest = lineage_refs.last_event(session)
+            named = lineage_refs.refs(session) if newest != last_event or is_forced else None
+        self._refs_seen = (now, newest)
+        if named is not None:
+            tagged = frozenset(ref.state for ref in named if ref.kind is RefKind.TAG)
+            self._post(RefsChanged(tagged, frozenset(ref.state for ref in named)))
+
+    # --- the writer thread ---------------------------------------------------------------------------------------------
+
+    def _run_writer(self) -> None:
+        while (uid := self._writes.get()) is not None:
+            try:
+                self._write(uid)
+            except BaseException as exc:
+                _log.debug("writing %s failed", uid, exc_info=exc)
+                self._on_write_failed(uid, exc)
+            else:
+                self._post(Written(uid))
+
+    def _write(self, uid: str) -> None:
+        with self._lock:
+            line, handle = self._lines_of.get(uid), self._handles.get(uid)
+        # The digests were made from this very memory: reading verifies them, writing need not.
+        with self._memory.open(uid, verify=False) as reader:
+            chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
+            placed = self._local.put(Payload(reader.manifest, chunks), base=line.base if line is not None else None)
+            del chunks
+        with self._database.write(durable=True) as session:
+            lineage_record.mark(
+                session,
+                uid,
+                Status.DURABLE,
+                tier="local",
+                node=self._node,
+                bytes=placed.bytes_new,
+                packs=[(pack.name, pack.size) for pack in placed.manifest.packs],
+            )
+        if self._config.on_step is not None:
+            self._config.on_step("marked-durable")
+        if line is not None:
+            line.base = placed.manifest
+        if handle is not None and handle.state is not None:
+            handle._advance(replace(handle.state, status=Status.DURABLE))
+
+    def _on_write_failed(self, uid: str, error: BaseException) -> None:
+        with self._lock:
+            line, handle = self._lines_of.get(uid), self._handles.get(uid)
+            if line is not None:
+                line.error = error
+        if handle is not None:
+            handle._fail(error)
+        self._post(WriteFailed(uid))
+
+    # --- carrying out decisions, any thread ------------------------------------------------------------------------------
+
+    def _post(self, event: Event) -> None:
+        with self._lock:
+            actions = self._engine.handle(event)
+            for action in actions:
+                self._act(action)
+            self._lock.notify_all()
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Write(uid):
+                self._writes.put(uid)
+            case Evict(uids, until):
+                self._evict(uids, until)
+            case GiveUp(uids):
+                for uid in uids:
+                    if (handle := self._handles.get(uid)) is not None:
+                        handle._give_up(f"state {uid} gave way to newer ones before it was written (back_pressure='drop-oldest')")
+
+    def _evict(self, uids: tuple[str, ...], until: int) -> None:
+        for uid in uids:
+            if self._arena.available >= until:
+                return
+            self._memory.remove(uid)
+            self._engine.forget(uid)
+            self._evicted.append(uid)
+            self._lines_of.pop(uid, None)
+            handle = self._handles.pop(uid, None)
+            if handle is not None:
+                handle._give_up(f"state {uid} left memory before it became durable: make more states durable, or give more memory_bytes")
+
+    def _notify(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise Closed("the repository is closed: open it again to capture")

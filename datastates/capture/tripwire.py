@@ -1,0 +1,94 @@
+"""The tripwire: was a tensor changed between the call of ``capture`` and the end of its deferred copy?
+
+Two signs are looked at. ``Tensor._version`` counts ordinary in-place changes. Edits through ``.data``, and fused kernels,
+leave it alone; so a spread sample of each tensor's elements is taken when ``capture`` is called and compared with the same
+elements of the copy. What was copied is compared, not the source as it stands afterwards: a swap there and back is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from datastates.manifest import CHUNK_BYTES
+
+__all__ = ["SAMPLES", "Armed", "Guarded", "Tripwire"]
+
+SAMPLES = 32
+"""Elements of each deferred tensor that are looked at."""
+
+_WORDS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A deferred tensor: its path, the tensor, its bytes as a flat view, and where they go in the stream."""
+
+    path: str
+    tensor: torch.Tensor
+    flat: torch.Tensor
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Armed:
+    """What the signs were when ``capture`` was called."""
+
+    versions: list[int]
+    samples: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The guarded tensors of one item size: sampled with one ``cat``, looked up in the arena with one ``take``."""
+
+    members: list[int]
+    views: list[torch.Tensor]
+    word: torch.dtype
+    chunks: npt.NDArray[np.int64]
+    words: npt.NDArray[np.int64]
+
+
+class Tripwire:
+    """Compiled with a plan. ``arm`` runs on the training thread, ``tripped`` on the stage thread."""
+
+    def __init__(self, guarded: Sequence[Guarded]) -> None:
+        self._guarded = list(guarded)
+        sizes = sorted({_word_size(item) for item in guarded})
+        self._groups = [self._group(size) for size in sizes]
+
+    def arm(self) -> Armed:
+        """Take the versions and the samples; about 0.1 to 0.4 ms for 300 tensors."""
+        versions = [item.tensor._version for item in self._guarded]
+        return Armed(versions, [torch.cat(group.views) for group in self._groups])
+
+    def tripped(self, armed: Armed, slots: Sequence[int], arena: torch.Tensor) -> list[str]:
+        """The paths of tensors that changed before they were copied into ``slots`` of ``arena`` (all of it, uint8)."""
+        hit = {i for i, (item, old) in enumerate(zip(self._guarded, armed.versions, strict=True)) if item.tensor._version != old}
+        places = np.asarray(slots, dtype=np.int64)
+        for group, before in zip(self._groups, armed.samples, strict=True):
+            words_per_chunk = CHUNK_BYTES // group.word.itemsize
+            copied = arena.view(group.word).numpy().take(places[group.chunks] * words_per_chunk + group.words)
+            for wrong in np.nonzero(copied != before.cpu().numpy())[0]:
+                hit.add(group.members[int(wrong) // SAMPLES])
+        return [self._guarded[i].path for i in sorted(hit)]
+
+    def _group(self, size: int) -> _Group:
+        members = [i for i, item in enumerate(self._guarded) if _word_size(item) == size]
+        views, positions = [], []
+        for i in members:
+            item = self._guarded[i]
+            words = item.flat.view(_WORDS[size])
+            step = (words.numel() - 1) // (SAMPLES - 1)
+            views.append(words[: (SAMPLES - 1) * step + 1 : step])
+            positions.append(item.start + size * step * np.arange(SAMPLES, dtype=np.int64))
+        chunks, offsets = np.divmod(np.concatenate(positions), CHUNK_BYTES)
+        return _Group(members, views, _WORDS[size], chunks, offsets // size)
+
+
+def _word_size(item: Guarded) -> int:
+    return min(8, item.tensor.element_size())

@@ -1,0 +1,482 @@
+"""What a script opens: a lineage database plus payload tiers, and everything that is asked of both."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from .capture.runner import Line, Runner
+from .capture.shutdown import close_at_exit
+from .config import BackPressure, Config
+from .environment import available_memory_bytes, describe_run, node_name
+from .errors import Closed, Conflict, InvalidInput, NotFound, Unavailable
+from .lease import Lease, is_held
+from .lineage import refs as lineage_refs
+from .lineage import revision, runs, search, walk
+from .lineage.database import Database
+from .lineage.states import Ref, RefEvent, RefKind, State
+from .location import Location, locate
+from .manifest import CHUNK_BYTES
+from .policy.cadence import Cadence
+from .reading import read_tree
+from .report import RestoreReport, Selection
+from .restore import restore_into
+from .rng import RngState
+from .store.arena import Arena
+from .store.local import LocalTier
+from .store.memory import MemoryTier
+from .store.tier import Reader
+from .tracker import Tracker
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+    import networkx as nx
+
+__all__ = ["Repository", "open"]
+
+_log = logging.getLogger("datastates")
+
+_LEASES = "leases"
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
+def open(
+    url: str | os.PathLike[str] = "runs",
+    *,
+    packs: str | os.PathLike[str] | None = None,
+    memory_bytes: int | None = None,
+    config: Config | None = None,
+) -> Repository:
+    """Open a repository, and make it if it is not there.
+
+    ``url`` is a folder (SQLite and packs inside), or ``postgresql+psycopg://…`` with ``packs`` naming a folder. States that
+    died with their process are marked ``lost`` here, and each branch goes back to its newest restorable state.
+
+    :raises Unavailable: the database does not answer.
+    :raises InvalidInput: the url is none of these, or the folder is something else.
+    """
+    config = config or Config.from_environment()
+    if memory_bytes is not None:
+        config = replace(config, memory_bytes=memory_bytes)
+    return Repository(locate(url, packs), config)
+
+
+class Repository:
+    """A lineage and the tiers that hold its states. Reading is safe from any thread; tracking belongs to the training thread."""
+
+    def __init__(self, location: Location, config: Config) -> None:
+        self.location, self.config = location, config
+        self.node = node_name()
+        self._pid = os.getpid()
+        self._database = Database(location.database_url)
+        try:
+            self._local = LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step)
+            self.recovered = self._recover()
+        except BaseException:
+            self._database.close()
+            raise
+        self._arena: Arena | None = None
+        self._memory: MemoryTier | None = None
+        self._running: Runner | None = None
+        self._lease: Lease | None = None
+        self._run_uid: str | None = None
+        self._trackers: list[Tracker] = []
+        self._is_closed = False
+
+    # --- tracking --------------------------------------------------------------------------------------------------------
+
+    def track(
+        self,
+        *,
+        branch: str = "main",
+        start: str | None = None,
+        resume: bool = True,
+        rng: bool = True,
+        gradients: bool = False,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        durable_every: int | None = None,
+        durable_interval_s: float | None = None,
+        back_pressure: BackPressure | str | None = None,
+        defer: bool = True,
+        **objects: object,
+    ) -> Tracker:
+        """Track a training on a branch, and put its objects where the branch stands.
+
+        A branch that exists is resumed at its newest restorable state (``resume=False``: Conflict). A branch that does not
+        begins a root, or forks from ``start``. ``objects`` are anything with ``state_dict`` and ``load_state_dict``, nested
+        containers of those, of tensors and of plain values. ``rng`` captures the random number generators too, ``gradients``
+        the gradients. ``only`` and ``strict`` are as in ``restore``. ``defer=False`` copies everything before ``capture`` returns.
+
+        :raises Conflict: the branch exists and was not to be resumed, or does not descend from ``start``.
+        :raises NotFound: ``start`` names no state.
+        :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
+        """
+        self._check_open()
+        if rng:
+            if "rng" in objects:
+                raise InvalidInput("the name 'rng' is taken by the random number generators: rename it, or pass rng=False")
+            objects["rng"] = RngState()
+        begin = self._begin(branch, start, resume=resume)
+        values: dict[str, object] = {name: value for name, value in objects.items() if value is None or isinstance(value, _PLAIN)}
+        line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
+        config = self.config
+        every = durable_every if durable_every is not None else config.durable_every
+        interval = durable_interval_s if durable_interval_s is not None else config.durable_interval_s
+        tracker = Tracker(
+            self,
+            line=line,
+            objects={name: value for name, value in objects.items() if name not in values},
+            values=values,
+            cadence=Cadence(every, interval),
+            back_pressure=BackPressure(back_pressure or config.back_pressure),
+            gradients=gradients,
+            is_deferring=defer,
+        )
+        try:
+            if begin is not None:
+                self._set_out(tracker, begin, only=only, strict=strict)
+        except BaseException:
+            tracker._fence.remove()
+            raise
+        self._trackers.append(tracker)
+        return tracker
+
+    def _begin(self, branch: str, start: str | None, *, resume: bool) -> State | None:
+        """The state that a tracker sets out from; makes the branch of a fork."""
+        with self._database.read() as session:
+            ref = _find_ref(session, branch)
+            origin = None if start is None else revision.resolve(session, start)
+            if ref is None:
+                if origin is None:
+                    lineage_refs.check_name(branch)
+                    return None
+                if not origin.status.is_restorable:
+                    raise self._gone(session, origin)
+            else:
+                if ref.kind is not RefKind.BRANCH:
+                    raise Conflict(f"{branch!r} is a tag: choose another name for the branch")
+                if not resume:
+                    raise Conflict(f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or go on there with resume=True")
+                if origin is not None and not walk.is_ancestor(session, origin.uid, ref.state):
+                    raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
+                head = walk.state(session, ref.state)
+                found = head if head.status.is_restorable else walk.nearest_restorable(session, head.uid)
+                if found is None:
+                    raise self._gone(session, head)
+                origin = found
+        if ref is None:
+            self.branch(branch, origin.uid)
+        elif origin.uid != ref.state:
+            self.move(branch, origin.uid, expected=ref.state)
+        return origin
+
+    def _set_out(self, tracker: Tracker, state: State, *, only: str | Sequence[str] | None, strict: bool) -> None:
+        tracker._restore_objects(state, only=only, strict=strict)
+        tracker.resumed_from = state
+        try:
+            with self._local.open(state.uid, verify=False) as reader:
+                tracker._line.base = reader.manifest
+        except NotFound:
+            pass  # it lives in memory only; what it shares with later states is written with the first of them
+        _log.info("branch %s goes on from state %s, step %d", tracker.branch, state.uid[:10], state.step)
+
+    def _runner(self) -> Runner:
+        """The threads behind captures; made when the first tracker is."""
+        if self._running is None:
+            budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
+            run = describe_run({"datastates.packs": str(self.location.packs)})
+            self._lease = Lease(self.location.packs / _LEASES, run.uid)
+            with self._database.write() as session:
+                runs.start(session, run)
+            self._run_uid = run.uid
+            self._arena = Arena(budget, pin=torch.cuda.is_available())
+            self._memory = MemoryTier(self._arena)
+            self._running = Runner(
+                database=self._database,
+                arena=self._arena,
+                memory=self._memory,
+                local=self._local,
+                config=self.config,
+                run=run.uid,
+                node=self.node,
+            )
+            close_at_exit(self)
+        return self._running
+
+    # --- states ----------------------------------------------------------------------------------------------------------
+
+    def state(self, rev: str) -> State:
+        """The state that a revision names.
+
+        :raises NotFound: it names none; lists close names.
+        :raises SyntaxProblem: it does not parse; points at the column.
+        """
+        with self._reading() as session:
+            return revision.resolve(session, rev)
+
+    def load(self, rev: str, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None) -> Any:
+        """A state's tree: nested containers of tensors, each byte checked. The caller owns the tensors.
+
+        From disk they are memory-mapped privately: writing to them never reaches the pack. ``only`` takes names or patterns of
+        paths (``"model"``, ``"optimizer/state/*"``); what is not asked for is ``None`` in the tree, and is not read.
+
+        :raises Corrupt: a stored byte is wrong; names the file and the tensor.
+        :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
+        """
+        with self._open_payload(self.state(rev)) as reader:
+            return read_tree(reader, wants=Selection(only).wants, device=device)
+
+    def restore(
+        self, rev: str, into: Mapping[str, object], *, only: str | Sequence[str] | None = None, strict: bool = True
+    ) -> RestoreReport:
+        """Put a state into live objects, in place; nothing is changed unless everything fits (``strict``) and is verified.
+
+        :raises InvalidInput: names, shapes or types do not fit; lists them.
+        """
+        return self._restore(self.state(rev), into, only=only, strict=strict)
+
+    def verify(self, rev: str) -> State:
+        """Read every byte of a state and check it.
+
+        :raises Corrupt: the first that is wrong.
+        """
+        state = self.state(rev)
+        with self._open_payload(state) as reader:
+            reader.verify()
+        return state
+
+    def _restore(self, state: State, into: Mapping[str, object], *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
+        for tracker in self._trackers:
+            tracker.fence()
+        with self._open_payload(state) as reader:
+            wants = Selection(only).wants
+            # Only what is asked for, of objects that are there, is read.
+            tree = read_tree(reader, wants=lambda path: path.split("/", 1)[0] in into and wants(path), is_borrowing=True)
+            return restore_into(into, tree, only=only, strict=strict)
+
+    def _open_payload(self, state: State) -> Reader:
+        """The nearest tier that holds the state."""
+        if self._memory is not None:
+            try:
+                return self._memory.open(state.uid, verify=self.config.verify)
+            except NotFound:
+                pass
+        try:
+            return self._local.open(state.uid, verify=self.config.verify)
+        except NotFound:
+            with self._database.read() as session:
+                raise self._gone(session, walk.state(session, state.uid)) from None
+
+    def _gone(self, session: Session, state: State) -> Unavailable:
+        nearest = walk.nearest_restorable(session, state.uid)
+        near = None if nearest is None else nearest.uid
+        why = f"is {state.status}" if not state.status.is_restorable else "is only in the memory of another process"
+        hint = f"the nearest ancestor that can is {near[:10]} (step {nearest.step})" if nearest and near else "nor can any ancestor"
+        return Unavailable(f"state {state.uid[:10]} (step {state.step}) cannot be restored: it {why}; {hint}", nearest=near)
+
+    # --- refs ------------------------------------------------------------------------------------------------------------
+
+    def tag(self, name: str, rev: str | State | None, *, message: str | None = None) -> Ref:
+        """Name a state for good; it becomes durable.
+
+        :raises Conflict: the name is taken by another state.
+        """
+        with self._changing(rev) as (session, uid):
+            return lineage_refs.tag(session, name, uid, message=message)
+
+    def branch(self, name: str, rev: str | State | None) -> Ref:
+        """Make a branch at a state.
+
+        :raises Conflict: the name is taken.
+        """
+        with self._changing(rev) as (session, uid):
+            return lineage_refs.branch(session, name, uid)
+
+    def move(self, name: str, rev: str | State | None, *, expected: str | State) -> Ref:
+        """Move a ref by compare-and-swap.
+
+        :raises Conflict: it does not stand at ``expected`` any more.
+        """
+        old = self._uid(expected)
+        with self._changing(rev) as (session, uid):
+            return lineage_refs.move(session, name, uid, expected=old)
+
+    def delete_ref(self, name: str) -> None:
+        """Take a name away; its reflog stays.
+
+        :raises NotFound: there is no such ref.
+        """
+        self._settle()
+        with self._database.write(durable=True) as session:
+            lineage_refs.delete(session, name)
+        if self._running is not None:
+            self._running.refs_changed()
+
+    def refs(self) -> list[Ref]:
+        """Every branch and tag, by name."""
+        with self._reading() as session:
+            return lineage_refs.refs(session)
+
+    def reflog(self, name: str) -> list[RefEvent]:
+        """Where a ref stood, newest first; also of a ref that was deleted."""
+        with self._reading() as session:
+            return lineage_refs.reflog(session, name)
+
+    # --- lineage ---------------------------------------------------------------------------------------------------------
+
+    def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> list[State]:
+        """A state and its ancestors, newest first."""
+        uid = self._uid(rev)
+        with self._reading() as session:
+            return walk.log(session, uid, limit=limit)
+
+    def find(self, query: str) -> list[State]:
+        """The states that a query asks for (see ``lineage.search`` for the grammar).
+
+        :raises SyntaxProblem: it does not parse; points at the column.
+        """
+        with self._reading() as session:
+            return search.find(session, query).states
+
+    def ancestors(self, rev: str | State, *, limit: int | None = None) -> list[State]:
+        """All ancestors, further parents' included, newest generation first."""
+        uid = self._uid(rev)
+        with self._reading() as session:
+            return walk.ancestors(session, uid, limit=limit)
+
+    def descendants(self, rev: str | State, *, limit: int | None = None) -> list[State]:
+        """All states that come from this one."""
+        uid = self._uid(rev)
+        with self._reading() as session:
+            return walk.descendants(session, uid, limit=limit)
+
+    def graph(self, rev: str | State | None = None, **options: Any) -> nx.DiGraph[str]:
+        """The lineage as a networkx graph, edges from parent to child; see ``lineage.view.graph``."""
+        of = None if rev is None else [self._uid(rev)]
+        from .lineage import view  # networkx takes a while to import, and few ask for it
+
+        with self._reading() as session:
+            return view.graph(session, of=of, **options)
+
+    # --- the end -----------------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Wait until every capture so far is recorded (not: durable) or has failed."""
+        if self._running is not None:
+            self._running.flush()
+
+    def close(self) -> None:
+        """Make durable what is to be (tags, branch heads), end the threads, let go; idempotent.
+
+        :raises Torn: (or another error of the background) that no handle and no later capture has raised.
+        """
+        if self._is_closed or self._pid != os.getpid():
+            return
+        self._is_closed = True
+        errors: list[Exception] = []
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as exc:
+                errors.append(exc)
+        try:
+            self._let_go()
+        finally:
+            self._database.close()
+        if errors:
+            raise errors[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            _log.exception("closing the repository failed")
+
+    def __repr__(self) -> str:
+        return f"<Repository {self.location.database_url}>"
+
+    def _let_go(self) -> None:
+        if self._running is None or self._memory is None or self._arena is None or self._lease is None or self._run_uid is None:
+            self._local.close()
+            return
+        self._running.close()
+        with self._database.write(durable=True) as session:
+            runs.finish(session, self._run_uid)
+        self._lease.close()
+        self._memory.close()
+        self._arena.close()
+        self._local.close()
+
+    def _wait_until_drained(self) -> None:
+        if self._running is not None:
+            self._running.drain()
+
+    def _recover(self) -> list[runs.Recovered]:
+        """Mark what died with its process on this host, and take branches back to what can be restored."""
+        with self._database.read() as session:
+            unfinished = runs.unfinished(session, self.node)
+        dead = [run.uid for run in unfinished if not is_held(Path(str(run.config.get("datastates.packs"))) / _LEASES, run.uid)]
+        if not dead:
+            return []
+        with self._database.write(durable=True) as session:
+            recovered = runs.recover(session, dead)
+        self._local.sweep()
+        for uid in dead:
+            (self.location.packs / _LEASES / uid).unlink(missing_ok=True)
+        for item in recovered:
+            _log.warning("branch %s: its newest states died with their process; it is back at %s", item.branch, item.new and item.new[:10])
+        return recovered
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        """A session that sees every capture made so far by this process."""
+        self._check_open()
+        self._settle()
+        with self._database.read() as session:
+            yield session
+
+    @contextmanager
+    def _changing(self, rev: str | State | None) -> Iterator[tuple[Session, str]]:
+        self._check_open()
+        uid = self._uid(rev)
+        with self._database.write(durable=True) as session:
+            yield session, uid
+        if self._running is not None:
+            self._running.refs_changed()
+
+    def _uid(self, rev: str | State | None) -> str:
+        if rev is None:
+            raise InvalidInput("there is no state to name yet: capture one first")
+        return rev.uid if isinstance(rev, State) else self.state(rev).uid
+
+    def _settle(self) -> None:
+        if self._running is not None and not self._is_closed:
+            self._running.flush()
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise Closed("this repository was opened by the parent process: open it again in the child")
+        if self._is_closed:
+            raise Closed("the repository is closed: open it again")
+
+
+def _find_ref(session: Session, name: str) -> Ref | None:
+    try:
+        return lineage_refs.get(session, name)
+    except NotFound:
+        return None

@@ -1,0 +1,242 @@
+"""Tracking one training: what ``repo.track`` returns and a training loop calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import msgspec
+
+from .capture.fence import Fence
+from .capture.handle import Capture
+from .capture.plan import Plan, compile_plan
+from .capture.runner import Line, Staged
+from .capture.stage import CopyJob
+from .config import BackPressure
+from .errors import Closed, InvalidInput, Torn
+from .lineage.states import State, Value
+from .objects import Adapted
+from .policy.cadence import Cadence
+from .restore import RestoreReport
+from .tree import Flat, encode_values, flatten
+
+if TYPE_CHECKING:
+    from .repository import Repository
+
+__all__ = ["Tracker"]
+
+_log = logging.getLogger("datastates")
+Batch = TypeVar("Batch")
+
+
+class Tracker:
+    """Captures the tracked objects as states of one branch. Made by ``Repository.track``; use it as a context manager.
+
+    All methods belong to the training thread. ``step`` counts optimizer steps: ``steps`` moves it on, or else each
+    ``capture`` does; ``micro_step`` counts the batches of a step that is being accumulated (0: the step is complete).
+    ``values`` are the plain values that were tracked; change them there and the next capture has them.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        *,
+        line: Line,
+        objects: Mapping[str, object],
+        values: dict[str, object],
+        cadence: Cadence,
+        back_pressure: BackPressure,
+        gradients: bool,
+        is_deferring: bool,
+    ) -> None:
+        self._repository, self._line = repository, line
+        self._objects, self.values = dict(objects), values
+        self._adapted = Adapted(self._objects, gradients=gradients)
+        self._runner = repository._runner()
+        self._back_pressure, self._is_deferring = back_pressure, is_deferring
+        self._plan: Plan | None = None
+        self._eager_paths: set[str] = set()
+        self._pending: CopyJob | None = None
+        self._is_driven = False
+        self._is_closed = False
+        self._pid = os.getpid()
+        self.step = 0
+        self.micro_step = 0
+        self.resumed_from: State | None = None
+        self.report: RestoreReport | None = None
+        self._fence = Fence(self.fence)
+        self._fence.install(self._adapted.optimizers, self._adapted.modules)
+        self._runner.open_line(line, cadence)
+
+    @property
+    def branch(self) -> str:
+        """The branch that captures move."""
+        return self._line.branch
+
+    @property
+    def head(self) -> State | None:
+        """The newest state of the branch, once every capture so far is recorded; None before the first."""
+        self._runner.flush()
+        return None if self._line.tip is None else self._repository.state(self._line.tip[0])
+
+    def steps(self, loader: Iterable[Batch], *, accumulate: int = 1) -> Iterator[Batch]:
+        """The loader's batches; ``step`` moves on with every ``accumulate``-th of them, before it is handed out.
+
+        Capture inside the loop body, after the update: the state then says which batches were used.
+        """
+        if accumulate < 1:
+            raise InvalidInput(f"accumulate is {accumulate}: it counts the batches of a step, from 1")
+        self._is_driven = True
+        try:
+            for batch in loader:
+                self.micro_step = (self.micro_step + 1) % accumulate
+                if self.micro_step == 0:
+                    self.step += 1
+                yield batch
+        finally:
+            self._is_driven = False
+
+    def capture(
+        self,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        step: int | None = None,
+        message: str | None = None,
+        attributes: Mapping[str, Value] | None = None,
+    ) -> Capture:
+        """Take a state of everything tracked, as it is now; returns at once.
+
+        What the tracked optimizers alone change is copied in the background while training goes on, and their next ``step``
+        waits for it; all else is copied before this returns. Metrics may be numbers or 0-d tensors (reading one from a GPU waits
+        for it). Blocks only when the arena has no room and ``back_pressure`` is not ``skip``.
+
+        :raises Torn: (or another error of the background) an earlier capture failed; this one was not taken.
+        :raises OverBudget: a state does not fit ``memory_bytes``.
+        :raises Unsupported: something tracked cannot be encoded; names it.
+        :raises Closed: the tracker was closed, or this is a forked child.
+        """
+        self._check_usable()
+        self._raise_background_error()
+        if step is not None:
+            self.step = step
+        elif not self._is_driven:
+            self.step += 1
+        staged_metrics = {key: float(value) for key, value in (metrics or {}).items()}
+        flat = flatten({**self._adapted.tree(), **self.values}, self._plan.flat if self._plan is not None else None)
+        plan = self._plan_for(flat)
+        handle = Capture(secrets.token_hex(12), self.step, want=self._runner.want)
+        slots = self._runner.acquire(plan.slot_count, self._back_pressure)
+        if slots is None:
+            handle._skip()
+            return handle
+        staged = Staged(
+            line=self._line,
+            handle=handle,
+            layout=plan.layout,
+            values=msgspec.Raw(encode_values(flat.values)),
+            step=self.step,
+            micro_step=self.micro_step,
+            created_at=datetime.now(UTC),
+            message=message,
+            metrics=staged_metrics,
+            attributes=dict(attributes or {}),
+        )
+        try:
+            staged.job = CopyJob(plan, slots, on_done=lambda _: None)
+            self._pending = self._runner.submit(staged, is_deferring=self._is_deferring)
+        except BaseException:
+            self._runner.release(slots)
+            raise
+        return handle
+
+    def fence(self) -> None:
+        """Wait until no copy reads the tracked tensors any more; call it before changing them by hand."""
+        job = self._pending
+        if job is not None:
+            self._runner.stager.fence(job)
+            if job.is_copied.is_set():
+                self._pending = None
+
+    def restore(self, rev: str, *, only: str | Sequence[str] | None = None, strict: bool = True) -> RestoreReport:
+        """Put a state back into the tracked objects and go on from there: the branch moves to it, with a reflog entry.
+
+        :raises NotFound: no such revision.
+        :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
+        :raises Conflict: another process moved the branch meanwhile.
+        """
+        self._check_usable()
+        self.fence()
+        self._runner.flush()
+        state = self._repository.state(rev)
+        report = self._restore_objects(state, only=only, strict=strict)
+        if self._line.tip is not None and self._line.tip[0] != state.uid:
+            self._repository.move(self._line.branch, state.uid, expected=self._line.tip[0])
+            self._line.tip = (state.uid, state.digest)
+        return report
+
+    def close(self) -> None:
+        """Take the hooks off and make the branch's head durable; idempotent.
+
+        :raises Torn: (or another error of the background) the last captures failed.
+        """
+        if self._is_closed or self._pid != os.getpid():
+            return
+        self._is_closed = True
+        self._fence.remove()
+        self._runner.close_line(self._line)
+        self._repository._wait_until_drained()
+        self._raise_background_error()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            _log.exception("closing the tracker of branch %s failed", self.branch)
+
+    def _restore_objects(self, state: State, *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
+        self.report = self._repository._restore(state, {**self._objects, **self.values}, only=only, strict=strict)
+        self.values.update({key: value for key, value in self.report.values.items() if key in self.values})
+        self.step, self.micro_step = state.step, state.micro_step
+        self._plan = None
+        return self.report
+
+    def _plan_for(self, flat: Flat) -> Plan:
+        if self._plan is not None and self._plan.refresh(flat):
+            return self._plan
+        self.fence()
+        self._fence.install(self._adapted.optimizers, self._adapted.modules)
+        self._plan = compile_plan(
+            flat,
+            fenced={id(tensor) for tensor in self._adapted.fenced()},
+            frozen={id(tensor) for tensor in self._adapted.frozen()},
+            eager_paths=self._eager_paths,
+        )
+        return self._plan
+
+    def _raise_background_error(self) -> None:
+        error, self._line.error = self._line.error, None
+        if error is None:
+            return
+        if isinstance(error, Torn):
+            self._eager_paths.update(error.paths)
+            self._plan = None
+        raise error
+
+    def _check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise Closed("this tracker belongs to the parent process: open the repository and track again in the child")
+        if self._is_closed:
+            raise Closed(f"the tracker of branch {self.branch} was closed: call repo.track(...) again")
+        if threading.current_thread().name.startswith("datastates-"):
+            raise InvalidInput("captures are taken on the training thread, not from callbacks of the engine")
