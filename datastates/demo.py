@@ -55,13 +55,13 @@ def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Call
     model = GPT(size.shape, variant.dropout)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=size.warm // 3)
-    sampler = PermutationSampler(len(text.train), batch_size=size.batch)
+    sampler = PermutationSampler(len(text.train))
     with repo.track(branch=variant.branch, start=start, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler) as run:
         # All of it now stands where ``start`` stood: change what this variant does otherwise.
         optimizer.param_groups[0]["lr"] *= variant.learning_rate_factor
         sampler.seed = variant.order
         began = time.perf_counter()
-        for rows in run.steps(sampler):
+        for rows in run.steps(sampler.batches(size.batch, epochs=None)):
             loss = model(text.train[rows])
             optimizer.zero_grad()
             loss.backward()

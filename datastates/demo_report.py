@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,12 @@ def examine(repo: Repository, picture: Path, costs: Sequence[Cost]) -> Outcome:
 
 def show(outcome: Outcome, repo: Repository, console: Console) -> None:
     """Print the graph, the comparison, the best state, what capturing cost, and where the picture lies."""
+    from datastates.cli.graph import log_lines  # the terminal's own look of a history; it is loaded only when it is shown
+
+    refs = repo.refs()
+    states = [state for ref in refs for state in repo.log(ref.name)]
+    named = outline(states, {ref.state for ref in refs} | {outcome.best.uid, states[-1].uid})
+    console.print(*log_lines(named, refs, is_drawn=True, is_short=True), sep="\n")
     console.print(_comparison(outcome.steps))
     verdict = "[green]equal bit for bit[/]" if outcome.is_bit_exact else "[red]NOT equal[/]"
     equal = sum(step.loss == step.resumed_loss for step in outcome.steps)
@@ -90,6 +96,18 @@ def show(outcome: Outcome, repo: Repository, console: Console) -> None:
         f"{100 * cost.blocked_s / cost.wall_s:.2f} % of {cost.wall_s:.0f} s"
     )
     console.print(f"picture: {os.path.relpath(outcome.picture)}")
+
+
+def outline(states: Sequence[State], keep: set[str]) -> list[State]:
+    """The states of ``keep``, newest first, each the child of its nearest ancestor among them."""
+    by_uid = {state.uid: state for state in states}
+    found = []
+    for state in sorted((by_uid[uid] for uid in keep), key=lambda state: state.created_at, reverse=True):
+        parents = state.parents[:1]
+        while parents and parents[0] not in keep:
+            parents = by_uid[parents[0]].parents[:1]
+        found.append(replace(state, parents=parents))
+    return found
 
 
 def _comparison(steps: Sequence[Step], ends: int = 4) -> Table:

@@ -21,11 +21,11 @@ def main(folder: str = "runs/resume", steps: int = 20) -> None:
     targets = inputs.sin().sum(1, keepdim=True)
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1))
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    sampler = datastates.PermutationSampler(len(inputs), batch_size=16)
+    sampler = datastates.PermutationSampler(len(inputs))
 
     with datastates.open(folder) as repo, repo.track(model=model, optimizer=optimizer, sampler=sampler) as run:
         end = run.step + steps
-        for rows in run.steps(sampler):
+        for rows in run.steps(sampler.batches(16, epochs=None)):
             loss = nn.functional.mse_loss(model(inputs[rows]), targets[rows])
             optimizer.zero_grad()
             loss.backward()
