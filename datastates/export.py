@@ -90,8 +90,8 @@ def export(plan: Mapping[Path, ExportFile], *, on_progress: Callable[[int], obje
 
 
 def _file_name(top: str) -> str:
-    """The name of an object as a file's: never hidden, never a way out of the folder."""
-    return f"_{top}" if not top or top.startswith(".") else top
+    """The name of an object as a file's: never hidden, never a way out of the folder, and no two alike."""
+    return f"_{top}" if top.startswith((".", "_")) else top
 
 
 def _write(path: Path, file: ExportFile, on_progress: Callable[[int], object]) -> dict[str, list[bytes]]:

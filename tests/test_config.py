@@ -1,0 +1,96 @@
+"""The choices of a repository, and the environment that they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datastates.config import BackPressure, Config, parse_bytes
+from datastates.errors import InvalidInput
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("1K", 1 << 10),
+        ("512M", 512 << 20),
+        ("8g", 8 << 30),
+        ("1.5GiB", 3 << 29),
+        (" 2 TB ", 2 << 40),
+        ("64KB", 64 << 10),
+    ],
+)
+def test_sizes_are_read_in_powers_of_1024(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "G", "many", "1X", "1e999", "1,5G", "nan"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_empty_environment_gives_the_defaults() -> None:
+    assert Config.from_environment({}) == Config()
+    assert Config.from_environment({"DATASTATES_MEMORY": "", "HOME": "/"}) == Config()
+
+
+def test_environment_changes_what_it_names() -> None:
+    environ = {
+        "DATASTATES_MEMORY": "2G",
+        "DATASTATES_DURABLE_EVERY": "10",
+        "DATASTATES_DURABLE_INTERVAL": "0.5",
+        "DATASTATES_BACK_PRESSURE": "drop-oldest",
+    }
+
+    expected = Config(memory_bytes=2 << 30, durable_every=10, durable_interval_s=0.5, back_pressure=BackPressure.DROP_OLDEST)
+    assert Config.from_environment(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MEMORY", "lots"),
+        ("MEMORY", "0"),
+        ("MEMORY", "-1G"),
+        ("DURABLE_EVERY", "0"),
+        ("DURABLE_EVERY", "1.5"),
+        ("DURABLE_INTERVAL", "soon"),
+        ("DURABLE_INTERVAL", "-1"),
+        ("DURABLE_INTERVAL", "nan"),
+        ("BACK_PRESSURE", "panic"),
+    ],
+)
+def test_bad_value_names_its_variable(name: str, value: str) -> None:
+    with pytest.raises(InvalidInput, match=f"DATASTATES_{name}='{re.escape(value)}'"):
+        Config.from_environment({f"DATASTATES_{name}": value})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"memory_bytes": 0}, {"durable_every": 0}, {"durable_interval_s": -1.0}, {"durable_interval_s": float("nan")}]
+)
+def test_wrong_value_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=next(iter(wrong))):
+        Config(**wrong)
+
+
+def test_config_cannot_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().verify = False  # type: ignore[misc]  # which is what is tested
+
+
+def test_every_variable_of_the_code_is_documented_and_no_other() -> None:
+    code = "".join(path.read_text() for folder in ("datastates", "lineage") for path in (ROOT / folder).rglob("*.py"))
+    mentioned = set(re.findall(r"\bDATASTATES_[A-Z_]+\b", code)) - {"DATASTATES_"}
+    documented = set(re.findall(r"`(DATASTATES_[A-Z_]+)`", (ROOT / "README.md").read_text()))
+
+    assert mentioned <= documented
+    assert documented - mentioned <= {"DATASTATES_REQUIRE_POSTGRESQL"}, "which only the gate reads"

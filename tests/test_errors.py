@@ -1,0 +1,70 @@
+"""The tree of errors is what its docstring draws, and says what a handler needs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from datastates import errors
+from datastates.errors import DatastatesError, InvalidInput, SyntaxProblem, Torn, Unavailable
+
+TREE = re.compile(r"^    ([│ ]*)[├└]── (\w+)", re.MULTILINE)
+
+
+def subclasses(root: type[DatastatesError]) -> list[type[DatastatesError]]:
+    return [each for child in root.__subclasses__() for each in (child, *subclasses(child))]
+
+
+def test_docstring_draws_the_tree_that_is() -> None:
+    drawn, path = {}, ["DatastatesError"]
+    for match in TREE.finditer(errors.__doc__ or ""):
+        depth = len(match[1]) // 4 + 1
+        path[depth:] = [match[2]]
+        drawn[match[2]] = path[depth - 1]
+
+    assert drawn == {each.__name__: each.__bases__[0].__name__ for each in subclasses(DatastatesError)}
+
+
+def test_all_is_the_tree() -> None:
+    assert errors.__all__ == sorted({"DatastatesError", *(each.__name__ for each in subclasses(DatastatesError))})
+
+
+def test_kinds_are_distinct_and_stable() -> None:
+    tree: list[type[DatastatesError]] = [DatastatesError, *subclasses(DatastatesError)]
+    kinds = {each.__name__: each.kind for each in tree}
+
+    assert kinds == {
+        "Ambiguous": "ambiguous",
+        "Closed": "closed",
+        "Conflict": "conflict",
+        "Corrupt": "corrupt",
+        "DatastatesError": "error",
+        "InvalidInput": "invalid-input",
+        "NotFound": "not-found",
+        "OverBudget": "over-budget",
+        "SyntaxProblem": "syntax",
+        "Torn": "torn",
+        "Unavailable": "unavailable",
+        "Unsupported": "unsupported",
+    }
+
+
+@pytest.mark.parametrize(("error", "builtin"), [("InvalidInput", ValueError), ("NotFound", LookupError), ("Closed", RuntimeError)])
+def test_handlers_of_builtin_errors_catch_ours(error: str, builtin: type[Exception]) -> None:
+    assert issubclass(getattr(errors, error), builtin)
+
+
+def test_syntax_problem_puts_a_caret_below_the_column() -> None:
+    problem = SyntaxProblem("unexpected '!'", text="step ! 3", column=6, expected=("'='", "'<'"))
+
+    assert str(problem).splitlines() == ["unexpected '!' at column 6", "  step ! 3", "       ^", "expected '=', '<'"]
+    assert (problem.text, problem.column, problem.expected) == ("step ! 3", 6, ("'='", "'<'"))
+    assert isinstance(problem, InvalidInput)
+
+
+def test_details_travel_with_the_error() -> None:
+    assert Torn("torn", paths=("model/a",)).paths == ("model/a",)
+    assert Torn("torn").paths == ()
+    assert Unavailable("gone", nearest="ab12").nearest == "ab12"
+    assert Unavailable("gone").nearest is None
