@@ -66,7 +66,7 @@ def test_wrappers_leave_no_trace_in_names_and_a_users_own_module_keeps_its_name(
 
 def test_wrappers_inside_leave_no_trace_either() -> None:
     plain = nn.Sequential(nn.Linear(2, 2), Inner(), nn.Sequential(nn.Linear(2, 2)))
-    wrapped = nn.Sequential(plain[0], compiled(plain[1]), checkpoint_wrapper(plain[2]))
+    wrapped = nn.Sequential(plain[0], checkpoint_wrapper(compiled(plain[1])), checkpoint_wrapper(plain[2]))
     assert names(Adapted({"model": wrapped}).tree()) == names(Adapted({"model": plain}).tree())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     tree: Any = Adapted({"model": wrapped, "optimizer": optimizer}).tree()

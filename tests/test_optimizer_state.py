@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from datastates.errors import InvalidInput
 from datastates.objects import Adapted
+from datastates.report import own
 from datastates.restore import RestoreReport, restore_into
 from datastates.tree import decode_skeleton, decode_values, encode_skeleton, encode_values, flatten, unflatten
 
@@ -36,7 +37,7 @@ def stored(objects: dict[str, object], **options: Any) -> dict[str, Any]:
 def bits(tree: Any) -> Any:
     """A tree in a form whose ``==`` compares every bit."""
     if isinstance(tree, Tensor):
-        return (tree.dtype, tuple(tree.shape), tree.detach().contiguous().view(-1).view(torch.uint8).tolist())
+        return (tree.dtype, tuple(tree.shape), tree.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())
     if isinstance(tree, dict):
         return {key: bits(child) for key, child in tree.items()}
     if isinstance(tree, list | tuple):
@@ -65,7 +66,8 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
+        device = next(model.parameters()).device
+        x, y = torch.randn(8, 3, generator=generator).to(device), torch.randn(8, 2, generator=generator).to(device)
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()
@@ -397,3 +399,59 @@ def test_only_the_state_or_only_the_options_are_restored_when_asked() -> None:
     report: RestoreReport = restore_into({"model": model, "optimizer": fresh}, tree, only="optimizer/param_groups/*/lr")
     assert report.restored == ("optimizer/param_groups/0/lr",)
     assert fresh.param_groups[0]["lr"] == 0.01
+
+
+def test_a_key_that_the_state_lacks_is_gone_from_a_used_optimizer() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    tree = stored({"model": model, "optimizer": optimizer})
+    used = torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True)
+    train(model, used, range(2))
+    restore_into({"model": model, "optimizer": used}, tree)
+    assert bits(stored({"model": model, "optimizer": used})) == bits(tree)
+
+
+@pytest.mark.parametrize(("is_capturable", "expected"), [(False, "cpu"), (True, "meta")])
+def test_counters_stay_on_the_cpu_unless_the_whole_step_runs_on_the_device(is_capturable: bool, expected: str) -> None:
+    """The meta device stands for any that is not the CPU."""
+    model = net()
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+    train(model, optimizer, range(1))
+    tree = stored({"optimizer": optimizer})
+    on_device = [torch.empty_like(parameter, device="meta") for parameter in model.parameters()]
+    fresh = torch.optim.NAdam(on_device, capturable=is_capturable)
+    restore_into({"optimizer": fresh}, tree)
+    entry = next(iter(fresh.state.values()))
+    devices = {key: value.device.type for key, value in entry.items()}
+    assert devices == {"step": expected, "mu_product": expected, "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("make", makes())
+@pytest.mark.parametrize("flags", [{}, {"capturable": True}], ids=["", "capturable"])
+def test_every_stock_optimizer_goes_on_bit_for_bit_on_a_gpu(make: Make, flags: dict[str, bool]) -> None:
+    def build(seed: int) -> tuple[nn.Module, Optimizer]:
+        model = net(seed).cuda()
+        optimizer = make(list(model.parameters()))
+        for group in optimizer.param_groups:
+            group.update({key: value for key, value in flags.items() if key in group})
+        return model, optimizer
+
+    if flags and "capturable" not in build(0)[1].defaults:
+        pytest.skip("no capturable form")
+    model, optimizer = build(0)
+    train(model, optimizer, range(4))
+    tree = stored({"model": model, "optimizer": optimizer})
+    tree = own(tree, torch.device("cpu"))  # as from a file
+    expected = train(model, optimizer, range(4, 7))
+    other, fresh = build(1)
+    restore_into({"model": other, "optimizer": fresh}, tree)
+    places = [
+        {key: value.device.type for key, value in o.state[p].items() if isinstance(value, Tensor)}
+        for o, m in ((optimizer, model), (fresh, other))
+        for p in m.parameters()
+    ]
+    assert places[: len(places) // 2] == places[len(places) // 2 :]
+    assert train(other, fresh, range(4, 7)) == expected

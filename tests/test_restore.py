@@ -246,6 +246,12 @@ def test_only_a_name_restores_that_object() -> None:
     assert "scheduler" in report.skipped
 
 
+def test_a_name_does_not_choose_another_that_begins_with_it() -> None:
+    objects: dict[str, Any] = {"ema": {"a": 1}, "ema2": {"a": 1}, "emas": [1]}
+    assert restore_into(objects, {"ema": {"a": 2}, "ema2": {"a": 2}, "emas": [2]}, only="ema").restored == ("ema/a",)
+    assert objects == {"ema": {"a": 2}, "ema2": {"a": 1}, "emas": [1]}
+
+
 def test_patterns_choose_leaves_of_everything_that_is_divided() -> None:
     tree = stored(everything(1))
     objects = everything(2)
@@ -484,6 +490,25 @@ def test_plateau_schedulers_and_gradient_scalers_come_back() -> None:
     restore_into(others, tree)
     assert others["scaler"].get_scale() == 64.0
     assert others["plateau"].state_dict() == plateau.state_dict()
+
+
+def test_what_an_object_keeps_shares_no_memory_with_the_tree() -> None:
+    class Keeping:
+        state: dict[str, Any]
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    keeping = Keeping()
+    keeping.state = {}
+    tree = {"it": {"a": torch.ones(2), "b": [torch.ones(2)]}}
+    restore_into({"it": keeping}, tree)
+    keeping.state["a"].zero_()
+    keeping.state["b"][0].zero_()
+    assert bits(tree) == bits({"it": {"a": torch.ones(2), "b": [torch.ones(2)]}})
 
 
 def test_plain_containers_become_what_the_state_has() -> None:
