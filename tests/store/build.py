@@ -10,7 +10,7 @@ import torch
 
 from datastates.digest import chunk_digest, state_digest
 from datastates.geometry import dense_view, spec_of
-from datastates.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard
+from datastates.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
 from datastates.store.tier import Payload, Reader
 
 Group = dict[str, torch.Tensor]
@@ -18,7 +18,8 @@ Group = dict[str, torch.Tensor]
 
 def payload(uid: str, *groups: Group, is_aligned: bool = False) -> Payload:
     """A state of these groups of tensors; each group ends its last chunk. Aligned memory is that of an arena."""
-    specs, views = [], []
+    specs: list[TensorSpec] = []
+    views: list[memoryview] = []
     for group in groups:
         start = len(views) * CHUNK_BYTES
         data = b""

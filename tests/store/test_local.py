@@ -97,8 +97,8 @@ def test_a_manifest_refers_to_packs_that_it_needs_and_no_others(tmp_path: Path) 
 
 
 def test_steps_are_told_in_order(tmp_path: Path) -> None:
-    seen: list[tuple[str, frozenset[str]]] = []
-    tier = LocalTier(tmp_path, on_step=lambda step: seen.append((step, frozenset(files(tmp_path)))))
+    seen: list[tuple[str, set[str]]] = []
+    tier = LocalTier(tmp_path, on_step=lambda step: seen.append((step, files(tmp_path))))
     tier.put(small("s", 1))
     pack, manifest, new_pack, new_manifest = "s.0.safetensors", "s.0.manifest", ".tmp-s.0.safetensors", ".tmp-s.0.manifest"
     assert seen == [
@@ -195,8 +195,16 @@ def test_every_flipped_byte_of_a_manifest_is_found_and_named(tmp_path: Path) -> 
     tier.open("s").verify()
 
 
-@pytest.mark.parametrize("length", [0, 1, 4096, 8192, 8193, 12287])
-def test_a_pack_that_was_cut_is_found_and_named(tmp_path: Path, length: int) -> None:
+def test_reading_one_chunk_checks_the_header_of_its_pack(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    tier.put(small("s", 1, 2))
+    flip(tmp_path / "s.0.safetensors", 100)
+    with tier.open("s") as reader, pytest.raises(Corrupt, match=r"s\.0\.safetensors: its header, bytes 0-4096"):
+        reader.chunk(1)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 8192, 8193, 12287, 12289])
+def test_a_pack_of_another_length_is_found_and_named(tmp_path: Path, length: int) -> None:
     tier = LocalTier(tmp_path)
     tier.put(small("s", 1, 2))
     os.truncate(tmp_path / "s.0.safetensors", length)

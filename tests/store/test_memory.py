@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from tests.store.suite import TierSuite
 
 @pytest.fixture(scope="module")
 def big_arena() -> Iterator[Arena]:
-    arena = Arena(400 * CHUNK_BYTES)
+    arena = Arena(140 * CHUNK_BYTES)
     yield arena
     arena.close()
 
@@ -102,6 +102,50 @@ def test_a_state_over_the_budget_leaves_no_trace(arena: Arena) -> None:
     assert list(tier.uids()) == ["a"]
     assert arena.available == 5
     assert tier.remove("a") == 300
+
+
+class BusyArena(Arena):
+    """An arena in which something else happens while a state is being copied in."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def memory(self, slot: int, length: int = CHUNK_BYTES) -> memoryview:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return super().memory(slot, length)
+
+
+def test_a_state_that_another_thread_puts_meanwhile_is_held_once() -> None:
+    arena = BusyArena(8 * CHUNK_BYTES)
+    tier = MemoryTier(arena)
+    tier.put(small("base", 1))
+    arena.meanwhile = lambda: tier.put(small("s", 1, 2, 3))
+    assert tier.put(small("s", 1, 2, 3)).bytes_new == 0
+    assert (arena.available, tier.slots_held) == (5, 3)
+    assert tier.remove("s") == 200
+    arena.close()
+
+
+def test_chunks_that_come_and_go_while_a_state_is_copied_are_held_as_long_as_needed() -> None:
+    arena = BusyArena(8 * CHUNK_BYTES)
+    tier = MemoryTier(arena)
+    tier.put(small("base", 1))
+
+    def meanwhile() -> None:
+        tier.put(small("other", 2, 2))
+        tier.remove("base")
+
+    arena.meanwhile = meanwhile
+    state = small("s", 1, 2, 3, 2)
+    assert tier.put(state).bytes_new == 100
+    tier.remove("other")
+    with tier.open("s") as reader:
+        assert stream(reader) == chunks_of(state)
+    assert arena.available == 5
+    assert tier.remove("s") == 300
+    assert arena.available == 8
+    arena.close()
 
 
 def test_would_free_says_what_removing_frees(arena: Arena) -> None:
