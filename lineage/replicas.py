@@ -96,8 +96,9 @@ def _need_packs(session: Session, state_id: int, packs: dict[str, int], dialect:
 _state, _replica, _pack, _pack_ref = (table(row) for row in (StateRow, ReplicaRow, PackRow, PackRefRow))
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 
-_LOCK_STATE = select(_state.c.id, _state.c.status).where(_state.c.uid == bindparam("uid")).with_for_update()
-_LOCK_STATES = select(_state.c.id).where(_state.c.id.in_(_ids)).order_by(_state.c.id).with_for_update()
+# Not FOR UPDATE: that would wait for, and deadlock with, whoever records a child.
+_LOCK_STATE = select(_state.c.id, _state.c.status).where(_state.c.uid == bindparam("uid")).with_for_update(key_share=True)
+_LOCK_STATES = select(_state.c.id).where(_state.c.id.in_(_ids)).order_by(_state.c.id).with_for_update(key_share=True)
 _SET_STATUS = update(_state).where(_state.c.id == bindparam("state")).values(status=bindparam("new_status"))
 _key = [_replica.c.state_id, _replica.c.rank, _replica.c.tier, _replica.c.node]
 _upsert_sqlite, _upsert_postgresql = sqlite.insert(_replica), postgresql.insert(_replica)

@@ -103,7 +103,7 @@ def _lose(session: Session, runs: list[str]) -> None:
     """In memory means: in the memory of the process, so each replica there is gone, other replicas or not."""
     of_runs = select(_state.c.id).join_from(_state, _run, _run.c.id == _state.c.run_id).where(_run.c.uid.in_(runs))
     elsewhere = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier != "memory")
-    session.execute(of_runs.order_by(_state.c.id).with_for_update(of=_state))  # locks in id order, as everyone does
+    session.execute(of_runs.order_by(_state.c.id).with_for_update(of=_state, key_share=True))  # in id order, as everyone
     session.execute(
         update(_state)
         .where(_state.c.id.in_(of_runs.scalar_subquery()), _state.c.status.not_in(_GONE), ~elsewhere)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from itertools import count, islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import CTE, BigInteger, Integer, Select, bindparam, case, lateral, literal, select, true, union_all
@@ -244,30 +245,41 @@ def _walk(session: Session, start: int, *, bottom: int = 0) -> Iterator[int]:
     A heap of chains of first parents: the highest id comes next, a further parent opens a chain of its own, and a chain
     that reaches what was seen ends there.
     """
+    if not _has_edges(session):
+        for ids, _ in _pages(session, start, bottom):
+            yield from ids
+        return
     serial = count()
-    heap: list[tuple[int, int, list[int], Iterator[tuple[int, list[int]]]]] = []
+    heap: list[tuple[int, int, Iterator[tuple[int, list[int]]], list[int]]] = []
 
     def push(chain: Iterator[tuple[int, list[int]]]) -> None:
         for id_, further in chain:
-            heapq.heappush(heap, (-id_, next(serial), further, chain))
+            heapq.heappush(heap, (-id_, next(serial), chain, further))
             return
 
     seen: set[int] = set()
     push(_chain(session, start, bottom))
     while heap:
-        negative, _, further, chain = heapq.heappop(heap)
+        negative, _, chain, further = heapq.heappop(heap)
         if -negative in seen:
             continue
         seen.add(-negative)
         yield -negative
         push(chain)
         for parent in further:
-            if parent not in seen and parent >= bottom:
+            if parent not in seen:
                 push(_chain(session, parent, bottom))
 
 
 def _chain(session: Session, start: int, bottom: int) -> Iterator[tuple[int, list[int]]]:
-    """Down the first parents, each with its further parents; the first one is known without a query."""
+    """The first parents from ``start`` on, each with its further parents."""
+    for ids, further in _pages(session, start, bottom):
+        for id_ in ids:
+            yield id_, further.get(id_, [])
+
+
+def _pages(session: Session, start: int, bottom: int) -> Iterator[tuple[list[int], dict[int, list[int]]]]:
+    """The first parents from ``start`` on, falling, and who of them has which further parents; pages that grow."""
     following: int | None = start
     page = _PAGE_MIN
     while following is not None:
@@ -275,14 +287,12 @@ def _chain(session: Session, start: int, bottom: int) -> Iterator[tuple[int, lis
         if not rows:
             return
         further: defaultdict[int, list[int]] = defaultdict(list)
-        parents: dict[int, int | None] = {}
-        for id_, parent, other in rows:
-            parents[id_] = parent
+        for id_, _, other in rows:
             if other is not None:
                 further[id_].append(other)
-        for id_ in sorted(parents, reverse=True):
-            yield id_, further.get(id_, [])
-        following = parents[min(parents)] if len(parents) == page else None
+        ids = sorted({row[0] for row in rows}, reverse=True)
+        yield ids, further
+        following = min(rows, key=itemgetter(0))[1] if len(ids) == page else None
         page = min(page * 4, _PAGE_MAX)
 
 

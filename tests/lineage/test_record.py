@@ -77,6 +77,8 @@ def test_nan_comes_back_as_nan(database: Database, grow: Grow) -> None:
     assert isinstance(state.attributes["x"], float)
     assert math.isnan(state.attributes["x"])
     assert state.metrics["acc"] == 1.0
+    with database.read() as session:  # and compares like NaN in queries, though PostgreSQL's own is above all numbers
+        assert session.execute(text("SELECT key FROM metric WHERE value > 0 OR value <= 0")).scalars().all() == ["acc"]
 
 
 def test_a_capture_makes_its_branch_and_moves_it(database: Database, grow: Grow) -> None:

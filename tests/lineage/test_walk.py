@@ -114,7 +114,7 @@ def test_a_long_chain_is_walked_in_pages_newest_first(database: Database, chain:
 def test_a_page_of_log_reads_no_more_than_a_page(database: Database, chain: list[str]) -> None:
     with database.read() as session, counted(database) as statements:
         walk.log(session, chain[-1], limit=20)
-    assert len(statements) == 6
+    assert len(statements) == 7
 
 
 def test_the_nth_ancestor_is_one_statement_away(database: Database, chain: list[str]) -> None:
