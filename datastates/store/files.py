@@ -246,11 +246,13 @@ def _address(view: memoryview) -> int:
 
 def _batches(views: Iterator[memoryview]) -> Iterator[list[memoryview]]:
     batch: list[memoryview] = []
+    total = 0
     for view in views:
         batch.append(view)
-        if len(batch) == _BATCH_VIEWS or sum(item.nbytes for item in batch) >= _BATCH_BYTES:
+        total += view.nbytes
+        if len(batch) == _BATCH_VIEWS or total >= _BATCH_BYTES:
             yield batch
-            batch = []
+            batch, total = [], 0
     if batch:
         yield batch
 
