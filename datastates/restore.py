@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,14 +14,12 @@ from torch.optim import Optimizer
 from .errors import InvalidInput
 from .model_restore import check_gradients, check_module
 from .names import join
-from .objects import GRADIENTS, Adapted, has_state
+from .objects import GRADIENTS, IN_BACKWARD, Adapted, has_state
 from .optimizer_restore import check_optimizer
 from .report import Findings, Mismatch, RestoreReport, Selection, describe, leaf_paths, own, write_tensor
 from .rng import RngState
 
-__all__ = ["Mismatch", "RestoreReport", "restore_into"]
-
-_log = logging.getLogger("datastates")
+__all__ = ["Mismatch", "RestoreReport", "reads", "restore_into"]
 
 
 def restore_into(
@@ -54,6 +51,12 @@ def restore_into(
     findings.refuse_misfits()
     _write(findings)
     return findings.report()
+
+
+def reads(objects: Mapping[str, object], only: str | Sequence[str] | None) -> Callable[[str], bool]:
+    """Which tensors of a state, by path, ``restore_into`` looks at: any other may be ``None`` in its tree, and need not be read."""
+    names, selection = {*objects, GRADIENTS, IN_BACKWARD}, Selection(only)
+    return lambda path: path.split("/", 1)[0] in names and selection.wants(path)
 
 
 def _write(findings: Findings) -> None:
@@ -192,7 +195,7 @@ class _Check:
 
 def _load_opaque(live: Any, stored: object) -> None:
     live.load_state_dict(own(stored))
-    if type(live).__module__.startswith("torchdata.stateful_dataloader"):
+    if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(live).__mro__):
         # Its iterator is made now, not when the loop begins: making it draws random numbers, and the generators come last.
         live.state_dict()
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from datastates.errors import InvalidInput
 from datastates.objects import Adapted
-from datastates.restore import restore_into
+from datastates.restore import reads, restore_into
 from datastates.rng import RngState
 from tests.test_optimizer_state import bits, net, stored, train
 
@@ -275,6 +275,24 @@ def test_leaves_that_were_not_read_are_not_looked_at() -> None:
     objects = everything(2)
     assert restore_into(objects, tree, only="ema")
     assert bits(stored(objects))["ema"] == bits(tree)["ema"]
+
+
+@pytest.mark.parametrize("only", [None, "model", "optimizer/state/first.*", "gradients", "*bias*"])
+def test_tensors_that_are_not_read_are_not_needed(only: str | None) -> None:
+    source = everything(1)
+    source["model"](torch.ones(2, 3)).sum().backward()
+    tree = stored(source, gradients=True)
+    wants = reads({"model": 0, "optimizer": 0}, only)
+
+    def unread(found: Any, path: str) -> Any:
+        if isinstance(found, dict):
+            return type(found)((key, unread(child, f"{path}/{key}" if path else key)) for key, child in found.items())
+        return None if isinstance(found, Tensor) and not wants(path) else found
+
+    whole, part = ({key: everything(2)[key] for key in ("model", "optimizer")} for _ in range(2))
+    restore_into(whole, tree, only=only)
+    assert restore_into(part, unread(tree, ""), only=only)
+    assert bits(stored(part, gradients=True)) == bits(stored(whole, gradients=True))
 
 
 @pytest.mark.parametrize("only", ["modle", "model/frist.*", ["model", "nothing/*"]])
