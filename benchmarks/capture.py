@@ -13,6 +13,8 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
+import platform
 import shutil
 import statistics
 import subprocess
@@ -33,6 +35,9 @@ import datastates
 from datastates.config import Config
 
 Update = Callable[[], object]
+
+WARM_UP = 5
+"""Captures that are not counted, so that every method has touched the memory that it reuses; the first is reported apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +63,17 @@ class Segment:
 
 
 def blocking(objects: Objects, update: Update, methods: dict[str, Method], folder: Path, rounds: int) -> dict[str, list[Sample]]:
-    """Each method in turn, ``rounds`` times after one to warm up; ``update`` changes the tensors before each capture."""
+    """Each method in turn, ``rounds`` times after the first and others to warm up; ``update`` changes the tensors before each capture."""
     samples: dict[str, list[Sample]] = {name: [] for name in methods}
     for name, method in methods.items():
         method.prepare(objects, _fresh(folder, name))
-    for index in range(rounds + 1):
+    for index in range(WARM_UP + rounds):
         for name, method in methods.items():
+            if 0 < index < WARM_UP and not isinstance(method, Ours):
+                continue  # the peers reuse their memory from the second capture on
             update()
             sample = _capture(method)
-            if index:
+            if index == 0 or index >= WARM_UP:
                 samples[name].append(sample)
     for method in methods.values():
         method.close()
@@ -113,16 +120,30 @@ def blocking_tiny(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
 
 def _blocking_report(what: str, objects: Objects, samples: dict[str, list[Sample]]) -> dict[str, Any]:
     tensors, size = len(state_tensors(objects)), state_bytes(objects)
+    first = {name: found[0] for name, found in samples.items()}
+    samples = {name: found[1:] for name, found in samples.items()}
     floor = statistics.median(sample.copied_s for sample in samples["floor: _foreach_copy_"])
     _out(f"\n## {what}: {tensors} tensors, {size / 1e6:.1f} MB; ms, median [min .. max] of {len(next(iter(samples.values())))}\n")
     rows = []
     for name, found in samples.items():
         if name == "datastates":
-            rows.append(["datastates, fenced", *_times(found, "blocked_s", floor), _spread([s.done_s for s in found], 1e3)])
+            rows.append(
+                [
+                    "datastates, fenced",
+                    *_times(found, "blocked_s", floor),
+                    _spread([s.done_s for s in found], 1e3),
+                    _short(1e3 * first[name].blocked_s),
+                ]
+            )
         label = "datastates, unfenced" if name == "datastates" else name
-        rows.append([label, *_times(found, "copied_s", floor), _spread([s.done_s for s in found], 1e3)])
-    _table(["method", "blocked", "x floor", "done"], rows)
-    return {"tensors": tensors, "bytes": size, "samples": {name: [asdict(sample) for sample in found] for name, found in samples.items()}}
+        rows.append([label, *_times(found, "copied_s", floor), _spread([s.done_s for s in found], 1e3), _short(1e3 * first[name].copied_s)])
+    _table(["method", "blocked", "x floor", "done", "first blocked"], rows)
+    return {
+        "tensors": tensors,
+        "bytes": size,
+        "first": {name: asdict(sample) for name, sample in first.items()},
+        "samples": {name: [asdict(sample) for sample in found] for name, found in samples.items()},
+    }
 
 
 def _times(samples: list[Sample], field: str, floor: float) -> list[str]:
@@ -170,7 +191,7 @@ def training(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     return _training_report(trainer, overheads, steps_s, steps)
 
 
-def segment(trainer: Trainer, method: Method | None, steps: int, warm_up: int = 2) -> Segment:
+def segment(trainer: Trainer, method: Method | None, steps: int, warm_up: int = WARM_UP) -> Segment:
     """Train ``steps`` steps, each captured, after some to warm up; the CPU time includes what runs on after the last."""
     blocked = 0.0
     for index in range(warm_up + steps):
@@ -301,6 +322,7 @@ def main() -> None:
             if options.part == ["peak"]:
                 _out(json.dumps(peak(folder, quick=options.quick)))
                 return
+            _out(f"{platform.platform()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; torch {torch.__version__} on one thread")
             results = {part: PARTS[part](folder, quick=options.quick, rounds=rounds) for part in options.part or PARTS}
         finally:
             shutil.rmtree(Path("/dev/shm") / folder.name, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import AdamW
@@ -45,6 +46,6 @@ class Trainer:
         self.model(torch.randint(0, self.shape.vocabulary, (1, min(self.shape.context, 128) + 1))).backward()
 
     @property
-    def objects(self) -> dict[str, object]:
+    def objects(self) -> dict[str, Any]:
         """What is captured."""
         return {"model": self.model, "optimizer": self.optimizer}

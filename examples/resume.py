@@ -14,7 +14,7 @@ from torch.optim import AdamW
 import datastates
 
 
-def main(folder: str = "runs/resume", steps: int = 20) -> None:
+def main(folder: str, steps: int) -> None:
     """Take ``steps`` more steps."""
     torch.manual_seed(0)
     inputs = torch.randn(256, 8)
@@ -37,5 +37,4 @@ def main(folder: str = "runs/resume", steps: int = 20) -> None:
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    main(*arguments[:1], *map(int, arguments[1:2]))
+    main(*(sys.argv[1:2] or ["runs/resume"]), steps=int((sys.argv[2:3] or ["20"])[0]))

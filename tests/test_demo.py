@@ -17,14 +17,15 @@ from datastates.demo_report import Cost, Outcome, Step
 from datastates.errors import InvalidInput
 
 COMMAND = [sys.executable, "-W", "error", "-m", "datastates.demo"]
+EXAMPLE = [sys.executable, "-W", "error", str(Path(__file__).parent.parent / "examples" / "demo.py")]
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A folder where the demo ran twice, and how the second run went."""
+    """A folder where the demo ran twice, as a module and as an example, and how the second run went."""
     root = tmp_path_factory.mktemp("demo") / "runs"
-    for _ in range(2):
-        done = subprocess.run([*COMMAND, str(root), "--short"], capture_output=True, text=True, timeout=100, check=False)
+    for command in (COMMAND, EXAMPLE):
+        done = subprocess.run([*command, str(root), "--short"], capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return root, done
 

@@ -1,4 +1,4 @@
-"""Every example runs as a user runs it: as a script, in a process of its own."""
+"""Every example runs as a user runs it: as a script, in a process of its own. ``demo.py`` does so in test_demo."""
 
 from __future__ import annotations
 
@@ -28,13 +28,6 @@ def test_stopped_and_started_again_resume_takes_the_steps_of_one_that_never_stop
 
 def test_demo_example_is_the_code_that_the_demo_command_runs() -> None:
     assert (EXAMPLES / "demo.py").resolve() == Path(datastates.demo.__file__).resolve()
-
-
-def test_demo_example_runs_as_a_script(tmp_path: Path) -> None:
-    output = run("demo.py", "out", "--short", cwd=tmp_path)
-
-    assert "6 of 6 losses" in output
-    assert (tmp_path / "out" / "losses.png").stat().st_size > 10_000
 
 
 def test_every_example_is_run_here() -> None:
