@@ -47,7 +47,24 @@ class _Source:
     start: int
     is_deferred: bool
     is_dense: bool
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
     pieces: list[tuple[int, int]] = field(default_factory=list)
+
+    def is_as_it_was(self, tensor: torch.Tensor) -> bool:
+        """Whether ``flat`` is still the bytes of ``tensor``: the same object may lie elsewhere, or otherwise, by now (``.data = …``)."""
+        return (
+            tensor is self.tensor
+            and self.is_dense
+            and tensor.data_ptr() == self.pointer
+            and tensor.shape == self.shape
+            and tensor.stride() == self.strides
+            and tensor.dtype is self.dtype
+            and tensor.requires_grad is self.requires_grad
+            and not (self.dtype.is_complex and tensor.is_conj())
+        )
 
 
 @dataclass(slots=True)
@@ -65,7 +82,7 @@ class Plan:
     eager: list[list[tuple[int, torch.Tensor]]]
     deferred: list[list[tuple[int, torch.Tensor]]]
     sources: list[_Source]
-    aliases: list[tuple[int, torch.Tensor, int]]
+    aliases: list[tuple[int, torch.Tensor, object]]
     tripwire: Tripwire
 
     @property
@@ -84,12 +101,9 @@ class Plan:
         self.flat = flat
         for source in self.sources:
             leaf = leaves[source.leaf]
-            tensor = leaf.tensor
-            if tensor is source.tensor and source.is_dense and tensor.data_ptr() == source.pointer and tensor.shape == source.tensor.shape:
-                continue
-            if not self._take_over(source, leaf):
+            if not source.is_as_it_was(leaf.tensor) and not self._take_over(source, leaf):
                 return False
-        return all(leaves[index].tensor is tensor and tensor.data_ptr() == pointer for index, tensor, pointer in self.aliases)
+        return all(leaves[index].tensor is tensor and memory_key(tensor) == key for index, tensor, key in self.aliases)
 
     def targets(self, chunk: int, slot: torch.Tensor) -> Sequence[torch.Tensor]:
         """The destination views of a chunk's pieces inside its slot (uint8, ``CHUNK_BYTES`` long)."""
@@ -106,7 +120,7 @@ class Plan:
             return False
         dense = _dense(tensor)
         fresh = spec_of(leaf.path, tensor if source.is_dense else dense)
-        if (fresh.dtype, fresh.shape, fresh.strides) != (spec.dtype, spec.shape, spec.strides) or dense.device != source.flat.device:
+        if msgspec.structs.replace(fresh, shards=spec.shards) != spec or dense.device != source.flat.device:
             return False
         flat = _bytes_of(dense)
         source.tensor, source.pointer, source.flat = tensor, tensor.data_ptr(), flat
@@ -132,14 +146,14 @@ def compile_plan(
     """
     specs: list[TensorSpec] = []
     sources: list[_Source] = []
-    aliases: list[tuple[int, torch.Tensor, int]] = []
+    aliases: list[tuple[int, torch.Tensor, object]] = []
     first_of: dict[object, int] = {}
     for index, leaf in enumerate(flat.tensors):
         tensor = leaf.tensor
         key = memory_key(tensor)
         if key is not None and key in first_of:
             specs.append(msgspec.structs.replace(spec_of(leaf.path, tensor), alias=first_of[key]))
-            aliases.append((index, tensor, tensor.data_ptr()))
+            aliases.append((index, tensor, key))
             continue
         if key is not None:
             first_of[key] = index
@@ -149,12 +163,13 @@ def compile_plan(
         specs.append(spec_of(leaf.path, packed))
         data = _bytes_of(packed)
         is_deferred = is_dense and id(tensor) in fenced and data.numel() >= DEFER_BYTES and leaf.path not in eager_paths
-        sources.append(_Source(index, leaf.path, tensor, tensor.data_ptr(), data, 0, is_deferred, is_dense))
+        geometry = (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+        sources.append(_Source(index, leaf.path, tensor, tensor.data_ptr(), data, 0, is_deferred, is_dense, *geometry))
     return _lay_out(flat, specs, sources, aliases, frozen)
 
 
 def _lay_out(
-    flat: Flat, specs: list[TensorSpec], sources: list[_Source], aliases: list[tuple[int, torch.Tensor, int]], frozen: Collection[int]
+    flat: Flat, specs: list[TensorSpec], sources: list[_Source], aliases: list[tuple[int, torch.Tensor, object]], frozen: Collection[int]
 ) -> Plan:
     still = [source for source in sources if id(source.tensor) in frozen]
     moving = [source for source in sources if id(source.tensor) not in frozen]
