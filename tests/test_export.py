@@ -92,6 +92,19 @@ def test_tensors_longer_than_a_piece_are_whole(tmp_path: Path, monkeypatch: pyte
     assert sum(told) == 2 * value.nbytes
 
 
+def test_each_tensor_is_aligned_to_its_items(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    export(
+        plan_export({"a": torch.ones(3, dtype=torch.int8), "b": torch.ones(3, dtype=torch.float64), "c": torch.ones(1).half()}, STATE, path)
+    )
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+
+    sizes = {"a": 1, "b": 8, "c": 2}
+    assert {name: (start + header[name]["data_offsets"][0]) % size for name, size in sizes.items()} == {"a": 0, "b": 0, "c": 0}
+
+
 def test_tree_without_tensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="--only"):
         plan_export({"model": {"weight": None}, "lr": 0.1}, STATE, tmp_path / "x.safetensors")

@@ -86,21 +86,20 @@ def main() -> None:
     """Run the terminal; the process ends with the command's exit code."""
     try:
         app()
-    except SystemExit as exit_:
-        _flush(exit_)
+    except SystemExit:
+        _flush()
         raise
     except Exception as error:
         complain(error, as_json="--json" in sys.argv[1:])
         sys.exit(code_of(error))
 
 
-def _flush(exit_: SystemExit) -> None:
+def _flush() -> None:
     """Write what is buffered now, where a closed pipe is not an error yet."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         _leave_pipe()
-        exit_.code = 0
 
 
 def _leave_pipe() -> None:
