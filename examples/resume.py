@@ -37,4 +37,4 @@ def main(folder: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:2] or ["runs/resume"]), steps=int((sys.argv[2:3] or ["20"])[0]))
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/resume", int(sys.argv[2]) if len(sys.argv) > 2 else 20)
