@@ -8,7 +8,7 @@ from rich.text import Text
 
 from datastates.lineage import Ref, State
 
-from .render import age_text, by_state, metrics_text, refs_text, size_text, state_text, status_text, step_text, time_text
+from .render import age_text, by_state, clean, metrics_text, refs_text, size_text, state_text, status_text, step_text, time_text
 
 __all__ = ["log_lines"]
 
@@ -31,5 +31,5 @@ def _paragraph(state: State, refs: Sequence[Ref]) -> list[Text]:
     if state.metrics:
         facts.append(Text(f"  {metrics_text(state.metrics)}"))
     if state.message:
-        facts += [Text(f"  {line}", style="italic") for line in state.message.splitlines()]
+        facts += [Text(f"  {clean(line)}", style="italic") for line in state.message.splitlines()]
     return [head, *facts, Text()]

@@ -152,7 +152,7 @@ def _facts(state: State, parents: list[State], known: dict[str, Any]) -> Table:
         ("status", status_text(state.status)),
     ]
     facts += [("step", step_text(state)), ("captured", f"{time_text(state.created_at)}, {age_text(state.created_at)}")]
-    facts += [("message", state.message)]
+    facts += [("message" if number == 0 else " ", line) for number, line in enumerate((state.message or "").splitlines())]
     facts += [("metric", f"{key} = {value:.9g}") for key, value in sorted(state.metrics.items())]
     facts += [("attribute", f"{key} = {value!r}") for key, value in sorted(state.attributes.items())]
     facts += [("parent", state_text(parent).append(kinds.get(parent.uid, ""))) for parent in parents]

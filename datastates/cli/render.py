@@ -13,6 +13,7 @@ from datastates.lineage import Ref, RefEvent, RefKind, State, Status
 __all__ = [
     "age_text",
     "by_state",
+    "clean",
     "events_table",
     "facts_table",
     "metrics_text",
@@ -43,6 +44,11 @@ _REF_STYLES = {RefKind.BRANCH: "bold green", RefKind.TAG: "bold yellow"}
 def short(uid: str | None) -> str:
     """The beginning of a uid that people read and type."""
     return "-" if uid is None else uid[:_SHORT]
+
+
+def clean(text: str) -> str:
+    """What others wrote, without anything that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def size_text(count: int) -> str:
@@ -77,7 +83,7 @@ def status_text(status: Status) -> Text:
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
     """``loss=0.31 val_loss=0.4``, by name."""
-    return " ".join(f"{key}={value:.6g}" for key, value in sorted(metrics.items()))
+    return clean(" ".join(f"{key}={value:.6g}" for key, value in sorted(metrics.items())))
 
 
 def by_state(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
@@ -104,7 +110,7 @@ def state_text(state: State, refs: Sequence[Ref] = ()) -> Text:
     if not state.status.is_restorable:
         line.append("  ").append(status_text(state.status))
     if state.message:
-        line.append(f"  {state.message.splitlines()[0]}", style="italic")
+        line.append(f"  {_first_line(state.message)}", style="italic")
     return line
 
 
@@ -117,7 +123,7 @@ def table(*columns: str) -> Table:
     """An empty table in the one look that they all have."""
     made = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        made.add_column(column, no_wrap=True, overflow="fold")
+        made.add_column(Text(clean(column)), no_wrap=True, overflow="fold")
     return made
 
 
@@ -137,7 +143,7 @@ def states_table(states: Sequence[State], refs: Mapping[str, Sequence[Ref]]) -> 
             status_text(state.status),
             age_text(state.created_at),
             Text(str(refs_text(refs.get(state.uid, ()))).strip(" ()")),
-            Text((state.message or "").partition("\n")[0]),
+            Text(_first_line(state.message or "")),
         )
     return made
 
@@ -154,7 +160,7 @@ def refs_table(refs: Sequence[Ref], states: Mapping[str, State]) -> Table:
             step_text(state),
             status_text(state.status),
             age_text(state.created_at),
-            Text(ref.message or ""),
+            Text(_first_line(ref.message or "")),
         )
     return made
 
@@ -167,7 +173,7 @@ def events_table(events: Sequence[RefEvent]) -> Table:
             Text(f"{event.name}@{{{index}}}", style=_REF_STYLES[event.kind]),
             Text(short(event.old), style="yellow"),
             Text(short(event.new), style="yellow"),
-            Text(event.reason),
+            Text(clean(event.reason)),
             time_text(event.created_at),
         )
     return made
@@ -180,5 +186,9 @@ def facts_table(facts: Iterable[tuple[str, object]]) -> Table:
     made.add_column(overflow="fold")
     for name, value in facts:
         if value is not None and value != "":
-            made.add_row(name, value if isinstance(value, Text) else Text(str(value)))
+            made.add_row(name, value if isinstance(value, Text) else Text(clean(str(value))))
     return made
+
+
+def _first_line(text: str) -> str:
+    return clean(text.strip().partition("\n")[0])

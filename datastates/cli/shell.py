@@ -54,7 +54,8 @@ class Shell:
         options = context.ensure_object(Globals)
         options.as_json = self.as_json = as_json or options.as_json  # errors are said the same way
         self._repo, self._packs = repo or options.repo, options.packs
-        self.console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=PIPED_WIDTH)
+        width = None if sys.stdout.isatty() else PIPED_WIDTH
+        self.console = Console(highlight=False, markup=False, emoji=False, width=width)
 
     @property
     def url(self) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from datastates.lineage import State
+from datastates.lineage import Database, NewState, State, record, refs
 from tests.cli.conftest import RUN, Invoke, uid
 
 pytestmark = pytest.mark.usefixtures("root")
@@ -152,3 +153,18 @@ def test_syntax_ends_with_5_and_points_at_the_column(invoke: Invoke, arguments: 
     assert error["kind"] == "syntax"
     assert error["text"] == arguments[1]
     assert error["column"] >= 1
+
+
+def test_nothing_that_a_terminal_would_obey_is_printed(invoke: Invoke, root: Path) -> None:
+    bad = "\x1b]0;title\x07 [red]plain\x9b31m"
+    database = Database(f"sqlite:///{root}/lineage.db")
+    with database.write() as session:
+        new = NewState("e" * 24, "d" * 64, None, "other", None, 1, message=f"{bad}\n{bad}", metrics={bad: 1.0}, attributes={bad: bad})
+        record.record(session, new)
+        refs.tag(session, "bad", "e" * 24, message=bad)
+    database.close()
+
+    for command in (["log", "bad"], ["log", "bad", "--oneline"], ["show", "bad"], ["find", "step = 1"], ["tag"]):
+        out = invoke(*command).out
+        assert "[red]plain" in out
+        assert not set(out) & {"\x1b", "\x07", "\x9b"}
