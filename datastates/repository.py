@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from .manifest import CHUNK_BYTES
 from .policy.cadence import Cadence
 from .reading import read_tree
 from .report import RestoreReport, Selection
-from .restore import restore_into
+from .restore import reads, restore_into
 from .rng import RngState
 from .store.arena import Arena
 from .store.local import LocalTier
@@ -38,14 +39,15 @@ from .store.tier import Reader
 from .tracker import Tracker
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
     import networkx as nx
+    from sqlalchemy.orm import Session
 
 __all__ = ["Repository", "open"]
 
 _log = logging.getLogger("datastates")
 
 _LEASES = "leases"
+_PATIENCE_S = 2.0
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
@@ -259,9 +261,7 @@ class Repository:
         for tracker in self._trackers:
             tracker.fence()
         with self._open_payload(state) as reader:
-            wants = Selection(only).wants
-            # Only what is asked for, of objects that are there, is read.
-            tree = read_tree(reader, wants=lambda path: path.split("/", 1)[0] in into and wants(path), is_borrowing=True)
+            tree = read_tree(reader, wants=reads(into, only), is_borrowing=True)
             return restore_into(into, tree, only=only, strict=strict)
 
     def _open_payload(self, state: State) -> Reader:
@@ -423,8 +423,17 @@ class Repository:
         self._local.close()
 
     def _wait_until_drained(self) -> None:
-        if self._running is not None:
-            self._running.drain()
+        if self._running is None:
+            return
+        began, has_said = time.monotonic(), False
+
+        def say(pending: int) -> None:
+            nonlocal has_said
+            if not has_said and time.monotonic() - began > _PATIENCE_S:
+                has_said = True
+                _log.warning("making %d states durable before closing; Ctrl-C gives them up", pending)
+
+        self._running.drain(say)
 
     def _recover(self) -> list[runs.Recovered]:
         """Mark what died with its process on this host, and take branches back to what can be restored."""
@@ -439,7 +448,8 @@ class Repository:
         for uid in dead:
             (self.location.packs / _LEASES / uid).unlink(missing_ok=True)
         for item in recovered:
-            _log.warning("branch %s: its newest states died with their process; it is back at %s", item.branch, item.new and item.new[:10])
+            where = "nothing of it is left, so the name is free" if item.new is None else f"it is back at {item.new[:10]}"
+            _log.warning("branch %s: its newest states died with their process; %s", item.branch, where)
         return recovered
 
     @contextmanager

@@ -7,8 +7,7 @@ and backward; hooks make whatever changes them next wait (CheckFreq's observatio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TYPE_CHECKING
-
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch

@@ -86,6 +86,11 @@ class Plan:
     tripwire: Tripwire
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether any source lies outside host memory."""
+        return any(source.flat.is_cuda for source in self.sources)
+
+    @property
     def slot_count(self) -> int:
         """How many slots a capture takes."""
         return len(self.sizes)
@@ -173,10 +178,13 @@ def _lay_out(
 ) -> Plan:
     still = [source for source in sources if id(source.tensor) in frozen]
     moving = [source for source in sources if id(source.tensor) not in frozen]
+    # Small tensors together: what is copied before ``capture`` returns then takes one ``split`` of one chunk or two.
+    small = [source for source in moving if source.flat.numel() < DEFER_BYTES]
+    large = [source for source in moving if source.flat.numel() >= DEFER_BYTES]
     sizes: list[list[int]] = []
     eager: list[list[tuple[int, torch.Tensor]]] = []
     deferred: list[list[tuple[int, torch.Tensor]]] = []
-    for group in (still, moving):
+    for group in (still, small, large):
         # Falling item size keeps every tensor aligned to its item without padding.
         group.sort(key=lambda source: (-source.tensor.element_size(), source.leaf))
         position = len(sizes) * CHUNK_BYTES

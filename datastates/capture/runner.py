@@ -3,6 +3,7 @@
     stage thread    (stage.py)  copies; hands each capture on, in order
     engine thread   digest -> content -> memory tier -> record -> make room ahead
     writer thread   local tier -> mark durable
+    arena thread    memory made warm ahead of need
 
 One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the lines; no I/O happens under it.
 """
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-
+from typing import TYPE_CHECKING
 
 from datastates.config import BackPressure, Config
 from datastates.digest import chunk_digest, state_digest
@@ -52,7 +53,6 @@ from .engine import (
 from .handle import Capture
 from .plan import Layout
 from .stage import CopyJob, Stager
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import msgspec
@@ -60,6 +60,9 @@ if TYPE_CHECKING:
 __all__ = ["Line", "Runner", "Staged"]
 
 _log = logging.getLogger(__name__)
+
+_AHEAD = 3
+"""For how many further captures memory is made warm ahead of time."""
 
 _REFS_POLL_S = 1.0
 """How often refs that other processes made are looked for."""
@@ -116,10 +119,12 @@ class Runner:
         self._refs_seen: tuple[float, int] = (0.0, -1)
         self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._wanted_warm: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._is_closed = False
+        self._is_abandoned = False
         self._threads = [
             threading.Thread(target=target, name=f"datastates-{name}", daemon=True)
-            for name, target in (("engine", self._run_engine), ("writer", self._run_writer))
+            for name, target in (("engine", self._run_engine), ("writer", self._run_writer), ("arena", self._run_arena))
         ]
         for thread in self._threads:
             thread.start()
@@ -148,6 +153,8 @@ class Runner:
                 f"open the repository with memory_bytes of at least {2 * count * CHUNK_BYTES} (two states)"
             )
         self._next_slots = count
+        if not self._arena.is_warm:
+            self._wanted_warm.put(_AHEAD * count)
         while True:
             slots = self._arena.acquire(count)
             if slots is not None:
@@ -198,13 +205,20 @@ class Runner:
             return self._in_flight + self._engine.pending_writes
 
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
-        """Wait until all captures are recorded and all that is wanted is durable (or failed)."""
-        while pending := self.pending_writes:
-            if on_wait is not None:
-                on_wait(pending)
-            with self._lock:
-                if self._in_flight or self._engine.pending_writes:
-                    self._lock.wait(0.2)
+        """Wait until all captures are recorded and all that is wanted is durable (or failed).
+
+        Ctrl-C while waiting gives up what is not durable yet: no later call waits for it.
+        """
+        try:
+            while (pending := self.pending_writes) and not self._is_abandoned:
+                if on_wait is not None:
+                    on_wait(pending)
+                with self._lock:
+                    if self._in_flight or self._engine.pending_writes:
+                        self._lock.wait(0.2)
+        except KeyboardInterrupt:
+            self._is_abandoned = True
+            raise
 
     def close(self) -> None:
         """Make the heads durable, wait, and end the threads; idempotent. Not to be called from these threads."""
@@ -221,6 +235,9 @@ class Runner:
             self._is_closed = True
         self._staged.put(None)
         self._writes.put(None)
+        self._wanted_warm.put(None)
+        if self._is_abandoned:
+            return  # daemon threads in the middle of a write that nobody waits for
         for thread in self._threads:
             thread.join()
 
@@ -406,6 +423,13 @@ class Runner:
         if handle is not None:
             handle._fail(error)
         self._post(WriteFailed(uid))
+
+    # --- the arena thread ------------------------------------------------------------------------------------------------
+
+    def _run_arena(self) -> None:
+        """Touch memory ahead of the captures that will need it: fresh pages cost ten times a copy into warm ones."""
+        while (count := self._wanted_warm.get()) is not None:
+            self._arena.reserve(count)
 
     # --- carrying out decisions, any thread ------------------------------------------------------------------------------
 

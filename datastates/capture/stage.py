@@ -64,17 +64,18 @@ class Stager:
 
         With ``is_deferring=False`` nothing is read any more when this returns.
         """
-        host_eager, device_eager = _by_device(_pairs(job.plan, job.slots, self._arena, job.plan.eager))
-        host_deferred, device_deferred = _by_device(_pairs(job.plan, job.slots, self._arena, job.plan.deferred))
+        host_eager = _pairs(job.plan, job.slots, self._arena, job.plan.eager)
         job.armed = job.plan.tripwire.arm()
-        job.deferred = host_deferred
-        job.has_host_reads = bool(host_deferred[0])
+        if job.plan.is_on_device:
+            host_eager, device_eager = _by_device(host_eager)
+            job.deferred, device_deferred = _by_device(_pairs(job.plan, job.slots, self._arena, job.plan.deferred))
+            job.has_host_reads = bool(job.deferred[0])
+            self._copy_from_devices(job, device_eager, device_deferred)
         if sum(map(torch.Tensor.numel, host_eager[0])) <= _INLINE_BYTES or torch.get_num_threads() == 1:
             _copy(host_eager)
             job.eager_done.set()
         else:
             job.eager = host_eager
-        self._copy_from_devices(job, device_eager, device_deferred)
         self._jobs.put(job)
         job.eager_done.wait()
         if not is_deferring:
@@ -125,8 +126,8 @@ class Stager:
             if job.eager is not None:
                 _copy(job.eager)
                 job.eager_done.set()
-            if job.deferred is not None:
-                _copy(job.deferred)
+            # Where everything is in host memory the views are made here: the training thread has better things to do.
+            _copy(job.deferred if job.deferred is not None else _pairs(job.plan, job.slots, self._arena, job.plan.deferred))
             if job.event is not None:
                 job.event.synchronize()  # the one place where a host thread waits for the device
             self._check(job)
@@ -165,8 +166,6 @@ def _pairs(plan: Plan, slots: Sequence[int], arena: Arena, copies: list[list[tup
 
 def _by_device(pairs: _Pairs) -> tuple[_Pairs, _Pairs]:
     """Those in host memory, and those on a device."""
-    if not any(source.is_cuda for source in pairs[1]):
-        return pairs, ([], [])
     host: _Pairs = ([], [])
     device: _Pairs = ([], [])
     for target, source in zip(*pairs, strict=True):

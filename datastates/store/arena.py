@@ -66,6 +66,12 @@ class Arena:
         with self._lock:
             return len(self._free) + self.capacity - self._warm
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether the whole budget has been touched."""
+        with self._lock:
+            return self._warm == self.capacity
+
     def acquire(self, count: int, prefer: Sequence[int] = ()) -> list[int] | None:
         """``count`` slots, or None when fewer are free; those released last come first, being warm.
 
@@ -132,9 +138,12 @@ class Arena:
         return taken
 
     def _grow(self, count: int) -> None:
-        """Touch slabs until ``count`` slots are free and warm, or the budget is used up."""
-        with self._growing:
-            while True:
+        """Touch slabs until ``count`` slots are free and warm, or the budget is used up.
+
+        The lock is let go between slabs: a capture that needs a few slots does not wait for who warms up many.
+        """
+        while True:
+            with self._growing:
                 with self._lock:
                     self._check_open()
                     first, free = self._warm, len(self._free)
