@@ -12,7 +12,7 @@ from sqlalchemy import bindparam, delete, exists, insert, select, update
 
 from datastates.errors import Conflict, NotFound
 
-from .lookup import states
+from .lookup import id_of, states
 from .refs import log_event
 from .schema import RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
 from .states import RefKind, Run, Status, Value
@@ -29,11 +29,11 @@ _GONE = [status.value for status in Status if not status.is_restorable]
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A branch that was moved back from ``old``, whose bytes are gone, to ``new``."""
+    """A branch that was moved back from ``old``, whose bytes are gone, to ``new``; None: it was deleted, as nothing is left."""
 
     branch: str
     old: str
-    new: str
+    new: str | None
 
 
 def start(session: Session, run: Run) -> None:
@@ -91,7 +91,8 @@ def recover(session: Session, dead: Iterable[str]) -> list[Recovered]:
     """Settle what runs left behind whose process died, memory and all.
 
     Their states that no other tier holds become ``lost``; their runs finish now. Then each branch, of any run, whose
-    head's bytes are gone moves back to its newest restorable first parent; a branch that has none stays.
+    head's bytes are gone moves back to its newest restorable first parent; a branch that has none is deleted, and its
+    reflog says where it was: a name that nothing can be restored from would only keep the next run from beginning.
     """
     uids = sorted(set(dead))
     _lose(session, uids)
@@ -116,16 +117,17 @@ def _move_back(session: Session) -> list[Recovered]:
     moved = []
     for name, version, head_id, head in session.execute(_GONE_HEADS).all():
         found = nearest_restorable(session, head)
+        seen: dict[str, object] = {"ref": name, "seen": version}
         if found is None:
-            continue
-        new_id = session.execute(select(_state.c.id).where(_state.c.uid == found.uid)).scalar_one()
-        done: Any = session.execute(_MOVE_BACK, {"ref": name, "seen": version, "new": new_id})
+            new_id, went = None, "no ancestor can be restored, deleted"
+            done: Any = session.execute(_DELETE, seen)
+        else:
+            new_id, went = id_of(session, found.uid), "went back to the newest restorable state"
+            done = session.execute(_MOVE_BACK, {**seen, "new": new_id})
         if done.rowcount == 1:  # else somebody moved it meanwhile, and knows better
             status = states(session, [head_id])[0].status
-            log_event(
-                session, name, RefKind.BRANCH, head_id, new_id, f"recover: {head} is {status}, went back to the newest restorable state"
-            )
-            moved.append(Recovered(name, head, found.uid))
+            log_event(session, name, RefKind.BRANCH, head_id, new_id, f"recover: {head} is {status}, {went}")
+            moved.append(Recovered(name, head, None if found is None else found.uid))
     return moved
 
 
@@ -169,3 +171,4 @@ _MOVE_BACK = (
     .where(_ref.c.name == bindparam("ref"), _ref.c.version == bindparam("seen"))
     .values(state_id=bindparam("new"), version=_ref.c.version + 1)
 )
+_DELETE = delete(_ref).where(_ref.c.name == bindparam("ref"), _ref.c.version == bindparam("seen"))

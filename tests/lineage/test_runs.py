@@ -142,13 +142,25 @@ def test_the_states_of_living_runs_and_of_none_are_left_alone(database: Database
         assert runs.unfinished(session, "here") == [alive]
 
 
-def test_a_branch_with_nothing_left_to_go_back_to_stays_and_tags_stay(database: Database, run: Run, grow: Grow) -> None:
+def test_a_branch_with_nothing_left_to_go_back_to_is_deleted_and_tags_stay(database: Database, run: Run, grow: Grow) -> None:
     head = grow(branch="main", run=run.uid, count=2)
     with database.write() as session:
         refs.tag(session, "v1", head.uid)
+    assert recover(database, run) == [Recovered("main", head.uid, None)]
     assert recover(database, run) == []
     with database.read() as session:
-        assert {ref.name: ref.state for ref in refs.refs(session)} == {"main": head.uid, "v1": head.uid}
+        assert {ref.name: ref.state for ref in refs.refs(session)} == {"v1": head.uid}
+        event = refs.reflog(session, "main")[0]
+    assert (event.old, event.new) == (head.uid, None)
+    assert event.reason == f"recover: {head.uid} is lost, no ancestor can be restored, deleted"
+
+
+def test_a_name_that_recovery_deleted_can_begin_again(database: Database, run: Run, grow: Grow) -> None:
+    grow(branch="main", run=run.uid)
+    recover(database, run)
+    again = grow(branch="main")
+    with database.read() as session:
+        assert refs.get(session, "main").state == again.uid
 
 
 def test_a_branch_whose_head_was_evicted_goes_back_across_runs(database: Database, run: Run, grow: Grow) -> None:
