@@ -178,7 +178,6 @@ def training(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     steps_s = [before.step_s]
     for index in range(rounds):
         for name, method in methods.items():
-            sys.stderr.write(f"round {index + 1} of {rounds}: {name}\n")
             path = _fresh(folder, name)
             method.prepare(trainer.objects, path)
             found = segment(trainer, method, steps)
@@ -186,6 +185,7 @@ def training(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
             shutil.rmtree(path)
             after = segment(trainer, None, steps)
             overheads[name].append(_overhead(found, before, after))
+            sys.stderr.write(f"round {index + 1} of {rounds}: {name}: {overheads[name][-1]['wall_percent']:.1f} % of wall time\n")
             before = after
             steps_s.append(after.step_s)
     return _training_report(trainer, overheads, steps_s, steps)
