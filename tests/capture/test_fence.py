@@ -1,0 +1,153 @@
+"""The fence waits before every change of what it guards, travels with copies of the model, and comes off again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import datastates
+from datastates.capture.fence import Fence
+
+from .optimizers import FORMS, Form, Net, train_step
+
+
+class Waits:
+    """Counts how often a fence was waited on, and by which thread."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def __call__(self) -> None:
+        self.threads.append(threading.current_thread().name)
+
+    def during(self, change: Callable[[], object]) -> int:
+        before = len(self.threads)
+        change()
+        return len(self.threads) - before
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.id)
+def test_a_step_waits_once_in_every_form_and_before_it_changes_anything(form: Form) -> None:
+    model, optimizer = form.build()
+    seen: list[list[torch.Tensor]] = []
+    fence = Fence(lambda: seen.append([parameter.detach().clone() for parameter in model.parameters()]))
+    fence.install([optimizer], [model])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    train_step(model, optimizer)
+    assert len(seen) == 1
+    assert all(map(torch.equal, before, seen[0]))
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+def test_loading_into_a_module_and_into_an_optimizer_waits_first() -> None:
+    model, waits = Net(), Waits()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fence = Fence(waits)
+    fence.install([optimizer], [model])
+    train_step(model, optimizer)
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert waits.during(lambda: model.load_state_dict(states[0])) == 1
+    assert waits.during(lambda: optimizer.load_state_dict(states[1])) == 1
+
+
+def test_installing_again_hooks_only_what_is_new() -> None:
+    model, waits = Net(), Waits()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    fence = Fence(waits)
+    for optimizers in ([first], [first], [first, second]):
+        fence.install(optimizers, [model])
+    assert waits.during(lambda: (first.step(), second.step())) == 2
+    assert waits.during(lambda: model.load_state_dict(model.state_dict())) == 1
+
+
+def test_a_scheduler_and_a_scaler_step_through_the_fence() -> None:
+    model, waits = Net(), Waits()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    Fence(waits).install([optimizer], [model])
+    scaler.scale(model(torch.randn(4, 128)).sum()).backward()
+    assert waits.during(lambda: scaler.step(optimizer)) == 1
+    scaler.update()
+    assert waits.during(optimizer.step) == 1
+    assert waits.during(scheduler.step) == 0
+
+
+def test_the_wait_is_on_the_thread_that_makes_the_change() -> None:
+    model, waits = Net(), Waits()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Fence(waits).install([optimizer], [model])
+    other = threading.Thread(target=optimizer.step, name="stepper")
+    other.start()
+    other.join()
+    assert waits.threads == ["stepper"]
+
+
+def test_after_remove_nothing_waits_and_no_hook_is_left() -> None:
+    model, waits = Net(), Waits()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fence = Fence(waits)
+    fence.install([optimizer], [model])
+    fence.remove()
+    fence.remove()
+    assert waits.during(lambda: (optimizer.step(), model.load_state_dict(model.state_dict()))) == 0
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert not model._load_state_dict_pre_hooks
+
+
+# --- with a tracker ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_tracked_model_can_be_copied_pickled_and_saved(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with datastates.open(tmp_path / "runs", memory_bytes=8 << 22) as repo, repo.track(model=model, optimizer=optimizer) as run:
+        train_step(model, optimizer)
+        run.capture()
+        saved = io.BytesIO()
+        torch.save({"model": model, "optimizer": optimizer}, saved)
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=False)
+        copies = [copy.deepcopy(model), AveragedModel(model).module, pickle.loads(pickle.dumps(model)), loaded["model"]]
+        for made in copies:
+            assert all(torch.equal(made.state_dict()[key], value) for key, value in model.state_dict().items())
+            made.load_state_dict(model.state_dict())
+        twin, twin_optimizer = copy.deepcopy((model, optimizer))
+        for one, other in ((twin, twin_optimizer), (loaded["model"], loaded["optimizer"])):
+            train_step(one, other)
+            one.load_state_dict(model.state_dict())
+
+
+def test_closing_a_tracker_takes_its_hooks_off(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with datastates.open(tmp_path / "runs", memory_bytes=8 << 22) as repo:
+        with repo.track(model=model, optimizer=optimizer) as run:
+            assert optimizer._optimizer_step_pre_hooks
+            run.capture()
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_load_state_dict_pre_hooks
+        assert not model._load_state_dict_pre_hooks
+
+
+def test_a_copy_of_the_model_keeps_no_closed_repository_alive(tmp_path: Path) -> None:
+    model = Net()
+    with datastates.open(tmp_path / "runs", memory_bytes=8 << 22) as repo, repo.track(model=model) as run:
+        loaded: nn.Module = pickle.loads(pickle.dumps(model))
+        tracker = weakref.ref(run)
+    del run, repo
+    gc.collect()
+    assert tracker() is None
+    assert len(loaded._load_state_dict_pre_hooks) == 1
