@@ -75,6 +75,22 @@ def test_memory_that_is_aligned_or_not_is_written_alike(tmp_path: Path, direct: 
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
 
+@pytest.mark.parametrize("direct", [None, False])
+def test_a_write_that_the_kernel_cuts_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool | None) -> None:
+    real = os.pwritev
+
+    def cut(fd: int, views: list[memoryview], offset: int) -> int:
+        return real(fd, [*views[:1], views[1][:8192]], offset) if len(views) > 1 else real(fd, [views[0][: 1 << 20]], offset)
+
+    monkeypatch.setattr(os, "pwritev", cut)  # the kernel does so beyond 2 GiB, and when it is interrupted
+    state = payload("s", {"a": numbers(CHUNK_BYTES // 4 * 5 + 1500)}, {"b": numbers(1)}, is_aligned=True)
+    tier = LocalTier(tmp_path, direct=direct)
+    tier.put(state)
+    with tier.open("s") as reader:
+        reader.verify()
+        assert stream(reader) == chunks_of(state)
+
+
 def test_a_state_with_nothing_new_has_no_pack(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path)
     base = tier.put(small("base", 1, 2)).manifest

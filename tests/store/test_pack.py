@@ -115,6 +115,13 @@ def test_a_tensor_over_chunks_that_lie_together_is_whole(tmp_path: Path) -> None
     assert found.keys() == {"model/w", "model/b"}
 
 
+def test_what_repeats_is_an_entry_where_it_comes_first(tmp_path: Path) -> None:
+    found = read_tensors(write(tmp_path, small("s", 7, 8, 7)))
+    assert found.keys() == {"model/0", "model/1"}
+    assert torch.equal(found["model/0"], numbers(25, 7))
+    assert torch.equal(found["model/1"], numbers(25, 8))
+
+
 @pytest.mark.parametrize("name", ["__metadata__", "__padding__.0", "a@0:4", 'quote"\\', "ü/漢", "a b\n"])
 def test_any_path_can_be_written(tmp_path: Path, name: str) -> None:
     found = safetensors.torch.load_file(write(tmp_path, payload("s", {name: torch.arange(5), "a": torch.ones(3)})))
