@@ -34,7 +34,7 @@ class RngState:
             "torch": _bytes_of(torch.get_rng_state()),
             "python": {"version": version, "words": array("I", words).tobytes(), "gauss": gauss},
         }
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types for it
+        if torch.cuda.is_initialized():
             state["cuda"] = [_bytes_of(torch.cuda.get_rng_state(device)) for device in range(torch.cuda.device_count())]
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:

@@ -7,19 +7,39 @@ from collections.abc import Iterable, Sequence
 from rich.text import Text
 
 from datastates.lineage import Ref, State
+from datastates.lineage.lanes import draw, lanes
 
 from .render import age_text, by_state, clean, metrics_text, refs_text, size_text, state_text, status_text, step_text, time_text
 
 __all__ = ["log_lines"]
 
 
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
 def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, is_short: bool) -> list[Text]:
-    """The lines of the log; a state has one with ``is_short``, else a handful."""
+    """The lines of the log; a state has one with ``is_short``, else a handful. ``states`` come newest first."""
     names = by_state(refs)
+    texts = [[state_text(s, names.get(s.uid, ()))] if is_short else _paragraph(s, names.get(s.uid, ())) for s in states]
+    if not is_drawn:
+        return [line for paragraph in texts for line in paragraph]
     lines: list[Text] = []
-    for state in states:
-        lines += [state_text(state, names.get(state.uid, ()))] if is_short else _paragraph(state, names.get(state.uid, ()))
+    for drawn, paragraph in zip(draw(lanes(states)), texts, strict=True):
+        width = max(len(drawn.node), len(drawn.rest)) + 1
+        lines += map(_coloured, drawn.before)
+        lines.append(_coloured(drawn.node.ljust(width)) + paragraph[0])
+        # The lines after a node come at once: what follows a merge stands beside the lanes that it opened.
+        lines += map(_coloured, drawn.after)
+        lines += [_coloured(drawn.rest.ljust(width)) + line for line in paragraph[1:]]
     return lines
+
+
+def _coloured(prefix: str) -> Text:
+    text = Text(prefix)
+    for column, box in enumerate(prefix):
+        if box not in " *":
+            text.stylize(_COLOURS[column // 2 % len(_COLOURS)], column, column + 1)
+    return text
 
 
 def _paragraph(state: State, refs: Sequence[Ref]) -> list[Text]:
