@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"datastates": "datastates", "datastates.api": "api", "datastates.lineage": "lineage", "datastates.transport": "transport"}
 
 
-def read_project() -> dict[str, dict[str, dict[str, list[str]]]]:
+def read_project() -> dict[str, Any]:
     with (ROOT / "pyproject.toml").open("rb") as file:
         return tomllib.load(file)
 
@@ -102,7 +106,37 @@ def test_every_package_outside_the_main_folder_says_where_it_lies() -> None:
         top = ".".join(package.split(".")[:2])
         if top in FOLDERS and top != "datastates":
             relative = package.removeprefix(top).replace(".", "/")
-            assert setuptools["package-dir"][package] == FOLDERS[top] + relative  # type: ignore[call-overload]  # a table, not a list
+            assert setuptools["package-dir"][package] == FOLDERS[top] + relative
+
+
+def test_every_import_is_of_a_declared_dependency() -> None:
+    project = read_project()["project"]
+    optional = project["optional-dependencies"]
+    declared = {re.split(r"[^\w-]", each)[0] for each in [*project["dependencies"], *optional["demo"], *optional["postgresql"]]}
+    found: dict[str, str] = {}
+    for folder in FOLDERS.values():
+        for path in (ROOT / folder).rglob("*.py"):
+            found.update((name.partition(".")[0], str(path)) for name in imports_of(path))
+
+    undeclared = {name: path for name, path in found.items() if name not in {*declared, *sys.stdlib_module_names, "datastates"}}
+    assert undeclared == {}, "list it in pyproject.toml and constraints.txt"
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = read_project()["project"]
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    wanted = [each for group in (project["dependencies"], *project["optional-dependencies"].values()) for each in group]
+
+    assert {re.split(r"[^\w-]", each)[0].lower() for each in wanted} - {"datastates"} <= pinned
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The absolute imports of a file, those inside its functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
 
 
 def test_links_lead_to_the_folders() -> None:
