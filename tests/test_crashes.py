@@ -1,0 +1,183 @@
+"""Trainings that are killed, end badly, or have no room: what was promised is there afterwards, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import datastates
+from datastates import Repository, Status
+from tests.forge import Forge, Job, forge
+from tests.training import begin, capture, digest, make
+
+KILLS_OF_A_FOLDER = 10
+STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed", "marked-durable"]
+
+
+@pytest.fixture(scope="module")
+def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    """Starts trainings."""
+    with forge(tmp_path_factory.mktemp("forge")) as opened:
+        yield opened
+
+
+@dataclass
+class Facts:
+    """What trainings said, of all that ran in one folder."""
+
+    live: dict[str, str] = field(default_factory=dict)
+    durable: dict[str, str] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    begun: list[tuple[str, str, str]] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+
+    def hear(self, line: str) -> None:
+        match line.split():
+            case ["captured", uid, live]:
+                self.live[uid] = live
+            case ["durable", uid, live]:
+                self.durable[uid] = live
+            case ["tag" | "branch", name, uid]:
+                self.refs[name] = uid
+            case ["begin", branch, uid, live]:
+                self.begun.append((branch, uid, live))
+            case _:
+                raise AssertionError(f"half a line: {line!r}")
+
+
+def hear(facts: Facts, job: Job, lines: int) -> None:
+    """The next lines that a training says."""
+    for _ in range(lines):
+        facts.hear(job.lines.readline())
+
+
+def restored(repo: Repository, uid: str) -> str:
+    """The digest of a state put into fresh objects."""
+    model, optimizer = make()
+    report = repo.restore(uid, into={"model": model, "optimizer": optimizer})
+    assert report.restored
+    return digest(model, optimizer)
+
+
+def check(folder: Path, facts: Facts) -> None:
+    """Open a folder that a process died in: every promise holds. A state that was seen to restore is not looked at again."""
+    with datastates.open(folder) as repo:
+        _check_refs(repo, facts)
+        _check_listed(repo, folder, facts)
+    packs = folder / "packs"
+    assert not list(packs.glob(".tmp-*"))
+    assert not list((packs / "leases").iterdir())
+
+
+def _check_refs(repo: Repository, facts: Facts) -> None:
+    refs = {ref.name: ref for ref in repo.refs()}
+    for name, uid in facts.refs.items():
+        if name.startswith("tag"):
+            assert refs[name].state == uid
+        else:
+            assert name in refs or repo.reflog(name)[0].new is None
+    for ref in refs.values():
+        if ref.kind == "branch":
+            assert repo.state(ref.state).status is Status.DURABLE  # and _check_listed restores it
+        if any(event.reason.startswith("recover") for event in repo.reflog(ref.name)):
+            assert ref.kind == "branch"
+
+
+def _check_listed(repo: Repository, folder: Path, facts: Facts) -> None:
+    """Whatever the lineage says of a state is so: no process lives, so each is durable or has no bytes."""
+    listed = {state.uid: state for state in repo.find("step >= 0 limit 1000")}
+    durable = {uid for uid, state in listed.items() if state.status is Status.DURABLE}
+    assert {state.status for state in listed.values()} <= {Status.DURABLE, Status.LOST, Status.EVICTED}
+    assert set(facts.durable) <= durable
+    for uid in durable - facts.seen:
+        found = restored(repo, uid)
+        assert found == facts.live.get(uid, found)
+        assert found == facts.durable.get(uid, found)
+    facts.seen |= durable
+    on_disk = {path.name.split(".")[0] for path in (folder / "packs").glob("*.manifest")}
+    assert durable <= on_disk <= set(listed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60 // KILLS_OF_A_FOLDER))
+def test_nothing_that_was_reported_is_missing_after_a_kill(smith: Forge, tmp_path: Path, seed: int) -> None:
+    choose = random.Random(seed)
+    facts = Facts()
+    for number in range(KILLS_OF_A_FOLDER):
+        heads = _heads(tmp_path) if number else {}
+        facts.begun.clear()
+        job = smith.start("tests.training:train", folder=str(tmp_path), seed=seed * 100 + number)
+        hear(facts, job, choose.randrange(2, 40))
+        threading.Event().wait(choose.random() * 0.02)  # anywhere between two lines
+        job.kill(signal.SIGKILL)
+        for line in job.lines.read().split("\n")[:-1]:
+            facts.hear(line)
+        assert job.wait() == -signal.SIGKILL
+        for branch, uid, live in facts.begun:
+            assert uid == heads.get(branch, "-")
+            if uid in facts.live:
+                assert live == facts.live[uid]
+        check(tmp_path, facts)
+    facts.seen.clear()
+    check(tmp_path, facts)
+    assert facts.durable
+    assert facts.refs
+
+
+def _heads(folder: Path) -> dict[str, str]:
+    with datastates.open(folder) as repo:
+        return {ref.name: ref.state for ref in repo.refs()}
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_death_after_any_durable_step_loses_nothing_reported_and_shows_nothing_half_made(
+    smith: Forge, tmp_path: Path, step: str, after: int
+) -> None:
+    facts = Facts()
+    job = smith.start("tests.training:train", folder=str(tmp_path), seed=after, step=step, after=after)
+    for line in job.say():
+        facts.hear(line)
+    assert job.wait() == 137
+    check(tmp_path, facts)
+    with datastates.open(tmp_path, memory_bytes=48 << 20) as repo:
+        head = {ref.name: ref.state for ref in repo.refs()}.get("main")
+        said: list[tuple[object, ...]] = []
+        run, model, optimizer = begin(repo, "main", lambda *words: said.append(words))
+        assert said[0][2] == (head or "-")
+        taken = capture(run, model, optimizer, lambda *words: None)
+        run.close()
+        assert restored(repo, taken.uid) == digest(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("SIGTERM", 128 + signal.SIGTERM), ("SIGINT", -signal.SIGINT), ("sys.exit", 3), ("exception", 1), ("end", 0)],
+)
+def test_what_was_to_become_durable_is_durable_however_the_training_ends(smith: Forge, tmp_path: Path, how: str, code: int) -> None:
+    facts = Facts()
+    job = smith.start("tests.training:train_and_end", folder=str(tmp_path), how=how)
+    hear(facts, job, 10)
+    if how.startswith("SIG"):
+        job.kill(getattr(signal, how))
+    for line in job.say():
+        facts.hear(line)
+    assert job.wait() == code, smith.errors()
+    with datastates.open(tmp_path) as repo:
+        assert not repo.recovered
+        heads = {ref.name: repo.state(ref.state) for ref in repo.refs()}
+        assert set(heads) == {"main", "early", "aside"}
+        assert all(state.status is Status.DURABLE for state in heads.values())
+        # The signal may come between the capture and the word of it.
+        newest = list(facts.live)[-1]
+        assert newest in [state.uid for state in repo.log("main", limit=2)]
+        assert heads["early"].uid == facts.refs["early"]
+        assert heads["aside"].uid == facts.refs["aside"]
+        for state in heads.values():
+            assert restored(repo, state.uid) == facts.live.get(state.uid, restored(repo, state.uid))
