@@ -101,7 +101,7 @@ class Capture:
 
     def _give_up(self, why: str) -> None:
         with self._changed:
-            self._given_up = why
+            self._given_up = self._given_up or why  # the first reason is the one that helps
             self._changed.notify_all()
 
     def __repr__(self) -> str:
