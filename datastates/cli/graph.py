@@ -13,7 +13,6 @@ from .render import age_text, by_state, clean, metrics_text, refs_text, size_tex
 
 __all__ = ["log_lines"]
 
-
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -31,6 +30,8 @@ def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, i
         # The lines after a node come at once: what follows a merge stands beside the lanes that it opened.
         lines += map(_coloured, drawn.after)
         lines += [_coloured(drawn.rest.ljust(width)) + line for line in paragraph[1:]]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"  # a folded line would break the lanes
     return lines
 
 
