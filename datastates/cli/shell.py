@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from datastates.location import Location, discover, locate
 
@@ -107,7 +108,10 @@ class Shell:
         """For people; trailing blanks of tables are cut when a program reads."""
         if self.console.is_terminal:
             for renderable in renderables:
-                self.console.print(renderable)
+                if isinstance(renderable, Text):  # print forgets what a Text says of itself
+                    self.console.print(renderable, no_wrap=renderable.no_wrap, overflow=renderable.overflow)
+                else:
+                    self.console.print(renderable)
             return
         with self.console.capture() as captured:
             for renderable in renderables:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -144,6 +145,18 @@ def test_output_on_a_terminal_has_colours_unless_they_are_turned_off(root: Path)
     assert "\x1b[1;32m" in coloured
     assert "\x1b[1;32m" not in plain
     assert "warm" in plain
+
+
+def test_long_lines_do_not_fold_into_the_lanes_on_a_narrow_terminal(root: Path) -> None:
+    command = ["script", "-qec", f"stty cols 30; {shlex.join([*TERMINAL, 'log', '--oneline'])}", "/dev/null"]
+    environ = {**os.environ, "NO_COLOR": "1", "TERM": "xterm"}
+    environ.pop("COLUMNS", None)
+    out = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=60, check=False).stdout
+
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out).splitlines()
+    assert sum("*" in line for line in lines) == 11
+    assert all(line[0] in "*│├" and len(line) <= 30 for line in lines)
+    assert "…" in out
 
 
 def test_errors_are_one_message_unless_a_traceback_is_asked_for(root: Path) -> None:
