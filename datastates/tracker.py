@@ -135,24 +135,28 @@ class Tracker:
         if slots is None:
             handle._skip()
             return handle
-        staged = Staged(
-            line=self._line,
-            handle=handle,
-            layout=plan.layout,
-            values=msgspec.Raw(encode_values(flat.values)),
-            step=self.step,
-            micro_step=self.micro_step,
-            created_at=datetime.now(UTC),
-            message=message,
-            metrics=staged_metrics,
-            attributes=dict(attributes or {}),
-        )
         try:
-            staged.job = CopyJob(plan, slots, on_done=lambda _: None)
-            self._pending = self._runner.submit(staged, is_deferring=self._is_deferring)
+            staged = Staged(
+                line=self._line,
+                handle=handle,
+                layout=plan.layout,
+                values=msgspec.Raw(encode_values(flat.values)),
+                step=self.step,
+                micro_step=self.micro_step,
+                created_at=datetime.now(UTC),
+                message=message,
+                metrics=staged_metrics,
+                attributes=dict(attributes or {}),
+            )
+            job = staged.job = CopyJob(plan, slots, on_done=lambda _: None)
         except BaseException:
             self._runner.release(slots)
             raise
+        try:
+            self._runner.submit(staged, is_deferring=self._is_deferring)
+        finally:
+            if not job.is_copied.is_set():
+                self._pending = job
         return handle
 
     def fence(self) -> None:

@@ -100,7 +100,8 @@ def _serve() -> None:
         else:
             answer = os.fork()
             if answer == 0:
-                return _work(**request)
+                _work(**request)
+                return
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
@@ -112,7 +113,9 @@ def _work(call: str, arguments: dict[str, Any], fifo: str, errors: str) -> None:
     os.dup2(0, 1)
     fd = os.open(fifo, os.O_WRONLY)
     module, name = call.split(":")
-    getattr(importlib.import_module(module), name)(**arguments, say=lambda *words: os.write(fd, (" ".join(map(str, words)) + "\n").encode()))
+    getattr(importlib.import_module(module), name)(
+        **arguments, say=lambda *words: os.write(fd, (" ".join(map(str, words)) + "\n").encode())
+    )
 
 
 def _import() -> None:

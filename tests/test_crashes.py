@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import datastates
-from datastates import Repository, Status
+from datastates import Config, Repository, Status, Unavailable
+from datastates.testing import fail_at
 from tests.forge import Forge, Job, forge
 from tests.training import begin, capture, digest, make
 
@@ -65,14 +68,19 @@ def restored(repo: Repository, uid: str) -> str:
     return digest(model, optimizer)
 
 
-def check(folder: Path, facts: Facts) -> None:
-    """Open a folder that a process died in: every promise holds. A state that was seen to restore is not looked at again."""
+def check(folder: Path, facts: Facts) -> dict[str, str]:
+    """Open a folder that a process died in: every promise holds; its refs.
+
+    A state that was seen to restore is not looked at again.
+    """
     with datastates.open(folder) as repo:
         _check_refs(repo, facts)
         _check_listed(repo, folder, facts)
+        refs = {ref.name: ref.state for ref in repo.refs()}
     packs = folder / "packs"
     assert not list(packs.glob(".tmp-*"))
     assert not list((packs / "leases").iterdir())
+    return refs
 
 
 def _check_refs(repo: Repository, facts: Facts) -> None:
@@ -108,9 +116,8 @@ def _check_listed(repo: Repository, folder: Path, facts: Facts) -> None:
 @pytest.mark.parametrize("seed", range(60 // KILLS_OF_A_FOLDER))
 def test_nothing_that_was_reported_is_missing_after_a_kill(smith: Forge, tmp_path: Path, seed: int) -> None:
     choose = random.Random(seed)
-    facts = Facts()
+    facts, refs = Facts(), dict[str, str]()
     for number in range(KILLS_OF_A_FOLDER):
-        heads = _heads(tmp_path) if number else {}
         facts.begun.clear()
         job = smith.start("tests.training:train", folder=str(tmp_path), seed=seed * 100 + number)
         hear(facts, job, choose.randrange(2, 40))
@@ -120,19 +127,14 @@ def test_nothing_that_was_reported_is_missing_after_a_kill(smith: Forge, tmp_pat
             facts.hear(line)
         assert job.wait() == -signal.SIGKILL
         for branch, uid, live in facts.begun:
-            assert uid == heads.get(branch, "-")
+            assert uid == refs.get(branch, "-")
             if uid in facts.live:
                 assert live == facts.live[uid]
-        check(tmp_path, facts)
+        refs = check(tmp_path, facts)
     facts.seen.clear()
     check(tmp_path, facts)
     assert facts.durable
     assert facts.refs
-
-
-def _heads(folder: Path) -> dict[str, str]:
-    with datastates.open(folder) as repo:
-        return {ref.name: ref.state for ref in repo.refs()}
 
 
 @pytest.mark.parametrize("after", [0, 3])
@@ -181,3 +183,66 @@ def test_what_was_to_become_durable_is_durable_however_the_training_ends(smith: 
         assert heads["aside"].uid == facts.refs["aside"]
         for state in heads.values():
             assert restored(repo, state.uid) == facts.live.get(state.uid, restored(repo, state.uid))
+
+
+def test_a_full_disk_is_told_clearly_and_training_goes_on(tmp_path: Path) -> None:
+    config = Config(memory_bytes=64 << 20, durable_interval_s=None, on_step=fail_at("pack-written"))
+    with datastates.open(tmp_path, config=config) as repo:
+        run, model, optimizer = begin(repo, "main", _quiet)
+        failed = capture(run, model, optimizer, _quiet)
+        live = digest(model, optimizer)
+        with pytest.raises(Unavailable, match=rf"state {failed.uid} was not written .* no space left, .* make room"):
+            failed.wait("durable")
+        with pytest.raises(Unavailable, match=failed.uid):
+            capture(run, model, optimizer, _quiet)
+        assert not list((tmp_path / "packs").glob("*.manifest"))
+        assert restored(repo, failed.uid) == live  # from memory: nothing is lost but the promise
+        again = capture(run, model, optimizer, _quiet)
+        assert again.wait("durable").status is Status.DURABLE
+        assert repo.tag("kept", failed.uid).state == failed.uid
+    with datastates.open(tmp_path) as repo:
+        assert repo.state("kept").status is Status.DURABLE
+        assert restored(repo, "kept") == live
+        assert restored(repo, "main") == digest(model, optimizer)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full_keeps_what_is_durable_and_works_again_when_there_is_room(tmp_path: Path, small_disk: Path) -> None:
+    config = Config(memory_bytes=64 << 20, durable_interval_s=None)
+    with datastates.open(tmp_path / "runs", packs=small_disk, config=config) as repo:
+        run, model, optimizer = begin(repo, "main", _quiet)
+        live = {}
+        first = capture(run, model, optimizer, _quiet).wait("durable").uid
+        live[first] = digest(model, optimizer)
+        filler = small_disk / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        failed = capture(run, model, optimizer, _quiet)
+        live[failed.uid] = digest(model, optimizer)
+        with pytest.raises(Unavailable, match="No space left on device"):
+            failed.wait("durable")
+        assert {path.name.split(".")[0] for path in small_disk.glob("*.manifest")} == {first}
+        with pytest.raises(Unavailable, match=failed.uid):
+            run.capture()
+        filler.unlink()
+        last = capture(run, model, optimizer, _quiet).wait("durable").uid
+        live[last] = digest(model, optimizer)
+        for uid, found in live.items():
+            assert restored(repo, uid) == found
+    with datastates.open(tmp_path / "runs", packs=small_disk) as repo:
+        assert restored(repo, "main") == live[last]
+        assert restored(repo, first) == live[first]
+
+
+def _quiet(*words: object) -> None:
+    pass

@@ -175,14 +175,24 @@ class Runner:
 
     def submit(self, staged: Staged, *, is_deferring: bool) -> CopyJob:
         """Begin the copy of a capture; the engine goes on from there."""
-        assert staged.job is not None
-        with self._lock:
-            self._raise_if_closed()
-            self._in_flight += 1
-            self._handles[staged.handle.uid] = staged.handle
-        staged.job.on_done = lambda _: self._staged.put(staged)
-        self.stager.begin(staged.job, is_deferring=is_deferring)
-        return staged.job
+        job = staged.job
+        assert job is not None
+        job.on_done = lambda _: self._staged.put(staged)
+        try:
+            with self._lock:
+                self._raise_if_closed()
+                self._in_flight += 1
+                self._handles[staged.handle.uid] = staged.handle
+            self.stager.begin(job, is_deferring=is_deferring)
+        except BaseException as exc:
+            # Ctrl-C and SIGTERM come anywhere. What is in flight must land, or the exit would wait for it for ever.
+            if staged.handle.uid in self._handles:
+                self.stager.abandon(job, exc)
+            else:
+                job.is_copied.set()
+                self.release(job.slots)
+            raise
+        return job
 
     def want(self, uid: str) -> None:
         """A state is to become durable."""
@@ -193,6 +203,12 @@ class Runner:
         with self._lock:
             while self._in_flight:
                 self._lock.wait(0.5)
+
+    def _want_named(self) -> None:
+        """Every state in memory that a name leads to is to become durable: it is the head of some branch, or tagged."""
+        with self._database.read() as session:
+            named = frozenset(ref.state for ref in lineage_refs.refs(session))
+        self._post(RefsChanged(named, named))
 
     def refs_changed(self) -> None:
         """Refs were made, moved or deleted: protect and write what they name."""
@@ -227,6 +243,7 @@ class Runner:
                 return
         self.stager.close()
         self.flush()
+        self._want_named()
         self._post(Closing(None))
         self.drain()
         self._evicted += list(self._memory.uids())  # what ends with this process; those that are durable stay so
@@ -353,16 +370,21 @@ class Runner:
         _log.debug("capture of step %s failed", staged.step, exc_info=error)
         with self._lock:
             self._handles.pop(staged.handle.uid, None)
-            staged.line.error = error
+            if isinstance(error, Exception):  # an interrupt was raised where it came
+                staged.line.error = error
         staged.handle._fail(error)
 
-    def _tick_delay(self) -> float | None:
+    def _tick_delay(self) -> float:
         with self._lock:
             due = self._engine.next_tick()
-        return None if due is None else max(0.01, due - time.monotonic())
+        return _REFS_POLL_S if due is None else min(_REFS_POLL_S, max(0.01, due - time.monotonic()))
 
     def _tick(self) -> None:
-        self._post(Tick(time.monotonic()))
+        try:
+            self._post(Tick(time.monotonic()))
+            self._look_at_refs()
+        except Exception:
+            _log.exception("looking for refs that others made failed; it is tried again")
 
     def _look_at_refs(self, *, is_forced: bool = False) -> None:
         """Learn which states refs name, when the reflog has grown. Any thread."""

@@ -45,6 +45,8 @@ def close_at_exit(closable: Closable) -> None:
 def _close_all() -> None:
     if _owner != os.getpid():
         return
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is under way: who asks twice must not break it off
     for closable in list(_open):
         try:
             closable.close()

@@ -30,7 +30,8 @@ _INLINE_BYTES = 1 << 20
 class CopyJob:
     """One state on its way into ``slots``. ``is_copied`` is set once nothing reads the sources any more.
 
-    ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after it.
+    ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after it. ``versions`` are the tripwire's
+    as of the first fence, or of the end of the copy where that is earlier.
     """
 
     plan: Plan
@@ -41,9 +42,10 @@ class CopyJob:
     is_copied: threading.Event = field(default_factory=threading.Event)
     eager_done: threading.Event = field(default_factory=threading.Event)
     deferred: _Pairs | None = None
-    eager: _Pairs | None = None
-    event: torch.cuda.Event | None = None
+    events: list[tuple[torch.device, torch.cuda.Event]] = field(default_factory=list)
     has_host_reads: bool = True
+    versions: list[int] | None = None
+    seal: threading.Lock = field(default_factory=threading.Lock)
 
 
 _Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -64,27 +66,33 @@ class Stager:
 
         With ``is_deferring=False`` nothing is read any more when this returns.
         """
-        host_eager = _pairs(job.plan, job.slots, self._arena, job.plan.eager)
         job.armed = job.plan.tripwire.arm()
         if job.plan.is_on_device:
-            host_eager, device_eager = _by_device(host_eager)
+            host_eager, device_eager = _by_device(_pairs(job.plan, job.slots, self._arena, job.plan.eager))
             job.deferred, device_deferred = _by_device(_pairs(job.plan, job.slots, self._arena, job.plan.deferred))
             job.has_host_reads = bool(job.deferred[0])
             self._copy_from_devices(job, device_eager, device_deferred)
-        if sum(map(torch.Tensor.numel, host_eager[0])) <= _INLINE_BYTES or torch.get_num_threads() == 1:
             _copy(host_eager)
             job.eager_done.set()
-        else:
-            job.eager = host_eager
+        elif job.plan.eager_bytes <= _INLINE_BYTES or torch.get_num_threads() == 1:
+            _copy_eager(job.plan, job.slots, self._arena)
+            job.eager_done.set()
         self._jobs.put(job)
         job.eager_done.wait()
         if not is_deferring:
             self.fence(job)
 
+    def abandon(self, job: CopyJob, error: BaseException) -> None:
+        """End a job whose ``begin`` was interrupted. It may have been handed over by then: it is finished once all the same."""
+        job.error = job.error or error
+        self._jobs.put(job)
+
     def fence(self, job: CopyJob) -> None:
         """Wait until the job reads nothing any more: the host for host memory, the current stream for device memory."""
-        if job.event is not None:
-            torch.cuda.current_stream().wait_event(job.event)
+        if job.events:
+            _seal(job)
+            for device, event in job.events:
+                torch.cuda.current_stream(device).wait_event(event)
             if not job.has_host_reads:
                 return
         job.is_copied.wait()
@@ -96,12 +104,15 @@ class Stager:
             self._thread.join()
 
     def _copy_from_devices(self, job: CopyJob, eager: _Pairs, deferred: _Pairs) -> None:
-        """Enqueue device copies on a side stream; the current stream waits for the eager ones, the host for none."""
-        sources = eager[1] or deferred[1]
-        if not sources:
-            return
-        device = sources[0].device
-        side = self._streams.setdefault(device, torch.cuda.Stream(device))
+        """Enqueue device copies on side streams; the current streams wait for the eager ones, the host for none."""
+        for device in dict.fromkeys(source.device for source in (*eager[1], *deferred[1])):
+            self._copy_from(device, job, _only(eager, device), _only(deferred, device))
+
+    def _copy_from(self, device: torch.device, job: CopyJob, eager: _Pairs, deferred: _Pairs) -> None:
+        assert job.armed is not None
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = torch.cuda.Stream(device)
         current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -109,9 +120,12 @@ class Stager:
                 _copy(eager, non_blocking=True)
                 current.wait_stream(side)
             _copy(deferred, non_blocking=True)
-            job.event = torch.cuda.Event(blocking=True)
-            job.event.record(side)
-        for source in (*eager[1], *deferred[1]):
+            samples = [sample for sample in job.armed.samples if sample.device == device]
+            job.armed.samples[:] = [_to_host(sample) if sample.device == device else sample for sample in job.armed.samples]
+            event = torch.cuda.Event(blocking=True)
+            event.record(side)
+            job.events.append((device, event))
+        for source in (*eager[1], *deferred[1], *samples):
             source.record_stream(side)
 
     def _run(self) -> None:
@@ -122,27 +136,32 @@ class Stager:
 
     def _finish(self, job: CopyJob) -> None:
         """Runs on the stage thread."""
+        if job.is_copied.is_set():
+            return  # it was abandoned after it had been handed over
         try:
-            if job.eager is not None:
-                _copy(job.eager)
-                job.eager_done.set()
-            # Where everything is in host memory the views are made here: the training thread has better things to do.
-            _copy(job.deferred if job.deferred is not None else _pairs(job.plan, job.slots, self._arena, job.plan.deferred))
-            if job.event is not None:
-                job.event.synchronize()  # the one place where a host thread waits for the device
-            self._check(job)
+            if job.error is None:
+                self._copy_all(job)
         except BaseException as exc:
             job.error = exc
         finally:
-            job.eager = job.deferred = None
+            job.deferred = None
             job.eager_done.set()
             job.is_copied.set()
         job.on_done(job)
 
+    def _copy_all(self, job: CopyJob) -> None:
+        if not job.eager_done.is_set():
+            _copy_eager(job.plan, job.slots, self._arena)
+            job.eager_done.set()
+        # Where everything is in host memory the views are made here: the training thread has better things to do.
+        _copy(job.deferred if job.deferred is not None else _pairs(job.plan, job.slots, self._arena, job.plan.deferred))
+        for _, event in job.events:
+            event.synchronize()  # the one place where a host thread waits for the device
+        self._check(job)
+
     def _check(self, job: CopyJob) -> None:
         assert job.armed is not None
-        # Before the fence opens: afterwards the optimizer bumps the versions rightly.
-        torn = job.plan.tripwire.tripped(job.armed, job.slots, self._arena.flat)
+        torn = job.plan.tripwire.tripped(job.armed, _seal(job), job.slots, self._arena.flat)
         if torn:
             names = ", ".join(torn[:3]) + (f" and {len(torn) - 3} more" if len(torn) > 3 else "")
             raise Torn(
@@ -150,6 +169,23 @@ class Stager:
                 "before such an update; from now on these tensors are copied before capture() returns",
                 paths=tuple(torn),
             )
+
+
+def _seal(job: CopyJob) -> list[int]:
+    """The versions before the fence opens: afterwards the optimizer bumps them rightly, on a device long before the copy is done."""
+    with job.seal:
+        if job.versions is None:
+            job.versions = job.plan.tripwire.versions()
+        return job.versions
+
+
+def _only(pairs: _Pairs, device: torch.device) -> _Pairs:
+    kept = [(target, source) for target, source in zip(*pairs, strict=True) if source.device == device]
+    return [target for target, _ in kept], [source for _, source in kept]
+
+
+def _to_host(sample: torch.Tensor) -> torch.Tensor:
+    return torch.empty(sample.shape, dtype=sample.dtype, pin_memory=True).copy_(sample, non_blocking=True)
 
 
 def _pairs(plan: Plan, slots: Sequence[int], arena: Arena, copies: list[list[tuple[int, torch.Tensor]]]) -> _Pairs:
@@ -162,6 +198,23 @@ def _pairs(plan: Plan, slots: Sequence[int], arena: Arena, copies: list[list[tup
                 targets.append(views[position])
                 sources.append(source)
     return targets, sources
+
+
+def _copy_eager(plan: Plan, slots: Sequence[int], arena: Arena) -> None:
+    """Copy from host memory what is not deferred; a chunk of many small tensors by one ``cat``, which needs no views."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for chunk, pieces in enumerate(plan.eager):
+        if not pieces:
+            continue
+        slot = arena.tensor(slots[chunk])
+        if 1 < len(pieces) == len(plan.sizes[chunk]):
+            torch.cat([source for _, source in pieces], out=slot[: plan.layout.chunk_lengths[chunk]])
+        else:
+            views = plan.targets(chunk, slot)
+            targets += [views[position] for position, _ in pieces]
+            sources += [source for _, source in pieces]
+    _copy((targets, sources))
 
 
 def _by_device(pairs: _Pairs) -> tuple[_Pairs, _Pairs]:
