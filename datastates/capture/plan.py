@@ -84,11 +84,9 @@ class Plan:
     sources: list[_Source]
     aliases: list[tuple[int, torch.Tensor, object]]
     tripwire: Tripwire
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether any source lies outside host memory."""
-        return any(source.flat.is_cuda for source in self.sources)
+    is_on_device: bool
+    eager_bytes: int
+    _marks: list[tuple[object, ...]] | None = None
 
     @property
     def slot_count(self) -> int:
@@ -103,12 +101,19 @@ class Plan:
         leaves = flat.tensors
         if flat.skeleton is not self.flat.skeleton:  # ``flatten`` keeps the object as long as it is equal
             return False
+        marks = _marks(flat)
+        if leaves is self.flat.tensors and marks == self._marks:  # the common case: not one tensor moved
+            self.flat = flat
+            return True
         self.flat = flat
         for source in self.sources:
             leaf = leaves[source.leaf]
             if not source.is_as_it_was(leaf.tensor) and not self._take_over(source, leaf):
                 return False
-        return all(leaves[index].tensor is tensor and memory_key(tensor) == key for index, tensor, key in self.aliases)
+        if not all(leaves[index].tensor is tensor and memory_key(tensor) == key for index, tensor, key in self.aliases):
+            return False
+        self._marks = marks if all(source.is_dense for source in self.sources) else None
+        return True
 
     def targets(self, chunk: int, slot: torch.Tensor) -> Sequence[torch.Tensor]:
         """The destination views of a chunk's pieces inside its slot (uint8, ``CHUNK_BYTES`` long)."""
@@ -124,11 +129,11 @@ class Plan:
         if source.is_deferred or leaf.path != source.path:
             return False
         dense = _dense(tensor)
-        fresh = spec_of(leaf.path, tensor if source.is_dense else dense)
+        fresh = spec_of(leaf.path, dense)
         if msgspec.structs.replace(fresh, shards=spec.shards) != spec or dense.device != source.flat.device:
             return False
         flat = _bytes_of(dense)
-        source.tensor, source.pointer, source.flat = tensor, tensor.data_ptr(), flat
+        source.tensor, source.pointer, source.flat, source.is_dense = tensor, tensor.data_ptr(), flat, dense is tensor
         for chunk, index in source.pieces:
             position, old = self.eager[chunk][index]
             begin = max(0, chunk * CHUNK_BYTES - source.start)
@@ -202,7 +207,19 @@ def _lay_out(
         chunk_lengths=lengths,
         bytes_total=sum(lengths),
     )
-    return Plan(layout, flat, tuple(specs), sizes, eager, deferred, sources, aliases, Tripwire(guarded))
+    return Plan(
+        layout,
+        flat,
+        tuple(specs),
+        sizes,
+        eager,
+        deferred,
+        sources,
+        aliases,
+        Tripwire(guarded),
+        is_on_device=any(source.flat.is_cuda for source in sources),
+        eager_bytes=sum(source.flat.numel() for source in sources if not source.is_deferred),
+    )
 
 
 def _place(
@@ -229,6 +246,14 @@ def _place(
         done += count
         position += count
     return position
+
+
+def _marks(flat: Flat) -> list[tuple[object, ...]]:
+    """What tells that a tensor is still where and as it was, for each leaf; about 0.3 µs a leaf."""
+    tensors = [leaf.tensor for leaf in flat.tensors]
+    marks: list[tuple[object, ...]] = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors]
+    marks += [(t.is_conj(),) for t in tensors if t.dtype.is_complex]
+    return marks
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

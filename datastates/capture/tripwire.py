@@ -3,6 +3,9 @@
 Two signs are looked at. ``Tensor._version`` counts ordinary in-place changes. Edits through ``.data``, and fused kernels,
 leave it alone; so a spread sample of each tensor's elements is taken when ``capture`` is called and compared with the same
 elements of the copy. What was copied is compared, not the source as it stands afterwards: a swap there and back is seen.
+
+What neither sign shows: an edit through ``.data`` (or by foreign code) of so few elements that the sample misses them, after
+``capture`` and before the copy of that tensor. ``run.fence()`` before such edits, or ``repo.track(..., defer=False)``.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Armed:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The guarded tensors of one item size: sampled with one ``cat``, looked up in the arena with one ``take``."""
+    """The guarded tensors of one item size on one device: sampled with one ``cat``, looked up in the arena with one ``take``."""
 
     members: list[int]
     views: list[torch.Tensor]
@@ -58,17 +61,23 @@ class Tripwire:
 
     def __init__(self, guarded: Sequence[Guarded]) -> None:
         self._guarded = list(guarded)
-        sizes = sorted({_word_size(item) for item in guarded})
-        self._groups = [self._group(size) for size in sizes]
+        kinds = dict.fromkeys((_word_size(item), item.flat.device) for item in guarded)
+        self._groups = [self._group(size, device) for size, device in kinds]
 
     def arm(self) -> Armed:
         """Take the versions and the samples; about 0.1 to 0.4 ms for 300 tensors."""
-        versions = [item.tensor._version for item in self._guarded]
-        return Armed(versions, [torch.cat(group.views) for group in self._groups])
+        return Armed(self.versions(), [torch.cat(group.views) for group in self._groups])
 
-    def tripped(self, armed: Armed, slots: Sequence[int], arena: torch.Tensor) -> list[str]:
-        """The paths of tensors that changed before they were copied into ``slots`` of ``arena`` (all of it, uint8)."""
-        hit = {i for i, (item, old) in enumerate(zip(self._guarded, armed.versions, strict=True)) if item.tensor._version != old}
+    def versions(self) -> list[int]:
+        """The versions of the guarded tensors as they are; to be read before a fence lets go whoever changes them next."""
+        return [item.tensor._version for item in self._guarded]
+
+    def tripped(self, armed: Armed, versions: Sequence[int], slots: Sequence[int], arena: torch.Tensor) -> list[str]:
+        """The paths of tensors that changed before they were copied into ``slots`` of ``arena`` (all of it, uint8).
+
+        ``versions`` are those at the first fence after ``capture``, or at the end of the copy.
+        """
+        hit = {i for i, (old, new) in enumerate(zip(armed.versions, versions, strict=True)) if new != old}
         places = np.asarray(slots, dtype=np.int64)
         for group, before in zip(self._groups, armed.samples, strict=True):
             words_per_chunk = CHUNK_BYTES // group.word.itemsize
@@ -77,8 +86,8 @@ class Tripwire:
                 hit.add(group.members[int(wrong) // SAMPLES])
         return [self._guarded[i].path for i in sorted(hit)]
 
-    def _group(self, size: int) -> _Group:
-        members = [i for i, item in enumerate(self._guarded) if _word_size(item) == size]
+    def _group(self, size: int, device: torch.device) -> _Group:
+        members = [i for i, item in enumerate(self._guarded) if (_word_size(item), item.flat.device) == (size, device)]
         views, positions = [], []
         for i in members:
             item = self._guarded[i]
