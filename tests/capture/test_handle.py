@@ -240,7 +240,7 @@ def test_drop_oldest_gives_up_the_oldest_write_that_waits(opened: Callable[..., 
         captures.append(run.capture())
         captures[-1].wait(timeout_s=60)
         optimizer.step()
-    assert blocked.is_waiting.is_set()
+    assert blocked.is_waiting.wait(60)
     blocked.go_on.set()
     gone = []
     for capture in captures:
