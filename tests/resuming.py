@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no stubs
 
 import datastates
 from datastates import Config, PermutationSampler, Tracker
@@ -68,20 +68,20 @@ def mlp() -> Job:
     return Job({"model": model, "optimizer": optimizer, "loader": loader}, loader, step)
 
 
-def _cnn(**form: bool) -> Job:
+def _cnn(*, is_fused: bool) -> Job:
     model = nn.Sequential(nn.Conv2d(1, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(1152, 64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **form)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=not is_fused, fused=is_fused)
     loader = _plain_loader()
     step = _stepper(model, optimizer, lambda batch: F.mse_loss(model(batch.view(-1, 1, 8, 8)), batch))
     return Job({"model": model, "optimizer": optimizer, "loader": loader}, loader, step)
 
 
 def cnn_foreach() -> Job:
-    return _cnn(foreach=True)
+    return _cnn(is_fused=False)
 
 
 def cnn_fused() -> Job:
-    return _cnn(fused=True)
+    return _cnn(is_fused=True)
 
 
 class Gpt(nn.Module):
