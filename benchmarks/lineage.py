@@ -1,0 +1,233 @@
+"""What the lineage costs at a million states and five million metrics on SQLite.
+
+    python benchmarks/lineage.py [--states N] [--folder DIR] [--rounds N] [--mlflow-python PATH] [--json FILE]
+
+The database is built once per size in DIR and used again; appended states stay in it. Operations take turns, round after
+round. MLflow is measured beside it at 2,000 runs when PATH names a Python that has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import random
+import secrets
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from datastates.lineage import Database, NewState, Status, record, revision, search, walk
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+BRANCHES = 50
+METRICS = ("loss", "val_loss", "acc", "grad_norm")
+RARE = 10
+"""How many states have a metric ``rare`` above 0.5: what a rare filter finds."""
+
+FILTER_AND_SORT = "metrics.loss < 0.1 and metrics.acc > 0.5 order by metrics.loss limit 20"
+
+GOALS_MS = {
+    "append, fsynced": 2.0,
+    "rare metric filter": 10.0,
+    "two metrics, sorted, first 20": 50.0,
+    "10,000 ancestors (ids)": 50.0,
+    "main~9999": 1.0,
+    "log, first page of 50": 500.0,
+}
+
+MLFLOW = """
+import json, sys, tempfile, time, random
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+client = MlflowClient("sqlite:///" + tempfile.mkdtemp(dir=sys.argv[1]) + "/mlflow.db")
+experiment = client.create_experiment("benchmark")
+rng, appended = random.Random(0), []
+for index in range(2000):
+    began = time.perf_counter()
+    run = client.create_run(experiment)
+    client.log_batch(run.info.run_id, [Metric(k, rng.random(), 0, index) for k in ("loss", "val_loss", "acc", "grad_norm", "rare")])
+    appended.append(time.perf_counter() - began)
+def timed(**query):
+    times = []
+    for _ in range(10):
+        began = time.perf_counter()
+        client.search_runs([experiment], **query)
+        times.append(time.perf_counter() - began)
+    return times
+print(json.dumps({
+    "append, fsynced": appended[-300:],
+    "rare metric filter": timed(filter_string="metrics.rare > 0.998"),
+    "two metrics, sorted, first 20": timed(
+        filter_string="metrics.loss < 0.1 and metrics.acc > 0.5", order_by=["metrics.loss ASC"], max_results=20
+    ),
+    "log, first page of 50": timed(max_results=50),
+}))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--states", type=int, default=1_000_000)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--mlflow-python", default=sys.executable)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.states < BRANCHES * 11_000:
+        parser.error(f"--states is {arguments.states}: chains of 10,000 ancestors need at least {BRANCHES * 11_000}")
+    console = Console()
+    console.print(f"{platform.platform()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; SQLite {sqlite3.sqlite_version}")
+    url = prepare(arguments.folder, arguments.states, console)
+    ours = measure(url, arguments.rounds)
+    peer, why = mlflow(arguments.mlflow_python, arguments.folder)
+    console.print(table(ours, peer, arguments.states))
+    if why:
+        console.print(f"MLflow was not measured: {why}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"datastates": ours, "mlflow": peer}))
+    return 0
+
+
+def prepare(folder: Path, count: int, console: Console) -> str:
+    """The URL of a lineage of ``count`` states, made now unless it is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"lineage-{count}.db"
+    url = f"sqlite:///{path}"
+    if not path.exists():
+        began = time.monotonic()
+        unfinished = folder / f"unfinished-{os.getpid()}.db"
+        Database(f"sqlite:///{unfinished}").close()
+        with sqlite3.connect(unfinished) as connection:
+            fill(connection, count)
+        connection.close()
+        unfinished.rename(path)
+        console.print(f"built {count:,} states in {time.monotonic() - began:.0f} s, {path.stat().st_size >> 20} MiB")
+    return url
+
+
+def fill(connection: sqlite3.Connection, count: int) -> None:
+    """Chains of equal length: ``main``, and branches that fork from it at random; every state has five metrics."""
+    connection.execute("pragma synchronous=off")
+    connection.executemany(
+        "insert into state (id, uid, digest, parent_id, generation, jump_id, jump_step, step, micro_step, created_at, status, bytes_total,"
+        " bytes_new, world_size) values (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, 'evicted', 0, 0, 1)",
+        states(count),
+    )
+    connection.executemany("insert into metric (state_id, key, value) values (?, ?, ?)", metrics(count))
+    length = count // BRANCHES
+    heads = [("main" if branch == 0 else f"branch-{branch}", "branch", (branch + 1) * length, 1) for branch in range(BRANCHES)]
+    connection.executemany("insert into ref (name, kind, state_id, version) values (?, ?, ?, ?)", heads)
+    connection.commit()
+    connection.execute("analyze")
+
+
+def states(count: int) -> Iterator[tuple[object, ...]]:
+    """Rows in order of id, with the jump pointers that ``record`` would make: over two equal jumps, else one up."""
+    rng, length = random.Random(0), count // BRANCHES
+    generation, jump = [0] * (count + 1), [0] * (count + 1)
+    for id_ in range(1, length * BRANCHES + 1):
+        branch, place = divmod(id_ - 1, length)
+        parent = id_ - 1 if place else (rng.randrange(length // 2, length) if branch else 0)
+        if parent:
+            generation[id_] = generation[parent] + 1
+            one = jump[parent] or parent
+            far = jump[one] or one
+            is_even = generation[parent] - generation[one] == generation[one] - generation[far]
+            jump[id_] = far if is_even else parent
+        uid = hashlib.blake2b(id_.to_bytes(8), digest_size=12).hexdigest()
+        lowest = generation[jump[id_]] if parent else None  # steps are generations here: the lowest up to there is the jump's own
+        yield id_, uid, "0" * 40 + uid, parent or None, generation[id_], jump[id_] or None, lowest, generation[id_], id_
+
+
+def metrics(count: int) -> Iterator[tuple[int, str, float]]:
+    """Rows in the order of their key."""
+    rng = random.Random(1)
+    every = max(1, count // RARE)
+    for id_ in range(1, count // BRANCHES * BRANCHES + 1):
+        for key in METRICS:
+            yield id_, key, rng.random()
+        yield id_, "rare", 0.9 if id_ % every == 0 else 0.1
+
+
+def measure(url: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each operation, in turns."""
+    database = Database(url)
+    times: dict[str, list[float]] = {name: [] for name in GOALS_MS}
+    with database.read() as session:
+        head = revision.resolve(session, "main")
+    reads: dict[str, Callable[[Session], object]] = {
+        "rare metric filter": lambda s: search.find(s, "metrics.rare > 0.5"),
+        "two metrics, sorted, first 20": lambda s: search.find(
+            s, "metrics.loss < 0.1 and metrics.acc > 0.5 order by metrics.loss limit 20"
+        ),
+        "10,000 ancestors (ids)": lambda s: walk.ancestor_ids(s, head.uid, limit=10_000),
+        "main~9999": lambda s: revision.resolve(s, "main~9999"),
+        "log, first page of 50": lambda s: walk.log(s, head.uid, limit=50),
+    }
+    tip = head.uid
+    with database.read() as session:
+        for read in reads.values():
+            read(session)
+        found = len(search.find(session, "metrics.rare > 0.5").states)
+        if found != RARE:
+            raise SystemExit(f"the rare filter found {found} states instead of {RARE}: take the database away and build it again")
+    for _ in range(rounds):
+        for name, read in reads.items():
+            began = time.perf_counter()
+            with database.read() as session:
+                read(session)
+            times[name].append(time.perf_counter() - began)
+        for _ in range(15):
+            new = NewState(
+                uid=secrets.token_hex(12), digest=secrets.token_hex(32), parent=tip, branch="main", run=None, step=head.step + 1,
+                metrics=dict.fromkeys((*METRICS, "rare"), 0.3), status=Status.CAPTURED, node="benchmark",
+            )  # fmt: skip
+            began = time.perf_counter()
+            with database.write(durable=True) as session:
+                record.record(session, new)
+            times["append, fsynced"].append(time.perf_counter() - began)
+            tip = new.uid
+    database.close()
+    return times
+
+
+def mlflow(python: str, folder: Path) -> tuple[dict[str, list[float]], str | None]:
+    """MLflow's times for what it has an equivalent of; or why there are none."""
+    done = subprocess.run([python, "-c", MLFLOW, str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {}, (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return found, None
+
+
+def table(ours: dict[str, list[float]], peer: dict[str, list[float]], count: int) -> Table:
+    result = Table(title=f"{count:,} states, {5 * count:,} metrics; milliseconds")
+    for column in ("operation", "p50", "min", "p99", "goal", "", "MLflow p50, 2,000 runs"):
+        result.add_column(column, justify="left" if column == "operation" else "right")
+    for name, goal in GOALS_MS.items():
+        p50, least, p99 = (value * 1e3 for value in (statistics.median(ours[name]), min(ours[name]), percentile(ours[name], 0.99)))
+        theirs = f"{statistics.median(peer[name]) * 1e3:.1f}" if name in peer else "-"
+        result.add_row(name, f"{p50:.2f}", f"{least:.2f}", f"{p99:.2f}", f"{goal:g}", "met" if p50 <= goal else "MISSED", theirs)
+    return result
+
+
+def percentile(samples: list[float], share: float) -> float:
+    return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
