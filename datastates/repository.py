@@ -124,9 +124,9 @@ class Repository:
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
         """
         self._check_open()
+        if not isinstance(rng, bool):
+            raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
         if rng:
-            if "rng" in objects:
-                raise InvalidInput("the name 'rng' is taken by the random number generators: rename it, or pass rng=False")
             objects["rng"] = RngState()
         begin = self._begin(branch, start, resume=resume)
         values: dict[str, object] = {name: value for name, value in objects.items() if value is None or isinstance(value, _PLAIN)}
@@ -408,7 +408,7 @@ class Repository:
             _log.exception("closing the repository failed")
 
     def __repr__(self) -> str:
-        return f"<Repository {self.location.database_url}>"
+        return f"<Repository {self.location}>"
 
     def _let_go(self) -> None:
         if self._running is None or self._memory is None or self._arena is None or self._lease is None or self._run_uid is None:

@@ -179,9 +179,11 @@ class Tracker:
         self._runner.flush()
         state = self._repository.state(rev)
         report = self._restore_objects(state, only=only, strict=strict)
-        if self._line.tip is not None and self._line.tip[0] != state.uid:
+        if self._line.tip is None:
+            self._repository.branch(self._line.branch, state.uid)
+        elif self._line.tip[0] != state.uid:
             self._repository.move(self._line.branch, state.uid, expected=self._line.tip[0])
-            self._line.tip = (state.uid, state.digest)
+        self._line.tip = (state.uid, state.digest)
         return report
 
     def close(self) -> None:
