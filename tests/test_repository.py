@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import datastates
+from datastates import Repository, Status, Unavailable
+
+SLOT = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def model_of(width: int, frozen: int) -> nn.Sequential:
+    """Square layers of ``width``: one that learns, and ``frozen`` that do not."""
+    layers = [nn.Linear(width, width, bias=False) for _ in range(frozen + 1)]
+    for layer in layers[1:]:
+        layer.requires_grad_(False)
+    return nn.Sequential(*layers)
+
+
+def test_what_is_loaded_is_writable_and_never_reaches_the_pack(tmp_path: Path) -> None:
+    tracked = {"weight": torch.arange(100_000.0)}
+    with datastates.open(tmp_path, memory_bytes=4 * SLOT) as repo, repo.track(tracked=tracked) as run:
+        run.capture().wait("durable")
+    with datastates.open(tmp_path) as repo:
+        loaded = repo.load("main")["tracked"]["weight"]
+        loaded.zero_()
+
+        assert torch.equal(repo.load("main")["tracked"]["weight"], torch.arange(100_000.0))
+        repo.verify("main")
+
+
+def test_memory_restores_without_the_disk(tmp_path: Path) -> None:
+    tracked = {"weight": torch.zeros(1000)}
+    with datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo, repo.track(tracked=tracked) as run:
+        first = run.capture().wait("durable")
+        tracked["weight"].add_(1)
+        second = run.capture().wait()
+        for file in (tmp_path / "packs").glob(f"{first.uid}*"):
+            file.unlink()
+
+        assert torch.equal(repo.load(first.uid)["tracked"]["weight"], torch.zeros(1000))
+        assert torch.equal(repo.load(second.uid)["tracked"]["weight"], torch.ones(1000))
+
+
+def test_an_evicted_state_names_the_nearest_that_can_be_restored(tmp_path: Path) -> None:
+    tracked = {"weight": torch.zeros(1000)}
+    with datastates.open(tmp_path, memory_bytes=3 * SLOT) as repo, repo.track(tracked=tracked, durable_interval_s=1e9) as run:
+        kept = run.capture().wait("durable")
+        captured = []
+        for _ in range(6):
+            tracked["weight"].add_(1)
+            captured.append(run.capture().wait())
+
+        with pytest.raises(Unavailable) as caught:
+            repo.load(captured[0].uid)
+    assert caught.value.nearest == kept.uid
+    with datastates.open(tmp_path) as repo:
+        assert repo.state(captured[0].uid).status is Status.EVICTED
+
+
+def test_fifty_versions_of_a_fine_tuned_model_cost_little_more_than_one(tmp_path: Path) -> None:
+    model = model_of(1448, 9)  # about as large as MiniLM; nine tenths stay the same
+    learning = next(model.parameters())
+    optimizer = torch.optim.SGD([learning], lr=0.1)
+    with datastates.open(tmp_path, memory_bytes=200 * SLOT) as repo:
+        run = repo.track(model=model, optimizer=optimizer, rng=False, durable_interval_s=1e9)
+        states, weights = [], []
+        for _ in range(50):
+            learning.grad = torch.randn_like(learning)
+            optimizer.step()
+            weights.append(learning.detach().clone())
+            states.append(run.capture().wait())
+        held = memory_held(repo)
+
+        assert held <= 7 * states[0].bytes_total
+        for state, weight in zip(states, weights, strict=True):
+            assert torch.equal(repo.load(state.uid, only="model/0.weight")["model"]["0.weight"], weight)
+
+
+def memory_held(repo: Repository) -> int:
+    """Bytes of the slots that the memory tier holds."""
+    assert repo._memory is not None
+    return repo._memory.slots_held * SLOT
+
+
+def test_a_server_keeps_the_lineage_of_local_packs(postgresql_url: str, tmp_path: Path) -> None:
+    tracked = {"weight": torch.zeros(1000)}
+    with datastates.open(postgresql_url, packs=tmp_path, memory_bytes=4 * SLOT) as repo, repo.track(tracked=tracked) as run:
+        for _ in range(3):
+            tracked["weight"].add_(1)
+            run.capture(metrics={"loss": 0.5})
+        repo.tag("warm", "main~1")
+    with datastates.open(postgresql_url, packs=tmp_path) as repo:
+        assert [state.step for state in repo.find("metrics.loss = 0.5 order by step")] == [1, 2, 3]
+        assert torch.equal(repo.load("warm")["tracked"]["weight"], torch.full((1000,), 2.0))
