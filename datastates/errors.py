@@ -9,8 +9,13 @@
     ├── Conflict                        somebody else was first: read again, then decide
     ├── Corrupt                         bytes that fail their digest: restore another state
     ├── Torn                            a capture whose sources changed while they were copied
+    ├── Dirty                           live objects are half old, half new: resume the clone, or restore them
+    ├── Unauthorized (PermissionError)  the token is missing or wrong
+    ├── PeerFault                       a peer broke the protocol, or speaks another version
     ├── Unavailable                     known, but its bytes are gone or a service does not answer
+    │   ├── Disconnected (ConnectionError)  a peer died, stopped or cannot be reached: try again, or another one
     │   └── OverBudget                  it does not fit the memory budget
+    ├── Cancelled                       the caller cancelled a transfer
     └── Closed (RuntimeError)           the repository or tracker was closed
 
 ``kind`` is stable: the web API, ``--json`` and the exit codes of the terminal render from it.
@@ -22,15 +27,20 @@ from typing import ClassVar
 
 __all__ = [
     "Ambiguous",
+    "Cancelled",
     "Closed",
     "Conflict",
     "Corrupt",
     "DatastatesError",
+    "Dirty",
+    "Disconnected",
     "InvalidInput",
     "NotFound",
     "OverBudget",
+    "PeerFault",
     "SyntaxProblem",
     "Torn",
+    "Unauthorized",
     "Unavailable",
     "Unsupported",
 ]
@@ -114,6 +124,36 @@ class Unavailable(DatastatesError):
     def __init__(self, message: str, *, nearest: str | None = None) -> None:
         self.nearest = nearest
         super().__init__(message)
+
+
+class Dirty(DatastatesError):
+    """Live objects are half old, half new after a clone in place failed; the message names them and how to make them whole."""
+
+    kind = "dirty"
+
+
+class Unauthorized(DatastatesError, PermissionError):
+    """The token is missing or wrong, on one side or the other."""
+
+    kind = "unauthorized"
+
+
+class PeerFault(DatastatesError):
+    """A peer broke the protocol: garbage, a length out of bounds, another version. The connection is closed."""
+
+    kind = "peer-fault"
+
+
+class Disconnected(Unavailable, ConnectionError):
+    """A peer died, stopped answering, or cannot be reached; the message says which, and for how long it was waited for."""
+
+    kind = "disconnected"
+
+
+class Cancelled(DatastatesError):
+    """A transfer that its caller cancelled."""
+
+    kind = "cancelled"
 
 
 class OverBudget(Unavailable):

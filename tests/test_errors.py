@@ -36,21 +36,29 @@ def test_kinds_are_distinct_and_stable() -> None:
 
     assert kinds == {
         "Ambiguous": "ambiguous",
+        "Cancelled": "cancelled",
         "Closed": "closed",
         "Conflict": "conflict",
         "Corrupt": "corrupt",
         "DatastatesError": "error",
+        "Dirty": "dirty",
+        "Disconnected": "disconnected",
         "InvalidInput": "invalid-input",
         "NotFound": "not-found",
         "OverBudget": "over-budget",
+        "PeerFault": "peer-fault",
         "SyntaxProblem": "syntax",
         "Torn": "torn",
+        "Unauthorized": "unauthorized",
         "Unavailable": "unavailable",
         "Unsupported": "unsupported",
     }
 
 
-@pytest.mark.parametrize(("error", "builtin"), [("InvalidInput", ValueError), ("NotFound", LookupError), ("Closed", RuntimeError)])
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [("InvalidInput", ValueError), ("NotFound", LookupError), ("Closed", RuntimeError), ("Disconnected", ConnectionError)],
+)
 def test_handlers_of_builtin_errors_catch_ours(error: str, builtin: type[Exception]) -> None:
     assert issubclass(getattr(errors, error), builtin)
 

@@ -29,6 +29,11 @@ EXIT_CODES = {
     "corrupt": 6,
     "unavailable": 7,
     "over-budget": 7,
+    "disconnected": 7,
+    "unauthorized": 8,
+    "peer-fault": 8,
+    "dirty": 1,
+    "cancelled": 130,
 }
 """By the kind of an error; 2 is a wrong command line, and whatever is not here is a defect: 1."""
 

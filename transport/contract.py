@@ -1,0 +1,118 @@
+"""What carries control frames and bytes between two processes; every coroutine here runs on the transport's loop thread."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+__all__ = ["Channel", "Link", "Listener", "Tls", "Transport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files for TLS on the control channel: a server needs a certificate and its key, a client what it trusts."""
+
+    certificate: Path | None = None
+    key: Path | None = None
+    trusted: Path | None = None
+
+
+class Channel(ABC):
+    """Ordered frames of control between two ends. ``send`` and ``receive`` may each run in one task at a time."""
+
+    peer: str
+    """Where the other end is, for messages: ``10.0.0.2:4711``."""
+
+    @abstractmethod
+    async def send(self, frame: bytes) -> None:
+        """Hand a frame over; waits while the other end does not take any.
+
+        :raises Disconnected: the other end is gone.
+        """
+
+    @abstractmethod
+    async def receive(self, limit: int) -> bytes:
+        """The next frame, of at most ``limit`` bytes.
+
+        :raises PeerFault: a longer one was announced; nothing was allocated for it, and the channel cannot be used any more.
+        :raises Disconnected: the other end is gone.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go; idempotent. Who waits in ``receive`` gets ``Disconnected``."""
+
+
+class Link(ABC):
+    """The data plane to one peer. Any number of sends and receives may be under way at once."""
+
+    @abstractmethod
+    async def send(self, tag: int, data: memoryview) -> None:
+        """Send bytes to whoever receives ``tag`` over there; ``data`` must not change before this returns.
+
+        :raises Disconnected: the peer is gone, or the link was aborted.
+        """
+
+    @abstractmethod
+    async def receive(self, tag: int, into: memoryview) -> None:
+        """Receive the message of ``tag`` straight into ``into``, which it fills exactly.
+
+        Cancelling the task does not stop the transfer: ``abort`` the link before the memory is used for anything else.
+
+        :raises PeerFault: the message has another length.
+        :raises Disconnected: the peer is gone, or the link was aborted.
+        """
+
+    @abstractmethod
+    async def abort(self) -> None:
+        """Stop everything under way; idempotent. Once this returns no buffer is read or written any more."""
+
+
+class Listener(ABC):
+    """A place where peers arrive."""
+
+    url: str
+    """Where to dial, with the port that was taken."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Take no more peers; those that are here stay. Idempotent."""
+
+
+class Transport(ABC):
+    """One kind of connection. A process has one instance of each kind, made by ``transport_for`` on first use."""
+
+    scheme: ClassVar[str]
+
+    @abstractmethod
+    async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:
+        """Run ``accept`` in a task of its own for each peer that arrives. Port 0 takes any free one.
+
+        :raises Unavailable: the address cannot be bound.
+        """
+
+    @abstractmethod
+    async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
+        """Reach a listener.
+
+        :raises Disconnected: nobody answers in time.
+        """
+
+    @abstractmethod
+    def address(self) -> bytes:
+        """Where this process's end of the data plane is; a peer passes it to ``link``. At most 8 KiB."""
+
+    @abstractmethod
+    async def link(self, address: bytes) -> Link:
+        """The data plane to the peer that has this address.
+
+        :raises PeerFault: it is no address of this kind of transport.
+        :raises Disconnected: it cannot be reached.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of threads and memory; idempotent."""

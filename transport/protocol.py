@@ -1,0 +1,318 @@
+"""The messages of the control channel, version 1: their fields, their limits, and how they are written.
+
+Every field that a peer chooses is bounded by its type, so that nothing is believed, stored or allocated before it was checked.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from datastates.errors import PeerFault
+
+__all__ = [
+    "BODY_BYTES",
+    "FIRST_FRAME_BYTES",
+    "FRAME_BYTES",
+    "MAGIC",
+    "PART_BYTES",
+    "PROTOCOL_VERSION",
+    "Answer",
+    "Ask",
+    "EdgeRecord",
+    "Failed",
+    "Find",
+    "Gone",
+    "Hello",
+    "Identity",
+    "Log",
+    "Message",
+    "Offer",
+    "Open",
+    "Opened",
+    "Part",
+    "Ping",
+    "Proof",
+    "Push",
+    "Question",
+    "RefRecord",
+    "Refs",
+    "Release",
+    "Resolve",
+    "StatePage",
+    "StateRecord",
+    "Want",
+    "Welcome",
+    "decode",
+    "encode",
+]
+
+PROTOCOL_VERSION: Final = 1
+MAGIC: Final = b"datastates"
+
+FIRST_FRAME_BYTES: Final = 16 << 10
+"""The most that a frame may have before both sides have proved that they know the token."""
+
+FRAME_BYTES: Final = 1 << 20
+"""The most that any frame may have."""
+
+PART_BYTES: Final = 512 << 10
+"""How much of a longer body travels in one frame."""
+
+BODY_BYTES: Final = 256 << 20
+"""The most that the parts of one body may have together; who asks may set less."""
+
+_Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+$")]
+_Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]+$")]
+_Name = Annotated[str, Meta(max_length=255)]
+_Text = Annotated[str, Meta(max_length=16 << 10)]
+_Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Address = Annotated[bytes, Meta(max_length=8 << 10)]
+_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Tag = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Limit = Annotated[int, Meta(ge=1, le=10_000)]
+_Attribute = str | int | float | bool | None
+
+
+class Identity(Struct, frozen=True):
+    """Who serves: the uid of its repository's lineage, its node and the version of datastates."""
+
+    repository: _Name
+    node: _Name
+    version: _Name
+
+
+class RefRecord(Struct, frozen=True):
+    """A branch or a tag."""
+
+    name: _Name
+    kind: Annotated[str, Meta(pattern="^(branch|tag)$")]
+    state: _Uid
+    message: _Text | None = None
+
+
+class EdgeRecord(Struct, frozen=True):
+    """A further parent."""
+
+    parent: _Uid
+    kind: _Name
+    weight: float
+
+
+class StateRecord(Struct, frozen=True):
+    """A node of the lineage as it travels. ``parents`` begin with the first parent; ``edges`` say what further ones are."""
+
+    uid: _Uid
+    digest: _Digest
+    step: int
+    micro_step: int
+    metrics: Annotated[dict[_Name, float], Meta(max_length=10_000)]
+    attributes: Annotated[dict[_Name, _Attribute], Meta(max_length=10_000)]
+    message: _Text | None
+    created_at_us: int
+    status: _Name
+    parents: Annotated[tuple[_Uid, ...], Meta(max_length=1000)]
+    edges: Annotated[tuple[EdgeRecord, ...], Meta(max_length=1000)]
+    run: _Uid | None
+    generation: _Count
+    bytes_total: _Count
+    bytes_new: _Count
+    world_size: Annotated[int, Meta(ge=1)] = 1
+
+
+class StatePage(Struct, frozen=True):
+    """Some states in order; ``next`` is what to pass as ``after`` for those behind them, None at the end."""
+
+    states: Annotated[tuple[StateRecord, ...], Meta(max_length=10_000)]
+    next: _Text | None = None
+
+
+class Offer(Struct, frozen=True):
+    """A state that a peer wants to push: its manifest, the state, its ancestry newest first, and refs that name any of them."""
+
+    manifest: bytes
+    state: StateRecord
+    ancestry: tuple[StateRecord, ...] = ()
+    refs: tuple[RefRecord, ...] = ()
+
+
+# --- the handshake -------------------------------------------------------------------------------------------------------
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """The client's first word. ``address`` is its end of the data plane."""
+
+    magic: Annotated[bytes, Meta(max_length=16)]
+    version: Annotated[int, Meta(ge=0, le=1 << 16)]
+    features: Annotated[tuple[_Name, ...], Meta(max_length=32)]
+    nonce: _Nonce
+    address: _Address
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """The server's answer; ``mac`` proves that it knows the token, over all that was said."""
+
+    version: Annotated[int, Meta(ge=0, le=1 << 16)]
+    features: Annotated[tuple[_Name, ...], Meta(max_length=32)]
+    nonce: _Nonce
+    address: _Address
+    identity: Identity
+    mac: _Mac
+
+
+class Proof(Struct, frozen=True, tag=True):
+    """The client's proof that it knows the token."""
+
+    mac: _Mac
+
+
+# --- questions and answers -----------------------------------------------------------------------------------------------
+
+
+class Refs(Struct, frozen=True, tag=True):
+    """-> list[RefRecord]"""
+
+
+class Find(Struct, frozen=True, tag=True):
+    """-> StatePage"""
+
+    query: _Text
+    limit: _Limit
+    after: _Text | None = None
+
+
+class Log(Struct, frozen=True, tag=True):
+    """-> StatePage"""
+
+    rev: _Text
+    limit: _Limit
+    after: _Text | None = None
+
+
+class Resolve(Struct, frozen=True, tag=True):
+    """-> StateRecord"""
+
+    rev: _Text
+
+
+class Open(Struct, frozen=True, tag=True):
+    """Pin a state -> Opened.
+
+    ``relay`` is where the asking side will itself serve this state, when it joins a chain; ``failed`` are urls of the chain that did
+    not answer it. ``here`` asks for this server's own copy, whatever chain there is.
+    """
+
+    uid: _Uid
+    relay: _Name | None = None
+    failed: Annotated[tuple[_Name, ...], Meta(max_length=100)] = ()
+    here: bool = True
+
+
+class Opened(Struct, frozen=True):
+    """A state that is pinned under ``handle``; or, in a chain, the url of the peer to ask instead."""
+
+    handle: _Id
+    manifest: bytes
+    upstream: _Name | None = None
+
+
+class Release(Struct, frozen=True, tag=True):
+    """Let go of a pinned state -> nothing."""
+
+    handle: _Id
+
+
+class Push(Struct, frozen=True, tag=True):
+    """Take a state of the asking side, which holds it open under ``handle`` -> StateRecord. The encoded ``Offer`` has ``bytes`` bytes
+    and comes as ``Part`` frames of the same id."""
+
+    handle: _Id
+    bytes: _Count
+
+
+Question = Refs | Find | Log | Resolve | Open | Release | Push
+
+
+class Ask(Struct, frozen=True, tag=True):
+    """A question; its answer has the same ``id``."""
+
+    id: _Id
+    question: Question
+
+
+class Part(Struct, frozen=True, tag=True):
+    """A part of the body that belongs to a question."""
+
+    id: _Id
+    data: bytes
+
+
+class Answer(Struct, frozen=True, tag=True):
+    """A part of an answer's body: MessagePack of what the question says."""
+
+    id: _Id
+    data: bytes
+    is_last: bool
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """An answer that is an error of our tree, by its kind."""
+
+    id: _Id
+    kind: _Name
+    message: _Text
+    nearest: _Uid | None = None
+
+
+# --- chunks --------------------------------------------------------------------------------------------------------------
+
+
+class Want(Struct, frozen=True, tag=True):
+    """Send a chunk of a pinned state as messages of ``pieces`` bytes on ``tag``, ``tag + 1``, …: they are waited for already."""
+
+    handle: _Id
+    index: _Id
+    tag: _Tag
+    pieces: Annotated[tuple[Annotated[int, Meta(ge=1, le=4 << 20)], ...], Meta(max_length=64)]
+
+
+class Gone(Struct, frozen=True, tag=True):
+    """A chunk that was wanted will not come."""
+
+    handle: _Id
+    index: _Id
+    kind: _Name
+    message: _Text
+
+
+class Ping(Struct, frozen=True, tag=True):
+    """I am alive, and have handed ``sent`` bytes to the data plane so far."""
+
+    sent: _Count
+
+
+Message = Hello | Welcome | Proof | Ask | Part | Answer | Failed | Want | Gone | Ping
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """A message as the body of a frame."""
+    return _encoder.encode(message)
+
+
+def decode(body: bytes, *, peer: str) -> Message:
+    """The message in a frame's body.
+
+    :raises PeerFault: it is none, or a field is out of bounds.
+    """
+    try:
+        message: Message = _decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError) as exc:
+        raise PeerFault(f"{peer} sent no message of protocol {PROTOCOL_VERSION} ({exc}): is datastates serving there?") from exc
+    return message

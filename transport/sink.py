@@ -1,0 +1,37 @@
+"""Where the chunks of a clone go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["Sink"]
+
+
+class Sink(Protocol):
+    """A state on its way in. A chunk is *accepted* once its digest was right and its bytes are where they belong."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The bytes of each chunk of the state."""
+
+    def missing(self) -> Sequence[int]:
+        """The chunks that are still to be fetched, in the order in which they are best asked for."""
+
+    def buffers(self, index: int) -> Sequence[memoryview] | None:
+        """Where a chunk is to be received: writable pieces in order, together ``lengths[index]`` bytes; on the loop thread.
+
+        None: there is no room at the moment (all scratch buffers are in use); ask again after the next ``accept``.
+        """
+
+    def accept(self, index: int) -> bool:
+        """Check what was received and put it where it belongs; runs in a worker thread, for several chunks at once.
+
+        False: the bytes fail the digest, and the chunk is missing again.
+        """
+
+    def forget(self, index: int) -> None:
+        """A chunk that ``buffers`` was called for does not come, and nobody writes to them any more: it is missing again."""
+
+    def pieces(self, index: int) -> Sequence[memoryview] | None:
+        """The bytes of an accepted chunk, for who forwards it; None when they were not kept."""

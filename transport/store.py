@@ -1,0 +1,69 @@
+"""What a server gives out: the lineage as records, and states to be cloned. Plain methods run in worker threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .protocol import Identity, Offer, RefRecord, StatePage, StateRecord
+from .sink import Sink
+
+__all__ = ["Source", "Store"]
+
+
+class Source(Protocol):
+    """A state opened for sending; its bytes stay as they are until ``close``."""
+
+    @property
+    def manifest(self) -> bytes:
+        """``digest.encode`` of its manifest, without the places where this process holds it."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The bytes of each chunk."""
+
+    async def chunk(self, index: int) -> Sequence[memoryview]:
+        """The bytes of a chunk in one or more pieces, in order; waits while it is still on its way here.
+
+        :raises Unavailable: it will not come.
+        """
+
+    def close(self) -> None:
+        """Let go of the state; idempotent."""
+
+
+class Store(Protocol):
+    """A repository, seen by a server. Errors of our tree travel to the peer by their kind."""
+
+    def identity(self) -> Identity:
+        """Who this is."""
+
+    def refs(self) -> list[RefRecord]:
+        """Every branch and tag, by name."""
+
+    def find(self, query: str, limit: int, after: str | None) -> StatePage:
+        """A page of the states that a query asks for."""
+
+    def log(self, rev: str, limit: int, after: str | None) -> StatePage:
+        """A page of a state and its ancestors along first parents, newest first; ``after`` is the uid of the last one seen."""
+
+    def resolve(self, rev: str) -> StateRecord:
+        """The state that a revision names."""
+
+    def open(self, uid: str) -> Source:
+        """Pin a state and open it.
+
+        :raises Unavailable: its bytes are not here.
+        """
+
+    def receive(self, offer: Offer) -> Sink:
+        """Make room for a state that a peer pushes.
+
+        :raises InvalidInput: this server takes none.
+        """
+
+    def received(self, offer: Offer, sink: Sink) -> StateRecord:
+        """Every chunk of a push was accepted: record the state.
+
+        :raises Conflict: a ref stands elsewhere.
+        """
