@@ -13,8 +13,6 @@ import argparse
 import importlib.util
 import itertools
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -29,6 +27,7 @@ from typing import Any
 
 import torch
 from capture_peers import DcpAsync, ForeachCopy, Method, Objects, Ours, Prototype, TorchSave, TorchSnapshot, state_bytes, state_tensors
+from common import machine, out, short, spread, table
 from gpt import LARGE, MEDIUM, TINY, Trainer
 
 import datastates
@@ -123,7 +122,7 @@ def _blocking_report(what: str, objects: Objects, samples: dict[str, list[Sample
     first = {name: found[0] for name, found in samples.items()}
     samples = {name: found[1:] for name, found in samples.items()}
     floor = statistics.median(sample.copied_s for sample in samples["floor: _foreach_copy_"])
-    _out(f"\n## {what}: {tensors} tensors, {size / 1e6:.1f} MB; ms, median [min .. max] of {len(next(iter(samples.values())))}\n")
+    out(f"\n## {what}: {tensors} tensors, {size / 1e6:.1f} MB; ms, median [min .. max] of {len(next(iter(samples.values())))}\n")
     rows = []
     for name, found in samples.items():
         if name == "datastates":
@@ -131,13 +130,13 @@ def _blocking_report(what: str, objects: Objects, samples: dict[str, list[Sample
                 [
                     "datastates, fenced",
                     *_times(found, "blocked_s", floor),
-                    _spread([s.done_s for s in found], 1e3),
-                    _short(1e3 * first[name].blocked_s),
+                    spread([s.done_s for s in found], 1e3),
+                    short(1e3 * first[name].blocked_s),
                 ]
             )
         label = "datastates, unfenced" if name == "datastates" else name
-        rows.append([label, *_times(found, "copied_s", floor), _spread([s.done_s for s in found], 1e3), _short(1e3 * first[name].copied_s)])
-    _table(["method", "blocked", "x floor", "done", "first blocked"], rows)
+        rows.append([label, *_times(found, "copied_s", floor), spread([s.done_s for s in found], 1e3), short(1e3 * first[name].copied_s)])
+    out(table(["method", "blocked", "x floor", "done", "first blocked"], rows))
     return {
         "tensors": tensors,
         "bytes": size,
@@ -148,7 +147,7 @@ def _blocking_report(what: str, objects: Objects, samples: dict[str, list[Sample
 
 def _times(samples: list[Sample], field: str, floor: float) -> list[str]:
     values = [getattr(sample, field) for sample in samples]
-    return [_spread(values, 1e3), f"{statistics.median(values) / floor:.2f}"]
+    return [spread(values, 1e3), f"{statistics.median(values) / floor:.2f}"]
 
 
 # What a training run pays
@@ -224,11 +223,11 @@ def _overhead(found: Segment, before: Segment, after: Segment) -> dict[str, floa
 def _training_report(trainer: Trainer, overheads: dict[str, list[dict[str, float]]], steps_s: list[float], steps: int) -> dict[str, Any]:
     size, rounds = state_bytes(trainer.objects), len(next(iter(overheads.values())))
     drift = [abs(after / before - 1) * 100 for before, after in itertools.pairwise(steps_s)]
-    _out(f"\n## Training, a capture at every step: state of {size / (1 << 20):.0f} MiB\n")
-    _out(f"{steps} steps a segment; median [min .. max] of {rounds} rounds")
-    _out(f"a step without: {_spread(steps_s, 1e3)} ms; neighbouring segments without differ by {_spread(drift, 1)} %\n")
-    rows = [[name, *(_spread([row[key] for row in found], 1) for key in found[0])] for name, found in overheads.items()]
-    _table(["method", "wall overhead %", "CPU overhead %", "blocked ms a step", "left to finish ms"], rows)
+    out(f"\n## Training, a capture at every step: state of {size / (1 << 20):.0f} MiB\n")
+    out(f"{steps} steps a segment; median [min .. max] of {rounds} rounds")
+    out(f"a step without: {spread(steps_s, 1e3)} ms; neighbouring segments without differ by {spread(drift, 1)} %\n")
+    rows = [[name, *(spread([row[key] for row in found], 1) for key in found[0])] for name, found in overheads.items()]
+    out(table(["method", "wall overhead %", "CPU overhead %", "blocked ms a step", "left to finish ms"], rows))
     return {"state_bytes": size, "steps": steps, "baseline_step_s": steps_s, "overheads": overheads}
 
 
@@ -239,8 +238,8 @@ def memory(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     """The peak of a process that captures, in a process of its own, against what it held before plus its arenas."""
     command = [sys.executable, __file__, "--part", "peak", "--folder", str(folder), *(["--quick"] if quick else [])]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
-    _out("\n## Peak memory\n")
-    _out(
+    out("\n## Peak memory\n")
+    out(
         f"model, optimizer and gradients {found['before'] / 1e6:.0f} MB + arenas {found['arenas'] / 1e6:.0f} MB: "
         f"peak {found['peak'] / 1e6:.0f} MB, {found['peak'] / (found['before'] + found['arenas']):.3f} of their sum"
     )
@@ -267,26 +266,7 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key + ":"))
 
 
-# Printing
-
-
-def _out(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _spread(values: list[float], scale: float) -> str:
-    middle, low, high = (_short(value * scale) for value in (statistics.median(values), min(values), max(values)))
-    return f"{middle} [{low} .. {high}]"
-
-
-def _short(value: float) -> str:
-    return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    for row in [head, ["-" * width for width in widths], *rows]:
-        _out("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+# Folders
 
 
 def _fresh(folder: Path, name: str) -> Path:
@@ -320,9 +300,9 @@ def main() -> None:
         folder = Path(name)
         try:
             if options.part == ["peak"]:
-                _out(json.dumps(peak(folder, quick=options.quick)))
+                out(json.dumps(peak(folder, quick=options.quick)))
                 return
-            _out(f"{platform.platform()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; torch {torch.__version__} on one thread")
+            out(f"{machine()}; torch on one thread")
             results = {part: PARTS[part](folder, quick=options.quick, rounds=rounds) for part in options.part or PARTS}
         finally:
             shutil.rmtree(Path("/dev/shm") / folder.name, ignore_errors=True)

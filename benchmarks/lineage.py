@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import random
 import secrets
 import sqlite3
@@ -25,8 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+from common import machine, out, table
 
 from datastates.lineage import Database, NewState, Status, record, revision, search, walk
 
@@ -89,20 +87,19 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.states < BRANCHES * 11_000:
         parser.error(f"--states is {arguments.states}: chains of 10,000 ancestors need at least {BRANCHES * 11_000}")
-    console = Console()
-    console.print(f"{platform.platform()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; SQLite {sqlite3.sqlite_version}")
-    url = prepare(arguments.folder, arguments.states, console)
+    out(machine())
+    url = prepare(arguments.folder, arguments.states)
     ours = measure(url, arguments.rounds)
     peer, why = mlflow(arguments.mlflow_python, arguments.folder)
-    console.print(table(ours, peer, arguments.states))
+    out(report(ours, peer, arguments.states))
     if why:
-        console.print(f"MLflow was not measured: {why}")
+        out(f"MLflow was not measured: {why}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"datastates": ours, "mlflow": peer}))
     return 0
 
 
-def prepare(folder: Path, count: int, console: Console) -> str:
+def prepare(folder: Path, count: int) -> str:
     """The URL of a lineage of ``count`` states, made now unless it is there."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"lineage-{count}.db"
@@ -115,7 +112,7 @@ def prepare(folder: Path, count: int, console: Console) -> str:
             fill(connection, count)
         connection.close()
         unfinished.rename(path)
-        console.print(f"built {count:,} states in {time.monotonic() - began:.0f} s, {path.stat().st_size >> 20} MiB")
+        out(f"built {count:,} states in {time.monotonic() - began:.0f} s, {path.stat().st_size >> 20} MiB")
     return url
 
 
@@ -214,15 +211,15 @@ def mlflow(python: str, folder: Path) -> tuple[dict[str, list[float]], str | Non
     return found, None
 
 
-def table(ours: dict[str, list[float]], peer: dict[str, list[float]], count: int) -> Table:
-    result = Table(title=f"{count:,} states, {5 * count:,} metrics; milliseconds")
-    for column in ("operation", "p50", "min", "p99", "goal", "", "MLflow p50, 2,000 runs"):
-        result.add_column(column, justify="left" if column == "operation" else "right")
+def report(ours: dict[str, list[float]], peer: dict[str, list[float]], count: int) -> str:
+    """The table of all operations, in milliseconds."""
+    rows = []
     for name, goal in GOALS_MS.items():
         p50, least, p99 = (value * 1e3 for value in (statistics.median(ours[name]), min(ours[name]), percentile(ours[name], 0.99)))
         theirs = f"{statistics.median(peer[name]) * 1e3:.1f}" if name in peer else "-"
-        result.add_row(name, f"{p50:.2f}", f"{least:.2f}", f"{p99:.2f}", f"{goal:g}", "met" if p50 <= goal else "MISSED", theirs)
-    return result
+        rows.append([name, f"{p50:.2f}", f"{least:.2f}", f"{p99:.2f}", f"{goal:g}", "met" if p50 <= goal else "MISSED", theirs])
+    head = ["operation", "p50", "min", "p99", "goal", "", "MLflow p50, 2,000 runs"]
+    return f"\n{count:,} states, {5 * count:,} metrics; milliseconds\n\n{table(head, rows)}"
 
 
 def percentile(samples: list[float], share: float) -> float:
