@@ -29,6 +29,8 @@ BUSY_TIMEOUT_S = 60.0
 _MARKER_TABLES = ("state", "ref_event", "pack_ref")
 _MIGRATION_LOCK = 0x6461_7461_7374  # the advisory lock of PostgreSQL; any number that others hardly choose
 _BEGIN = "datastates_begin"
+_IMMEDIATE = "BEGIN IMMEDIATE"
+_ASK_AGAIN_MS = 3  # SQLite asks after 1 and after 2 ms more, then begins to wait longer
 _DURABLE = "datastates_durable"
 _migrating = threading.Lock()  # Alembic's context is a global of the process
 
@@ -56,8 +58,8 @@ class Database:
         if not self.is_sqlite:
             read |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         self._reader = self._engine.execution_options(**read)
-        self._writer = self._engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE", _DURABLE: False})
-        self._durable_writer = self._engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE", _DURABLE: True})
+        self._writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: False})
+        self._durable_writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: True})
         try:
             self._open(create=create)
         except BaseException:
@@ -222,7 +224,27 @@ def _on_sqlite_begin(connection: Connection) -> None:
     if durable is not None and connection.info.get(_DURABLE) != durable:
         raw.execute("PRAGMA synchronous=FULL" if durable else "PRAGMA synchronous=NORMAL")
         connection.info[_DURABLE] = durable
-    raw.execute(options.get(_BEGIN, "BEGIN"))
+    if options.get(_BEGIN) == _IMMEDIATE:
+        _begin_immediate(raw)
+    else:
+        raw.execute("BEGIN")
+
+
+def _begin_immediate(raw: sqlite3.Connection) -> None:
+    """Take the write lock. SQLite's own waiting sleeps ever longer and lets newcomers pass; this asks every few milliseconds."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    raw.execute(f"PRAGMA busy_timeout={_ASK_AGAIN_MS}")
+    try:
+        while True:
+            try:
+                raw.execute(_IMMEDIATE)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+            else:
+                return
+    finally:
+        raw.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000:.0f}")
 
 
 def _postgresql_engine(url: URL) -> Engine:
