@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,15 +17,18 @@ from torch.nn.parameter import is_lazy
 from .errors import InvalidInput
 from .names import canonical_name
 
-__all__ = ["ModelState", "metadata_for"]
+__all__ = ["ModelState", "Seen", "metadata_for"]
 
 _PLAIN_METADATA = {"version": 1}
 
 
 class ModelState:
-    """One tracked module. Names are worked out once and kept until the module's keys change."""
+    """One tracked module. Names are worked out once and kept until the module's keys change.
 
-    __slots__ = ("_metadata", "_raw", "_raw_metadata", "keys", "module", "path")
+    As long as every member of every part is the same object, ``tree`` gives the very same tree, without asking ``state_dict``.
+    """
+
+    __slots__ = ("_metadata", "_parts", "_raw", "_raw_metadata", "_seen", "_tree", "keys", "module", "path")
 
     def __init__(self, path: str, module: nn.Module) -> None:
         refuse_sharded(path, module)
@@ -31,14 +37,21 @@ class ModelState:
         self.keys: tuple[str, ...] = ()
         self._raw_metadata: Mapping[str, Any] | None = None
         self._metadata: OrderedDict[str, Any] = OrderedDict()
+        self._parts: list[dict[str, Any]] | None = None
+        self._seen: Seen | None = None
+        self._tree: OrderedDict[str, object] = OrderedDict()
 
     def tree(self) -> OrderedDict[str, object]:
-        """The live tensors (and extra state) by canonical name, in the module's order.
+        """The live tensors (and extra state) by canonical name, in the module's order; not to be changed.
 
         ``_metadata`` says nothing of modules of version 1, which almost all are: it is stored with every state.
 
         :raises InvalidInput: a lazy module was not yet called.
         """
+        if self._parts is not None and self._seen is not None and self._seen.is_still(_look(self._parts)):
+            return self._tree
+        self._parts = [part.__dict__ for part in self.module.modules()] if _has_plain_state(self.module) else None
+        self._seen = None if self._parts is None else _look(self._parts)
         state: dict[str, object] = self.module.state_dict(keep_vars=True)
         raw = tuple(state)
         if raw != self._raw:
@@ -49,6 +62,7 @@ class ModelState:
             if metadata != self._raw_metadata:
                 self._raw_metadata, self._metadata = metadata, _compact(self.module, metadata)
             tree._metadata = self._metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
+        self._tree = tree
         return tree
 
     def raw_names(self) -> dict[str, str]:
@@ -64,6 +78,45 @@ class ModelState:
             twice = next(key for key in keys if keys.count(key) > 1)
             raise InvalidInput(f"{self.path} has two entries named {twice!r} once wrappers are left out: track the wrapped module instead")
         self._raw, self.keys = raw, keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """The objects that containers held, in order, and how many each of them held."""
+
+    objects: list[object]
+    counts: list[int]
+
+    def is_still(self, now: Seen) -> bool:
+        """Whether it is the same objects in the same places."""
+        return now.counts == self.counts and len(now.objects) == len(self.objects) and all(map(operator.is_, now.objects, self.objects))
+
+
+def _look(parts: list[dict[str, Any]]) -> Seen:
+    """Every member of the modules with these ``__dict__``s, by name and object."""
+    named = [*chain.from_iterable(map(_NAMED, parts))]
+    hidden = [*map(_NOT_STORED, parts)]
+    own = [part["state_dict"] for part in parts if "state_dict" in part]
+    objects = [*chain.from_iterable(named), *chain.from_iterable(hidden), *chain.from_iterable(map(_VALUES, named)), *own]
+    return Seen(objects, [*map(len, named), *map(len, hidden)])
+
+
+_NAMED = operator.itemgetter("_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks")
+_NOT_STORED = operator.itemgetter("_non_persistent_buffers_set")
+_VALUES = operator.methodcaller("values")
+
+
+def _has_plain_state(module: nn.Module) -> bool:
+    """Whether the module's ``state_dict`` is made by torch alone, of parameters and buffers only."""
+    return all(
+        type(part).state_dict is nn.Module.state_dict
+        and type(part)._save_to_state_dict is nn.Module._save_to_state_dict
+        and type(part).get_extra_state is nn.Module.get_extra_state
+        and not part._state_dict_hooks
+        and not part._state_dict_pre_hooks
+        and "state_dict" not in part.__dict__
+        for part in module.modules()
+    )
 
 
 def metadata_for(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .errors import InvalidInput
-from .model_state import ModelState
+from .model_state import ModelState, Seen
 from .names import Owner, canonical_name, join, parameter_names, split_wrappers
-from .optimizer_state import optimizer_tree
+from .optimizer_state import OptimizerState
 from .rng import RngState
 
 __all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state"]
@@ -46,6 +47,8 @@ class Adapted:
         self.objects = _with_hidden_optimizers(objects)
         self._has_gradients = gradients
         self._models: dict[int, ModelState] = {}
+        self._optimizer_states: dict[int, OptimizerState] = {}
+        self.lasting: list[object] = []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -60,18 +63,31 @@ class Adapted:
     def tree(self) -> dict[str, object]:
         """Nested plain containers of everything tracked, as it is now; tensors are the live ones, not copies.
 
-        Generators of random numbers are read last: a loader that is asked for its state may draw from them.
+        Generators of random numbers are read last: a loader that is asked for its state may draw from them. ``lasting`` then lists the
+        parts of it that are the very same objects as long as they hold the same tensors under the same names: to walk them again is
+        not needed.
         """
         walk = _Walk(self)
         tree = {name: walk.tree_of(name, child) for name, child in self.objects.items()}
-        owners = [(path, _by_id(model)) for path, model in walk.trees] if walk.optimizers else []
-        for out, optimizer in walk.optimizers:
-            out.update(optimizer_tree(optimizer, self._names(owners, optimizer)))
+        self.lasting = [model for _, model in walk.trees]
+        if walk.optimizers:
+            self._add_optimizers(walk)
         if self._has_gradients:
             tree[GRADIENTS] = {path: _gradients_of(model) for path, model in walk.trees}
         for out, rng in walk.generators:
             out.update(rng.state_dict())
         return tree
+
+    def _add_optimizers(self, walk: _Walk) -> None:
+        trees, labels = Seen([tree for _, tree in walk.trees], []), ([path for path, _ in walk.trees], self._loose())
+        for out, optimizer in walk.optimizers:
+            state = self._optimizer_states.setdefault(id(optimizer), OptimizerState(optimizer))
+            names = partial(self._names_in, walk, optimizer)
+            out.update(state.tree(names, trees, labels))
+            self.lasting += [] if state.lasting is None else [state.lasting]
+
+    def _names_in(self, walk: _Walk, optimizer: Optimizer) -> list[list[str]]:
+        return self._names([(path, _by_id(tree)) for path, tree in walk.trees], optimizer)
 
     def model_state(self, path: str, module: nn.Module) -> ModelState:
         """What keeps the names of a tracked module."""

@@ -5,18 +5,78 @@ Torch numbers parameters by their order; names survive another order, a layer th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from .model_state import Seen
 from .report import own
 
-__all__ = ["is_plain", "numbered", "optimizer_tree", "options_of"]
+__all__ = ["OptimizerState", "is_plain", "numbered", "optimizer_tree", "options_of"]
 
 Names = list[list[str]]
 Tree = Mapping[str, Any]
+
+
+class OptimizerState:
+    """One tracked optimizer. As long as its parameters and the tensors of its state are the same objects, and names are found
+    in the same places, ``tree`` gives the very same ``state``; the options of its groups are read every time."""
+
+    __slots__ = ("_labels", "_names", "_seen", "_state", "_trees", "optimizer")
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._seen: Seen | None = None
+        self._trees: Seen | None = None
+        self._labels: object = None
+        self._names: Names = []
+        self._state: object = None
+
+    def tree(self, names: Callable[[], Names], trees: Seen, labels: object) -> dict[str, object]:
+        """What ``optimizer_tree`` gives; ``state`` in it is not to be changed.
+
+        ``names()`` is asked when parameters are others, or when what names are taken from is: ``trees`` and ``labels``.
+        """
+        seen = _look(self.optimizer)
+        if seen is not None and self._is_as_it_was(seen, trees, labels):
+            return {"state": self._state, "param_groups": _groups(self.optimizer, self._names)}
+        self._names, self._trees, self._labels, self._seen = names(), trees, labels, seen
+        tree = optimizer_tree(self.optimizer, self._names)
+        self._state = tree["state"] if seen is not None else None
+        return tree
+
+    def _is_as_it_was(self, seen: Seen, trees: Seen, labels: object) -> bool:
+        if self._seen is None or self._trees is None:
+            return False
+        return labels == self._labels and self._trees.is_still(trees) and self._seen.is_still(seen)
+
+    @property
+    def lasting(self) -> object:
+        """The ``state`` that the next ``tree`` gives too, unless something changes; None when it is made anew each time."""
+        return self._state
+
+
+def _look(optimizer: Optimizer) -> Seen | None:
+    """Every parameter and every entry of the state by name and object; None when they do not say all: a number, or a list, may change."""
+    state, groups = optimizer.state, optimizer.param_groups
+    entries = list(state.values())
+    if not is_plain(optimizer) or not _DICT.issuperset(map(type, entries)):
+        return None
+    values = [*chain.from_iterable(map(_VALUES, entries))]
+    if not _TENSOR.issuperset(map(type, values)):
+        return None
+    rows = [group["params"] for group in groups]
+    objects = [*state, *chain.from_iterable(entries), *values, *groups, *chain.from_iterable(rows)]
+    return Seen(objects, [*map(len, entries), *map(len, rows)])
+
+
+_DICT = frozenset({dict})
+_TENSOR = frozenset({torch.Tensor, torch.nn.Parameter})
+_VALUES = operator.methodcaller("values")
 
 
 def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
@@ -34,8 +94,11 @@ def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
         name = name_of.get(id(key)) if isinstance(key, torch.Tensor) else key  # type: ignore[redundant-expr]  # other keys are allowed
         if name is not None:
             state[name] = dict(entry) if isinstance(entry, dict) else entry
-    groups = [{**options_of(group), "params": list(row)} for group, row in zip(optimizer.param_groups, names, strict=True)]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": _groups(optimizer, names)}
+
+
+def _groups(optimizer: Optimizer, names: Names) -> list[dict[str, object]]:
+    return [{**options_of(group), "params": list(row)} for group, row in zip(optimizer.param_groups, names, strict=True)]
 
 
 def options_of(group: Tree) -> dict[str, Any]:

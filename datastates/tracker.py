@@ -128,7 +128,8 @@ class Tracker:
         elif not self._is_driven:
             self.step += 1
         staged_metrics = {key: float(value) for key, value in (metrics or {}).items()}
-        flat = flatten({**self._adapted.tree(), **self.values}, self._plan.flat if self._plan is not None else None)
+        tree = {**self._adapted.tree(), **self.values}
+        flat = flatten(tree, self._plan.flat if self._plan is not None else None, self._adapted.lasting)
         plan = self._plan_for(flat)
         handle = Capture(secrets.token_hex(12), self.step, want=self._runner.want)
         slots = self._runner.acquire(plan.slot_count, self._back_pressure)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -63,6 +63,16 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Span:
+    """What a lasting part of the tree came to. ``part`` is held, so that its id stays its own."""
+
+    part: object
+    nodes: list[Node]
+    values: list[Packed]
+    tensors: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Flat:
     """A state taken apart. ``values`` are packed and share no memory with the tree; ``tensors`` are the live ones.
 
@@ -72,18 +82,23 @@ class Flat:
     skeleton: Skeleton
     values: list[Packed]
     tensors: list[Leaf]
+    _live: list[torch.Tensor]
     _seen: frozenset[int]
+    _spans: dict[int, _Span]
 
 
-def flatten(tree: object, previous: Flat | None = None) -> Flat:
+def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object] = ()) -> Flat:
     """Take ``tree`` apart. ``previous`` is what an earlier capture of the same training gave: it makes this one cheap.
+
+    ``lasting`` are dicts in it that hold the same objects for as long as they are the same objects themselves: what
+    ``previous`` made of them holds still.
 
     When the skeleton is as it was, the result holds the very same ``Skeleton`` object, and the same list of leaves if
     every tensor is the same object, so callers may cache by identity.
 
     :raises Unsupported: something has no safe encoding; names its path, its type and the next step.
     """
-    walk = _Walk(previous._seen if previous is not None else frozenset())
+    walk = _Walk(previous._seen if previous is not None else frozenset(), previous._spans if previous is not None else {}, lasting)
     try:
         walk.children((tree,), 0)
     except Unencodable as exc:
@@ -93,10 +108,11 @@ def flatten(tree: object, previous: Flat | None = None) -> Flat:
         skeleton.encoded  # noqa: B018  # a key that cannot be encoded is refused here, on the caller's thread
         leaves = list(map(Leaf, skeleton.paths, walk.tensors))
     else:
-        skeleton, leaves = previous.skeleton, _renewed(previous.tensors, walk.tensors)
-    if previous is not None and leaves is previous.tensors:
-        return Flat(skeleton, walk.values, leaves, previous._seen)
-    return Flat(skeleton, walk.values, leaves, frozenset(map(id, walk.tensors)))
+        skeleton = previous.skeleton
+        if all(map(operator.is_, walk.tensors, previous._live)):
+            return Flat(skeleton, walk.values, previous.tensors, previous._live, previous._seen, walk.spans)
+        leaves = _renewed(previous.tensors, walk.tensors)
+    return Flat(skeleton, walk.values, leaves, walk.tensors, frozenset(map(id, walk.tensors)), walk.spans)
 
 
 def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> Any:
@@ -125,17 +141,20 @@ def _path_of_next(nodes: list[Node]) -> str:
 
 
 def _renewed(leaves: list[Leaf], tensors: list[torch.Tensor]) -> list[Leaf]:
-    renewed = [leaf if leaf.tensor is tensor else Leaf(leaf.path, tensor) for leaf, tensor in zip(leaves, tensors, strict=True)]
-    return leaves if all(map(operator.is_, renewed, leaves)) else renewed
+    return [leaf if leaf.tensor is tensor else Leaf(leaf.path, tensor) for leaf, tensor in zip(leaves, tensors, strict=True)]
 
 
 class _Walk:
     """One walk over a tree. ``seen`` are ids of tensors known to be plain, kept alive by the previous ``Flat``."""
 
-    __slots__ = ("_seen", "nodes", "tensors", "values")
+    __slots__ = ("_derived", "_known", "_lasting", "_seen", "nodes", "spans", "tensors", "values")
 
-    def __init__(self, seen: frozenset[int]) -> None:
-        self._seen = seen
+    def __init__(self, seen: frozenset[int], known: dict[int, _Span], lasting: Iterable[object]) -> None:
+        self._seen, self._known = seen, known
+        self._lasting = frozenset(map(id, lasting))
+        self.spans: dict[int, _Span] = {}
+        self._derived = 0
+        """How many things were turned into something else: what they were may change, and what they became would not."""
         self.nodes: list[Node] = []
         self.values: list[Packed] = []
         self.tensors: list[torch.Tensor] = []
@@ -155,6 +174,8 @@ class _Walk:
                     tensors.append(child)  # type: ignore[arg-type]  # its type was tested
                 else:
                     self._tensor(child, depth)  # type: ignore[arg-type]  # its type was tested
+            elif id(child) in self._lasting:
+                self._last(child, depth)
             elif kind is dict:
                 keys: tuple[Any, ...] = tuple(child)  # type: ignore[arg-type]  # a dict
                 nodes.append(("d", keys if _KEY_TYPES.issuperset(map(type, keys)) else tuple(map(pack_key, keys))))
@@ -165,6 +186,23 @@ class _Walk:
             else:
                 _WALKERS.get(kind, _Walk._other)(self, child, depth)
 
+    def _last(self, child: object, depth: int) -> None:
+        """A part that lasts: what the previous walk made of it, or a note of what this one does."""
+        span = self._known.get(id(child))
+        if span is not None:
+            self.spans[id(child)] = span
+            self.nodes += span.nodes
+            self.values += span.values
+            self.tensors += span.tensors
+            return
+        starts = len(self.nodes), len(self.values), len(self.tensors)
+        derived = self._derived
+        self._lasting -= {id(child)}
+        self.children((child,), depth)
+        if self._derived == derived:
+            nodes, values, tensors = starts
+            self.spans[id(child)] = _Span(child, self.nodes[nodes:], self.values[values:], self.tensors[tensors:])
+
     def _inside(self, children: Collection[object], depth: int) -> None:
         if depth >= MAX_DEPTH:
             raise Unencodable(f"is nested more than {MAX_DEPTH} deep, or contains itself: break the cycle")
@@ -173,6 +211,7 @@ class _Walk:
 
     def _tensor(self, tensor: torch.Tensor, depth: int) -> None:
         parts = decompose(tensor)
+        self._derived += parts is not tensor
         if isinstance(parts, torch.Tensor):
             self.nodes.append(TENSOR)
             self.tensors.append(parts)
@@ -223,6 +262,7 @@ class _Walk:
         self.tensors.append(torch.from_numpy(dense.ravel(order).view(np.uint8)))
 
     def _other(self, child: object, depth: int) -> None:
+        self._derived += 1
         encoder = encoder_of(type(child))
         if encoder is None:
             if isinstance(child, torch.Tensor):

@@ -7,6 +7,7 @@ that pieces of all dtypes go through the same call.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -86,7 +87,7 @@ class Plan:
     tripwire: Tripwire
     is_on_device: bool
     eager_bytes: int
-    _marks: list[tuple[object, ...]] | None = None
+    _marks: _Marks | None = None
 
     @property
     def slot_count(self) -> int:
@@ -101,8 +102,7 @@ class Plan:
         leaves = flat.tensors
         if flat.skeleton is not self.flat.skeleton:  # ``flatten`` keeps the object as long as it is equal
             return False
-        marks = _marks(flat)
-        if leaves is self.flat.tensors and marks == self._marks:  # the common case: not one tensor moved
+        if leaves is self.flat.tensors and self._marks is not None and self._marks.are_right():  # the common case: not one moved
             self.flat = flat
             return True
         self.flat = flat
@@ -112,7 +112,7 @@ class Plan:
                 return False
         if not all(leaves[index].tensor is tensor and memory_key(tensor) == key for index, tensor, key in self.aliases):
             return False
-        self._marks = marks if all(source.is_dense for source in self.sources) else None
+        self._marks = _Marks([leaf.tensor for leaf in leaves]) if all(source.is_dense for source in self.sources) else None
         return True
 
     def targets(self, chunk: int, slot: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -248,12 +248,26 @@ def _place(
     return position
 
 
-def _marks(flat: Flat) -> list[tuple[object, ...]]:
-    """What tells that a tensor is still where and as it was, for each leaf; about 0.3 µs a leaf."""
-    tensors = [leaf.tensor for leaf in flat.tensors]
-    marks: list[tuple[object, ...]] = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors]
-    marks += [(t.is_conj(),) for t in tensors if t.dtype.is_complex]
-    return marks
+class _Marks:
+    """What tells that tensors are still where and as they were; about 0.2 µs for each to make sure of."""
+
+    __slots__ = ("_aliases", "_complex", "_kinds", "_tensors")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._aliases = [tensor.detach() for tensor in tensors]
+        self._complex = [tensor for tensor in tensors if tensor.dtype.is_complex]
+        self._kinds = self._look()
+
+    def are_right(self) -> bool:
+        """Whether every tensor has the memory, offset, shape, strides, dtype and flags that it had."""
+        return all(map(torch.Tensor.is_set_to, self._tensors, self._aliases)) and self._look() == self._kinds
+
+    def _look(self) -> list[object]:
+        return [*map(_DTYPE, self._tensors), *map(_REQUIRES_GRAD, self._tensors), *map(torch.Tensor.is_conj, self._complex)]
+
+
+_DTYPE, _REQUIRES_GRAD = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

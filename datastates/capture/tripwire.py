@@ -19,10 +19,13 @@ import torch
 
 from datastates.manifest import CHUNK_BYTES
 
-__all__ = ["SAMPLES", "Armed", "Guarded", "Tripwire"]
+__all__ = ["SAMPLES", "STATE_SAMPLES", "Armed", "Guarded", "Tripwire"]
 
 SAMPLES = 32
-"""Elements of each deferred tensor that are looked at."""
+"""Elements of each deferred parameter that are looked at."""
+
+STATE_SAMPLES = 8
+"""The same for other deferred tensors: the state of an optimizer, which hardly anybody edits by hand."""
 
 _WORDS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -47,9 +50,12 @@ class Armed:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The guarded tensors of one item size on one device: sampled with one ``cat``, looked up in the arena with one ``take``."""
+    """The guarded tensors of one item size on one device: sampled with one ``cat``, looked up in the arena with one ``take``.
 
-    members: list[int]
+    ``members`` says for each sampled element which tensor it is of.
+    """
+
+    members: npt.NDArray[np.int64]
     views: list[torch.Tensor]
     word: torch.dtype
     chunks: npt.NDArray[np.int64]
@@ -83,20 +89,21 @@ class Tripwire:
             words_per_chunk = CHUNK_BYTES // group.word.itemsize
             copied = arena.view(group.word).numpy().take(places[group.chunks] * words_per_chunk + group.words)
             for wrong in np.nonzero(copied != before.cpu().numpy())[0]:
-                hit.add(group.members[int(wrong) // SAMPLES])
+                hit.add(int(group.members[wrong]))
         return [self._guarded[i].path for i in sorted(hit)]
 
     def _group(self, size: int, device: torch.device) -> _Group:
         members = [i for i, item in enumerate(self._guarded) if (_word_size(item), item.flat.device) == (size, device)]
+        counts = [SAMPLES if self._guarded[i].tensor.requires_grad else STATE_SAMPLES for i in members]
         views, positions = [], []
-        for i in members:
+        for i, count in zip(members, counts, strict=True):
             item = self._guarded[i]
             words = item.flat.view(_WORDS[size])
-            step = (words.numel() - 1) // (SAMPLES - 1)
-            views.append(words[: (SAMPLES - 1) * step + 1 : step])
-            positions.append(item.start + size * step * np.arange(SAMPLES, dtype=np.int64))
+            step = (words.numel() - 1) // (count - 1)
+            views.append(words[: (count - 1) * step + 1 : step])
+            positions.append(item.start + size * step * np.arange(count, dtype=np.int64))
         chunks, offsets = np.divmod(np.concatenate(positions), CHUNK_BYTES)
-        return _Group(members, views, _WORDS[size], chunks, offsets // size)
+        return _Group(np.repeat(members, counts), views, _WORDS[size], chunks, offsets // size)
 
 
 def _word_size(item: Guarded) -> int:
