@@ -21,7 +21,7 @@ OTHER = torch.ones(3)
 
 def make() -> tuple[nn.Sequential, AdamW]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4, bias=False), nn.Identity()), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.PReLU(), nn.Identity()), nn.Linear(4, 2))
     optimizer = AdamW(model.parameters(), lr=0.1)
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()
