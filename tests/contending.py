@@ -44,6 +44,12 @@ def train(url: str, packs: str | None, name: str, captures: int, begin: str, say
     say(json.dumps({"states": states, "moves": moves, "won": won, "took": took, "weight": weight}))
 
 
+def tag(url: str, name: str, uid: str, say: Say) -> None:
+    """Tag a state that is in another process's memory."""
+    with datastates.open(url) as repo:
+        say(repo.tag(name, uid).state)
+
+
 def _move_shared(repo: Repository, run: Tracker) -> str:
     """Bring the branch of all here, from wherever it stands."""
     head = run.head

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import datastates
-from datastates import Repository, Status
+from datastates import Config, Repository, Status
 from tests.contending import MOVE_EVERY, RACE_EVERY
 from tests.forge import Forge, forge
 
@@ -44,6 +45,23 @@ def test_nothing_is_lost_when_many_trainings_capture_into_one_server(
     reports = train_together(smith, tmp_path, postgresql_url, str(tmp_path / "packs"), record_property)
     with datastates.open(postgresql_url, packs=tmp_path / "packs") as repo:
         check(repo, reports)
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["while it captures", "while it rests"])
+def test_a_tag_of_another_process_makes_a_state_in_this_ones_memory_durable(smith: Forge, tmp_path: Path, is_training: bool) -> None:
+    marked = threading.Event()
+    config = Config(memory_bytes=64 << 20, durable_interval_s=None, on_step=lambda step: marked.set() if step == "marked-durable" else None)
+    tracked = {"weight": torch.zeros(1000)}
+    with datastates.open(tmp_path, config=config) as repo, repo.track(tracked=tracked) as run:
+        first = run.capture().wait()
+        tracked["weight"].add_(1)
+        run.capture().wait()
+        assert smith.run("tests.contending:tag", url=str(tmp_path), name="theirs", uid=first.uid) == [first.uid]
+        deadline = time.monotonic() + 30
+        while not marked.wait(0.05 if is_training else 30) and time.monotonic() < deadline:
+            run.capture()
+        assert {state.uid for state in repo.find("step >= 0") if state.status is Status.DURABLE} == {first.uid}
+        assert torch.equal(repo.load("theirs")["tracked"]["weight"], torch.zeros(1000))
 
 
 def train_together(smith: Forge, folder: Path, url: str, packs: str | None, tell: Tell) -> dict[str, Any]:
