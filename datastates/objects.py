@@ -115,6 +115,11 @@ class Adapted:
                     found[id(value)] = value
         return list(found.values())
 
+    def size_bytes(self) -> int:
+        """About how large a state is, as far as can be told without asking anybody for it: modules and optimizers."""
+        held = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+        return sum({id(tensor): tensor.nbytes for tensor in (*held, *self.fenced()) if not tensor.is_meta}.values())
+
     def frozen(self) -> list[torch.Tensor]:
         """The parameters that ask for no gradient: they stay the same from state to state."""
         return [parameter for module in self.modules for parameter in module.parameters() if not parameter.requires_grad]

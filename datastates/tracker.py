@@ -73,6 +73,7 @@ class Tracker:
         self._fence = Fence(self.fence)
         self._fence.install(self._adapted.optimizers, self._adapted.modules)
         self._runner.open_line(line, cadence)
+        self._runner.expect(self._adapted.size_bytes())
 
     @property
     def branch(self) -> str:

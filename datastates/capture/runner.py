@@ -135,6 +135,11 @@ class Runner:
         """A tracker begins."""
         self._post(LineOpened(line.name, cadence))
 
+    def expect(self, size_bytes: int) -> None:
+        """Captures of about this size are to come: memory for them is made warm meanwhile."""
+        if not self._arena.is_warm:
+            self._wanted_warm.put((1 + _AHEAD) * -(-size_bytes // CHUNK_BYTES))
+
     def close_line(self, line: Line) -> None:
         """A tracker ends: its head becomes durable (``drain`` waits for it)."""
         self.flush()
