@@ -46,6 +46,9 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
         metadata = getattr(stored, "_metadata", None)
         raw = {raw_names[name]: value for name, value in chosen.items()}
         targets = {raw_names[name]: live[name] for name in chosen}
+        is_plain = _loads_plainly(model.module)
+        for name, value in chosen.items():
+            findings.overwrites(join(path, name), value, live[name], is_as_stored=is_plain)
         findings.writes.append(partial(_load, path, model.module, raw, targets, metadata))
 
 
@@ -63,7 +66,9 @@ def check_gradients(path: str, model: ModelState, stored: object, findings: Find
                 findings.writes.append(partial(setattr, parameter, "grad", None))
         elif findings.wants(here) and findings.fits(here, gradient, parameter):
             findings.restored.append(here)
-            findings.writes.append(partial(_set_gradient, parameter, gradient))
+            if parameter.grad is not None:
+                findings.overwrites(here, gradient, parameter.grad)
+            findings.writes.append(partial(_set_gradient, parameter, gradient, findings))
 
 
 def _load(path: str, module: nn.Module, raw: Mapping[str, Any], targets: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
@@ -83,11 +88,23 @@ def _load(path: str, module: nn.Module, raw: Mapping[str, Any], targets: Mapping
         raise InvalidInput(f"{path} ({type(module).__name__}) did not take its state and may be half changed: {exc}") from exc
 
 
-def _set_gradient(parameter: nn.Parameter, stored: Any) -> None:
+def _set_gradient(parameter: nn.Parameter, stored: Any, findings: Findings) -> None:
     if parameter.grad is not None and parameter.grad.dtype == stored.dtype:
         write_tensor(parameter.grad, stored)
     else:
-        parameter.grad = own(stored.to(parameter.dtype), parameter.device)
+        parameter.grad = findings.own(stored.to(parameter.dtype), parameter.device)
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Whether the module's ``load_state_dict`` copies what it is given, and does nothing else with tensors."""
+    return all(
+        type(part).load_state_dict is nn.Module.load_state_dict
+        and type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        and not part._load_state_dict_pre_hooks
+        and "load_state_dict" not in part.__dict__
+        and "_load_from_state_dict" not in part.__dict__
+        for part in module.modules()
+    )
 
 
 def _ties(live: Mapping[str, object]) -> dict[str, list[str]]:
@@ -102,16 +119,18 @@ def _ties(live: Mapping[str, object]) -> dict[str, list[str]]:
 def _check_ties(path: str, chosen: Mapping[str, object], ties: Mapping[str, list[str]], findings: Findings) -> None:
     for name, names in ties.items():
         first = next((other for other in names if other in chosen), name)
-        if name in chosen and name != first and not _is_same(chosen[first], chosen[name]):
+        if name in chosen and name != first and not _is_same(chosen[first], chosen[name], has_values=findings.has_values):
             tied = f"one tensor for {join(path, first)} and {join(path, name)}"
             findings.mismatched.append(Mismatch(join(path, name), f"another value than {join(path, first)}", tied))
 
 
-def _is_same(one: object, other: object) -> bool:
+def _is_same(one: object, other: object, *, has_values: bool) -> bool:
     if one is other or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return True
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
+    if not has_values:
+        return True
     # As bytes: a NaN is the same as itself.
     return torch.equal(one.detach().contiguous().view(-1).view(torch.uint8), other.detach().contiguous().view(-1).view(torch.uint8))
 

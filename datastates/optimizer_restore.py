@@ -157,6 +157,9 @@ class _Check:
                 chosen[key] = value
                 self.findings.restored += leaf_paths(value, here)
         is_whole = len(chosen) == len(entry) and self.findings.selection.wants(path)
+        for key, value in chosen.items():
+            if _goes_into(live.get(key), value):
+                self.findings.overwrites(join(path, key), value, live[key])
         if chosen or is_whole:
             self.findings.writes.append(partial(self._write_entry, parameter, group, live, chosen, is_whole=is_whole))
 
@@ -184,16 +187,16 @@ class _Check:
 
     def _written(self, parameter: torch.Tensor, group: Tree, key: object, live: object, stored: object) -> object:
         if not isinstance(stored, torch.Tensor):
-            return own(stored, parameter.device)
+            return self.findings.own(stored, parameter.device)
         if isinstance(live, torch.Tensor):
-            if (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout):
+            if _goes_into(live, stored):
                 write_tensor(live, stored)
                 return live
-            return own(stored, live.device)
-        return own(stored, _home(self.optimizer, group, key, parameter))
+            return self.findings.own(stored, live.device)
+        return self.findings.own(stored, _home(self.optimizer, group, key, parameter))
 
     def _write_other(self, key: Any, entry: object) -> None:
-        self.optimizer.state[key] = own(entry)
+        self.optimizer.state[key] = self.findings.own(entry)
 
     # --- helpers -----------------------------------------------------------------------------------------------------------
 
@@ -207,6 +210,13 @@ class _Check:
 
     def _asks(self, *paths: str) -> bool:
         return any(map(self.findings.selection.wants, paths))
+
+
+def _goes_into(live: object, stored: object) -> bool:
+    """Whether a tensor of the state is written into the one that is there."""
+    if not isinstance(live, torch.Tensor) or not isinstance(stored, torch.Tensor):
+        return False
+    return (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout)
 
 
 def _home(optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tensor) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -15,7 +15,18 @@ import torch
 from .errors import InvalidInput
 from .names import join
 
-__all__ = ["Findings", "Mismatch", "RestoreReport", "Selection", "describe", "leaf_paths", "own", "write_tensor"]
+__all__ = [
+    "Findings",
+    "Handed",
+    "Mismatch",
+    "RestoreReport",
+    "Selection",
+    "Target",
+    "describe",
+    "leaf_paths",
+    "own",
+    "write_tensor",
+]
 
 _SHOWN = 6
 
@@ -101,11 +112,35 @@ class Selection:
                 raise InvalidInput(f"only={pattern!r} selects nothing: try {', '.join(close)}, or a pattern like 'model/*'")
 
 
-class Findings:
-    """What a check found so far, and the writes that will be done if it is allowed to go on. Nothing is written before."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A live tensor that a stored one will be written into, whole. ``is_as_stored``: nothing but its elements, as they are."""
 
-    def __init__(self, selection: Selection, *, is_strict: bool) -> None:
-        self.selection, self.is_strict = selection, is_strict
+    path: str
+    stored: torch.Tensor
+    live: torch.Tensor
+    is_as_stored: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handed:
+    """Stands for a stored value that will be handed over once the writes are done: no value is read before."""
+
+    value: object
+    device: torch.device | None = None
+
+
+class Findings:
+    """What a check found so far, and the writes that will be done if it is allowed to go on. Nothing is written before.
+
+    Without ``has_values`` the stored tensors are there by shape and dtype only, and the check looks at nothing else. ``owned`` are ids
+    of stored tensors whose memory nobody else needs: they are handed over themselves instead of a copy.
+    """
+
+    def __init__(self, selection: Selection, *, is_strict: bool, has_values: bool = True, owned: Collection[int] = ()) -> None:
+        self.selection, self.is_strict, self.has_values = selection, is_strict, has_values
+        self._owned = set(owned)
+        self.targets: list[Target] = []
         self.restored: list[str] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -116,6 +151,26 @@ class Findings:
         self.loads: list[tuple[str, Callable[[], None]]] = []
         self.writes: list[Callable[[], None]] = []
         self.last_loads: list[tuple[str, Callable[[], None]]] = []
+
+    def overwrites(self, path: str, stored: object, live: object, *, is_as_stored: bool = True) -> None:
+        """Note that a write will put ``stored`` into the tensor ``live``."""
+        if isinstance(stored, torch.Tensor) and isinstance(live, torch.Tensor):
+            self.targets.append(Target(path, stored, live, is_as_stored and stored.dtype == live.dtype))
+
+    def own(self, value: Any, device: torch.device | None = None) -> Any:
+        """A value to hand over: ``own``'s copy, except of tensors whose memory is ours to give."""
+        return own(value, device, self._owned)
+
+    def handed(self, placed: Any) -> Any:
+        """``placed`` with each ``Handed`` in it replaced by its value."""
+        if isinstance(placed, Handed):
+            return self.own(placed.value, placed.device)
+        return tuple(map(self.handed, placed)) if type(placed) is tuple else placed
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Ids of those owned tensors that were not handed over."""
+        return frozenset(self._owned)
 
     def wants(self, path: str) -> bool:
         """Whether ``path`` is asked for; notes it as skipped if not."""
@@ -195,27 +250,39 @@ def describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         where = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{where}"
-    return type(value).__name__ if isinstance(value, dict | list | tuple) or len(repr(value)) > 40 else repr(value)
+    if isinstance(value, dict | list | tuple):
+        return type(value).__name__
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return type(value).__name__
+    return text if len(text) <= 40 else type(value).__name__
 
 
-def own(value: Any, device: torch.device | None = None) -> Any:
-    """A copy that shares no memory with ``value``, which may lie in a file; tensors go to ``device`` if one is given."""
+def own(value: Any, device: torch.device | None = None, owned: set[int] | None = None) -> Any:
+    """A copy that shares no memory with ``value``, which may lie in a file; tensors go to ``device`` if one is given.
+
+    A tensor whose id is in ``owned`` is the copy itself, once: the id is taken out.
+    """
     if isinstance(value, torch.Tensor):
+        if owned and id(value) in owned and device in (None, value.device):
+            owned.discard(id(value))
+            return value
         return value.detach().to(device or value.device, copy=True)
     kind = type(value)
     if kind is dict:
-        return {key: own(child, device) for key, child in value.items()}
+        return {key: own(child, device, owned) for key, child in value.items()}
     if kind is OrderedDict:
-        copied = OrderedDict((key, own(child, device)) for key, child in value.items())
+        copied = OrderedDict((key, own(child, device, owned)) for key, child in value.items())
         if hasattr(value, "_metadata"):
             copied._metadata = deepcopy(value._metadata)  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
         return copied
     if kind is defaultdict:
-        return defaultdict(value.default_factory, ((key, own(child, device)) for key, child in value.items()))
+        return defaultdict(value.default_factory, ((key, own(child, device, owned)) for key, child in value.items()))
     if kind is list or kind is tuple:
-        return kind(own(child, device) for child in value)
+        return kind(own(child, device, owned) for child in value)
     if kind is deque:
-        return deque((own(child, device) for child in value), value.maxlen)
+        return deque((own(child, device, owned) for child in value), value.maxlen)
     return deepcopy(value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,15 +11,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from . import dirty
 from .errors import InvalidInput
 from .model_restore import check_gradients, check_module
 from .names import join
 from .objects import GRADIENTS, IN_BACKWARD, Adapted, has_state
 from .optimizer_restore import check_optimizer
-from .report import Findings, Mismatch, RestoreReport, Selection, describe, leaf_paths, own, write_tensor
+from .report import Findings, Handed, Mismatch, RestoreReport, Selection, describe, leaf_paths, own, write_tensor
 from .rng import RngState
 
-__all__ = ["Mismatch", "RestoreReport", "reads", "restore_into"]
+__all__ = ["Mismatch", "RestoreReport", "check_into", "reads", "restore_into", "write"]
 
 
 def restore_into(
@@ -42,14 +43,39 @@ def restore_into(
     :raises InvalidInput: something does not fit, and nothing was changed; or an object's own ``load_state_dict`` failed, and the
         message says which objects had been changed by then.
     """
+    return write(check_into(objects, tree, only=only, strict=strict))
+
+
+def check_into(
+    objects: Mapping[str, object],
+    tree: Mapping[str, object],
+    *,
+    only: str | Sequence[str] | None = None,
+    strict: bool = True,
+    has_values: bool = True,
+    owned: Collection[int] = (),
+) -> Findings:
+    """The first half of ``restore_into``: nothing is written.
+
+    Without ``has_values`` the tensors of ``tree`` only say what they will be: their elements are not looked at, so that misfits are found
+    before the bytes are there. ``owned`` are ids of tensors in ``tree`` that ``write`` may hand over as they are.
+
+    :raises InvalidInput: something does not fit.
+    """
     selection = Selection(only)
-    findings = Findings(selection, is_strict=strict)
+    findings = Findings(selection, is_strict=strict, has_values=has_values, owned=owned)
     adapted = Adapted(objects)
     _Check(adapted, findings).top(tree)
     known = [*adapted.objects, *(leaf for name, child in tree.items() for leaf in leaf_paths(child, name))]
     selection.refuse_unused(known)
     findings.refuse_misfits()
+    return findings
+
+
+def write(findings: Findings) -> RestoreReport:
+    """The second half: do what ``check_into`` noted."""
     _write(findings)
+    dirty.clean(target.live for target in findings.targets)
     return findings.report()
 
 
@@ -68,6 +94,7 @@ def _write(findings: Findings) -> None:
     done += ["all tensors"] * bool(findings.writes)
     for path, load in findings.last_loads:
         _load(path, load, done)
+    findings.values = {name: findings.handed(value) for name, value in findings.values.items()}
 
 
 def _load(path: str, load: Callable[[], None], done: list[str]) -> None:
@@ -132,7 +159,11 @@ class _Check:
         """A tensor that is tracked by itself: nobody could put another one in its place."""
         if self.findings.wants(path) and self.findings.fits(path, stored, live):
             self.findings.restored.append(path)
-            self.findings.writes.append(partial(write_tensor, live, stored))  # type: ignore[arg-type]  # `fits` saw a tensor
+            self._overwrite(path, live, stored)  # type: ignore[arg-type]  # `fits` saw a tensor
+
+    def _overwrite(self, path: str, live: torch.Tensor, stored: torch.Tensor) -> None:
+        self.findings.overwrites(path, stored, live)
+        self.findings.writes.append(partial(write_tensor, live, stored))
 
     def _opaque(self, path: str, live: Any, stored: object) -> None:
         leaves = leaf_paths(stored, path)
@@ -150,13 +181,13 @@ class _Check:
             if key in live:
                 placed[key] = self.place(here, live[key], value)
             elif is_whole or self.findings.selection.wants_some(here, leaf_paths(value, here)):
-                placed[key] = own(value)
+                placed[key] = Handed(value)
                 self.findings.restored += leaf_paths(value, here)
         gone = [key for key in live if key not in stored]
         self.findings.missing += [join(path, key) for key in gone if is_whole and _holds_state(live[key])]
         if not is_whole or any(_holds_state(live[key]) for key in gone):
             gone = []
-        self.findings.writes.append(partial(_write_mapping, live, placed, gone))
+        self.findings.writes.append(partial(self._write_mapping, live, placed, gone))
 
     def _list(self, path: str, live: list[Any], stored: list[Any]) -> None:
         if len(live) != len(stored) and (_holds_state(live) or not self.findings.selection.wants(path)):
@@ -164,9 +195,9 @@ class _Check:
             return
         placed = [self.place(join(path, index), old, new) for index, (old, new) in enumerate(zip(live, stored, strict=False))]
         for index in range(len(placed), len(stored)):
-            placed.append(own(stored[index]))
+            placed.append(Handed(stored[index]))
             self.findings.restored += leaf_paths(stored[index], join(path, index))
-        self.findings.writes.append(partial(live.__setitem__, slice(None), placed))
+        self.findings.writes.append(partial(self._write_list, live, placed))
 
     def _leaf(self, path: str, live: Any, stored: Any) -> object:
         if not self.findings.selection.wants_some(path, leaf_paths(stored, path)):
@@ -178,14 +209,22 @@ class _Check:
         self.findings.restored += leaf_paths(stored, path)
         if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor):
             if (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout) and not live.is_meta:
-                self.findings.writes.append(partial(write_tensor, live, stored))
+                self._overwrite(path, live, stored)
                 return live
-            return own(stored, live.device)
+            return Handed(stored, live.device)
         is_array = isinstance(live, np.ndarray) and isinstance(stored, np.ndarray) and live.flags.writeable
         if is_array and (live.shape, live.dtype) == (stored.shape, stored.dtype):
             self.findings.writes.append(partial(np.copyto, live, stored))
             return live
-        return own(stored)
+        return Handed(stored)
+
+    def _write_mapping(self, live: dict[Any, Any], placed: Mapping[Any, object], gone: Sequence[Any]) -> None:
+        for key in gone:
+            del live[key]
+        live.update((key, self.findings.handed(value)) for key, value in placed.items())
+
+    def _write_list(self, live: list[Any], placed: Sequence[object]) -> None:
+        live[:] = [self.findings.handed(value) for value in placed]
 
     def _gradients(self, stored: dict[str, Any]) -> None:
         for path, model in self.adapted.models():
@@ -198,12 +237,6 @@ def _load_opaque(live: Any, stored: object) -> None:
     if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(live).__mro__):
         # Its iterator is made now, not when the loop begins: making it draws random numbers, and the generators come last.
         live.state_dict()
-
-
-def _write_mapping(live: dict[Any, Any], placed: Mapping[Any, object], gone: Sequence[Any]) -> None:
-    for key in gone:
-        del live[key]
-    live.update(placed)
 
 
 def _holds_state(live: object) -> bool:
