@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from datastates.errors import PeerFault
+from datastates.manifest import CHUNK_BYTES
 
 __all__ = [
     "BODY_BYTES",
@@ -18,11 +19,16 @@ __all__ = [
     "FRAME_BYTES",
     "MAGIC",
     "PART_BYTES",
+    "PIECES",
     "PROTOCOL_VERSION",
     "Answer",
     "Ask",
+    "Bye",
+    "Challenge",
+    "Denied",
     "EdgeRecord",
     "Failed",
+    "Failure",
     "Find",
     "Gone",
     "Hello",
@@ -37,8 +43,10 @@ __all__ = [
     "Proof",
     "Push",
     "Question",
+    "Ready",
     "RefRecord",
     "Refs",
+    "Refused",
     "Release",
     "Resolve",
     "StatePage",
@@ -64,6 +72,9 @@ PART_BYTES: Final = 512 << 10
 BODY_BYTES: Final = 256 << 20
 """The most that the parts of one body may have together; who asks may set less."""
 
+PIECES: Final = 64
+"""The most pieces that a chunk is sent in."""
+
 _Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+$")]
 _Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]+$")]
 _Name = Annotated[str, Meta(max_length=255)]
@@ -74,6 +85,7 @@ _Address = Annotated[bytes, Meta(max_length=8 << 10)]
 _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Tag = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_ChunkLength = Annotated[int, Meta(ge=0, le=CHUNK_BYTES)]
 _Limit = Annotated[int, Meta(ge=1, le=10_000)]
 _Attribute = str | int | float | bool | None
 
@@ -140,34 +152,70 @@ class Offer(Struct, frozen=True):
     refs: tuple[RefRecord, ...] = ()
 
 
+# --- what went wrong -----------------------------------------------------------------------------------------------------
+
+
+class Failure(Struct, frozen=True):
+    """An error of our tree by its kind, with what its class carries beyond the message (see ``failures``)."""
+
+    kind: _Name
+    message: _Text
+    nearest: _Uid | None = None
+    text: _Text | None = None
+    column: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    expected: Annotated[tuple[_Name, ...], Meta(max_length=100)] = ()
+
+
 # --- the handshake -------------------------------------------------------------------------------------------------------
 
 
 class Hello(Struct, frozen=True, tag=True):
-    """The client's first word. ``address`` is its end of the data plane."""
+    """The client's first word."""
 
     magic: Annotated[bytes, Meta(max_length=16)]
     version: Annotated[int, Meta(ge=0, le=1 << 16)]
-    features: Annotated[tuple[_Name, ...], Meta(max_length=32)]
     nonce: _Nonce
-    address: _Address
 
 
-class Welcome(Struct, frozen=True, tag=True):
-    """The server's answer; ``mac`` proves that it knows the token, over all that was said."""
+class Challenge(Struct, frozen=True, tag=True):
+    """The server's answer. It tells nothing else before the client has proved that it knows the token."""
 
     version: Annotated[int, Meta(ge=0, le=1 << 16)]
-    features: Annotated[tuple[_Name, ...], Meta(max_length=32)]
     nonce: _Nonce
-    address: _Address
-    identity: Identity
-    mac: _Mac
 
 
 class Proof(Struct, frozen=True, tag=True):
-    """The client's proof that it knows the token."""
+    """The client knows the token: its code over all that was said."""
 
     mac: _Mac
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """So does the server."""
+
+    mac: _Mac
+
+
+class Denied(Struct, frozen=True, tag=True):
+    """The client does not."""
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """What each side says of itself in its first authenticated frame.
+
+    ``address`` is its end of the data plane. It takes a peer for dead that is silent for ``timeout_ms``. A client has no ``identity``.
+    """
+
+    features: Annotated[tuple[_Name, ...], Meta(max_length=32)]
+    address: _Address
+    timeout_ms: Annotated[int, Meta(ge=100, le=86_400_000)]
+    identity: Identity | None = None
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """Instead of ``Ready``: who asks may come in, but not now."""
+
+    failure: Failure
 
 
 # --- questions and answers -----------------------------------------------------------------------------------------------
@@ -213,10 +261,11 @@ class Open(Struct, frozen=True, tag=True):
 
 
 class Opened(Struct, frozen=True):
-    """A state that is pinned under ``handle``; or, in a chain, the url of the peer to ask instead."""
+    """A state that is pinned under ``handle``, and the bytes of each of its chunks; or, in a chain, the url of the peer to ask instead."""
 
     handle: _Id
     manifest: bytes
+    lengths: Annotated[tuple[_ChunkLength, ...], Meta(max_length=1 << 24)]
     upstream: _Name | None = None
 
 
@@ -231,7 +280,7 @@ class Push(Struct, frozen=True, tag=True):
     and comes as ``Part`` frames of the same id."""
 
     handle: _Id
-    bytes: _Count
+    bytes: Annotated[int, Meta(ge=1, le=BODY_BYTES)]
 
 
 Question = Refs | Find | Log | Resolve | Open | Release | Push
@@ -260,12 +309,10 @@ class Answer(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """An answer that is an error of our tree, by its kind."""
+    """An answer that is an error."""
 
     id: _Id
-    kind: _Name
-    message: _Text
-    nearest: _Uid | None = None
+    failure: Failure
 
 
 # --- chunks --------------------------------------------------------------------------------------------------------------
@@ -277,16 +324,14 @@ class Want(Struct, frozen=True, tag=True):
     handle: _Id
     index: _Id
     tag: _Tag
-    pieces: Annotated[tuple[Annotated[int, Meta(ge=1, le=4 << 20)], ...], Meta(max_length=64)]
+    pieces: Annotated[tuple[Annotated[int, Meta(ge=1, le=CHUNK_BYTES)], ...], Meta(min_length=1, max_length=PIECES)]
 
 
 class Gone(Struct, frozen=True, tag=True):
-    """A chunk that was wanted will not come."""
+    """The chunk that was wanted on ``tag`` will not come. Both sides then reset the data plane: nothing is left on its way."""
 
-    handle: _Id
-    index: _Id
-    kind: _Name
-    message: _Text
+    tag: _Tag
+    failure: Failure
 
 
 class Ping(Struct, frozen=True, tag=True):
@@ -295,7 +340,13 @@ class Ping(Struct, frozen=True, tag=True):
     sent: _Count
 
 
-Message = Hello | Welcome | Proof | Ask | Part | Answer | Failed | Want | Gone | Ping
+class Bye(Struct, frozen=True, tag=True):
+    """I close this connection, and why."""
+
+    failure: Failure
+
+
+Message = Hello | Challenge | Proof | Welcome | Denied | Ready | Refused | Ask | Part | Answer | Failed | Want | Gone | Ping | Bye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -306,7 +357,7 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(body: bytes, *, peer: str) -> Message:
+def decode(body: bytes | memoryview, *, peer: str) -> Message:
     """The message in a frame's body.
 
     :raises PeerFault: it is none, or a field is out of bounds.
@@ -314,5 +365,5 @@ def decode(body: bytes, *, peer: str) -> Message:
     try:
         message: Message = _decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as exc:
-        raise PeerFault(f"{peer} sent no message of protocol {PROTOCOL_VERSION} ({exc}): is datastates serving there?") from exc
+        raise PeerFault(f"{peer} sent no message of protocol {PROTOCOL_VERSION} ({exc}): is it datastates that serves there?") from exc
     return message

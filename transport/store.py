@@ -8,7 +8,7 @@ from typing import Protocol
 from .protocol import Identity, Offer, RefRecord, StatePage, StateRecord
 from .sink import Sink
 
-__all__ = ["Source", "Store"]
+__all__ = ["Relays", "Source", "Store"]
 
 
 class Source(Protocol):
@@ -67,3 +67,19 @@ class Store(Protocol):
 
         :raises Conflict: a ref stands elsewhere.
         """
+
+    def abandon(self, offer: Offer, sink: Sink) -> None:
+        """A push ended without being recorded: let go of what ``receive`` made room for."""
+
+
+class Relays(Protocol):
+    """Who forwards which state to whom; on the loop thread, must not block. ``chain.Chains`` is one."""
+
+    def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
+        """A receiver serves what it gets under ``relay_url``: the url to ask instead of this server, or None for itself.
+
+        ``failed`` did not answer it.
+        """
+
+    def leave(self, uid: str, relay_url: str) -> None:
+        """It serves no more; idempotent."""

@@ -1,0 +1,125 @@
+"""What a server answers: a peer's questions put to the store, in worker threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from datastates.errors import PeerFault
+
+from .feed import Feed
+from .protocol import Find, Log, Offer, Open, Opened, Push, Question, Refs, Resolve
+from .sending import Sending, Sent
+from .store import Relays, Source, Store
+
+__all__ = ["Answers", "Service"]
+
+_T = TypeVar("_T")
+_encode = msgspec.msgpack.Encoder().encode
+_offer = msgspec.msgpack.Decoder(Offer)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the sessions of one server share. ``threads`` runs the store."""
+
+    store: Store
+    threads: Executor
+    relays: Relays | None = None
+    sent: Sent = field(default_factory=Sent)
+
+
+class Answers:
+    """The answers to one peer. A state opened for it is held by ``sending``; a relay that it announced leaves with it."""
+
+    def __init__(self, service: Service, sending: Sending, peer: str, timeout_s: float) -> None:
+        self._service, self._sending, self._peer, self._timeout_s = service, sending, peer, timeout_s
+        self._joined: set[tuple[str, str]] = set()
+
+    async def answer(self, question: Question) -> bytes:
+        """The body of an answer; any error is the answer too."""
+        store = self._service.store
+        match question:
+            case Refs():
+                return await self._run(lambda: _encode(store.refs()))
+            case Find(query, limit, after):
+                return await self._run(lambda: _encode(store.find(query, limit, after)))
+            case Log(rev, limit, after):
+                return await self._run(lambda: _encode(store.log(rev, limit, after)))
+            case Resolve(rev):
+                return await self._run(lambda: _encode(store.resolve(rev)))
+            case Open():
+                return await self._open(question)
+            case _:
+                raise PeerFault(f"{self._peer} asks {type(question).__name__} of a side that cannot answer it")
+
+    async def take(self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
+        """Fetch a state that the peer pushes; the body of the answer is its record."""
+        from .fetch import fetch
+
+        store = self._service.store
+        try:
+            offer = _offer.decode(body)
+        except (msgspec.DecodeError, RecursionError, ValueError) as exc:
+            raise PeerFault(f"{self._peer} pushes what is no offer ({exc})") from exc
+        sink = await self._run(lambda: store.receive(offer), late=lambda sink: store.abandon(offer, sink))
+        source = feed(offer, tuple(sink.lengths))
+        try:
+            await fetch(sink, [source], timeout_s=self._timeout_s)
+            record = await self._run(lambda: store.received(offer, sink))
+        except BaseException:
+            self._service.threads.submit(store.abandon, offer, sink)
+            raise
+        finally:
+            await source.close()
+        return _encode(record)
+
+    def close(self) -> None:
+        """The peer is gone: its relays serve no more."""
+        for uid, url in self._joined:
+            if self._service.relays is not None:
+                self._service.relays.leave(uid, url)
+        self._joined.clear()
+
+    async def _open(self, question: Open) -> bytes:
+        source = await self._run(lambda: self._service.store.open(question.uid), late=Source.close)
+        try:
+            manifest, lengths = bytes(source.manifest), tuple(source.lengths)
+            upstream = self._join(question)
+            handle = self._sending.add(source, question.uid) if upstream is None else 0
+        except BaseException:
+            self._service.threads.submit(source.close)
+            raise
+        if upstream is not None:
+            await self._run(source.close)
+        return _encode(Opened(handle, manifest, lengths, upstream))
+
+    def _join(self, question: Open) -> str | None:
+        relays = self._service.relays
+        if question.relay is None or relays is None:
+            return None
+        upstream = relays.join(question.uid, question.relay, question.failed)
+        self._joined.add((question.uid, question.relay))
+        return None if question.here else upstream
+
+    async def _run(self, work: Callable[[], _T], *, late: Callable[[_T], object] | None = None) -> _T:
+        """Do it in a thread. If this is cancelled first, ``late`` gets what comes of it."""
+        future = self._service.threads.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if late is not None:
+                future.add_done_callback(lambda done: _hand(done, late))
+            raise
+
+
+def _hand(done: Future[_T], late: Callable[[_T], object]) -> None:
+    if not done.cancelled():
+        with suppress(BaseException):
+            late(done.result())

@@ -1,0 +1,57 @@
+"""Errors of our tree as they travel: by kind and message, with what a class carries beyond that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from datastates.errors import DatastatesError, SyntaxProblem, Torn, Unavailable
+
+from .protocol import Failure
+
+__all__ = ["again", "describe", "revive"]
+
+_logger = logging.getLogger(__name__)
+_CHARACTERS = 8 << 10
+
+
+def describe(error: BaseException) -> Failure:
+    """An error for the peer. Of one that is not ours it learns the type only; the log here has the rest."""
+    if not isinstance(error, DatastatesError):
+        _logger.error("what a peer asked for failed here", exc_info=error)
+        return Failure(DatastatesError.kind, f"the peer failed with {type(error).__name__}: its log says why")
+    if isinstance(error, SyntaxProblem):
+        expected = tuple(_clean(word)[:255] for word in error.expected[:100])
+        return Failure(error.kind, _clean(str(error)), text=_clean(error.text), column=max(error.column, 1), expected=expected)
+    return Failure(error.kind, _clean(str(error)), nearest=error.nearest if isinstance(error, Unavailable) else None)
+
+
+def revive(failure: Failure) -> DatastatesError:
+    """The same error on this side, to be raised; of a kind that this version does not know: the root of our tree."""
+    cls = next((each for each in _tree(DatastatesError) if each.kind == failure.kind), DatastatesError)
+    message = _clean(failure.message)
+    error = cls.__new__(cls, message)  # its own __init__ would put together a message that is whole already
+    Exception.__init__(error, message)
+    if isinstance(error, SyntaxProblem):
+        error.text, error.column, error.expected = failure.text or "", failure.column or 1, failure.expected
+    elif isinstance(error, Unavailable):
+        error.nearest = failure.nearest
+    elif isinstance(error, Torn):
+        error.paths = ()
+    return error
+
+
+def again(error: DatastatesError) -> DatastatesError:
+    """An equal error for one more who waits: raising one object in several tasks would tangle their tracebacks."""
+    return revive(describe(error))
+
+
+def _tree(cls: type[DatastatesError]) -> Iterator[type[DatastatesError]]:
+    yield cls
+    for each in cls.__subclasses__():
+        yield from _tree(each)
+
+
+def _clean(text: str) -> str:
+    """No more than fits a frame, and nothing that a terminal would obey."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:_CHARACTERS])

@@ -1,0 +1,146 @@
+"""A state that a peer holds open for us, and its chunks on the way in."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from datastates.errors import DatastatesError, InvalidInput
+
+from .contract import Link
+from .failures import revive
+from .plane import Plane
+from .protocol import PIECES, Gone, Message, Want
+from .sending import WANTS
+
+__all__ = ["Feed", "Receiving"]
+
+
+class Feed:
+    """One state, opened on one session. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks."""
+
+    def __init__(
+        self,
+        name: str,
+        manifest: bytes,
+        lengths: tuple[int, ...],
+        *,
+        receive: Callable[[int, Sequence[memoryview]], Awaitable[None]],
+        release: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.name, self.manifest, self.lengths = name, manifest, lengths
+        self._receive, self._release = receive, release
+        self._is_closed = False
+
+    async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers`` with the bytes of a chunk. However it ends, also when it is cancelled, nobody writes to them afterwards.
+
+        The bytes are not checked: the digest is for the caller to compare.
+
+        :raises DatastatesError: what kept the peer from sending it.
+        :raises Disconnected: the session is over, or nothing came for its ``timeout_s``.
+        """
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        if index >= len(self.lengths) or wanted != self.lengths[index]:
+            had = f"{self.lengths[index]} bytes" if index < len(self.lengths) else "no such chunk"
+            raise InvalidInput(f"{wanted} bytes were asked for as chunk {index} of a state that has {had} at {self.name}")
+        if wanted:
+            await self._receive(index, [buffer for buffer in buffers if buffer.nbytes])
+
+    async def close(self) -> None:
+        """Let the peer unpin the state; idempotent, and silent when the session is over."""
+        if not self._is_closed:
+            self._is_closed = True
+            with suppress(DatastatesError):
+                await self._release()
+
+
+class Receiving:
+    """Chunks that were asked for on one session."""
+
+    def __init__(self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float]) -> None:
+        self._plane, self._post, self._clock = plane, post, clock
+        self._room = asyncio.Semaphore(WANTS)
+        self._wanted: dict[int, asyncio.Future[None]] = {}
+        self._tags, self._count = secrets.randbits(31) << 32, 0
+        self._moved_at = clock()
+        self._claimed = 0
+        self.bytes_wanted = 0
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long nothing has come of what was asked for."""
+        return self._clock() - self._moved_at if self._wanted else 0.0
+
+    async def chunk(self, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
+        """Receive a chunk: first the receives are posted, then the peer is asked."""
+        if len(buffers) > PIECES:
+            raise InvalidInput(f"chunk {index} is to be received in {len(buffers)} pieces: at most {PIECES} can be asked for")
+        async with self._room:
+            link = await self._plane.link()
+            tag = self._take_tags(len(buffers))
+            gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            posted = [asyncio.create_task(self._piece(link, tag + n, buffer)) for n, buffer in enumerate(buffers)]
+            if not self._wanted:
+                self._moved_at = self._clock()
+            self._wanted[tag] = gone
+            want = Want(handle, index, tag, tuple(buffer.nbytes for buffer in buffers))
+            self.bytes_wanted += sum(want.pieces)
+            try:
+                await asyncio.sleep(0)  # every receive runs up to where it waits: it is posted
+                await self._post(want)
+                await _first_error(posted, gone)
+            except BaseException:
+                await self._take_back(link, posted)
+                raise
+            finally:
+                del self._wanted[tag]
+                if not gone.cancel() and not gone.cancelled():
+                    gone.exception()  # looked at, even if every byte was here already
+
+    def gone(self, message: Gone) -> None:
+        """The peer will not send a chunk."""
+        gone = self._wanted.get(message.tag)
+        if gone is not None and not gone.done():
+            gone.set_exception(revive(message.failure))
+
+    def claim(self, sent: int) -> bool:
+        """The peer says how much it has sent: False if it cannot be true. What is under way counts as progress."""
+        if not self._claimed <= sent <= self.bytes_wanted:
+            return False
+        if sent > self._claimed:
+            self._claimed, self._moved_at = sent, self._clock()
+        return True
+
+    def _take_tags(self, count: int) -> int:
+        if self._count + count >= 1 << 32:
+            self._count = 0
+        first, self._count = self._count, self._count + count
+        return self._tags | first
+
+    async def _piece(self, link: Link, tag: int, into: memoryview) -> None:
+        await link.receive(tag, into)
+        self._moved_at = self._clock()
+
+    async def _take_back(self, link: Link, posted: Sequence[asyncio.Task[None]]) -> None:
+        """The buffers are the caller's again: only a dropped link is sure not to write to them."""
+        try:
+            await self._plane.drop(link)
+        finally:
+            for task in posted:
+                task.cancel()
+            await asyncio.gather(*posted, return_exceptions=True)
+
+
+async def _first_error(posted: Sequence[asyncio.Task[None]], gone: asyncio.Future[None]) -> None:
+    """Wait until every piece is here, or one fails, or the peer says that they will not come."""
+    waiting: set[asyncio.Future[None]] = {*posted, gone}
+    while not all(task.done() for task in posted):
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for future in sorted(done, key=lambda each: each is not gone):  # the peer's own word says more than a broken link
+            future.result()
+        waiting -= done
+    for task in posted:
+        task.result()

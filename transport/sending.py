@@ -1,0 +1,187 @@
+"""The states that one end of a session holds open for the other, and their chunks on the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from datastates.errors import Closed, Corrupt, InvalidInput, PeerFault
+
+from .contract import Link
+from .failures import describe
+from .pieces import cut
+from .plane import Plane, surely
+from .protocol import Gone, Message, Want
+from .store import Source
+
+__all__ = ["HANDLES", "WANTS", "Sending", "Sent"]
+
+WANTS = 64
+"""The most chunks that a peer may want at once."""
+
+HANDLES = 64
+"""The most states that a peer may hold open at once."""
+
+_FINISH_S = 1.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Sent:
+    """What has left this process: by all sessions that share it. ``states`` counts bytes by uid."""
+
+    bytes: int = 0
+    chunks: int = 0
+    states: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Held:
+    source: Source
+    uid: str
+    lengths: tuple[int, ...]
+    sends: set[asyncio.Task[None]] = field(default_factory=set)
+    is_released: bool = False
+
+
+class Sending:
+    """Open sources by handle. A source is closed only when nothing reads its memory any more."""
+
+    def __init__(self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float], peer: str, sent: Sent) -> None:
+        self._plane, self._post, self._clock, self._peer, self._sent = plane, post, clock, peer, sent
+        self._held: dict[int, _Held] = {}
+        self._next = 0
+        self._refusals: set[asyncio.Task[None]] = set()
+        self._moving, self._moved_at, self._used_at = 0, clock(), clock()
+        self.bytes = 0
+        self.is_draining = False
+
+    @property
+    def running(self) -> int:
+        """How many chunks are on their way."""
+        return sum(len(held.sends) for held in self._held.values())
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the peer has taken nothing of what is being sent."""
+        return self._clock() - self._moved_at if self._moving else 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """For how long the peer has held states open without wanting anything of them."""
+        return self._clock() - self._used_at if self._held and not self.running else 0.0
+
+    def add(self, source: Source, uid: str) -> int:
+        """Hold a source open; it is closed with the handle, or with the session.
+
+        :raises InvalidInput: the peer holds too many already.
+        """
+        if len(self._held) >= HANDLES:
+            raise InvalidInput(f"{self._peer} holds {HANDLES} states open: release one of them first")
+        handle, self._next = self._next, self._next + 1
+        self._held[handle] = _Held(source, uid, tuple(source.lengths))
+        self._used_at = self._clock()
+        return handle
+
+    def want(self, want: Want) -> None:
+        """Send a chunk, in a task of its own.
+
+        :raises PeerFault: there is no such chunk, it has another length, or too many are on their way.
+        """
+        if want.handle >= self._next:
+            raise PeerFault(f"{self._peer} wants a chunk under handle {want.handle}, which it was never given")
+        if self.running + len(self._refusals) >= WANTS:
+            raise PeerFault(f"{self._peer} wants more than {WANTS} chunks at once")
+        held = self._held.get(want.handle)
+        if held is None or held.is_released:
+            self._track(self._refusals, self._gone(want, Closed("the state is no longer open for sending: open it again")))
+            return
+        if want.index >= len(held.lengths) or sum(want.pieces) != held.lengths[want.index]:
+            had = f"has {held.lengths[want.index]} bytes" if want.index < len(held.lengths) else f"is none of {len(held.lengths)}"
+            raise PeerFault(f"{self._peer} wants {sum(want.pieces)} bytes of chunk {want.index} of state {held.uid}, which {had}")
+        self._used_at = self._clock()
+        if not self.is_draining:
+            self._track(held.sends, self._send(held, want))
+
+    async def release(self, handle: int) -> None:
+        """Let go of a state. What is on its way may finish shortly, else the data plane is reset.
+
+        :raises PeerFault: there never was such a handle.
+        """
+        if handle >= self._next:
+            raise PeerFault(f"{self._peer} releases handle {handle}, which it was never given")
+        held = self._held.get(handle)
+        if held is None or held.is_released:
+            return
+        held.is_released = True
+        if held.sends:
+            await asyncio.wait(held.sends, timeout=_FINISH_S)
+        await self._close(held)
+        self._held.pop(handle, None)
+
+    async def drain(self, grace_s: float) -> None:
+        """Begin no more chunks, and wait for those on their way."""
+        self.is_draining = True
+        if sends := [task for held in self._held.values() for task in held.sends]:
+            await asyncio.wait(sends, timeout=grace_s)
+
+    async def close(self) -> None:
+        """Close every source; the plane was closed before."""
+        for task in list(self._refusals):
+            task.cancel()
+        await asyncio.gather(*self._refusals, *(self._close(held) for held in list(self._held.values())), return_exceptions=True)
+        self._held.clear()
+
+    def _track(self, tasks: set[asyncio.Task[None]], work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _send(self, held: _Held, want: Want) -> None:
+        link: Link | None = None
+        try:
+            pieces = _checked(await held.source.chunk(want.index), held, want.index)
+            link = await self._plane.link()
+            await asyncio.gather(*(self._piece(link, want.tag + n, data) for n, data in enumerate(cut(pieces, want.pieces))))
+        except Exception as exc:  # whatever it was, the peer that waits for the chunk must hear of it
+            await self._gone(want, exc)
+            await self._plane.drop(link)  # after: the peer is to learn the reason before its link breaks
+        else:
+            self._sent.chunks += 1
+            self._sent.states[held.uid] += sum(want.pieces)
+
+    async def _piece(self, link: Link, tag: int, data: memoryview) -> None:
+        if not self._moving:
+            self._moved_at = self._clock()
+        self._moving += 1
+        try:
+            await link.send(tag, data)
+        finally:
+            self._moving -= 1
+        self._moved_at = self._used_at = self._clock()
+        self.bytes += data.nbytes
+        self._sent.bytes += data.nbytes
+
+    async def _gone(self, want: Want, error: BaseException) -> None:
+        await self._post(Gone(want.tag, describe(error)))
+
+    async def _close(self, held: _Held) -> None:
+        if held.sends:
+            for task in held.sends:
+                task.cancel()
+            await asyncio.wait(held.sends)
+            await self._plane.drop()  # a cancelled send may still be under way on it
+        try:
+            await surely(asyncio.ensure_future(asyncio.to_thread(held.source.close)))
+        except Exception:
+            _logger.exception("state %s could not be let go", held.uid)
+
+
+def _checked(pieces: Sequence[memoryview], held: _Held, index: int) -> Sequence[memoryview]:
+    found = sum(piece.nbytes for piece in pieces)
+    if found != held.lengths[index]:
+        raise Corrupt(f"chunk {index} of state {held.uid} should have {held.lengths[index]} bytes, and {found} are here")
+    return pieces

@@ -1,0 +1,159 @@
+"""Listens, lets in who knows the token, and answers from a store."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+from datastates.errors import Closed, DatastatesError, InvalidInput, Unavailable
+
+from .answers import Service
+from .contract import Channel, Listener, Tls, Transport
+from .protocol import Identity
+from .sending import Sent
+from .session import Session
+from .store import Relays, Store
+
+__all__ = ["Server", "is_loopback"]
+
+_logger = logging.getLogger(__name__)
+_THREADS = 8
+_HANDSHAKES = 64
+
+
+class Server:
+    """Serves a store to its peers until it is closed; every coroutine belongs to the loop thread.
+
+    ``sent`` counts what has left; ``sessions`` are the peers that are here, ``arrived`` how many there ever were, and ``refused`` how
+    many were turned away (no token, garbage, too many).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        url: str,
+        *,
+        transport: Transport,
+        token: bytes = b"",
+        tls: Tls | None = None,
+        timeout_s: float = 10.0,
+        max_sessions: int = 64,
+        relays: Relays | None = None,
+    ) -> None:
+        if not token and not is_loopback(url):
+            raise InvalidInput(
+                f"{url} can be reached from other machines, and there is no token: "
+                "set DATASTATES_TOKEN, pass token_file=, or serve on 127.0.0.1"
+            )
+        self._store, self._url, self._transport, self._token, self._tls = store, url, transport, token, tls
+        self._timeout_s, self._max_sessions, self._relays = timeout_s, max_sessions, relays
+        self._listener: Listener | None = None
+        self._service: Service | None = None
+        self._identity: Identity | None = None
+        self._sessions: set[Session] = set()
+        self._arriving: set[Channel] = set()
+        self._visits: set[asyncio.Task[object]] = set()
+        self._is_closing = False
+        self.sent = Sent()
+        self.arrived = self.refused = 0
+
+    @property
+    def url(self) -> str:
+        """Where peers dial, with the port that was taken."""
+        return self._url if self._listener is None else self._listener.url
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """The peers that are here."""
+        return tuple(self._sessions)
+
+    async def start(self) -> None:
+        """Take peers from now on.
+
+        :raises Unavailable: the address cannot be bound.
+        """
+        if self._is_closing or self._listener is not None:
+            raise Closed(f"the server at {self.url} was {'closed' if self._is_closing else 'started'} already: make another one")
+        self._identity = await asyncio.to_thread(self._store.identity)
+        threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="datastates-serve")
+        try:
+            self._service = Service(self._store, threads, self._relays, self.sent)
+            self._listener = await self._transport.listen(self._url, self._visit, tls=self._tls)
+        except BaseException:
+            threads.shutdown(wait=False)
+            raise
+
+    async def close(self, *, grace_s: float = 1.0) -> None:
+        """Take no more peers, let chunks that are on their way arrive within ``grace_s``, and end every session. Idempotent."""
+        self._is_closing = True
+        if self._listener is not None:
+            await self._listener.close()
+        for channel in list(self._arriving):
+            await channel.close()
+        await asyncio.gather(*(self._dismiss(session, grace_s) for session in self.sessions))
+        if self._visits:
+            await asyncio.wait(self._visits)
+        if self._service is not None:
+            self._service.threads.shutdown(wait=False)
+
+    async def _dismiss(self, session: Session, grace_s: float) -> None:
+        await session.drain(grace_s)
+        await session.close("the server was closed")
+
+    async def _visit(self, channel: Channel) -> None:
+        visit = asyncio.current_task()
+        assert visit is not None, "listeners run this in a task of its own"
+        self._visits.add(visit)
+        try:
+            session = await self._admit(channel)
+            if session is not None:
+                await session.wait_closed()
+                self._sessions.discard(session)
+        finally:
+            self._visits.discard(visit)
+
+    async def _admit(self, channel: Channel) -> Session | None:
+        if self._is_closing or self._service is None or self._identity is None or len(self._arriving) >= _HANDSHAKES:
+            self.refused += 1
+            await channel.close()
+            return None
+        self._arriving.add(channel)
+        try:
+            session = await Session.serve(
+                channel,
+                self._service,
+                transport=self._transport,
+                identity=self._identity,
+                token=self._token,
+                timeout_s=self._timeout_s,
+                admission=self._check_room,
+            )
+        except DatastatesError as exc:
+            self.refused += 1
+            _logger.info("turned away: %s", exc)
+            return None
+        finally:
+            self._arriving.discard(channel)
+        self._sessions.add(session)
+        self.arrived += 1
+        return session
+
+    def _check_room(self) -> None:
+        if self._is_closing:
+            raise Unavailable(f"the server at {self.url} is being closed")
+        if len(self._sessions) >= self._max_sessions:
+            raise Unavailable(f"the server at {self.url} has {self._max_sessions} peers already: try again later, or ask one of them")
+
+
+def is_loopback(url: str) -> bool:
+    """Whether only this machine can reach a url: it names 127.0.0.0/8, ::1 or localhost, or stays in this process."""
+    parts = urlsplit(url)
+    if parts.scheme == "memory" or parts.hostname == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return False
