@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,7 +19,7 @@ from .capture.shutdown import close_at_exit
 from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name
 from .errors import Closed, Conflict, InvalidInput, NotFound, Unavailable
-from .lease import Lease, is_held
+from .lease import Lease
 from .lineage import refs as lineage_refs
 from .lineage import revision, runs, search, walk
 from .lineage.database import Database
@@ -29,6 +28,7 @@ from .location import Location, locate
 from .manifest import CHUNK_BYTES
 from .policy.cadence import Cadence
 from .reading import read_tree
+from .recovery import LEASES, PACKS, recover
 from .report import RestoreReport, Selection
 from .restore import reads, restore_into
 from .rng import RngState
@@ -46,7 +46,6 @@ __all__ = ["Repository", "open"]
 
 _log = logging.getLogger("datastates")
 
-_LEASES = "leases"
 _PATIENCE_S = 2.0
 _PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -82,7 +81,7 @@ class Repository:
         self._database = Database(location.database_url)
         try:
             self._local = LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step)
-            self.recovered = self._recover()
+            self.recovered = recover(self._database, self._local, self.node)
         except BaseException:
             self._database.close()
             raise
@@ -196,8 +195,8 @@ class Repository:
         """The threads behind captures; made when the first tracker is."""
         if self._running is None:
             budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
-            run = describe_run({"datastates.packs": str(self.location.packs)})
-            self._lease = Lease(self.location.packs / _LEASES, run.uid)
+            run = describe_run({PACKS: str(self.location.packs)})
+            self._lease = Lease(self.location.packs / LEASES, run.uid)
             with self._database.write() as session:
                 runs.start(session, run)
             self._run_uid = run.uid
@@ -393,6 +392,10 @@ class Repository:
             self._let_go()
         finally:
             self._database.close()
+        for tracker in self._trackers:  # states may be written after their tracker ended: tags make them durable
+            error, tracker._line.error = tracker._line.error, None
+            if isinstance(error, Exception):
+                errors.append(error)
         if errors:
             raise errors[0]
 
@@ -434,23 +437,6 @@ class Repository:
                 _log.warning("making %d states durable before closing; Ctrl-C gives them up", pending)
 
         self._running.drain(say)
-
-    def _recover(self) -> list[runs.Recovered]:
-        """Mark what died with its process on this host, and take branches back to what can be restored."""
-        with self._database.read() as session:
-            unfinished = runs.unfinished(session, self.node)
-        dead = [run.uid for run in unfinished if not is_held(Path(str(run.config.get("datastates.packs"))) / _LEASES, run.uid)]
-        if not dead:
-            return []
-        with self._database.write(durable=True) as session:
-            recovered = runs.recover(session, dead)
-        self._local.sweep()
-        for uid in dead:
-            (self.location.packs / _LEASES / uid).unlink(missing_ok=True)
-        for item in recovered:
-            where = "nothing of it is left, so the name is free" if item.new is None else f"it is back at {item.new[:10]}"
-            _log.warning("branch %s: its newest states died with their process; %s", item.branch, where)
-        return recovered
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:

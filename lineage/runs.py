@@ -21,10 +21,11 @@ from .walk import nearest_restorable
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Recovered", "finish", "get", "recover", "start", "unfinished"]
+__all__ = ["Recovered", "finish", "get", "in_memory", "recover", "start", "unfinished"]
 
 _run, _state, _replica, _ref = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow))
 _GONE = [status.value for status in Status if not status.is_restorable]
+_ELSEWHERE = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier != "memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,13 @@ def unfinished(session: Session, host: str) -> list[Run]:
     return [_to_run(row) for row in session.execute(query)]
 
 
+def in_memory(session: Session, uid: str) -> dict[str, str]:
+    """The states of a run that only its own memory holds, as far as the lineage knows: their uids, each with its digest."""
+    query = select(_state.c.uid, _state.c.digest).join_from(_state, _run, _run.c.id == _state.c.run_id)
+    query = query.where(_run.c.uid == uid, _state.c.status.not_in(_GONE), ~_ELSEWHERE)
+    return {row.uid: row.digest for row in session.execute(query.order_by(_state.c.id))}
+
+
 def recover(session: Session, dead: Iterable[str]) -> list[Recovered]:
     """Settle what runs left behind whose process died, memory and all.
 
@@ -103,11 +111,10 @@ def recover(session: Session, dead: Iterable[str]) -> list[Recovered]:
 def _lose(session: Session, runs: list[str]) -> None:
     """In memory means: in the memory of the process, so each replica there is gone, other replicas or not."""
     of_runs = select(_state.c.id).join_from(_state, _run, _run.c.id == _state.c.run_id).where(_run.c.uid.in_(runs))
-    elsewhere = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier != "memory")
     session.execute(of_runs.order_by(_state.c.id).with_for_update(of=_state, key_share=True))  # in id order, as everyone
     session.execute(
         update(_state)
-        .where(_state.c.id.in_(of_runs.scalar_subquery()), _state.c.status.not_in(_GONE), ~elsewhere)
+        .where(_state.c.id.in_(of_runs.scalar_subquery()), _state.c.status.not_in(_GONE), ~_ELSEWHERE)
         .values(status=Status.LOST.value)
     )
     session.execute(delete(_replica).where(_replica.c.tier == "memory", _replica.c.state_id.in_(of_runs.scalar_subquery())))

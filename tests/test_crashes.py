@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -15,6 +16,9 @@ import pytest
 
 import datastates
 from datastates import Config, Repository, Status, Unavailable
+from datastates.lineage.holders import replicas_of
+from datastates.lineage.replicas import packs_of
+from datastates.store.pack import payload_bytes
 from datastates.testing import fail_at
 from tests.forge import Forge, Job, forge
 from tests.training import begin, capture, digest, make
@@ -109,7 +113,7 @@ def _check_listed(repo: Repository, folder: Path, facts: Facts) -> None:
         assert found == facts.durable.get(uid, found)
     facts.seen |= durable
     on_disk = {path.name.split(".")[0] for path in (folder / "packs").glob("*.manifest")}
-    assert durable <= on_disk <= set(listed)
+    assert durable == on_disk <= set(listed)
 
 
 @pytest.mark.slow
@@ -156,6 +160,40 @@ def test_a_death_after_any_durable_step_loses_nothing_reported_and_shows_nothing
         taken = capture(run, model, optimizer, lambda *words: None)
         run.close()
         assert restored(repo, taken.uid) == digest(model, optimizer)
+
+
+def test_a_state_that_was_whole_on_disk_when_its_process_died_is_durable(smith: Forge, tmp_path: Path) -> None:
+    facts, uid = die_unheard(smith, tmp_path)
+    with datastates.open(tmp_path) as repo:
+        assert repo.state(uid).status is Status.DURABLE
+        assert restored(repo, uid) == facts.live[uid]
+        with repo._database.read() as session:
+            held, packs = replicas_of(session, uid), packs_of(session, uid)
+    files = {path.name: path.stat().st_size for path in (tmp_path / "packs").glob("*.safetensors")}
+    assert packs == sorted(files.items())
+    assert [(one.tier, one.bytes) for one in held] == [("local", payload_bytes(tmp_path / "packs" / packs[0][0]))]
+
+
+@pytest.mark.parametrize("damage", ["pack gone", "pack cut", "manifest cut"])
+def test_a_state_that_is_not_whole_on_disk_is_lost_with_its_process(smith: Forge, tmp_path: Path, damage: str) -> None:
+    _, uid = die_unheard(smith, tmp_path)
+    what, how = damage.split()
+    (path,) = (tmp_path / "packs").glob(f"{uid}.*{'safetensors' if what == 'pack' else 'manifest'}")
+    path.unlink() if how == "gone" else os.truncate(path, path.stat().st_size - 1)
+    with datastates.open(tmp_path) as repo:
+        assert repo.state(uid).status is Status.LOST
+
+
+def die_unheard(smith: Forge, folder: Path) -> tuple[Facts, str]:
+    """A training ends when the first state is on disk, and before it could say so; that state."""
+    facts = Facts()
+    job = smith.start("tests.training:train", folder=str(folder), seed=1, step="manifest-renamed")
+    for line in job.say():
+        facts.hear(line)
+    assert job.wait() == 137
+    assert not facts.durable
+    (path,) = (folder / "packs").glob("*.manifest")
+    return facts, path.name.split(".")[0]
 
 
 @pytest.mark.parametrize(

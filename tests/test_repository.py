@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Repository, Status, Unavailable
+from datastates import Config, Repository, Status, Unavailable
 
 SLOT = 4 << 20
 
@@ -83,6 +84,47 @@ def test_fifty_versions_of_a_fine_tuned_model_cost_little_more_than_one(tmp_path
         assert held <= 7 * states[0].bytes_total
         for state, weight in zip(states, weights, strict=True):
             assert torch.equal(repo.load(state.uid, only="model/0.weight")["model"]["0.weight"], weight)
+
+
+def test_a_write_that_fails_after_its_tracker_ended_is_raised_by_close(tmp_path: Path) -> None:
+    written: list[str] = []
+
+    def fail(step: str) -> None:
+        written.append(step)
+        if written.count("pack-written") > 1:
+            raise OSError(errno.EIO, "the disk fails")
+
+    tracked = {"weight": torch.zeros(1000)}
+    repo = datastates.open(tmp_path, config=Config(memory_bytes=8 * SLOT, durable_interval_s=None, on_step=fail))
+    with repo.track(tracked=tracked, rng=False) as run:
+        first = run.capture().wait()
+        tracked["weight"].add_(1)
+        run.capture()
+    assert repo.state("main").status is Status.DURABLE
+    repo.tag("kept", first.uid)
+    with pytest.raises(Unavailable, match=rf"state {first.uid} was not written .* the disk fails"):
+        repo.close()
+    repo.close()
+
+
+def test_a_folder_that_was_deleted_is_called_gone_and_not_full(tmp_path: Path) -> None:
+    tracked = {"weight": torch.zeros(1000)}
+    packs = tmp_path / "packs"
+    config = Config(memory_bytes=8 * SLOT, durable_interval_s=None)
+    with datastates.open(tmp_path, config=config) as repo, datastates.open(tmp_path) as reader:
+        run = repo.track(tracked=tracked)
+        first = run.capture().wait("durable")
+        packs.rename(tmp_path / "elsewhere")
+        second = run.capture()
+        with pytest.raises(Unavailable, match=rf"state {second.uid} was not written: the folder {packs} is gone") as caught:
+            second.wait("durable")
+        assert "make room" not in str(caught.value)
+        with pytest.raises(Unavailable, match="is gone"):
+            run.capture()
+        with pytest.raises(Unavailable, match=rf"state {first.uid} cannot be read: the folder {packs} is gone"):
+            reader.load(first.uid)
+        (tmp_path / "elsewhere").rename(packs)
+        assert torch.equal(reader.load(first.uid)["tracked"]["weight"], torch.zeros(1000))
 
 
 def memory_held(repo: Repository) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +40,7 @@ from .files import (
 )
 from .mapped import MappedReader
 from .pack import padded, payload_bytes
-from .placing import PutPlan, plan_put
+from .placing import PutPlan, own_bytes, plan_put
 from .references import References
 from .tier import Payload, Placed, Reader, Tier
 
@@ -84,6 +84,8 @@ class LocalTier(Tier):
         try:
             return self._put(payload, base)
         except OSError as exc:
+            if not self.root.is_dir():
+                raise Unavailable(f"state {origin.uid} was not written: {self._gone()}") from exc
             needed = sum(padded(view.nbytes) for view in payload.chunks)
             raise Unavailable(
                 f"state {origin.uid} was not written to {self.root} ({exc}): it needs up to {needed} bytes, {_free(self.root)} are free; "
@@ -91,8 +93,13 @@ class LocalTier(Tier):
             ) from exc
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
-        """Open a state; its packs stay mapped while the reader is open."""
+        """Open a state; its packs stay mapped while the reader is open.
+
+        :raises Unavailable: the folder itself is gone.
+        """
         self._check_open()
+        if not self.root.is_dir():
+            raise Unavailable(f"state {uid} cannot be read: {self._gone()}")
         with locked(self.root, is_shared=True):
             return MappedReader(self.root, self.manifest(uid), verify=verify)
 
@@ -123,6 +130,20 @@ class LocalTier(Tier):
         self._check_open()
         named = (uid_of(name, "manifest") for name in os.listdir(self.root))
         return iter([uid for uid, rank in filter(None, named) if rank == self._rank])
+
+    def whole(self, uids: Iterable[str]) -> dict[str, Placed]:
+        """Those of the states that are durable here with every pack, as their ``put`` would have said: its process may have died."""
+        self._check_open()
+        wanted, found = set(uids), {}
+        with locked(self.root, is_shared=True):
+            for uid in wanted.intersection(self.uids()):
+                with suppress(NotFound, Corrupt, Unavailable):
+                    manifest = self.manifest(uid)
+                    if all(_is_there(self.root / pack.name, pack.size) for pack in manifest.packs):
+                        found[uid] = Placed(manifest, own_bytes(manifest))
+            if found:
+                sync_folder(self.root)  # who was killed may have renamed the last file, and not yet have synced its name
+        return found
 
     def remove(self, uid: str) -> int:
         """Delete a state's manifest, then the packs that no other manifest in the folder needs."""
@@ -224,6 +245,12 @@ class LocalTier(Tier):
                 path.unlink()
         sync_folder(self.root)
         return freed
+
+    def _gone(self) -> str:
+        return (
+            f"the folder {self.root} is gone, so somebody deleted, moved or unmounted it: bring it back; or restore what is still "
+            "in memory here, and open a repository in another folder"
+        )
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -9,9 +9,10 @@ import msgspec
 from datastates.digest import chunk_digest
 from datastates.manifest import ChunkRef, Manifest, PackInfo
 
+from .files import uid_of
 from .pack import PackLayout, lay_out
 
-__all__ = ["PutPlan", "plan_put"]
+__all__ = ["PutPlan", "own_bytes", "plan_put"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,13 @@ def plan_put(manifest: Manifest, base: Manifest | None, name: str) -> PutPlan:
     placed = msgspec.structs.replace(manifest, packs=tuple(packs), refs=tuple(refs))
     borrowed = tuple(packs)[1 if new else 0 :]
     return PutPlan(placed, name, new, layout, borrowed, sum(chunks[index].length for index in new))
+
+
+def own_bytes(placed: Manifest) -> int:
+    """How many payload bytes a state's own pack holds, from the manifest that its put wrote."""
+    own = {index for index, pack in enumerate(placed.packs) if (uid_of(pack.name, "safetensors") or ("", 0))[0] == placed.origin.uid}
+    lengths = {ref: chunk.length for ref, chunk in zip(placed.refs, placed.content.chunks, strict=True) if ref.pack in own}
+    return sum(lengths.values())
 
 
 def _places(base: Manifest) -> dict[tuple[bytes, int], tuple[PackInfo, int]]:
