@@ -1,0 +1,402 @@
+"""What a clone costs: a state from one process into the live tensors of another, and what the source's training pays.
+
+    python benchmarks/clone.py [--quick] [--part large|tiny|latency|serving] [--json FILE] [--rounds N]
+
+Two processes, a sender and a receiver, with every way in turn, round after round; before each transfer the receiver's memory is
+cleared, after it every byte is compared. The floor moves one piece of prefaulted memory as our transport does, checks nothing and
+puts nothing into tensors. What shares one process with UCXX cannot start it twice: ours has a second pair of processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch is there, in the children too
+os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+
+import torch
+import xxhash
+from capture_peers import Objects, state_bytes, state_tensors
+from clone_peers import FLOOR, WAYS, Ours, Way, why_not
+from common import machine, out, short, spread, table
+from gpt import LARGE, MEDIUM, TINY, Trainer
+
+GOAL = 0.85
+"""How much of the floor's speed ours should reach, into live tensors and verified."""
+
+LATENCY_GOAL_MS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One transfer: until the bytes were there, and the CPU time that both processes took for it."""
+
+    seconds: float
+    cpu_s: float
+
+
+# What is sent
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The objects whose state is cloned, and a training step of them where there is one."""
+
+    objects: Objects
+    step: Callable[[], None] | None = None
+
+
+def _large(quick: bool) -> Load:
+    return Load(Trainer.make(TINY if quick else LARGE).objects)
+
+
+def _tiny(quick: bool) -> Load:
+    torch.manual_seed(0)
+    return Load({"tensors": {f"t{index}": torch.randn(256) for index in range(500 if quick else 10_000)}})
+
+
+def _megabyte(quick: bool) -> Load:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(1, 256)).sum().backward()
+    optimizer.step()
+    return Load({"model": model, "optimizer": optimizer})
+
+
+def _training(quick: bool) -> Load:
+    trainer = Trainer.make(TINY if quick else MEDIUM)
+
+    def step() -> None:
+        trainer.backward()
+        trainer.optimizer.step()
+
+    return Load(trainer.objects, step)
+
+
+LOADS: dict[str, Callable[[bool], Load]] = {"large": _large, "tiny": _tiny, "latency": _megabyte, "serving": _training}
+
+
+# The two processes
+
+
+def work(role: str, part: str, names: list[str], quick: bool, orders: Connection, wire: Connection) -> None:
+    """A sender or a receiver: make the state, get every way ready, do as told until told None."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the peers' own
+    load = LOADS[part](quick)
+    side = (Sender if role == "sender" else Receiver)(load)
+    for name in names:
+        way = side.ways[name] = WAYS[name]()
+        way.objects, way.wire = load.objects, wire
+        side.prepare(way)
+    orders.send([len(side.expected), state_bytes(load.objects)])
+    for order, name in iter(orders.recv, None):
+        side.act(order, side.ways[name], orders)
+    for way in side.ways.values():
+        way.close()
+    orders.close()
+    os._exit(0)  # a progress thread of UCXX may outlive its interpreter
+
+
+class Side:
+    """One of the two processes."""
+
+    def __init__(self, load: Load) -> None:
+        self.load, self.ways = load, dict[str, Way]()
+        self.expected = [xxhash.xxh3_128_digest(_bytes(tensor)) for tensor in state_tensors(load.objects)]
+
+    def prepare(self, way: Way) -> None:
+        """Get a way ready."""
+        raise NotImplementedError
+
+    def act(self, order: str, way: Way, orders: Connection) -> None:
+        """Do as told and answer."""
+        raise NotImplementedError
+
+
+class Sender(Side):
+    """Serves, and trains while it does."""
+
+    def prepare(self, way: Way) -> None:
+        way.offer()
+
+    def act(self, order: str, way: Way, orders: Connection) -> None:
+        if order == "train":
+            orders.send(self.train(8))
+        elif order == "transfer":
+            way.wire.send("ready")
+            cpu = time.process_time()
+            self.serve(way)
+            orders.send({"cpu_s": time.process_time() - cpu})
+        else:
+            helper = threading.Thread(target=self.serve, args=(way,))
+            helper.start()
+            orders.send(self.train(8))
+            helper.join()
+
+    def serve(self, way: Way) -> None:
+        """Take part in every transfer until the receiver has enough."""
+        while way.wire.recv() == "go":
+            way.serve()
+
+    def train(self, steps: int) -> list[float]:
+        """The seconds of each training step."""
+        assert self.load.step is not None
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.load.step()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+
+class Receiver(Side):
+    """Fetches, and sees to it that the bytes are right."""
+
+    def prepare(self, way: Way) -> None:
+        way.expect()
+
+    def act(self, order: str, way: Way, orders: Connection) -> None:
+        orders.send(self.transfer(way) if order == "transfer" else self.pull(way, orders))
+
+    def transfer(self, way: Way) -> dict[str, float]:
+        """One transfer into cleared memory."""
+        for tensor in way.landed():
+            tensor.detach().zero_()
+        way.wire.recv()
+        cpu, start = time.process_time(), time.perf_counter()
+        way.wire.send("go")
+        way.fetch()
+        found = {"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
+        way.wire.send("enough")
+        if [xxhash.xxh3_128_digest(_bytes(tensor)) for tensor in way.landed()] != self.expected:
+            raise SystemExit(f"{type(way).__name__} brought other bytes than were sent")
+        return found
+
+    def pull(self, way: Way, orders: Connection) -> list[float]:
+        """One transfer after the other until told to stop: the seconds of each."""
+        seconds = []
+        while not orders.poll():
+            start = time.perf_counter()
+            way.wire.send("go")
+            way.fetch()
+            seconds.append(time.perf_counter() - start)
+        orders.recv()
+        way.wire.send("enough")
+        return seconds
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(slots=True)
+class Pair:
+    """A sender and a receiver."""
+
+    names: list[str]
+    sender: Connection
+    receiver: Connection
+    tensors: int
+    size: int
+
+    def transfer(self, name: str) -> Sample:
+        """One transfer; the CPU time is that of both processes."""
+        for end in (self.sender, self.receiver):
+            end.send(("transfer", name))
+        sent, received = _answer(self.sender), _answer(self.receiver)
+        return Sample(received["seconds"], received["cpu_s"] + sent["cpu_s"])
+
+
+def _answer(end: Connection) -> Any:
+    if not end.poll(300):
+        raise SystemExit("a process of this benchmark has not answered for 5 minutes")
+    try:
+        return end.recv()
+    except EOFError:
+        raise SystemExit("a process of this benchmark died, see above") from None
+
+
+@contextlib.contextmanager
+def _pairs(part: str, names: list[str], quick: bool) -> Iterator[list[Pair]]:
+    """The processes for these ways; all of them ended afterwards."""
+    context = multiprocessing.get_context("spawn")
+    processes, pairs = [], []
+    ours = [name for name in names if issubclass(WAYS[name], Ours)]
+    groups = [group for group in ([name for name in names if name not in ours], ours) if group]
+    try:
+        for group in groups:
+            wires, ends = context.Pipe(), list[Connection]()
+            for role, wire in zip(("sender", "receiver"), wires, strict=True):
+                end, orders = context.Pipe()
+                processes.append(context.Process(target=work, args=(role, part, group, quick, orders, wire), name=role))
+                processes[-1].start()
+                orders.close()
+                ends.append(end)
+            for wire in wires:
+                wire.close()
+            (tensors, size), _ = map(_answer, ends)
+            pairs.append(Pair(group, ends[0], ends[1], tensors, size))
+        yield pairs
+        for end in (end for pair in pairs for end in (pair.receiver, pair.sender)):
+            end.send(None)
+        for process in processes:
+            process.join(10)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+# The parts
+
+
+def transfers(part: str, what: str, names: list[str], *, quick: bool, rounds: int) -> dict[str, Any]:
+    """Every way in turn, after a round that does not count."""
+    here = _possible(names)
+    samples: dict[str, list[Sample]] = {name: [] for name in here}
+    with _pairs(part, here, quick) as pairs:
+        owner = {name: pair for pair in pairs for name in pair.names}
+        for index in range(rounds + 1):
+            for name in here:
+                sample = owner[name].transfer(name)
+                if index:
+                    samples[name].append(sample)
+            sys.stderr.write(f"{part}: round {index} of {rounds}\n")
+    tensors, size = pairs[0].tensors, pairs[0].size
+    out(f"\n## {what}: {tensors} tensors, {size / 1e6:.1f} MB; median [min .. max] of {rounds}\n")
+    _print(samples, size)
+    return {"tensors": tensors, "bytes": size, "samples": {name: [asdict(sample) for sample in found] for name, found in samples.items()}}
+
+
+def _possible(names: list[str]) -> list[str]:
+    for name in names:
+        if reason := why_not(name):
+            out(f"left out: {name}: {reason}")
+    return [name for name in names if not why_not(name)]
+
+
+def _print(samples: dict[str, list[Sample]], size: int) -> None:
+    rows = []
+    for name, found in samples.items():
+        seconds = [sample.seconds for sample in found]
+        rows.append(
+            [
+                name,
+                spread(seconds, 1e3),
+                short(size / statistics.median(seconds) / 1e9),
+                spread(_ratios(samples, name), 1) if FLOOR in samples else "",
+                short(statistics.median(sample.cpu_s for sample in found) / size * 1e9),
+            ]
+        )
+    out(table(["way", "ms", "GB/s", "speed / floor of the same round", "CPU s per GB"], rows))
+
+
+def _ratios(samples: dict[str, list[Sample]], name: str) -> list[float]:
+    return [floor.seconds / ours.seconds for floor, ours in zip(samples[FLOOR], samples[name], strict=True)]
+
+
+def large(*, quick: bool, rounds: int) -> dict[str, Any]:
+    """A 100M-parameter GPT with AdamW."""
+    names = [FLOOR, "datastates, in place", "datastates, atomic", "raw socket", "gloo broadcast"]
+    names += ["torchft HTTPTransport", "torch.save + load, shared memory"]
+    found = transfers("large", "GPT + AdamW", names, quick=quick, rounds=rounds)
+    medians = {name: statistics.median(sample["seconds"] for sample in samples) for name, samples in found["samples"].items()}
+    peers = {name: median for name, median in medians.items() if name != FLOOR and not issubclass(WAYS[name], Ours)}
+    for name in medians:
+        if issubclass(WAYS[name], Ours):
+            ratio = statistics.median(
+                floor["seconds"] / ours["seconds"] for floor, ours in zip(found["samples"][FLOOR], found["samples"][name], strict=True)
+            )
+            best = min(peers, key=peers.__getitem__)
+            goal(f"{name}: {ratio:.2f}x the floor, wanted {GOAL}x", ratio >= GOAL)
+            goal(f"{name}: {1e3 * medians[name]:.0f} ms, the fastest peer ({best}) {1e3 * peers[best]:.0f} ms", medians[name] < peers[best])
+    return found
+
+
+def tiny(*, quick: bool, rounds: int) -> dict[str, Any]:
+    """10,000 tensors of 1 KiB: what each tensor costs, whatever its size."""
+    names = [FLOOR, "datastates, in place", "datastates, atomic", "UCXX, a message a tensor", "torch.save + load, shared memory"]
+    return transfers("tiny", "tiny tensors", names, quick=quick, rounds=rounds)
+
+
+def latency(*, quick: bool, rounds: int) -> dict[str, Any]:
+    """A state of 1 MB."""
+    names = [FLOOR, "datastates, in place", "datastates, atomic", "datastates, with connect", "raw socket"]
+    names += ["torchft HTTPTransport", "torch.save + load, shared memory"]
+    found = transfers("latency", "a small state", names, quick=quick, rounds=rounds * 5)
+    if "datastates, atomic" in found["samples"]:
+        median = 1e3 * statistics.median(sample["seconds"] for sample in found["samples"]["datastates, atomic"])
+        goal(f"a connected peer: {median:.1f} ms, wanted at most {LATENCY_GOAL_MS:.0f}", median <= LATENCY_GOAL_MS)
+    return found
+
+
+def serving(*, quick: bool, rounds: int) -> dict[str, Any]:
+    """A 29M-parameter GPT that trains while a receiver clones its state without a pause."""
+    here = _possible([FLOOR, "datastates, in place"])
+    rows, found = [], {}
+    with _pairs("serving", here, quick) as pairs:
+        for pair in pairs:
+            name = pair.names[0]
+            found[name] = _slowdown(pair, name, rounds)
+            slow = [100 * (busy / calm - 1) for calm, busy in zip(found[name]["calm_s"], found[name]["busy_s"], strict=True)]
+            speeds = [pair.size / seconds / 1e9 for seconds in found[name]["transfers_s"]]
+            rows.append([name, *(spread(found[name][key], 1e3) for key in ("calm_s", "busy_s")), spread(slow, 1), spread(speeds, 1)])
+    out(f"\n## Training at the source while it serves: state of {pairs[0].size / 1e6:.0f} MB; median [min .. max] of {rounds}\n")
+    out(table(["served by", "step alone, ms", "step while serving, ms", "slower by %", "served GB/s"], rows))
+    return found
+
+
+def _slowdown(pair: Pair, name: str, rounds: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {"calm_s": [], "busy_s": [], "transfers_s": []}
+    for _ in range(rounds + 1):
+        pair.sender.send(("train", name))
+        found["calm_s"].append(statistics.median(_answer(pair.sender)))
+        pair.sender.send(("train and serve", name))
+        pair.receiver.send(("pull", name))
+        found["busy_s"].append(statistics.median(_answer(pair.sender)))
+        pair.receiver.send("stop")
+        found["transfers_s"] += _answer(pair.receiver)
+    return {key: values[1:] for key, values in found.items()}
+
+
+def goal(text: str, is_met: bool) -> None:
+    """A line that says whether a goal was met."""
+    out(f"{'met   ' if is_met else 'MISSED'} {text}")
+
+
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {"large": large, "tiny": tiny, "latency": latency, "serving": serving}
+
+
+def main() -> None:
+    """Measure the parts asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", choices=[*PARTS], action="append")
+    parser.add_argument("--quick", action="store_true", help="tiny states: does it run?")
+    parser.add_argument("--json", type=Path, help="write every sample to this file")
+    parser.add_argument("--rounds", type=int, help="how often each way is measured (7)")
+    options = parser.parse_args()
+    rounds = options.rounds or (1 if options.quick else 7)
+    out(f"{machine()}; two processes on loopback, torch on one thread")
+    results = {part: PARTS[part](quick=options.quick, rounds=rounds) for part in options.part or PARTS}
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
