@@ -340,12 +340,12 @@ class Repository:
             return walk.log(session, uid, limit=limit)
 
     def find(self, query: str) -> list[State]:
-        """The states that a query asks for (see ``lineage.search`` for the grammar).
+        """All states that a query asks for, in its order (see ``lineage.query`` for the grammar); ``limit`` in it bounds them.
 
         :raises SyntaxProblem: it does not parse; points at the column.
         """
         with self._reading() as session:
-            return search.find(session, query).states
+            return list(search.find_all(session, query))
 
     def ancestors(self, rev: str | State, *, limit: int | None = None) -> list[State]:
         """All ancestors, further parents' included, newest generation first."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from .states import State
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Page", "find"]
+__all__ = ["Page", "find", "find_all"]
 
 SELECTIVE = 5_000
 _PAGE, _PAGE_MAX = 100, 1_000
@@ -75,6 +75,19 @@ def find(session: Session, text: str, *, after: str | None = None, limit: int | 
     left = None if place.left is None else place.left - len(found)
     more = len(rows) > size and left != 0
     return Page(found, _seal(_Place(place.now_us, left, tuple(rows[size - 1])), text) if more else None)
+
+
+def find_all(session: Session, text: str, *, now: datetime | None = None) -> Iterator[State]:
+    """Every state for which a query holds, in its order, read a page at a time; the query's own limit bounds them.
+
+    :raises SyntaxProblem: the query does not parse; points at the column.
+    :raises NotFound: a revision in it names nothing.
+    """
+    page = find(session, text, limit=_PAGE_MAX, now=now)
+    yield from page.states
+    while page.next is not None:
+        page = find(session, text, after=page.next, limit=_PAGE_MAX)
+        yield from page.states
 
 
 # Cursors

@@ -103,7 +103,7 @@ def _check_refs(repo: Repository, facts: Facts) -> None:
 
 def _check_listed(repo: Repository, folder: Path, facts: Facts) -> None:
     """Whatever the lineage says of a state is so: no process lives, so each is durable or has no bytes."""
-    listed = {state.uid: state for state in repo.find("step >= 0 limit 1000")}
+    listed = {state.uid: state for state in repo.find("step >= 0")}
     durable = {uid for uid, state in listed.items() if state.status is Status.DURABLE}
     assert {state.status for state in listed.values()} <= {Status.DURABLE, Status.LOST, Status.EVICTED}
     assert set(facts.durable) <= durable

@@ -95,7 +95,8 @@ def check(repo: Repository, reports: dict[str, Any]) -> None:
         assert [state.step for state in log] == list(range(CAPTURES, 0, -1))
         for key, value in repo.load(name, only="model")["model"].items():
             assert torch.equal(value, torch.tensor(report["weight"][key]))
-    assert len(repo.graph()) == PROCESSES * CAPTURES
+    found = {state.uid: state.metrics["loss"] for state in repo.find("metrics.loss >= 0")}
+    assert found == {uid: loss for report in reports.values() for uid, loss in report["states"].items()}
     _check_shared(repo, reports)
     for ref in repo.refs():
         assert repo.verify(ref.name).status is Status.DURABLE

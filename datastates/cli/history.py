@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,11 +14,14 @@ if TYPE_CHECKING:
     from rich.table import Table
     from sqlalchemy.orm import Session
 
-    from datastates.lineage import Run, State
+    from datastates.lineage import Ref, Run, State
 
 __all__ = ["register"]
 
 Limit = Annotated[int, typer.Option("--limit", "-n", min=0, help="At most so many states; 0: all.")]
+
+FOUND = 100
+"""How many states ``find`` shows to people who did not say."""
 
 
 def register(app: typer.Typer) -> None:
@@ -98,22 +102,45 @@ def find(
     query: Annotated[
         str, typer.Argument(metavar="QUERY", help="Such as 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'.")
     ],
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            "-n",
+            min=0,
+            help=f"At most so many states; 0: all (default: the query's own limit, else {FOUND}; with --json all).",
+            show_default=False,
+        ),
+    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
     """Find states by metric, step, branch, tag, attribute, run or ancestry."""
     from datastates.lineage import refs, search
-
-    from .render import by_state, states_table
+    from datastates.lineage.query import parse_query
 
     shell = Shell(context, repo, as_json)
+    if limit is None and not shell.as_json and parse_query(query).limit is None:
+        limit = FOUND
     with shell.reading() as session:
-        page = search.find(session, query)
-        names = by_state(refs.refs(session))
-    if shell.as_json:
-        shell.write_lines(page.states)
-    elif page.states:
-        shell.write(states_table(page.states, names))
+        found = search.find_all(session, query)
+        if shell.as_json:
+            shell.write_lines(islice(found, limit or None))
+            return
+        states = list(islice(found, limit + 1 if limit else None))
+        names = refs.refs(session)
+    _write_found(shell, states, names, limit)
+
+
+def _write_found(shell: Shell, states: list[State], names: list[Ref], limit: int | None) -> None:
+    """A table; and, where there is more than ``limit``, how to see it."""
+    from .render import by_state, states_table
+
+    shown = states[: limit or None]
+    if shown:
+        shell.write(states_table(shown, by_state(names)))
+    if len(shown) < len(states):
+        shell.hint(f"these are the first {limit}: -n 0 shows all, 'limit' in the query or -n another number")
 
 
 def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: bool) -> list[State]:

@@ -118,6 +118,10 @@ class Shell:
                 self.console.print(renderable)
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
+    def hint(self, text: str) -> None:
+        """A remark for people, beside what is written: on standard error."""
+        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(text, style="dim")
+
     def write_json(self, value: object) -> None:
         """One object, on a line of its own."""
         sys.stdout.write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from datastates.cli import history
 from datastates.lineage import Database, NewState, State, record, refs
 from tests.cli.conftest import RUN, Invoke, uid
 
@@ -131,6 +132,26 @@ def test_find_lists_what_the_query_asks_for(invoke: Invoke) -> None:
     assert table[0].split()[:4] == ["state", "step", "loss", "val_loss"]
     assert [line.split()[1] for line in table[1:]] == ["4", "6"]
     assert invoke("find", "step > 1000").out == ""
+
+
+def test_find_shows_a_page_and_says_how_to_see_the_rest(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "FOUND", 4)
+    steps = [state["step"] for state in invoke("find", "step > 0 order by step", "--json").lines]
+    page = invoke("find", "step > 0 order by step")
+    more = invoke("find", "step > 0 order by step", "-n", "6")
+
+    assert steps == [1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8]
+    assert [int(line.split()[1]) for line in page.out.splitlines()[1:]] == steps[:4]
+    assert "the first 4" in page.err
+    assert "-n 0" in page.err
+    assert len(more.out.splitlines()) == 7
+    assert "the first 6" in more.err
+    for arguments in (["step > 0", "-n", "0"], ["step > 0 limit 11"], ["step > 0", "-n", "11"], ["step > 7"]):
+        whole = invoke("find", *arguments)
+        assert len(whole.out.splitlines()) == (2 if arguments == ["step > 7"] else 12)
+        assert whole.err == ""
+    assert len(invoke("find", "step > 0", "-n", "3", "--json").lines) == 3
+    assert len(invoke("find", "step > 0 limit 2", "-n", "0", "--json").lines) == 2
 
 
 def test_unknown_names_end_with_3(invoke: Invoke) -> None:

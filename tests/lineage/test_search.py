@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sqlalchemy import event, select
 
 from datastates.errors import DatastatesError, InvalidInput, NotFound, SyntaxProblem
-from datastates.lineage import Database, Run, State, Status
+from datastates.lineage import Database, Run, State, Status, search
 from datastates.lineage.query import (
     Ago,
     AllOf,
@@ -31,7 +31,7 @@ from datastates.lineage.query import (
     Value,
     parse_query,
 )
-from datastates.lineage.search import find
+from datastates.lineage.search import find, find_all
 from tests.lineage.conftest import Grow
 from tests.lineage.oracle import ATTRIBUTES, METRICS, NOW, NUMBERS, START, TEXTS, Lineage
 from tests.lineage.oracle import grow as grow_lineage
@@ -335,6 +335,15 @@ def test_states_recorded_between_pages_shift_nothing(database: Database, grow: G
     with database.read() as session:
         rest = find(session, "order by step desc", after=first.next)
     assert [state.step for state in first.states + rest.states] == [5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("limit", [None, 1, 2, 7, 8, 9])
+def test_all_are_found_though_pages_are_short(database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+    monkeypatch.setattr(search, "_PAGE_MAX", 3)
+    grow(branch="main", count=8)
+    text = "order by step desc" + (f" limit {limit}" if limit else "")
+    with database.read() as session:
+        assert [state.step for state in find_all(session, text)] == list(range(8))[::-1][:limit]
 
 
 def test_a_cursor_that_was_changed_is_refused(database: Database, grow: Grow) -> None:
