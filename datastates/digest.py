@@ -12,7 +12,7 @@ The frame is the same in all versions, so that any version can tell damage from 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -23,7 +23,7 @@ from .check import check
 from .errors import Corrupt, InvalidInput, Unavailable
 from .manifest import VERSION, Content, Manifest, PackInfo
 
-__all__ = ["chunk_digest", "decode", "decode_packs", "encode", "state_digest"]
+__all__ = ["chunk_digest", "decode", "decode_packs", "encode", "pieces_digest", "state_digest"]
 
 _MAGIC = b"DSMANIF\0"
 _HEAD = struct.Struct("<8sIQ")
@@ -51,6 +51,14 @@ _packs_decoder = msgspec.msgpack.Decoder(_Packs)
 def chunk_digest(data: bytes | memoryview) -> bytes:
     """xxh3_128 of the bytes: 16 bytes. Releases the GIL for large buffers."""
     return xxhash.xxh3_128_digest(data)
+
+
+def pieces_digest(pieces: Iterable[memoryview]) -> bytes:
+    """What ``chunk_digest`` says of the pieces put together in this order."""
+    hasher = xxhash.xxh3_128()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
 
 
 def state_digest(content: Content, parent_digests: Sequence[str]) -> str:
@@ -81,7 +89,10 @@ def decode(data: bytes | memoryview, *, source: str) -> Manifest:
     :raises Unavailable: it is whole, but of a version that this code, or with a dtype that this torch, does not know.
     """
     manifest = _decode(_decoder, data, source)
-    expected = state_digest(manifest.content, manifest.origin.parent_digests)
+    try:
+        expected = state_digest(manifest.content, manifest.origin.parent_digests)
+    except (OverflowError, UnicodeEncodeError) as exc:
+        raise Corrupt(f"{source} is no manifest: {exc}") from exc
     if manifest.digest != expected:
         raise Corrupt(f"{source} holds a state whose digest is {expected}, but claims {manifest.digest[:64]}")
     check(manifest, source)

@@ -8,17 +8,28 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
-
-import torch
+from typing import TYPE_CHECKING
 
 from .errors import Dirty
 
-__all__ = ["check", "clean", "is_any", "mark"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["are_marked", "check", "clean", "is_any", "mark"]
 
 _SHOWN = 3
 
-_marked: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mark:
+    tensor: weakref.ref[torch.Tensor]
+    path: str
+    by: object
+
+
+_marked: dict[int, _Mark] = {}
 _lock = threading.RLock()  # a tensor may be collected, and its mark with it, while the lock is held
 
 
@@ -27,11 +38,17 @@ def is_any() -> bool:
     return bool(_marked)
 
 
-def mark(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """From here on these tensors, by path, hold neither what they did nor what they shall."""
+def mark(tensors: Iterable[tuple[str, torch.Tensor]], by: object) -> None:
+    """From here on these tensors, by path, hold neither what they did nor what they shall; ``by`` is who writes to them."""
     with _lock:
         for path, tensor in tensors:
-            _marked[id(tensor)] = (weakref.ref(tensor, partial(_forget, id(tensor))), path)
+            _marked[id(tensor)] = _Mark(weakref.ref(tensor, partial(_forget, id(tensor))), path, by)
+
+
+def are_marked(tensors: Iterable[torch.Tensor], by: object) -> bool:
+    """Whether all these tensors are dirty by nobody but ``by``: what it wrote to them is still there."""
+    with _lock:
+        return all((mark := _marked.get(id(tensor))) is not None and mark.by is by for tensor in tensors)
 
 
 def clean(tensors: Iterable[torch.Tensor]) -> None:
@@ -50,7 +67,7 @@ def check(tensors: Iterable[torch.Tensor]) -> None:
     """
     if not _marked:
         return
-    found = [entry[1] for tensor in tensors if (entry := _marked.get(id(tensor))) is not None]
+    found = [mark.path for tensor in tensors if (mark := _marked.get(id(tensor))) is not None]
     if found:
         shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
         raise Dirty(
@@ -61,6 +78,6 @@ def check(tensors: Iterable[torch.Tensor]) -> None:
 
 def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
     with _lock:
-        entry = _marked.get(key)
-        if entry is not None and entry[0] is gone:
+        mark = _marked.get(key)
+        if mark is not None and mark.tensor is gone:
             del _marked[key]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
+from . import dirty
 from .capture.fence import Fence
 from .capture.handle import Capture
 from .capture.plan import Plan, compile_plan
@@ -118,6 +119,7 @@ class Tracker:
         for it). Blocks only when the arena has no room and ``back_pressure`` is not ``skip``.
 
         :raises Torn: (or another error of the background) an earlier capture failed; this one was not taken.
+        :raises Dirty: a clone into what is tracked did not end.
         :raises OverBudget: a state does not fit ``memory_bytes``.
         :raises Unsupported: something tracked cannot be encoded; names it.
         :raises Closed: the tracker was closed, or this is a forked child.
@@ -131,6 +133,8 @@ class Tracker:
         staged_metrics = {key: float(value) for key, value in (metrics or {}).items()}
         tree = {**self._adapted.tree(), **self.values}
         flat = flatten(tree, self._plan.flat if self._plan is not None else None, self._adapted.lasting)
+        if dirty.is_any():
+            dirty.check(leaf.tensor for leaf in flat.tensors)
         plan = self._plan_for(flat)
         handle = Capture(secrets.token_hex(12), self.step, want=self._runner.want)
         slots = self._runner.acquire(plan.slot_count, self._back_pressure)

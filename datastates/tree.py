@@ -13,6 +13,7 @@ back twice; tensors that share memory are tied again by whoever hands equal tens
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import torch
 from .arrays import MAX_DEPTH, Unencodable, array_of, describe_dtype, order_of
 from .encoding import SCALARS, Packed, decode_values, encode_values, encoder_named, encoder_of, pack, unpack
 from .errors import Corrupt, DatastatesError, InvalidInput, Unsupported
+from .geometry import dtype_of
 from .layouts import compose, decompose
 from .skeleton import TENSOR, VALUE, Node, Skeleton, decode_skeleton, encode_skeleton, key_of, pack_key, paths
 
@@ -115,16 +117,17 @@ def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object
     return Flat(skeleton, walk.values, leaves, walk.tensors, frozenset(map(id, walk.tensors)), walk.spans)
 
 
-def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> Any:
+def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[torch.Tensor | None], *, is_sketch: bool = False) -> Any:
     """Put a state together again; ``values`` are packed, as ``flatten`` or ``decode_values`` gave them.
 
     A tensor that is None leaves None in its place, and in the place of what is made of it: a sparse or quantized tensor, a
-    large array, an object of a registered encoder.
+    large array, an object of a registered encoder. For a sketch no element of a tensor is read: a sparse or quantized tensor
+    stands as one of the same shape and dtype without bytes (on ``meta``), an object of an encoder as the name of that.
 
     :raises InvalidInput: an object needs an encoder that is not registered here.
     :raises Corrupt: skeleton, values and tensors do not belong together.
     """
-    build = _Build(skeleton.nodes, values, tensors)
+    build = (_Sketch if is_sketch else _Build)(skeleton.nodes, values, tensors)
     try:
         tree = build.next(0)
     except StopIteration:
@@ -307,9 +310,10 @@ def _factory_name(factory: object) -> str | None:
 class _Build:
     """One way back through a skeleton. ``next`` builds the next node's object."""
 
-    __slots__ = ("_missing", "_nodes", "_tensors", "_values")
+    __slots__ = ("_builders", "_missing", "_nodes", "_tensors", "_values")
 
     def __init__(self, nodes: Sequence[Node], values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> None:
+        self._builders = _BUILDERS
         self._missing = 0
         self._nodes = iter(nodes)
         self._values = iter(values)
@@ -322,7 +326,7 @@ class _Build:
         if depth > MAX_DEPTH:
             raise Corrupt(f"the state is nested more than {MAX_DEPTH} deep")
         try:
-            build: _Builder = _BUILDERS.get(node[0], _Build._layout)
+            build: _Builder = self._builders.get(node[0], type(self)._layout)
             return build(self, node, depth + 1)
         except (DatastatesError, StopIteration):
             raise
@@ -393,7 +397,31 @@ class _Build:
         return None if parts is None else compose(node, parts)
 
 
-_Builder = Callable[[_Build, tuple[Any, ...], int], Any]
+class _Sketch(_Build):
+    """A way back for tensors whose elements are not there yet."""
+
+    __slots__ = ()
+
+    def __init__(self, nodes: Sequence[Node], values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> None:
+        super().__init__(nodes, values, tensors)
+        self._builders = {**_BUILDERS, "x": _Sketch._name}
+
+    def _name(self, node: tuple[Any, ...], depth: int) -> Any:
+        encoder = encoder_named(node[1])
+        return None if self._whole(1, depth) is None else f"encoded as {encoder.name}"
+
+    def _layout(self, node: tuple[Any, ...], depth: int) -> torch.Tensor | None:
+        parts = self._whole(2 if node[0] == "coo" else 3, depth)
+        if parts is None:
+            return None
+        if node[0] in ("qt", "qc"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch 2.13 deprecates quantized tensors
+                return torch.empty(parts[0].shape, dtype=dtype_of(node[1]), device="meta")
+        return torch.empty(node[1], dtype=parts[-1].dtype, device="meta")
+
+
+_Builder = Callable[[Any, tuple[Any, ...], int], Any]
 
 _BUILDERS: dict[str, _Builder] = {
     "d": _Build._dict,

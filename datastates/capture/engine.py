@@ -6,6 +6,8 @@ Rules:
 - A line is one tracker on one branch. Its newest recorded state is its head.
 - A state is *wanted* when it is to become durable: its cadence says so, a tag names it, somebody waits for it, or it is
   a head when the line closes. Wanted states are written one at a time, in the order in which they were wanted.
+- A state that was cloned from a peer is a line of its own whose head it is, until it leaves memory; it is not written at closing
+  unless a ref names it.
 - A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named by a ref.
 - When a capture waits for room and nothing may leave and nothing is on its way to disk, the oldest head that is not yet
   durable is wanted, so that waiting always ends.
@@ -20,6 +22,7 @@ from datastates.policy.cadence import Cadence
 
 __all__ = [
     "Action",
+    "Adopted",
     "Closing",
     "Engine",
     "Event",
@@ -52,6 +55,13 @@ class Recorded:
     uid: str
     line: str
     now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A state that no line captured is in memory and in the lineage: a clone."""
+
+    uid: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,7 @@ class Closing:
     line: str | None
 
 
-Event = LineOpened | Recorded | Wanted | RefsChanged | Written | WriteFailed | RoomNeeded | Tick | Closing
+Event = LineOpened | Recorded | Adopted | Wanted | RefsChanged | Written | WriteFailed | RoomNeeded | Tick | Closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +168,7 @@ class Engine:
     _writing: str | None = None
     _named: frozenset[str] = frozenset()
     _asked: set[str] = field(default_factory=set)
+    _adopted: set[str] = field(default_factory=set)
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event in; what is to be done now comes out."""
@@ -166,6 +177,8 @@ class Engine:
                 self._lines[line] = _Line(cadence)
             case Recorded(uid, line, now):
                 self._on_recorded(uid, line, now)
+            case Adopted(uid):
+                self._on_adopted(uid)
             case Wanted(uid):
                 if uid in self._entries:
                     self._want(uid)
@@ -193,6 +206,7 @@ class Engine:
     def forget(self, uid: str) -> None:
         """The state left memory."""
         self._entries.pop(uid, None)
+        self._adopted.discard(uid)
 
     @property
     def pending_writes(self) -> int:
@@ -217,6 +231,18 @@ class Engine:
         if uid in self._asked:
             self._asked.remove(uid)
             self._want(uid)
+
+    def _on_adopted(self, uid: str) -> None:
+        if uid in self._entries:
+            return
+        self._entries[uid] = _Entry(uid)
+        self._adopted.add(uid)
+        if uid in self._asked:
+            self._asked.remove(uid)
+            self._want(uid)
+
+    def _heads(self) -> set[str | None]:
+        return {*(line.head for line in self._lines.values()), *self._adopted}
 
     def _want_if_due(self, line: _Line, uid: str | None, index: int, now: float, *, is_tick: bool = False) -> None:
         if uid is None or not self._is_in_memory_only(uid):
@@ -249,7 +275,7 @@ class Engine:
         return [Write(uid)]
 
     def _make_room(self, event: RoomNeeded) -> list[Action]:
-        heads = {line.head for line in self._lines.values()}
+        heads = self._heads()
         free = [uid for uid, entry in self._entries.items() if self._may_leave(uid, entry, heads)]
         actions: list[Action] = [Evict(tuple(free), event.slots)] if free else []
         if not event.is_blocked:
@@ -271,7 +297,7 @@ class Engine:
         return uid not in self._queue and uid not in heads and uid not in self._named
 
     def _want_oldest_head(self) -> None:
-        heads = {line.head for line in self._lines.values()}
+        heads = self._heads()
         for uid, entry in self._entries.items():
             if not entry.is_durable and (uid in heads or uid in self._named):
                 self._want(uid)

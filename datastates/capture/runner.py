@@ -35,6 +35,7 @@ from datastates.store.tier import Payload
 
 from .engine import (
     Action,
+    Adopted,
     Closing,
     Engine,
     Event,
@@ -202,6 +203,17 @@ class Runner:
     def want(self, uid: str) -> None:
         """A state is to become durable."""
         self._post(Wanted(uid))
+
+    def adopt(self, uid: str, base: Manifest | None = None) -> None:
+        """A state that was cloned is in the memory tier and in the lineage; ``base`` is the manifest of a relative on disk.
+
+        It stays in memory until it is durable, and becomes so when memory runs short, or when a ref names it.
+        """
+        with self._lock:
+            self._raise_if_closed()
+            self._lines_of.setdefault(uid, Line(f"clone of {uid}", "", None, base))
+        self._post(Adopted(uid))
+        self.refs_changed()
 
     def flush(self) -> None:
         """Wait until every capture so far is recorded or has failed."""

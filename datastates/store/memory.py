@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -74,6 +74,32 @@ class MemoryTier(Tier):
             self._arena.release(surplus)
             kept = set(slots).difference(surplus)
             return self._enter(manifest, keys, sum(key[1] for key, slot in zip(keys, slots, strict=True) if slot in kept))
+
+    def hold(self, keys: Iterable[tuple[bytes, int]]) -> dict[tuple[bytes, int], int]:
+        """Those of these chunks, by digest and length, that are here, with their slots: they stay until ``settle`` or ``let_go``."""
+        with self._lock:
+            self._check_open()
+            return {key: self._chunks[key].slot for key in dict.fromkeys(keys) if self._use(key)}
+
+    def let_go(self, keys: Iterable[tuple[bytes, int]]) -> None:
+        """Undo ``hold``."""
+        with self._lock:
+            self._unuse(keys)
+
+    def settle(self, manifest: Manifest, held: Iterable[tuple[bytes, int]], filled: Mapping[tuple[bytes, int], int]) -> Placed:
+        """Take over a state whose distinct chunks are ``held``, or in slots that were acquired and filled, which are not written again.
+
+        What somebody else brought meanwhile gives its slot back.
+
+        :raises InvalidInput: a chunk is neither held nor filled; all of them then stay the caller's.
+        """
+        keys, held = _keys(manifest), list(held)
+        left = set(keys).difference(held, filled)
+        if left:
+            raise InvalidInput(f"state {manifest.origin.uid} came without {len(left)} of its {len(set(keys))} chunks")
+        with self._lock:
+            self._check_open()
+            return self._settle(manifest, keys, held, dict(filled))
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
         """Copy a state into the arena; only chunks that no state here has take memory. ``base`` is not needed here.

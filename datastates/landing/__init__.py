@@ -1,0 +1,9 @@
+"""Where the chunks of a clone land: in live objects, or in the memory tier of a repository."""
+
+from __future__ import annotations
+
+from .objects import ObjectsSink
+from .states import StateSink
+from .untrusted import check_manifest
+
+__all__ = ["ObjectsSink", "StateSink", "check_manifest"]
