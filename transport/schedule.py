@@ -1,0 +1,382 @@
+"""Which chunk is asked of which feed, and when. Events in, actions out.
+
+No task, clock or byte is touched here, so every rule is tested by calling ``handle``; ``fetch`` acts.
+
+Rules:
+- Chunks are pulled: each feed has up to ``window`` of them under way, and whoever would deliver the next one first gets it. So feeds
+  share by speed without being measured before.
+- While feeds are still connecting, those that are here take their equal share at most, and not for longer than ``GRACE_S``.
+- Near the end a feed takes no chunk that it would deliver long after the others could have done everything.
+- A feed that fails gives its chunks back. So does one that sits on the last chunks while another idles that would do them much sooner: it
+  is *robbed*, and measured anew.
+- A chunk whose digest is wrong is asked of another feed, of the same if there is only one; wrong twice, the clone is given up.
+- It is given up too when no feed is left and none is on its way, or when there is no room although nothing is under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+__all__ = [
+    "GRACE_S",
+    "Absent",
+    "Accepted",
+    "Action",
+    "Done",
+    "Drop",
+    "Event",
+    "GiveUp",
+    "Joined",
+    "Lost",
+    "NoRoom",
+    "Received",
+    "Refuse",
+    "Refuted",
+    "Returned",
+    "Schedule",
+    "Start",
+    "Stuck",
+    "Tick",
+]
+
+GRACE_S = 0.2
+"""For how long those that are here leave their share to those that are still connecting."""
+
+_ROB_S = 0.5
+_ROB_FACTOR = 4.0
+_LATE_FACTOR = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """These feeds are here; those of one event begin together."""
+
+    feeds: tuple[int, ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A feed that was expected does not come."""
+
+    feed: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A chunk's bytes are here; they are being checked."""
+
+    feed: int
+    index: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """They were right."""
+
+    index: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refuted:
+    """They were not."""
+
+    index: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A chunk of a feed that was dropped does not come, and nobody writes to its buffers any more."""
+
+    feed: int
+    index: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A feed failed with this chunk; nobody writes to its buffers any more."""
+
+    feed: int
+    index: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Receive a chunk from a feed."""
+
+    feed: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """These were not begun, for there is no buffer for them at the moment."""
+
+    starts: tuple[Start, ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time went by."""
+
+    now: float
+
+
+Event = Joined | Absent | Received | Accepted | Refuted | Returned | Lost | NoRoom | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Stop everything that is under way from this feed."""
+
+    feed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Every chunk was accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """A chunk was wrong twice, from these feeds."""
+
+    index: int
+    feeds: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """No feed is left; this one was the last."""
+
+    feed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """There was no room for a chunk for this long, and nothing is under way that could make room."""
+
+    seconds: float
+
+
+Action = Start | Drop | Done | Refuse | GiveUp | Stuck
+
+
+@dataclass(slots=True)
+class _Feed:
+    """What is known of a feed. Its *pace* is the seconds that it needs for a chunk when it has several under way."""
+
+    number: int
+    flying: set[int] = field(default_factory=set)
+    taken: int = 0
+    done: int = 0
+    busy_s: float = 0.0
+    moved_at: float = 0.0
+    is_lost: bool = False
+    is_dropped: bool = False
+
+    def pace(self, now: float) -> float | None:
+        """None: not measured yet. A chunk that is overdue counts as if it came now."""
+        quiet_s = now - self.moved_at if self.flying else 0.0
+        if self.done == 0:
+            return self.busy_s or None
+        return max((self.busy_s + quiet_s) / self.done, quiet_s)
+
+    def take(self, index: int, now: float) -> None:
+        if not self.flying:
+            self.moved_at = now
+        self.flying.add(index)
+        self.taken += 1
+
+    def give(self, index: int, now: float, *, is_done: bool) -> None:
+        self.flying.discard(index)
+        if is_done:
+            self.busy_s += now - self.moved_at
+            self.moved_at = now
+            self.done += 1
+
+    def forget_pace(self, now: float) -> None:
+        """It was robbed: until it delivers again it is as slow as it just was."""
+        self.busy_s, self.done = max(self.busy_s / max(self.done, 1), now - self.moved_at), 0
+
+
+class Schedule:
+    """The state behind the decisions for one clone: each of ``expected`` feeds will join or be absent."""
+
+    def __init__(self, missing: Iterable[int], *, window: int, expected: int, timeout_s: float, now: float) -> None:
+        self._queue = deque(dict.fromkeys(missing))
+        self._total = self._left = len(self._queue)
+        self._window, self._expected, self._timeout_s = window, expected, timeout_s
+        self._feeds: dict[int, _Feed] = {}
+        self._again: list[int] = []
+        self._wrong: dict[int, int] = {}
+        self._checking: dict[int, int] = {}
+        self._last_lost: int | None = None
+        self._is_full, self._full_since = False, now
+        self._began = now
+        self._is_over = False
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take one event in; what is to be done now comes out."""
+        if self._is_over:
+            return []
+        actions: list[Action] = []
+        match event:
+            case Received(number, index, now):
+                self._feeds[number].give(index, now, is_done=True)
+                self._checking[index] = number
+                self._settle(self._feeds[number])
+            case Accepted(index, now):
+                del self._checking[index]
+                self._left -= 1
+                self._is_full = False
+            case Refuted(index, now):
+                self._is_full = False
+                actions += self._refuted(index)
+            case Joined(numbers, now):
+                self._feeds |= {number: _Feed(number) for number in numbers}
+                self._expected -= len(numbers)
+            case Absent(number, now):
+                self._expected -= 1
+                self._last_lost = number
+            case Returned(number, index, now):
+                self._put_back(self._feeds[number], index, now)
+            case Lost(number, index, now):
+                actions += self._lost(self._feeds[number], index, now)
+            case NoRoom(starts, now):
+                self._no_room(starts, now)
+            case Tick(now):
+                actions += self._tick(now)
+        actions += self._assign(now)
+        actions += self._end()
+        return actions
+
+    def _lost(self, feed: _Feed, index: int, now: float) -> Iterator[Action]:
+        is_news = not feed.is_dropped  # dropping one chunk may break the others of the same feed
+        if is_news:
+            feed.is_lost = feed.is_dropped = True
+            self._last_lost = feed.number
+        self._put_back(feed, index, now)
+        if is_news and feed.flying:
+            yield Drop(feed.number)
+
+    def _put_back(self, feed: _Feed, index: int, now: float) -> None:
+        feed.give(index, now, is_done=False)
+        (self._again.append if index in self._wrong else self._queue.appendleft)(index)
+        self._is_full = False
+        self._settle(feed)
+
+    def _settle(self, feed: _Feed) -> None:
+        if not feed.flying and not feed.is_lost:
+            feed.is_dropped = False
+
+    def _refuted(self, index: int) -> Iterator[Action]:
+        number = self._checking.pop(index)
+        if index in self._wrong:
+            self._is_over = True
+            yield Refuse(index, (self._wrong[index], number))
+            return
+        self._wrong[index] = number
+        self._again.append(index)
+
+    def _no_room(self, starts: tuple[Start, ...], now: float) -> None:
+        for start in reversed(starts):
+            feed = self._feeds[start.feed]
+            feed.give(start.index, now, is_done=False)
+            feed.taken -= 1
+            (self._again.append if start.index in self._wrong else self._queue.appendleft)(start.index)
+            self._settle(feed)
+        self._is_full = True
+
+    def _tick(self, now: float) -> Iterator[Action]:
+        if self._is_busy() or not self._is_full:
+            self._full_since = now
+        elif now - self._full_since > self._timeout_s:
+            self._is_over = True
+            yield Stuck(now - self._full_since)
+        self._is_full = self._is_full and self._is_busy()
+        if not self._queue and not self._again and not self._is_over:
+            yield from self._rob(now)
+
+    def _rob(self, now: float) -> Iterator[Action]:
+        best = min((feed.busy_s / feed.done for feed in self._usable() if feed.done and not feed.flying), default=None)
+        if best is None:
+            return
+        for feed in [feed for feed in self._usable() if feed.flying]:
+            chunks = len(feed.flying)
+            needs_s = max(now - feed.moved_at, chunks * feed.busy_s / max(feed.done, 1))
+            if needs_s > max(_ROB_S, _ROB_FACTOR * chunks * best):
+                feed.is_dropped = True
+                feed.forget_pace(now)
+                yield Drop(feed.number)
+
+    def _assign(self, now: float) -> Iterator[Action]:
+        while (self._queue or self._again) and not self._is_full and not self._is_over and len(self._checking) < self._window:
+            start = self._pick(now)
+            if start is None:
+                return
+            self._feeds[start.feed].take(start.index, now)
+            yield start
+
+    def _pick(self, now: float) -> Start | None:
+        """The feed that would deliver one more chunk first, and a chunk for it."""
+        feeds = [feed for feed in self._usable() if len(feed.flying) < self._window and feed.taken < self._share(now)]
+        if not feeds:
+            return None
+        paces = {feed.number: pace for feed in self._usable() if (pace := feed.pace(now))}
+        best = min(paces.values(), default=1.0)
+        feeds.sort(key=lambda feed: ((len(feed.flying) + 1) * paces.get(feed.number, best), feed.taken))
+        latest = self._latest(paces)
+        for feed in feeds:
+            if (len(feed.flying) + 1) * paces.get(feed.number, best) <= latest and (index := self._index_for(feed)) is not None:
+                return Start(feed.number, index)
+        return None
+
+    def _latest(self, paces: dict[int, float]) -> float:
+        """When a chunk that is begun now should be here, in seconds from now: not long after all of them could be."""
+        if not paces or len(self._feeds) == 1 or not any(feed.flying for feed in self._feeds.values()):
+            return float("inf")
+        flying = sum(len(feed.flying) for feed in self._feeds.values())
+        together = sum(1.0 / pace for pace in paces.values())
+        return _LATE_FACTOR * (len(self._queue) + len(self._again) + flying) / together
+
+    def _share(self, now: float) -> float:
+        """How many chunks a feed may have taken by now."""
+        if not self._expected or now - self._began >= GRACE_S:
+            return float("inf")
+        return max(self._window, self._total / (len(self._feeds) + self._expected))
+
+    def _index_for(self, feed: _Feed) -> int | None:
+        is_alone = not self._expected and not any(each is not feed and not each.is_lost for each in self._feeds.values())
+        for index in self._again:
+            if is_alone or self._wrong[index] != feed.number:
+                self._again.remove(index)
+                return index
+        return self._queue.popleft() if self._queue else None
+
+    def _end(self) -> Iterator[Action]:
+        if self._left == 0 and not self._is_over:
+            self._is_over = True
+            yield Done()
+        elif not self._is_over and self._last_lost is not None and self._is_deserted():
+            self._is_over = True
+            yield GiveUp(self._last_lost)
+
+    def _usable(self) -> Iterator[_Feed]:
+        return (feed for feed in self._feeds.values() if not feed.is_dropped)
+
+    def _is_deserted(self) -> bool:
+        """No feed is left, none will come, and nothing that came is still being checked."""
+        return not self._expected and all(feed.is_lost for feed in self._feeds.values()) and not self._is_busy()
+
+    def _is_busy(self) -> bool:
+        return bool(self._checking) or any(feed.flying for feed in self._feeds.values())
