@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["are_marked", "check", "clean", "is_any", "mark"]
 
-_SHOWN = 3
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
@@ -69,10 +67,10 @@ def check(tensors: Iterable[torch.Tensor]) -> None:
         return
     found = [mark.path for tensor in tensors if (mark := _marked.get(id(tensor))) is not None]
     if found:
-        shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+        names = ", ".join(dict.fromkeys(path.split("/", 1)[0] for path in found))
         raise Dirty(
-            f"{len(found)} tensors are half old, half new, as a clone into them did not end ({shown}): "
-            "resume the clone, clone again, or restore a state into them"
+            f"{names}: half old, half new, as a clone into {len(found)} tensors ({found[0]}, …) did not end: "
+            "resume the clone, clone again, or restore a state"
         )
 
 

@@ -461,6 +461,8 @@ class Runner:
                 line.error = error
         if handle is not None:
             handle._fail(error)
+        elif line is not None and not line.branch:  # a clone, which nobody asks for errors
+            _log.warning("the cloned state %s was not written and is in memory only: %s", uid, error)
         self._post(WriteFailed(uid))
 
     # --- the arena thread ------------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class ObjectsSink:
         self._accepted: set[int] = set()
         self._arriving: dict[int, _Arriving] = {}
         self._lock = threading.Lock()
+        self._token = object()
         self._is_marked = self._is_committed = self._is_closed = False
         self._given: list[tuple[int, int]] = []
         if skip_equal and not atomic:
@@ -133,7 +134,7 @@ class ObjectsSink:
     @property
     def is_dirty(self) -> bool:
         """Whether the objects are half old, half new by this clone."""
-        return self._is_marked and not self._is_committed and dirty.are_marked((home.live for home in self._homes.values()), self)
+        return self._is_marked and not self._is_committed and dirty.are_marked((home.live for home in self._homes.values()), self._token)
 
     def refuse_dirty(self) -> None:
         """Nothing, if the objects are whole.
@@ -247,14 +248,14 @@ class ObjectsSink:
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed("the clone has ended: begin another one")
-        if self._is_marked and not dirty.are_marked((home.live for home in self._homes.values()), self):
+        if self._is_marked and not dirty.are_marked((home.live for home in self._homes.values()), self._token):
             raise Conflict("something else was written to the objects that are cloned into: begin the clone again")
 
     def _mark(self) -> None:
         """Runs under the lock."""
         if not self._is_marked and self._homes:
             self._is_marked = True
-            dirty.mark(((home.path, home.live) for home in self._homes.values()), self)
+            dirty.mark(((home.path, home.live) for home in self._homes.values()), self._token)
 
     def _settle(self, index: int, *, is_accepted: bool) -> None:
         with self._lock:
