@@ -18,7 +18,7 @@ from .states import Edge, EdgeKind, State, Status, Value
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["by_prefix", "id_of", "ids_of", "state", "states", "unknown"]
+__all__ = ["by_prefix", "id_by_prefix", "id_of", "ids_of", "state", "states", "unknown"]
 
 T = TypeVar("T")
 
@@ -111,17 +111,22 @@ def by_prefix(session: Session, prefix: str) -> State:
     :raises Ambiguous: several do; lists some.
     :raises NotFound: none does.
     """
+    return states(session, [id_by_prefix(session, prefix)])[0]
+
+
+def id_by_prefix(session: Session, prefix: str) -> int:
+    """The row id of ``by_prefix``, for queries of this folder."""
     low = prefix.lower()
     if not _PREFIX.fullmatch(low):
         raise InvalidInput(f"{prefix!r} cannot begin a uid: give 4 to 24 hex digits")
     ids = session.execute(_BY_PREFIX, {"low": low, "high": low + "g"}).scalars().all()
     if not ids:
         raise NotFound(f"no state's uid begins with {prefix!r}")
-    found = states(session, ids)
-    if len(found) > 1:
+    if len(ids) > 1:
+        found = states(session, ids)
         listed = ", ".join(f"{one.uid} (step {one.step})" for one in found[:_LISTED]) + (", ..." if len(found) > _LISTED else "")
         raise Ambiguous(f"{prefix!r} begins several uids: {listed}: give more digits")
-    return found[0]
+    return int(ids[0])
 
 
 def _load(session: Session, ids: list[int]) -> dict[int, State]:

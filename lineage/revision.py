@@ -28,7 +28,7 @@ from datastates.errors import NotFound, SyntaxProblem
 
 from . import walk
 from .grammar import Problem, clamp, load, moment, parse, seconds, unquote, whole
-from .lookup import id_of
+from .lookup import id_by_prefix, id_of
 from .reach import above, difference
 from .schema import MetricRow, RefEventRow, RefRow, StateRow, from_us, table, to_us
 from .states import State
@@ -212,27 +212,31 @@ def _column(token: Token) -> int:
     return (token.start_pos or 0) + 1
 
 
-# From names to states
+# From names to states: row ids on the way, the state itself only at the end
 
 
 def _resolve(session: Session, revision: _Revision, now: datetime | None) -> State:
-    found = _base(session, revision.name) if revision.then is None else _stood(session, revision.name, revision.then, now)
+    id_ = _base(session, revision.name) if revision.then is None else _stood(session, revision.name, revision.then, now)
     for suffix in revision.suffixes:
-        found = _follow(session, found, suffix)
-    return found
+        id_ = _follow(session, id_, suffix)
+    return _state_of(session, id_)
 
 
-def _base(session: Session, name: str) -> State:
+def _state_of(session: Session, id_: int) -> State:
+    return walk.states(session, [id_])[0]
+
+
+def _base(session: Session, name: str) -> int:
     """The state of a ref, or of the only uid that begins so."""
     id_ = session.execute(_REF, {"ref": name}).scalar()
     if id_ is not None:
-        return walk.states(session, [int(id_)])[0]
+        return int(id_)
     if _is_uid_like(name):
-        return walk.by_prefix(session, name)
+        return id_by_prefix(session, name)
     raise NotFound(f"there is no branch, tag or uid {name!r}{_nearest(session, name)}")
 
 
-def _stood(session: Session, name: str, then: _Then, now: datetime | None) -> State:
+def _stood(session: Session, name: str, then: _Then, now: datetime | None) -> int:
     """Where a ref stood, by its reflog."""
     if isinstance(then, _Moves):
         event = session.execute(_MOVED, {"ref": name, "skip": then.count}).first()
@@ -248,44 +252,47 @@ def _stood(session: Session, name: str, then: _Then, now: datetime | None) -> St
         raise NotFound(f"{name!r} did not exist {when}: its reflog begins at {from_us(first.created_at).isoformat()}")
     if event.new_id is None:
         raise NotFound(f"{name!r} did not exist {when}: it was deleted at {from_us(event.created_at).isoformat()}")
-    return walk.states(session, [event.new_id])[0]
+    return int(event.new_id)
 
 
-def _follow(session: Session, state: State, suffix: _Suffix) -> State:
+def _follow(session: Session, id_: int, suffix: _Suffix) -> int:
     match suffix:
         case _FirstParents(count):
-            return walk.nth_ancestor(session, state.uid, count) if count else state
+            return walk.nth_ancestor_id(session, id_, count) if count else id_
         case _Parent(number):
-            return _parent(session, state, number)
+            return _parent(session, id_, number)
         case _AtStep(step):
-            return _at_step(session, state, step)
+            return _at_step(session, id_, step)
         case _Best(key, is_max):
-            return _best(session, state, key, is_max)
+            return _best(session, id_, key, is_max)
 
 
-def _parent(session: Session, state: State, number: int) -> State:
+def _parent(session: Session, id_: int, number: int) -> int:
     if number == 0:
-        return state
+        return id_
+    state = _state_of(session, id_)
     if number > len(state.parents):
         raise NotFound(f"{state.uid} has {len(state.parents)} parents: there is no ^{number}")
-    return walk.state(session, state.parents[number - 1])
+    return id_of(session, state.parents[number - 1])
 
 
-def _at_step(session: Session, state: State, step: int) -> State:
-    found = session.execute(_AT_STEP, {"start": id_of(session, state.uid), "step": step}).scalar()
+def _at_step(session: Session, id_: int, step: int) -> int:
+    found = session.execute(_AT_STEP, {"start": id_, "step": step}).scalar()
     if found is None:
+        state = _state_of(session, id_)
         raise NotFound(f"neither {state.uid} (step {state.step}) nor any of its first parents is at or before step {step}")
-    return walk.states(session, [int(found)])[0]
+    return int(found)
 
 
-def _best(session: Session, state: State, key: str, is_max: bool) -> State:
+def _best(session: Session, id_: int, key: str, is_max: bool) -> int:
     query = _best_query(session.get_bind().dialect.name, is_max)
-    found = session.execute(query, {"start": id_of(session, state.uid), "metric": key}).scalar()
+    found = session.execute(query, {"start": id_, "metric": key}).scalar()
     if found is None:
-        known = session.execute(_KEYS, {"state": id_of(session, state.uid)}).scalars().all()
-        hint = f" ({state.uid} has {', '.join(known[:10])})" if known else ""
-        raise NotFound(f"neither {state.uid} nor any of its ancestors has a metric {key!r}{hint}")
-    return walk.states(session, [int(found)])[0]
+        uid = _state_of(session, id_).uid
+        known = session.execute(_KEYS, {"state": id_}).scalars().all()
+        hint = f" ({uid} has {', '.join(known[:10])})" if known else ""
+        raise NotFound(f"neither {uid} nor any of its ancestors has a metric {key!r}{hint}")
+    return int(found)
 
 
 def _is_uid_like(name: str) -> bool:

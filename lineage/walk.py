@@ -39,6 +39,7 @@ __all__ = [
     "merge_base",
     "nearest_restorable",
     "nth_ancestor",
+    "nth_ancestor_id",
     "state",
     "states",
 ]
@@ -70,6 +71,21 @@ def _climb() -> Select[Any]:
     )
     walk = walk.union_all(step)
     return select(walk.c.id).where(walk.c.generation == target)
+
+
+def _climb_back() -> Select[Any]:
+    """The same, ``count`` generations up from ``start``; nothing where the chain is shorter."""
+    target = (_state.c.generation - bindparam("count", type_=BigInteger)).label("target")
+    at = select(_state.c.id, _state.c.parent_id, _state.c.jump_id, _state.c.generation, target).where(_state.c.id == bindparam("start"))
+    walk = at.cte("climb", recursive=True)
+    up = case((_jump.c.generation >= walk.c.target, _jump.c.id), else_=walk.c.parent_id)
+    step = (
+        select(_next.c.id, _next.c.parent_id, _next.c.jump_id, _next.c.generation, walk.c.target)
+        .select_from(walk.join(_jump, _jump.c.id == walk.c.jump_id).join(_next, _next.c.id == up))
+        .where(walk.c.generation > walk.c.target)
+    )
+    walk = walk.union_all(step)
+    return select(walk.c.id).where(walk.c.generation == walk.c.target)
 
 
 def _meet() -> Select[Any]:
@@ -121,7 +137,7 @@ def _chain_page() -> Select[Any]:
     return select(walk.c.id, walk.c.parent_id, _edge.c.parent_id).outerjoin_from(walk, _edge, _edge.c.child_id == walk.c.id)
 
 
-_CLIMB, _MEET, _RESTORABLE, _CHAIN = _climb(), _meet(), _restorable(), _chain_page()
+_CLIMB, _CLIMB_BACK, _MEET, _RESTORABLE, _CHAIN = _climb(), _climb_back(), _meet(), _restorable(), _chain_page()
 
 
 @cache
@@ -166,13 +182,18 @@ def nth_ancestor(session: Session, uid: str, n: int) -> State:
 
     :raises NotFound: the chain of first parents is shorter.
     """
+    return states(session, [nth_ancestor_id(session, id_of(session, uid), n)])[0]
+
+
+def nth_ancestor_id(session: Session, id_: int, n: int) -> int:
+    """The row id of ``nth_ancestor`` from a row id, for queries of this folder."""
     if n < 0:
         raise InvalidInput(f"{n} is no number of generations: count from 0, towards the root")
-    start = _place(session, uid)
-    if n > start.generation:
-        raise NotFound(f"{uid} has {start.generation} first parents up to its root: ~{n} goes beyond it")
-    found = session.execute(_CLIMB, {"start": start.id, "target": start.generation - n}).scalar_one()
-    return states(session, [int(found)])[0]
+    found = session.execute(_CLIMB_BACK, {"start": id_, "count": n}).scalar()
+    if found is None:
+        (start,) = states(session, [id_])
+        raise NotFound(f"{start.uid} has {start.generation} first parents up to its root: ~{n} goes beyond it")
+    return int(found)
 
 
 def is_ancestor(session: Session, a: str, b: str) -> bool:
