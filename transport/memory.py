@@ -1,0 +1,194 @@
+"""Both ends in one process: for tests of whatever is built on a transport, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from datastates.errors import Disconnected, PeerFault, Unavailable
+
+from .contract import Channel, Link, Listener, Tls, Transport
+
+__all__ = ["MemoryTransport"]
+
+T = TypeVar("T")
+
+_FRAMES = 64
+"""How many frames wait in a channel before its sender waits too."""
+
+_ADDRESS = b"memory"
+
+
+class MemoryTransport(Transport):
+    """``memory://name``; ``memory://`` alone picks a name. All that it connects must run on one event loop."""
+
+    scheme = "memory"
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, _Listener] = {}
+        self._meetings: dict[int, _Meeting] = {}
+        self._links: set[_Link] = set()
+
+    async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:
+        """Take peers under a name; ``tls`` has nothing to protect here."""
+        name = _name(url) or secrets.token_hex(4)
+        if name in self._listeners:
+            raise Unavailable(f"memory://{name} is taken: choose another name, or memory:// for any")
+        listener = self._listeners[name] = _Listener(self._listeners, name, accept)
+        return listener
+
+    async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
+        """Reach a listener of this process."""
+        listener = self._listeners.get(_name(url))
+        if listener is None:
+            raise Disconnected(f"nobody listens at {url}: serve there first")
+        here, there = _Channel(url), _Channel("memory://client")
+        here.other, there.other = there, here
+        listener.visit(there)
+        return here
+
+    def address(self) -> bytes:
+        """The same for both ends."""
+        return _ADDRESS
+
+    async def link(self, address: bytes) -> Link:
+        """Tags are matched over all links of the process, as UCX does."""
+        if address != _ADDRESS:
+            raise PeerFault(f"{address[:20]!r} is no address in this process's memory")
+        link = _Link(self._meetings, self._links)
+        self._links.add(link)
+        return link
+
+    async def close(self) -> None:
+        """Stop listening, and abort every link."""
+        for listener in list(self._listeners.values()):
+            await listener.close()
+        for link in list(self._links):
+            await link.abort()
+
+
+class _Listener(Listener):
+    def __init__(self, listeners: dict[str, _Listener], name: str, accept: Callable[[Channel], Awaitable[None]]) -> None:
+        self.url = f"memory://{name}"
+        self._listeners, self._name, self._accept = listeners, name, accept
+        self._visits: set[asyncio.Future[None]] = set()
+
+    def visit(self, channel: Channel) -> None:
+        visit = asyncio.ensure_future(self._accept(channel))
+        self._visits.add(visit)
+        visit.add_done_callback(self._visits.discard)
+
+    async def close(self) -> None:
+        self._listeners.pop(self._name, None)
+
+
+class _Channel(Channel):
+    """One end; ``other`` is the other one."""
+
+    other: _Channel
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self._frames: asyncio.Queue[bytes | None] = asyncio.Queue(_FRAMES)
+        self._gone = asyncio.Event()
+
+    async def send(self, frame: bytes) -> None:
+        if self._gone.is_set():
+            raise Disconnected(f"{self.peer} is gone: the connection was closed")
+        await _unless(self._gone, self.other._frames.put(frame), f"{self.peer} is gone: the connection was closed")
+
+    async def receive(self, limit: int) -> bytes:
+        if self._frames.empty() and self._gone.is_set():
+            raise Disconnected(f"{self.peer} is gone: the connection was closed")
+        frame = await _unless(self._gone, self._frames.get(), f"{self.peer} is gone: the connection was closed")
+        if frame is None or len(frame) > limit:
+            await self.close()
+            raise PeerFault(f"{self.peer} announced a frame of {len(frame or b'')} bytes, at most {limit} are allowed here")
+        return frame
+
+    async def close(self) -> None:
+        self._gone.set()
+        self.other._gone.set()
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """Who came first to a tag: a sender with its bytes, or a receiver with its memory, and what tells it of the end."""
+
+    link: _Link
+    memory: memoryview
+    is_sender: bool
+    done: asyncio.Future[None]
+
+
+class _Link(Link):
+    """Sender and receiver of a tag wait for each other; who comes second copies."""
+
+    def __init__(self, meetings: dict[int, _Meeting], links: set[_Link]) -> None:
+        self._meetings, self._links = meetings, links
+        self._is_aborted = False
+
+    async def send(self, tag: int, data: memoryview) -> None:
+        await self._meet(tag, data, is_sender=True)
+
+    async def receive(self, tag: int, into: memoryview) -> None:
+        await self._meet(tag, into, is_sender=False)
+
+    async def abort(self) -> None:
+        self._is_aborted = True
+        self._links.discard(self)
+        for tag in [tag for tag, meeting in self._meetings.items() if meeting.link is self]:
+            meeting = self._meetings.pop(tag)
+            if not meeting.done.done():
+                meeting.done.set_exception(Disconnected("the link was aborted"))
+                meeting.done.exception()  # its waiter may be gone
+
+    async def _meet(self, tag: int, memory: memoryview, *, is_sender: bool) -> None:
+        if self._is_aborted:
+            raise Disconnected("the link was aborted")
+        first = self._meetings.get(tag)
+        if first is None:
+            done = asyncio.get_running_loop().create_future()
+            self._meetings[tag] = _Meeting(self, memory, is_sender, done)
+            await asyncio.shield(done)
+            return
+        if first.is_sender == is_sender:
+            raise PeerFault(f"tag {tag} is used twice at once")
+        del self._meetings[tag]
+        data, into = (memory, first.memory) if is_sender else (first.memory, memory)
+        problem = _deliver(data, into, tag)
+        if first.is_sender or problem is None:
+            first.done.set_result(None)
+        else:
+            first.done.set_exception(problem)
+        if problem is not None and not is_sender:
+            raise problem
+
+
+def _deliver(data: memoryview, into: memoryview, tag: int) -> PeerFault | None:
+    data, into = data.cast("B"), into.cast("B")
+    if data.nbytes != into.nbytes:
+        return PeerFault(f"the message of tag {tag} has {data.nbytes} bytes, {into.nbytes} were waited for")
+    into[:] = data
+    return None
+
+
+async def _unless(gone: asyncio.Event, work: Awaitable[T], why: str) -> T:
+    """What ``work`` gives, unless ``gone`` is set before."""
+    task, end = asyncio.ensure_future(work), asyncio.ensure_future(gone.wait())
+    try:
+        await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Disconnected(why)
+    finally:
+        task.cancel()
+        end.cancel()
+
+
+def _name(url: str) -> str:
+    return urlsplit(url).netloc
