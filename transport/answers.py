@@ -14,6 +14,7 @@ import msgspec
 from datastates.errors import PeerFault
 
 from .feed import Feed
+from .fetch import fetch
 from .protocol import Find, Log, Offer, Open, Opened, Push, Question, Refs, Resolve
 from .sending import Sending, Sent
 from .store import Relays, Source, Store
@@ -61,8 +62,6 @@ class Answers:
 
     async def take(self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
         """Fetch a state that the peer pushes; the body of the answer is its record."""
-        from .fetch import fetch
-
         store = self._service.store
         try:
             offer = _offer.decode(body)

@@ -144,6 +144,7 @@ async def _admit(channel: Channel, ready: Callable[[], Ready], token: bytes) -> 
         own = ready()
     except DatastatesError as exc:
         await sealed.send(encode(Refused(describe(exc))))
+        await _first(sealed)  # a connection that is closed with bytes unread would take the refusal with it
         raise
     await sealed.send(encode(own))
     return sealed, await _first(sealed)

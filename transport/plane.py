@@ -13,7 +13,7 @@ __all__ = ["Plane", "surely"]
 
 
 class Plane:
-    """The link to one peer. No transfer can be stopped alone: who needs its memory back drops the link, and the next use makes a new one."""
+    """The link to one peer. No transfer can be stopped alone: who needs memory back drops the link, and the next use makes a new one."""
 
     def __init__(self, transport: Transport, address: bytes, peer: str) -> None:
         self._transport, self._address, self._peer = transport, address, peer

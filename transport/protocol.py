@@ -75,8 +75,8 @@ BODY_BYTES: Final = 256 << 20
 PIECES: Final = 64
 """The most pieces that a chunk is sent in."""
 
-_Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+$")]
-_Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]+$")]
+_Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+\\Z")]
+_Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]+\\Z")]
 _Name = Annotated[str, Meta(max_length=255)]
 _Text = Annotated[str, Meta(max_length=16 << 10)]
 _Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -102,7 +102,7 @@ class RefRecord(Struct, frozen=True):
     """A branch or a tag."""
 
     name: _Name
-    kind: Annotated[str, Meta(pattern="^(branch|tag)$")]
+    kind: Annotated[str, Meta(pattern="^(branch|tag)\\Z")]
     state: _Uid
     message: _Text | None = None
 

@@ -26,6 +26,7 @@ HANDLES = 64
 """The most states that a peer may hold open at once."""
 
 _FINISH_S = 1.0
+_CLOSED = "the state is no longer held open for sending: open it again"
 _logger = logging.getLogger(__name__)
 
 
@@ -43,7 +44,7 @@ class _Held:
     source: Source
     uid: str
     lengths: tuple[int, ...]
-    sends: set[asyncio.Task[None]] = field(default_factory=set)
+    sends: dict[asyncio.Task[None], Want] = field(default_factory=dict)
     is_released: bool = False
 
 
@@ -97,14 +98,18 @@ class Sending:
             raise PeerFault(f"{self._peer} wants more than {WANTS} chunks at once")
         held = self._held.get(want.handle)
         if held is None or held.is_released:
-            self._track(self._refusals, self._gone(want, Closed("the state is no longer open for sending: open it again")))
+            refusal = asyncio.create_task(self._gone(want, Closed(_CLOSED)))
+            self._refusals.add(refusal)
+            refusal.add_done_callback(self._refusals.discard)
             return
         if want.index >= len(held.lengths) or sum(want.pieces) != held.lengths[want.index]:
             had = f"has {held.lengths[want.index]} bytes" if want.index < len(held.lengths) else f"is none of {len(held.lengths)}"
             raise PeerFault(f"{self._peer} wants {sum(want.pieces)} bytes of chunk {want.index} of state {held.uid}, which {had}")
         self._used_at = self._clock()
         if not self.is_draining:
-            self._track(held.sends, self._send(held, want))
+            send = asyncio.create_task(self._send(held, want))
+            held.sends[send] = want
+            send.add_done_callback(held.sends.pop)
 
     async def release(self, handle: int) -> None:
         """Let go of a state. What is on its way may finish shortly, else the data plane is reset.
@@ -119,8 +124,11 @@ class Sending:
         held.is_released = True
         if held.sends:
             await asyncio.wait(held.sends, timeout=_FINISH_S)
+        cut_off = list(held.sends.values())
         await self._close(held)
         self._held.pop(handle, None)
+        for want in cut_off:
+            await self._gone(want, Closed(_CLOSED))
 
     async def drain(self, grace_s: float) -> None:
         """Begin no more chunks, and wait for those on their way."""
@@ -134,11 +142,6 @@ class Sending:
             task.cancel()
         await asyncio.gather(*self._refusals, *(self._close(held) for held in list(self._held.values())), return_exceptions=True)
         self._held.clear()
-
-    def _track(self, tasks: set[asyncio.Task[None]], work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
 
     async def _send(self, held: _Held, want: Want) -> None:
         link: Link | None = None

@@ -13,6 +13,7 @@ from datastates.errors import Closed, DatastatesError, InvalidInput, Unavailable
 from .answers import Service
 from .contract import Channel, Listener, Tls, Transport
 from .protocol import Identity
+from .registry import transport_for
 from .sending import Sent
 from .session import Session
 from .store import Relays, Store
@@ -36,19 +37,20 @@ class Server:
         store: Store,
         url: str,
         *,
-        transport: Transport,
         token: bytes = b"",
         tls: Tls | None = None,
         timeout_s: float = 10.0,
         max_sessions: int = 64,
         relays: Relays | None = None,
+        transport: Transport | None = None,
     ) -> None:
         if not token and not is_loopback(url):
             raise InvalidInput(
                 f"{url} can be reached from other machines, and there is no token: "
                 "set DATASTATES_TOKEN, pass token_file=, or serve on 127.0.0.1"
             )
-        self._store, self._url, self._transport, self._token, self._tls = store, url, transport, token, tls
+        self._store, self._url, self._token, self._tls = store, url, token, tls
+        self._transport = transport_for(url) if transport is None else transport
         self._timeout_s, self._max_sessions, self._relays = timeout_s, max_sessions, relays
         self._listener: Listener | None = None
         self._service: Service | None = None

@@ -56,6 +56,7 @@ from .protocol import (
     Want,
     encode,
 )
+from .registry import transport_for
 from .sealed import Sealed
 from .sending import Sending, Sent
 from .store import Source
@@ -123,7 +124,7 @@ class Session:
         :raises Unauthorized: the tokens differ.
         :raises PeerFault: it is no datastates, or speaks another version.
         """
-        transport = _transport_for(url) if transport is None else transport
+        transport = transport_for(url) if transport is None else transport
         channel = await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
         own = Ready((), transport.address(), _milliseconds(timeout_s))
         sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
@@ -212,7 +213,7 @@ class Session:
         """
         opening = self._spawn(self._open(Open(uid, relay, tuple(failed), here)))
         try:
-            return await asyncio.shield(opening)
+            return await self._outcome(opening)
         except asyncio.CancelledError:
             opening.add_done_callback(self._unwanted)
             raise
@@ -231,7 +232,7 @@ class Session:
         try:
             body = await asyncio.to_thread(msgspec.msgpack.encode, offer)
             pushing = self._spawn(self._asking.ask(Push(handle, len(body)), limit=BODY_BYTES, offer=body))
-            return await self._decode(await asyncio.shield(pushing), StateRecord)
+            return await self._decode(await self._outcome(pushing), StateRecord)
         finally:
             await self._sending.release(handle)
 
@@ -281,7 +282,7 @@ class Session:
     async def _post(self, message: Message) -> None:
         """Write a frame. It goes out whole even if the caller is cancelled meanwhile."""
         self._check_open()
-        await asyncio.shield(self._spawn(self._write(encode(message))))
+        await self._outcome(self._spawn(self._write(encode(message))))
 
     async def _write(self, body: bytes) -> None:
         async with self._writing:
@@ -426,6 +427,16 @@ class Session:
         task.add_done_callback(self._finished)
         return task
 
+    async def _outcome(self, task: asyncio.Task[_T]) -> _T:
+        """What comes of a task of the session, which goes on if the caller is cancelled; if the session ends first: its error."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self._error is None or (caller is not None and caller.cancelling()):
+                raise
+            raise again(self._error) from None
+
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
@@ -478,9 +489,3 @@ class Session:
 
 def _milliseconds(timeout_s: float) -> int:
     return max(100, round(timeout_s * 1000))
-
-
-def _transport_for(url: str) -> Transport:
-    from .contract import transport_for
-
-    return transport_for(url)

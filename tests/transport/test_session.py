@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -10,11 +11,42 @@ from typing import Any
 
 import pytest
 
-from datastates.errors import Closed, Conflict, DatastatesError, Disconnected, NotFound, PeerFault, SyntaxProblem, Torn, Unavailable
-from datastates.transport.protocol import Offer, RefRecord, Refs
+from datastates.errors import (
+    Closed,
+    Conflict,
+    DatastatesError,
+    Disconnected,
+    InvalidInput,
+    NotFound,
+    PeerFault,
+    SyntaxProblem,
+    Torn,
+    Unavailable,
+)
+from datastates.transport.feed import Feed
+from datastates.transport.protocol import (
+    FRAME_BYTES,
+    MAGIC,
+    Answer,
+    Ask,
+    Failed,
+    Failure,
+    Find,
+    Hello,
+    Message,
+    Offer,
+    Part,
+    Ping,
+    Proof,
+    Ready,
+    RefRecord,
+    Refs,
+    Release,
+    Want,
+)
 from datastates.transport.server import Server
 from datastates.transport.session import Session
-from tests.transport.stores import UID, MemorySource, MemoryStore, chunks, manifest_of, record
+from tests.transport.stores import CHUNK, UID, MemorySource, MemoryStore, chunks, manifest_of, record
 from tests.transport.wires import QueueChannel, QueueTransport
 
 STATE = chunks(1, 20)
@@ -70,20 +102,608 @@ async def session(world: World, **options: Any) -> AsyncIterator[Session]:
         await made.close()
 
 
-def test_smoke() -> None:
+async def opened(peer: Session) -> Feed:
+    _, feed = await peer.open(UID)
+    assert feed is not None
+    return feed
+
+
+async def receive(feed: Feed, index: int, *cuts: int) -> bytes:
+    """A chunk of the state, received in pieces that end at ``cuts``."""
+    memory = bytearray(len(STATE[index]))
+    edges = [0, *cuts, len(memory)]
+    await feed.receive(index, [memoryview(memory)[a:b] for a, b in itertools.pairwise(edges)])
+    return bytes(memory)
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    """Wait for something that the other end does."""
+    while not claim():  # noqa: ASYNC110 # what it waits for has no event
+        await asyncio.sleep(0.001)
+
+
+# --- questions --------------------------------------------------------------------------------------------------------------
+
+
+def test_questions_reach_the_store_and_answers_come_back() -> None:
     async def test(world: World) -> None:
         async with session(world) as peer:
+            assert peer.identity == world.store.identity()
             assert await peer.refs() == world.store.branches
-            assert (await peer.find("x")).states == tuple(world.store.records)
-            assert (await peer.log("main", limit=1)).next is None
+            assert (await peer.find("loss < 1", limit=5, after="cursor")).next == "cursor"
+            assert (await peer.log("main", limit=1)).states == tuple(world.store.records)
             assert (await peer.resolve("main")).uid == UID
-            opened, feed = await peer.open(UID)
-            assert feed is not None
-            assert opened.lengths == tuple(map(len, STATE))
-            for n, piece in enumerate(STATE):
-                into = bytearray(len(piece))
-                await feed.receive(n, [memoryview(into)[:1000], memoryview(into)[1000:]])
-                assert into == piece
+
+    run(test)
+
+
+def test_an_answer_longer_than_a_frame_comes_in_parts() -> None:
+    async def test(world: World) -> None:
+        world.store.records = [record(step=n, message="m" * 8000) for n in range(1000)]
+        async with session(world) as peer:
+            page = await peer.find("all", limit=1000)
+            assert page.states == tuple(world.store.records)
+            assert max(len(frame) for frame in world.channels[0].other.sent) <= FRAME_BYTES
+
+    run(test)
+
+
+def test_an_answer_that_is_longer_than_was_asked_for_ends_the_session() -> None:
+    async def test(world: World) -> None:
+        world.store.records = [record(step=n, message="m" * 8000) for n in range(100)]
+        async with session(world) as peer:
+            with pytest.raises(PeerFault, match="more than the 100000 bytes"):
+                await peer.ask(Find("all", 1000), limit=100_000)
+            assert not peer.is_open
+
+    run(test)
+
+
+ERRORS = [
+    NotFound("no branch 'x'"),
+    Conflict("main moved"),
+    Torn("torn", paths=("a",)),
+    Unavailable("evicted", nearest=UID),
+    Disconnected("the database is gone"),
+    SyntaxProblem("unexpected word", text="loss <", column=7, expected=("a number",)),
+    *(cls("of this kind") for cls in DatastatesError.__subclasses__() if cls not in {Conflict}),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.kind)
+def test_an_error_of_the_store_comes_up_as_the_same_class(error: DatastatesError) -> None:
+    def fail(name: str) -> None:
+        raise error
+
+    async def test(world: World) -> None:
+        world.store.hook = fail
+        async with session(world) as peer:
+            with pytest.raises(DatastatesError) as caught:
+                await peer.resolve("x")
+            assert type(caught.value) is type(error)
+            assert str(caught.value) == str(error)
+            if isinstance(error, SyntaxProblem):
+                assert isinstance(caught.value, SyntaxProblem)
+                assert (caught.value.text, caught.value.column, caught.value.expected) == (error.text, error.column, error.expected)
+            if isinstance(error, Unavailable):
+                assert isinstance(caught.value, Unavailable)
+                assert caught.value.nearest == error.nearest
+            world.store.hook = lambda name: None
+            assert await peer.refs()
+
+    run(test)
+
+
+def test_of_an_error_that_is_not_ours_the_peer_learns_the_type_only(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(name: str) -> None:
+        raise KeyError("password of the database")
+
+    async def test(world: World) -> None:
+        world.store.hook = fail
+        async with session(world) as peer:
+            with pytest.raises(DatastatesError, match="KeyError: its log") as caught:
+                await peer.refs()
+            assert "password" not in str(caught.value)
+
+    run(test)
+    assert "password of the database" in caplog.text
+
+
+def test_a_message_of_a_peer_cannot_steer_a_terminal() -> None:
+    def fail(name: str) -> None:
+        raise NotFound("\x1b[2Jgone\nreally")
+
+    async def test(world: World) -> None:
+        world.store.hook = fail
+        async with session(world) as peer:
+            with pytest.raises(NotFound) as caught:
+                await peer.refs()
+            assert str(caught.value) == "?[2Jgone\nreally"
+
+    run(test)
+
+
+def test_64_questions_at_once_are_all_answered_by_few_threads() -> None:
+    inside, most, lock = 0, 0, threading.Lock()
+    room = threading.Barrier(8)
+
+    def count(name: str) -> None:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        room.wait(5)
+        with lock:
+            inside -= 1
+
+    async def test(world: World) -> None:
+        world.store.hook = count
+        async with session(world) as peer:
+            answers = await asyncio.gather(*(peer.find("x", after=str(n)) for n in range(64)))
+            assert [page.next for page in answers] == [str(n) for n in range(64)]
+
+    run(test)
+    assert most == 8
+
+
+def test_a_peer_that_asks_without_end_is_cut_off() -> None:
+    block = threading.Event()
+
+    async def test(world: World) -> None:
+        world.store.hook = lambda name: block.wait(10)
+        async with session(world) as peer:
+            flood = [asyncio.create_task(peer._post(Ask(n, Refs()))) for n in range(300)]
+            await asyncio.gather(*flood, return_exceptions=True)
+            await peer.wait_closed()
+            assert "while 256 others are open" in str(peer.error)
+        block.set()
+
+    run(test)
+
+
+def test_an_answer_that_comes_after_its_question_was_given_up_is_dropped() -> None:
+    block = threading.Event()
+
+    async def test(world: World) -> None:
+        world.store.hook = lambda name: block.wait(10)
+        async with session(world) as peer:
+            task = asyncio.create_task(peer.refs())
+            await until(lambda: len(world.channels[0].sent) == 4)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            block.set()
+            assert await peer.refs()
+
+    run(test)
+
+
+def test_a_state_that_was_opened_for_nobody_is_unpinned() -> None:
+    block = threading.Event()
+
+    async def test(world: World) -> None:
+        world.store.hook = lambda name: block.wait(10)
+        async with session(world) as peer:
+            task = asyncio.create_task(peer.open(UID))
+            await until(lambda: len(world.channels[0].sent) == 4)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            block.set()
+            await until(lambda: bool(world.store.opened))
+            assert await asyncio.to_thread(world.store.opened[0].is_closed.wait, 5)
+
+    run(test)
+
+
+def test_a_client_answers_no_questions() -> None:
+    async def test(world: World) -> None:
+        async with session(world):
+            await until(lambda: bool(world.server.sessions))
+            with pytest.raises(PeerFault, match="serves nothing"):
+                await world.server.sessions[0].refs()
+
+    run(test)
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_arrive_in_any_cut_many_at_once() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            feed = await opened(peer)
+            assert feed.lengths == tuple(map(len, STATE))
+            assert feed.manifest == manifest_of(STATE)
+            got = await asyncio.gather(*(receive(feed, n, 10, 1000 + n, CHUNK // 2) for n in range(len(STATE))))
+            assert got == STATE
             await feed.close()
+            assert world.store.opened[0].is_closed.is_set()
+            await feed.close()
+        sent = world.server.sent
+        assert (sent.bytes, sent.chunks, sent.states[UID]) == (sum(map(len, STATE)), len(STATE), sum(map(len, STATE)))
+        assert [len(transport.links) for transport in (world.near, world.far)] == [1, 1]
+
+    run(test)
+
+
+def test_receives_are_posted_before_the_chunk_is_asked_for() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            feed = await opened(peer)
+            before: list[int] = []
+
+            def look(number: int, frame: bytes) -> list[bytes]:
+                if b"Want" in frame:
+                    before.append(len(world.near.posted))
+                return [frame]
+
+            world.channels[0].change = look
+            await receive(feed, 0, 10, 20)
+            assert before == [3]
+
+    run(test)
+
+
+def test_no_data_plane_is_made_before_a_chunk_is_wanted() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            await opened(peer)
+            assert not world.near.links
+            assert not world.far.links
+
+    run(test)
+
+
+def test_a_chunk_that_will_not_come_raises_why_and_nothing_writes_there_afterwards() -> None:
+    def refuse(index: int) -> None:
+        if index == 3:
+            raise Unavailable("evicted meanwhile", nearest=UID)
+
+    async def test(world: World) -> None:
+        world.store.before = refuse
+        async with session(world) as peer:
+            feed = await opened(peer)
+            memory = bytearray(CHUNK)
+            with pytest.raises(Unavailable, match="evicted meanwhile") as caught:
+                await feed.receive(3, [memoryview(memory)])
+            assert caught.value.nearest == UID
+            assert world.near.aborts == 1
+            assert world.near.links[0].aborted.is_set()
+            assert await receive(feed, 4) == STATE[4]  # over a new link
+            assert not any(memory)
+
+    run(test)
+
+
+def test_a_chunk_whose_receiver_is_cancelled_is_not_written_to_afterwards() -> None:
+    async def test(world: World) -> None:
+        world.far.hold.clear()
+        async with session(world) as peer:
+            feed = await opened(peer)
+            memory = bytearray(CHUNK)
+            task = asyncio.create_task(feed.receive(0, [memoryview(memory)]))
+            await until(lambda: bool(world.far.links))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert world.near.links[0].aborted.is_set()
+            world.far.hold.set()
+            assert await receive(feed, 1) == STATE[1]
+            assert not any(memory)
+
+    run(test)
+
+
+def test_a_state_that_is_released_while_it_is_sent_is_closed_only_when_nothing_reads_it() -> None:
+    async def test(world: World) -> None:
+        world.far.hold.clear()
+        async with session(world) as peer:
+            feed = await opened(peer)
+            task = asyncio.create_task(receive(feed, 0))
+            await until(lambda: bool(world.far.links))
+            task.cancel()
+            await feed.close()
+            assert world.store.opened[0].is_closed.is_set()
+            assert world.far.links[0].aborted.is_set()
+
+    run(test)
+
+
+def test_a_broken_link_fails_its_chunks_and_the_next_one_is_made_anew() -> None:
+    async def test(world: World) -> None:
+        world.far.hold.clear()
+        async with session(world) as peer:
+            feed = await opened(peer)
+            tasks = [asyncio.create_task(receive(feed, n)) for n in range(3)]
+            await until(lambda: len(world.near.posted) == 3 and bool(world.far.links))
+            await world.far.links[0].abort()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(each, Disconnected) for each in results)
+            world.far.hold.set()
+            assert await receive(feed, 0) == STATE[0]
+
+    run(test)
+
+
+def test_what_a_receiver_asks_wrongly_is_told_before_anything_is_sent() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            feed = await opened(peer)
+            with pytest.raises(InvalidInput, match="10 bytes were asked for as chunk 0"):
+                await feed.receive(0, [memoryview(bytearray(10))])
+            with pytest.raises(InvalidInput, match="no such chunk"):
+                await feed.receive(len(STATE), [memoryview(bytearray(10))])
+            assert peer.is_open
+
+    run(test)
+
+
+WRONG = [
+    Want(7, 0, 1, (CHUNK,)),
+    Want(0, len(STATE), 1, (CHUNK,)),
+    Want(0, 0, 1, (CHUNK, 1)),
+    Want(0, 0, 1, (1,)),
+    Ask(0, Release(7)),
+    Part(3, b"x"),
+    Answer(0, b"", True),
+    Failed(0, Failure("not-found", "x")),
+    Ping(1),
+    Hello(MAGIC, 1, bytes(32)),
+    Proof(bytes(32)),
+    Ready((), b"", 1000),
+]
+
+
+@pytest.mark.parametrize("message", WRONG, ids=str)
+def test_what_breaks_the_protocol_is_answered_by_an_error_or_the_end(message: Message) -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            await opened(peer)
+            await peer._post(message)
+            if isinstance(message, Ask):
+                return
+            await peer.wait_closed()
+            assert isinstance(peer.error, Disconnected)
+            assert "closed the connection" in str(peer.error)
+
+    run(test)
+
+
+def test_more_chunks_at_once_than_allowed_end_the_session() -> None:
+    async def test(world: World) -> None:
+        world.far.hold.clear()
+        async with session(world) as peer:
+            await opened(peer)
+            wants = [peer._post(Want(0, 0, n, (CHUNK,))) for n in range(65)]
+            await asyncio.gather(*wants, return_exceptions=True)
+            await peer.wait_closed()
+            assert "more than 64 chunks at once" in str(peer.error)
+        world.far.hold.set()
+
+    run(test)
+
+
+def test_more_states_held_open_than_allowed_are_refused() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            feeds = [await opened(peer) for _ in range(64)]
+            with pytest.raises(InvalidInput, match="64 states open"):
+                await peer.open(UID)
+            await feeds[0].close()
+            await opened(peer)
+
+    run(test)
+
+
+# --- pushes -----------------------------------------------------------------------------------------------------------------
+
+
+def offer(uid: str = "ab12" * 6, *, refs: int = 0) -> Offer:
+    return Offer(manifest_of(STATE), record(uid), (), tuple(RefRecord(f"tag{n}", "tag", uid, "m" * 4000) for n in range(refs)))
+
+
+def test_a_push_is_fetched_by_the_server_and_recorded() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            source = MemorySource(STATE)
+            given = offer(refs=500)  # 2 MB: several parts
+            assert await peer.push(source, given.state.uid, given) == given.state
+            assert source.is_closed.is_set()
+            assert [bytes(chunk) for chunk in world.store.sinks[0].memory] == STATE
+            assert not world.store.abandoned
+
+    run(test)
+
+
+def test_a_push_that_the_store_refuses_raises_its_error() -> None:
+    def refuse(name: str) -> None:
+        if name == "receive":
+            raise InvalidInput("this server takes no pushes")
+
+    async def test(world: World) -> None:
+        world.store.hook = refuse
+        async with session(world) as peer:
+            source = MemorySource(STATE)
+            with pytest.raises(InvalidInput, match="takes no pushes"):
+                await peer.push(source, UID, offer())
+            assert source.is_closed.is_set()
+
+    run(test)
+
+
+def test_a_push_that_fails_midway_is_abandoned() -> None:
+    def fail(index: int) -> None:
+        if index == 7:
+            raise Unavailable("the source lost it")
+
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            with pytest.raises(DatastatesError, match="the source lost it"):
+                await peer.push(MemorySource(STATE, before=fail), UID, offer())
+            await until(lambda: world.store.abandoned == world.store.sinks)
+            assert await peer.refs()
+
+    run(test)
+
+
+def test_a_push_that_is_cancelled_leaves_the_session_usable() -> None:
+    async def test(world: World) -> None:
+        world.near.hold.clear()
+        async with session(world) as peer:
+            source = MemorySource(STATE)
+            task = asyncio.create_task(peer.push(source, UID, offer()))
+            await until(lambda: bool(world.near.links))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert source.is_closed.is_set()
+            world.near.hold.set()
+            await until(lambda: world.store.abandoned == world.store.sinks)
+            assert await peer.push(MemorySource(STATE), UID, offer()) == offer().state
+
+    run(test)
+
+
+# --- life and death -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_session_lives_by_its_heartbeats() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            await until(lambda: len(world.channels[0].sent) > 35)  # each timeout has 10 heartbeats
+            assert peer.is_open
+            assert await peer.refs()
+
+    run(test, timeout_s=0.2)
+
+
+def test_each_side_keeps_to_the_shorter_patience_of_the_other() -> None:
+    async def test(world: World) -> None:
+        async with session(world, timeout_s=100) as peer:
+            await until(lambda: len(world.channels[0].sent) > 35)
+            assert peer.is_open
+
+    run(test, timeout_s=0.2)
+
+
+def test_a_peer_that_falls_silent_is_given_up_and_the_link_is_aborted_before_anybody_hears() -> None:
+    async def test(world: World) -> None:
+        world.far.hold.clear()
+        async with session(world) as peer:
+            feed = await opened(peer)
+            aborted: list[bool] = []
+
+            async def chunk() -> None:
+                try:
+                    await receive(feed, 0)
+                finally:
+                    aborted.append(world.near.links[0].aborted.is_set())
+
+            async def question() -> None:
+                try:
+                    await peer.refs()
+                finally:
+                    aborted.append(world.near.links[0].aborted.is_set())
+
+            waiting = [asyncio.create_task(chunk())]
+            await until(lambda: bool(world.far.links))
+            world.channels[0].other.change = lambda number, frame: []
+            waiting.append(asyncio.create_task(question()))
+            results = await asyncio.gather(*waiting, return_exceptions=True)
+            assert aborted == [True, True]
+            for result in results:
+                assert isinstance(result, Disconnected)
+                assert "silent for 0.3 s" in str(result)
+            with pytest.raises(Disconnected, match="silent"):
+                await peer.refs()
+
+    run(test, timeout_s=0.3)
+
+
+def test_a_chunk_that_does_not_come_from_a_living_peer_is_given_up() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            feed = await opened(peer)
+            with pytest.raises(Disconnected, match=r"alive, but has sent nothing .* in 0\.3 s"):
+                await receive(feed, 0)
+
+    async def never(index: int) -> None:
+        await asyncio.Event().wait()
+
+    async def silent(world: World) -> None:
+        world.store.before = never
+        await test(world)
+
+    run(silent, timeout_s=0.3)
+
+
+def test_a_receiver_that_takes_nothing_is_cut_off_and_its_pins_go() -> None:
+    async def test(world: World) -> None:
+        world.far.hold.clear()
+        async with session(world, timeout_s=30) as peer:
+            await opened(peer)
+            await peer._post(Want(0, 0, 1, (CHUNK,)))
+            await peer.wait_closed()
+            assert world.store.opened[0].is_closed.wait(5)
+
+    run(test, timeout_s=0.3)
+
+
+def test_states_held_open_for_nothing_are_let_go() -> None:
+    async def test(world: World) -> None:
+        async with session(world, timeout_s=30) as peer:
+            await opened(peer)
+            await peer.wait_closed()
+
+    run(test, timeout_s=0.1)
+
+
+def test_a_question_that_is_never_answered_is_given_up() -> None:
+    block = threading.Event()
+
+    async def test(world: World) -> None:
+        world.store.hook = lambda name: block.wait(10)
+        async with session(world) as peer:
+            with pytest.raises(Disconnected, match=r"alive, but has not answered for 0\.6 s"):
+                await peer.refs()
+            assert peer.is_open
+        block.set()
+
+    run(test, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_a_changed_frame_ends_the_session_as_the_peers_fault(side: str) -> None:
+    def flip(number: int, frame: bytes) -> list[bytes]:
+        return [bytes([frame[0] ^ 1]) + frame[1:]]
+
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            await until(lambda: bool(world.server.sessions))
+            far = world.server.sessions[0]
+            channel = world.channels[0] if side == "client" else world.channels[0].other
+            channel.change = flip
+            with pytest.raises(DatastatesError):
+                await peer.refs()
+            noticed = far if side == "client" else peer
+            await noticed.wait_closed()
+            assert isinstance(noticed.error, PeerFault)
+
+    run(test)
+
+
+def test_a_session_that_is_closed_fails_whoever_waits_on_it() -> None:
+    block = threading.Event()
+
+    async def test(world: World) -> None:
+        world.store.hook = lambda name: block.wait(10)
+        peer = await world.connect()
+        task = asyncio.create_task(peer.refs())
+        await until(lambda: len(world.channels[0].sent) == 4)
+        await peer.close()
+        with pytest.raises(Closed):
+            await task
+        with pytest.raises(Closed):
+            await peer.refs()
+        await peer.close()
+        block.set()
 
     run(test)
