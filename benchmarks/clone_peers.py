@@ -16,7 +16,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed
@@ -297,7 +297,7 @@ class Ours(Way):
         self.repo = self.ends.enter_context(datastates.open(folder, config=config))
         self.run = self.repo.track(**self.objects)
         self.run.capture().wait()
-        self.server = self.repo.serve("ucx://127.0.0.1:0")
+        self.server = cast("Any", self.repo).serve("ucx://127.0.0.1:0")
         self.ends.callback(self.server.close)
         self.wire.send(self.server.url)
 
@@ -307,7 +307,8 @@ class Ours(Way):
         self.peer = self._connect() if self.is_connected else None
 
     def _connect(self) -> Any:
-        peer = datastates.connect(self.url)
+        connect: Any = datastates.connect
+        peer = connect(self.url)
         self.ends.callback(peer.close)
         return peer
 
