@@ -44,6 +44,7 @@ __all__ = [
 GRACE_S = 0.2
 """For how long those that are here leave their share to those that are still connecting."""
 
+_BACKLOG = 8  # chunks that wait for their digest: more would only have left the caches when their turn comes
 _ROB_S = 0.5
 _ROB_FACTOR = 4.0
 _LATE_FACTOR = 1.5
@@ -320,7 +321,7 @@ class Schedule:
                 yield Drop(feed.number)
 
     def _assign(self, now: float) -> Iterator[Action]:
-        while (self._queue or self._again) and not self._is_full and not self._is_over and len(self._checking) < self._window:
+        while (self._queue or self._again) and not self._is_full and not self._is_over and len(self._checking) < _BACKLOG:
             start = self._pick(now)
             if start is None:
                 return
@@ -337,7 +338,8 @@ class Schedule:
         feeds.sort(key=lambda feed: ((len(feed.flying) + 1) * paces.get(feed.number, best), feed.taken))
         latest = self._latest(paces)
         for feed in feeds:
-            if (len(feed.flying) + 1) * paces.get(feed.number, best) <= latest and (index := self._index_for(feed)) is not None:
+            is_in_time = (len(feed.flying) + 1) * paces.get(feed.number, best) <= latest
+            if (index := self._index_for(feed, is_in_time=is_in_time)) is not None:
                 return Start(feed.number, index)
         return None
 
@@ -355,13 +357,14 @@ class Schedule:
             return float("inf")
         return max(self._window, self._total / (len(self._feeds) + self._expected))
 
-    def _index_for(self, feed: _Feed) -> int | None:
+    def _index_for(self, feed: _Feed, *, is_in_time: bool) -> int | None:
+        """The next chunk for this feed. What was wrong comes first, and late rather than never: few may be asked for it."""
         is_alone = not self._expected and not any(each is not feed and not each.is_lost for each in self._feeds.values())
         for index in self._again:
             if is_alone or self._wrong[index] != feed.number:
                 self._again.remove(index)
                 return index
-        return self._queue.popleft() if self._queue else None
+        return self._queue.popleft() if self._queue and is_in_time else None
 
     def _end(self) -> Iterator[Action]:
         if self._left == 0 and not self._is_over:
