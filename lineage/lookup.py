@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import BigInteger, bindparam, select
+from sqlalchemy import BigInteger, ColumnElement, Select, bindparam, select
 
 from datastates.errors import Ambiguous, InvalidInput, NotFound
 
@@ -28,27 +29,41 @@ _LISTED = 5  # candidates in a message
 
 _state, _edge, _metric, _attribute, _run = (table(row) for row in (StateRow, EdgeRow, MetricRow, AttributeRow, RunRow))
 _parent = _state.alias("parent")
-_ids = bindparam("ids", type_=BigInteger, expanding=True)
-
 _ID_OF = select(_state.c.id).where(_state.c.uid == bindparam("uid"))
 _IDS_OF = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
 _BY_PREFIX = select(_state.c.id).where(_state.c.uid >= bindparam("low"), _state.c.uid < bindparam("high")).limit(_LISTED + 1)
-_STATES = (
-    select(_state, _parent.c.uid.label("parent"), _run.c.uid.label("run"))
-    .outerjoin_from(_state, _parent, _parent.c.id == _state.c.parent_id)
-    .outerjoin(_run, _run.c.id == _state.c.run_id)
-    .where(_state.c.id.in_(_ids))
-)
-_METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(_metric.c.state_id.in_(_ids))
-_ATTRIBUTES = select(_attribute.c.state_id, _attribute.c.key, _attribute.c.type, _attribute.c.number, _attribute.c.text).where(
-    _attribute.c.state_id.in_(_ids)
-)
-_EDGES = (
-    select(_edge.c.child_id, _state.c.uid, _edge.c.kind, _edge.c.weight)
-    .join_from(_edge, _state, _state.c.id == _edge.c.parent_id)
-    .where(_edge.c.child_id.in_(_ids))
-    .order_by(_edge.c.child_id, _edge.c.position)
-)
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What is known of some states: where ``is_them`` holds of a column that names them."""
+
+    states: Select[Any]
+    metrics: Select[Any]
+    attributes: Select[Any]
+    edges: Select[Any]
+
+    @classmethod
+    def of(cls, is_them: Callable[[ColumnElement[int]], ColumnElement[bool]]) -> _Load:
+        return cls(
+            states=select(_state, _parent.c.uid.label("parent"), _run.c.uid.label("run"))
+            .outerjoin_from(_state, _parent, _parent.c.id == _state.c.parent_id)
+            .outerjoin(_run, _run.c.id == _state.c.run_id)
+            .where(is_them(_state.c.id)),
+            metrics=select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(is_them(_metric.c.state_id)),
+            attributes=select(_attribute.c.state_id, _attribute.c.key, _attribute.c.type, _attribute.c.number, _attribute.c.text).where(
+                is_them(_attribute.c.state_id)
+            ),
+            edges=select(_edge.c.child_id, _state.c.uid, _edge.c.kind, _edge.c.weight)
+            .join_from(_edge, _state, _state.c.id == _edge.c.parent_id)
+            .where(is_them(_edge.c.child_id))
+            .order_by(_edge.c.child_id, _edge.c.position),
+        )
+
+
+# A list is spelled out again at every execution: for one state, the commonest case, that would be half the time.
+_LOAD_ONE = _Load.of(lambda column: column == bindparam("id", type_=BigInteger))
+_LOAD_MANY = _Load.of(lambda column: column.in_(bindparam("ids", type_=BigInteger, expanding=True)))
 
 
 def id_of(session: Session, uid: str) -> int:
@@ -130,18 +145,20 @@ def id_by_prefix(session: Session, prefix: str) -> int:
 
 
 def _load(session: Session, ids: list[int]) -> dict[int, State]:
-    bound = {"ids": ids}
+    bound: Mapping[str, object]
+    load, bound = (_LOAD_ONE, {"id": ids[0]}) if len(ids) == 1 else (_LOAD_MANY, {"ids": ids})
+    connection = session.connection()
     metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
     attributes: defaultdict[int, dict[str, Value]] = defaultdict(dict)
     edges: defaultdict[int, list[Edge]] = defaultdict(list)
-    for id_, key, value in session.execute(_METRICS, bound):
+    for id_, key, value in connection.execute(load.metrics, bound):
         metrics[id_][key] = math.nan if value is None else value
-    for id_, key, type_, number, text in session.execute(_ATTRIBUTES, bound):
+    for id_, key, type_, number, text in connection.execute(load.attributes, bound):
         attributes[id_][key] = _value(type_, number, text)
-    for id_, parent, kind, weight in session.execute(_EDGES, bound):
+    for id_, parent, kind, weight in connection.execute(load.edges, bound):
         edges[id_].append(Edge(parent, EdgeKind(kind), weight))
     found = {}
-    for row in session.execute(_STATES, bound):
+    for row in connection.execute(load.states, bound):
         further = tuple(edges.get(row.id, ()))
         first = () if row.parent is None else (row.parent,)
         found[row.id] = State(
