@@ -11,6 +11,8 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from blake3 import blake3
+
 from datastates.errors import Disconnected, PeerFault, Unavailable
 
 from . import tcp
@@ -21,6 +23,8 @@ __all__ = ["UcxTransport"]
 
 _OPTIONS = {"TCP_TX_SEG_SIZE": "1M", "TCP_RX_SEG_SIZE": "1M"}
 _ABORT_NS = 10**9
+_MAGIC = b"datastates-ucx-1"
+_DIGEST_BYTES = 16
 
 
 class UcxTransport(Transport):
@@ -44,21 +48,20 @@ class UcxTransport(Transport):
 
     def address(self) -> bytes:
         """The worker's address, with all interfaces that UCX_NET_DEVICES allows."""
-        return bytes(self._start().get_worker_address())
+        raw = bytes(self._start().get_worker_address())
+        return _MAGIC + blake3(raw).digest(_DIGEST_BYTES) + raw
 
     async def link(self, address: bytes) -> Link:
         """An endpoint to a worker. Wiring it up takes a while at first, and happens off the loop."""
-        module = self._start()
+        module, raw = self._start(), _checked(address)
         from ucxx._lib.libucxx import UCXEndpoint
         from ucxx._lib_async.endpoint import Endpoint
 
         try:
-            place = module.get_ucx_address_from_buffer(address)
+            place = module.get_ucx_address_from_buffer(raw)
             made = await asyncio.to_thread(UCXEndpoint.create_from_worker_address, self._context.worker, place, True)
         except module.exceptions.UCXError as exc:
             raise Disconnected(f"the peer's data plane cannot be reached ({exc}): see UCX_NET_DEVICES and UCX_TLS") from exc
-        except (ValueError, TypeError) as exc:
-            raise PeerFault(f"the peer's address for data is none ({exc})") from exc
         link = _UcxLink(module, Endpoint(endpoint=made, ctx=self._context, tags=None), self._links)
         self._links.add(link)
         return link
@@ -87,6 +90,14 @@ class UcxTransport(Transport):
                 raise Unavailable(f"UCX does not start ({exc}): datastates doctor says more") from exc
             self._context = core._get_ctx()
         return ucxx
+
+
+def _checked(address: bytes) -> bytes:
+    """UCX's part of an address. UCX ends the process when it is given a damaged one."""
+    digest, raw = address[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES], address[len(_MAGIC) + _DIGEST_BYTES :]
+    if not address.startswith(_MAGIC) or not raw or blake3(raw).digest(_DIGEST_BYTES) != digest:
+        raise PeerFault(f"the peer's address for data ({len(address)} bytes) is damaged, or none of UCX: does it serve ucx:// too?")
+    return raw
 
 
 class _UcxLink(Link):

@@ -1,0 +1,256 @@
+"""What every transport keeps of the contract; each inherits the suite and says how to make one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from datastates.errors import DatastatesError, Disconnected, PeerFault, Unavailable
+from datastates.transport import loop
+from datastates.transport.contract import Channel, Link, Listener, Transport
+
+LIMIT = 1 << 20
+PATIENCE_S = 20.0
+
+Serve = Callable[[Channel], Awaitable[None]]
+
+
+@asynccontextmanager
+async def meeting(transport: Transport, url: str) -> AsyncIterator[tuple[Channel, Channel]]:
+    """Both ends of a channel."""
+    arrived: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+    leaving = asyncio.Event()
+
+    async def accept(channel: Channel) -> None:
+        arrived.set_result(channel)
+        await leaving.wait()
+
+    listener = await transport.listen(url, accept)
+    here = await transport.dial(listener.url, timeout_s=5)
+    there = await arrived
+    try:
+        yield here, there
+    finally:
+        leaving.set()
+        for end in (here, there):
+            await end.close()
+        await listener.close()
+
+
+@asynccontextmanager
+async def linked(transport: Transport) -> AsyncIterator[tuple[Link, Link]]:
+    """Both ends of the data plane; here they lie in one process."""
+    here, there = await transport.link(transport.address()), await transport.link(transport.address())
+    try:
+        yield here, there
+    finally:
+        await here.abort()
+        await there.abort()
+
+
+class TransportSuite:
+    """Inherit it, and give ``transport`` and ``url`` as fixtures."""
+
+    def run(self, work: Coroutine[Any, Any, object]) -> None:
+        loop.run(work, timeout_s=PATIENCE_S)
+
+    def test_frames_arrive_whole_and_in_order_both_ways(self, transport: Transport, url: str) -> None:
+        frames = [random.Random(i).randbytes(i % 3000) for i in range(2000)]
+
+        async def work() -> None:
+            async with meeting(transport, url) as (here, there):
+
+                async def send(end: Channel) -> None:
+                    for frame in frames:
+                        await end.send(frame)
+
+                async def receive(end: Channel) -> list[bytes]:
+                    return [await end.receive(LIMIT) for _ in frames]
+
+                _, _, mine, theirs = await asyncio.gather(send(here), send(there), receive(here), receive(there))
+                assert mine == frames
+                assert theirs == frames
+
+        self.run(work())
+
+    def test_a_frame_of_the_limit_arrives_and_a_longer_one_ends_the_channel(self, transport: Transport, url: str) -> None:
+        async def work() -> None:
+            async with meeting(transport, url) as (here, there):
+                await here.send(b"x" * 5000)
+                assert await there.receive(5000) == b"x" * 5000
+                await here.send(b"x" * 5001)
+                with pytest.raises(PeerFault, match="5001"):
+                    await there.receive(5000)
+                with pytest.raises(DatastatesError):
+                    await there.receive(5000)
+
+        self.run(work())
+
+    def test_closing_wakes_who_waits_on_either_end(self, transport: Transport, url: str) -> None:
+        async def work() -> None:
+            async with meeting(transport, url) as (here, there):
+                waiting = [asyncio.ensure_future(end.receive(LIMIT)) for end in (here, there)]
+                await asyncio.sleep(0)
+                await there.close()
+                for each in waiting:
+                    with pytest.raises(Disconnected):
+                        await each
+                with pytest.raises(Disconnected):
+                    await send_for_ever(here)  # TCP may take some before it knows
+                await there.close()
+
+        self.run(work())
+
+    def test_nobody_there_is_disconnected(self, transport: Transport, url: str) -> None:
+        async def work() -> None:
+            listener = await transport.listen(url, forget)
+            gone = listener.url
+            await listener.close()
+            with pytest.raises(Disconnected):
+                await transport.dial(gone, timeout_s=2)
+
+        self.run(work())
+
+    def test_a_taken_address_is_unavailable(self, transport: Transport, url: str) -> None:
+        async def work() -> None:
+            listener = await transport.listen(url, forget)
+            with pytest.raises(Unavailable):
+                await transport.listen(listener.url, forget)
+            await listener.close()
+            again = await transport.listen(listener.url, forget)
+            await again.close()
+
+        self.run(work())
+
+    def test_many_messages_arrive_exactly_whatever_comes_first(self, transport: Transport) -> None:
+        rng = random.Random(0)
+        messages = {1000 + i: rng.randbytes(rng.choice([1, 100, 4096, 70_000, 300_000])) for i in range(300)}
+
+        async def work() -> None:
+            async with linked(transport) as (here, there):
+                into = {tag: bytearray(len(data)) for tag, data in messages.items()}
+                steps = [here.send(tag, memoryview(data)) for tag, data in messages.items()]
+                steps += [there.receive(tag, memoryview(into[tag])) for tag in messages]
+                rng.shuffle(steps)
+                await asyncio.gather(*steps)
+                assert into == messages
+
+        self.run(work())
+
+    def test_bytes_go_straight_into_the_given_memory_and_not_beyond(self, transport: Transport) -> None:
+        async def work() -> None:
+            async with linked(transport) as (here, there):
+                memory = bytearray(b"." * (9 << 20))
+                data = random.Random(1).randbytes(8 << 20)
+                await asyncio.gather(here.send(5, memoryview(data)), there.receive(5, memoryview(memory)[100 : 100 + len(data)]))
+                assert memory[:100] == b"." * 100
+                assert memory[100 : 100 + len(data)] == data
+                assert memory[100 + len(data) :] == b"." * ((1 << 20) - 100)
+
+        self.run(work())
+
+    @pytest.mark.parametrize("length", [101, 70_000, 5_000_000])
+    def test_a_longer_message_than_was_waited_for_is_a_fault(self, transport: Transport, length: int) -> None:
+        async def work() -> None:
+            async with linked(transport) as (here, there):
+                sending = asyncio.ensure_future(here.send(7, memoryview(bytes(length))))
+                with pytest.raises(PeerFault):
+                    await there.receive(7, memoryview(bytearray(100)))
+                sending.cancel()
+
+        self.run(work())
+
+    def test_after_an_abort_nothing_is_written_and_all_who_wait_know(self, transport: Transport) -> None:
+        async def work() -> None:
+            async with linked(transport) as (here, there):
+                memory = [bytearray(4 << 20) for _ in range(8)]
+                waiting = [asyncio.ensure_future(there.receive(100 + i, memoryview(each))) for i, each in enumerate(memory)]
+                await asyncio.sleep(0.01)
+                began = time.monotonic()
+                await there.abort()
+                assert time.monotonic() - began < 3
+                for each in waiting:
+                    with pytest.raises(Disconnected):
+                        await each
+                late = [asyncio.ensure_future(here.send(100 + i, memoryview(b"x" * (4 << 20)))) for i in range(8)]
+                await asyncio.sleep(0.2)
+                assert not any(map(any, memory))
+                await here.abort()
+                await asyncio.gather(*late, return_exceptions=True)
+                with pytest.raises(Disconnected):
+                    await there.receive(1, memoryview(bytearray(4)))
+
+        self.run(work())
+
+    def test_a_cancelled_receive_is_over_after_the_abort(self, transport: Transport) -> None:
+        async def work() -> None:
+            async with linked(transport) as (here, there):
+                memory = bytearray(1 << 20)
+                waiting = asyncio.ensure_future(there.receive(9, memoryview(memory)))
+                await asyncio.sleep(0.01)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                await there.abort()
+                sending = asyncio.ensure_future(here.send(9, memoryview(b"x" * len(memory))))
+                await asyncio.sleep(0.1)
+                assert not any(memory)
+                await here.abort()
+                await asyncio.gather(sending, return_exceptions=True)
+
+        self.run(work())
+
+    def test_a_damaged_address_is_refused(self, transport: Transport) -> None:
+        rng = random.Random(0)
+
+        async def work() -> None:
+            address = transport.address()
+            assert len(address) <= 8 << 10
+            damaged = [b"", b"x", address[:-1], address + b"x", address[1:], rng.randbytes(len(address))]
+            for position in range(len(address)):
+                flipped = bytearray(address)
+                flipped[position] ^= 1 << rng.randrange(8)
+                damaged.append(bytes(flipped))
+            for each in damaged:
+                with pytest.raises(PeerFault):
+                    await transport.link(each)
+
+        self.run(work())
+
+    def test_nothing_is_left_running(self, transport: Transport, url: str) -> None:
+        async def work() -> None:
+            for _ in range(3):
+                async with meeting(transport, url), linked(transport):
+                    pass
+            await asyncio.sleep(0)
+
+        self.run(work())
+        threads = threading.active_count()
+        tasks = loop.run(count_tasks())
+        self.run(work())
+        assert threading.active_count() <= threads
+        assert loop.run(count_tasks()) <= tasks
+
+
+async def send_for_ever(channel: Channel) -> None:
+    while True:
+        await channel.send(b"x" * 1000)
+        await asyncio.sleep(0)
+
+
+async def forget(channel: Channel) -> None:
+    await channel.close()
+
+
+async def count_tasks() -> int:
+    return len(asyncio.all_tasks())
+
+
+__all__ = ["Listener", "TransportSuite", "linked", "meeting"]
