@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from datastates.errors import Closed, Corrupt, InvalidInput, PeerFault
+from datastates.errors import Closed, Corrupt, DatastatesError, InvalidInput, PeerFault
 
 from .contract import Link
 from .failures import describe
@@ -169,7 +170,8 @@ class Sending:
         self._sent.bytes += data.nbytes
 
     async def _gone(self, want: Want, error: BaseException) -> None:
-        await self._post(Gone(want.tag, describe(error)))
+        with suppress(DatastatesError):  # the session is over: nobody waits any more
+            await self._post(Gone(want.tag, describe(error)))
 
     async def _close(self, held: _Held) -> None:
         if held.sends:
