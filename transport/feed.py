@@ -17,6 +17,8 @@ from .sending import WANTS
 
 __all__ = ["Feed", "Receiving"]
 
+_WORD_S = 0.1
+
 
 class Feed:
     """One state, opened on one session. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks."""
@@ -86,7 +88,7 @@ class Receiving:
             if not self._wanted:
                 self._moved_at = self._clock()
             self._wanted[tag] = gone
-            want = Want(handle, index, tag, tuple(buffer.nbytes for buffer in buffers))
+            want = Want(handle, index, tag, tuple(buffer.nbytes for buffer in buffers), self._plane.generation)
             self.bytes_wanted += sum(want.pieces)
             try:
                 await asyncio.sleep(0)  # every receive runs up to where it waits: it is posted
@@ -102,6 +104,7 @@ class Receiving:
 
     def gone(self, message: Gone) -> None:
         """The peer will not send a chunk."""
+        self._plane.follow(message.generation)
         gone = self._wanted.get(message.tag)
         if gone is not None and not gone.done():
             gone.set_exception(revive(message.failure))
@@ -139,7 +142,11 @@ async def _first_error(posted: Sequence[asyncio.Task[None]], gone: asyncio.Futur
     waiting: set[asyncio.Future[None]] = {*posted, gone}
     while not all(task.done() for task in posted):
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for future in sorted(done, key=lambda each: each is not gone):  # the peer's own word says more than a broken link
+        if gone not in done and any(future.exception() is not None for future in done):
+            await asyncio.wait({gone}, timeout=_WORD_S)  # the peer's own word says more than a broken link
+        if gone.done():
+            gone.result()
+        for future in done:
             future.result()
         waiting -= done
     for task in posted:

@@ -270,9 +270,10 @@ class Opened(Struct, frozen=True):
 
 
 class Release(Struct, frozen=True, tag=True):
-    """Let go of a pinned state -> nothing."""
+    """Let go of a pinned state -> nothing. ``generation`` as in ``Want``."""
 
     handle: _Id
+    generation: _Count = 0
 
 
 class Push(Struct, frozen=True, tag=True):
@@ -319,12 +320,16 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 class Want(Struct, frozen=True, tag=True):
-    """Send a chunk of a pinned state as messages of ``pieces`` bytes on ``tag``, ``tag + 1``, …: they are waited for already."""
+    """Send a chunk of a pinned state as messages of ``pieces`` bytes on ``tag``, ``tag + 1``, …: they are waited for already.
+
+    ``generation`` counts how often the data plane was reset: who sees a later one than its own resets its end first.
+    """
 
     handle: _Id
     index: _Id
     tag: _Tag
     pieces: Annotated[tuple[Annotated[int, Meta(ge=1, le=CHUNK_BYTES)], ...], Meta(min_length=1, max_length=PIECES)]
+    generation: _Count = 0
 
 
 class Gone(Struct, frozen=True, tag=True):
@@ -332,6 +337,7 @@ class Gone(Struct, frozen=True, tag=True):
 
     tag: _Tag
     failure: Failure
+    generation: _Count = 0
 
 
 class Ping(Struct, frozen=True, tag=True):

@@ -93,6 +93,7 @@ class Sending:
 
         :raises PeerFault: there is no such chunk, it has another length, or too many are on their way.
         """
+        self._plane.follow(want.generation)
         if want.handle >= self._next:
             raise PeerFault(f"{self._peer} wants a chunk under handle {want.handle}, which it was never given")
         if self.running + len(self._refusals) >= WANTS:
@@ -112,13 +113,14 @@ class Sending:
             held.sends[send] = want
             send.add_done_callback(held.sends.pop)
 
-    async def release(self, handle: int) -> None:
+    async def release(self, handle: int, generation: int = 0) -> None:
         """Let go of a state. What is on its way may finish shortly, else the data plane is reset.
 
         :raises PeerFault: there never was such a handle.
         """
         if handle >= self._next:
             raise PeerFault(f"{self._peer} releases handle {handle}, which it was never given")
+        self._plane.follow(generation)
         held = self._held.get(handle)
         if held is None or held.is_released:
             return
@@ -148,11 +150,11 @@ class Sending:
         link: Link | None = None
         try:
             pieces = _checked(await held.source.chunk(want.index), held, want.index)
-            link = await self._plane.link()
+            link = await self._plane.link(want.generation)
             await asyncio.gather(*(self._piece(link, want.tag + n, data) for n, data in enumerate(cut(pieces, want.pieces))))
         except Exception as exc:  # whatever it was, the peer that waits for the chunk must hear of it
+            await self._plane.drop(link)
             await self._gone(want, exc)
-            await self._plane.drop(link)  # after: the peer is to learn the reason before its link breaks
         else:
             self._sent.chunks += 1
             self._sent.states[held.uid] += sum(want.pieces)
@@ -171,7 +173,7 @@ class Sending:
 
     async def _gone(self, want: Want, error: BaseException) -> None:
         with suppress(DatastatesError):  # the session is over: nobody waits any more
-            await self._post(Gone(want.tag, describe(error)))
+            await self._post(Gone(want.tag, describe(error), self._plane.generation))
 
     async def _close(self, held: _Held) -> None:
         if held.sends:

@@ -262,7 +262,7 @@ class Session:
                 raise
 
         async def release() -> None:
-            releasing = self._spawn(self.ask(Release(handle), limit=0))
+            releasing = self._spawn(self.ask(Release(handle, self._plane.generation), limit=0))
             await asyncio.wait({releasing}, timeout=self.timeout_s)
 
         return Feed(self.peer, manifest, lengths, receive=receive, release=release)
@@ -337,8 +337,8 @@ class Session:
                 if announced + sum(upload.push.bytes for upload in self._uploads.values()) > BODY_BYTES:
                     raise PeerFault(f"{self.peer} offers more than {BODY_BYTES} bytes of manifests at once")
                 self._uploads[number] = _Upload(question)
-            case Release(handle):
-                self._guard(self._reply, number, self._release, handle)
+            case Release():
+                self._guard(self._reply, number, self._release, question)
             case _:
                 self._guard(self._answer, number, question)
 
@@ -377,8 +377,8 @@ class Session:
 
         return await self._require(upload.push).take(upload.push, upload.body, feed)
 
-    async def _release(self, handle: int) -> bytes:
-        await self._sending.release(handle)
+    async def _release(self, question: Release) -> bytes:
+        await self._sending.release(question.handle, question.generation)
         return b""
 
     def _require(self, question: Question) -> Answers:

@@ -163,21 +163,11 @@ MUTATIONS = [_flip, _flip, _truncate, _extend, _splice, _oversize, _nest, _retyp
 def fitting(number: int) -> list[bytes]:
     """Messages that fit a session whose client holds the state open: what is left of them is often understood."""
     ask = number + 2
-    wants = [Want(0, index, number << 8, (len(STATE[index]),)) for index in (0, 1)]
-    questions = [
-        Refs(),
-        Find("loss < 1", 10),
-        Log("main", 10),
-        Resolve("main"),
-        Resolve("x"),
-        Open(UID),
-        Open("0"),
-        Release(0),
-        Push(0, 10),
-    ]
-    return [
-        encode(message) for message in [*wants, Want(0, 0, number << 8, (CHUNK - 1, 1)), *(Ask(ask, question) for question in questions)]
-    ]
+    wants: list[Message] = [Want(0, index, number << 8, (len(STATE[index]),)) for index in (0, 1)]
+    wants.append(Want(0, 0, number << 8, (CHUNK - 1, 1)))
+    questions: list[Question] = [Refs(), Find("loss < 1", 10), Log("main", 10), Resolve("main"), Resolve("x")]
+    questions += [Open(UID), Open("0"), Release(0), Push(0, 10)]
+    return [encode(message) for message in [*wants, *(Ask(ask, question) for question in questions)]]
 
 
 def mutated(rng: random.Random, bodies: list[bytes] = BODIES) -> bytes:

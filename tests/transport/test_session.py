@@ -494,6 +494,28 @@ def test_more_states_held_open_than_allowed_are_refused() -> None:
     run(test)
 
 
+def test_who_resets_the_data_plane_makes_the_other_end_reset_it_too() -> None:
+    """What is sent over one end's old link to the other's new one would hang, and break the new one: so it is over UCX."""
+
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            feed = await opened(peer)
+            for round_ in range(3):
+                assert await receive(feed, 0) == STATE[0]
+                assert [len(transport.links) for transport in (world.near, world.far)] == [round_ + 1] * 2
+                world.far.hold.clear()
+                task = asyncio.create_task(receive(feed, 1))
+                await until(lambda: world.server.sessions[0]._sending.running == 1)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                world.far.hold.set()
+            assert await receive(feed, 2) == STATE[2]
+            assert [link.aborted.is_set() for link in world.far.links] == [True, True, True, False]
+            assert [link.aborted.is_set() for link in world.near.links] == [True, True, True, False]
+
+    run(test)
+
+
 # --- pushes -----------------------------------------------------------------------------------------------------------------
 
 
