@@ -67,7 +67,7 @@ def check(tensors: Iterable[torch.Tensor]) -> None:
         return
     found = [mark.path for tensor in tensors if (mark := _marked.get(id(tensor))) is not None]
     if found:
-        names = ", ".join(dict.fromkeys(path.split("/", 1)[0] for path in found))
+        names = ", ".join(sorted({path.split("/", 1)[0] for path in found}))
         raise Dirty(
             f"{names}: half old, half new, as a clone into {len(found)} tensors ({found[0]}, …) did not end: "
             "resume the clone, clone again, or restore a state"

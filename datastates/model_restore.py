@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import InvalidInput
+from .errors import Corrupt, InvalidInput
 from .model_state import ModelState, metadata_for
 from .names import join
 from .report import Findings, Mismatch, describe, own, write_tensor
 
-__all__ = ["check_gradients", "check_module"]
+__all__ = ["check_gradients", "check_module", "only_waits"]
 
 _EXTRA = "_extra_state"
 
@@ -44,6 +44,8 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
     findings.restored += [join(path, name) for name in chosen]
     if chosen:
         metadata = getattr(stored, "_metadata", None)
+        if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(each, dict) for each in metadata.values())):
+            raise Corrupt(f"{path} has versions of modules in a form that no module wrote: restore another state")
         raw = {raw_names[name]: value for name, value in chosen.items()}
         targets = {raw_names[name]: live[name] for name in chosen}
         is_plain = _loads_plainly(model.module)
@@ -95,12 +97,17 @@ def _set_gradient(parameter: nn.Parameter, stored: Any, findings: Findings) -> N
         parameter.grad = findings.own(stored.to(parameter.dtype), parameter.device)
 
 
+def only_waits(hook: object) -> bool:
+    """Whether a hook on loading is a fence's: it waits for copies, and leaves alone what is loaded."""
+    return bool(getattr(getattr(hook, "hook", hook), "only_waits", False))
+
+
 def _loads_plainly(module: nn.Module) -> bool:
     """Whether the module's ``load_state_dict`` copies what it is given, and does nothing else with tensors."""
     return all(
         type(part).load_state_dict is nn.Module.load_state_dict
         and type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
-        and not part._load_state_dict_pre_hooks
+        and all(map(only_waits, part._load_state_dict_pre_hooks.values()))
         and "load_state_dict" not in part.__dict__
         and "_load_from_state_dict" not in part.__dict__
         for part in module.modules()

@@ -22,6 +22,7 @@ from datastates.landing import ObjectsSink
 from datastates.manifest import CHUNK_BYTES
 from datastates.restore import restore_into
 from datastates.rng import RngState
+from tests.capture.build import held_back
 from tests.cloning import Sent, feed, fill, sent
 from tests.test_optimizer_state import stored
 
@@ -80,7 +81,8 @@ def low(seed: int) -> Objects:
 
 def images(seed: int) -> Objects:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(64, 300, 3), nn.BatchNorm2d(300)).to(memory_format=torch.channels_last)
+    model: Any = nn.Sequential(nn.Conv2d(64, 300, 3), nn.BatchNorm2d(300))
+    model = model.to(memory_format=torch.channels_last)
     return {"model": model, "mean": torch.randn(1, 3, 1, 1).expand(4, 3, 5, 5)}
 
 
@@ -477,6 +479,33 @@ def test_a_clone_in_place_that_does_not_end_leaves_dirty_objects_that_no_tracker
         run.restore("main")
         assert not dirty.is_any()
         run.capture().wait()
+
+
+def test_a_clone_that_ends_before_the_first_buffer_leaves_nothing_dirty() -> None:
+    state, here = sent(mlp(1)), mlp(2)
+    before = digest(here)
+    sink = ObjectsSink(state.manifest, here, atomic=False)
+    with pytest.raises(Dirty):
+        sink.refuse_dirty()
+    sink.close()
+    sink.refuse_dirty()
+    assert not dirty.is_any()
+    assert digest(here) == before
+
+
+def test_a_clone_in_place_waits_for_captures_that_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, here = sent(mlp(1)), mlp(2)
+    with datastates.open(tmp_path, memory_bytes=256 << 20) as repo, held_back(monkeypatch) as gate:
+        run = repo.track(**here)
+        before = sent({**here}).manifest.content.chunks
+        gate.hold()
+        capture = run.capture()
+        sink = ObjectsSink(state.manifest, here, atomic=False)  # opens the gate
+        feed(sink, state.chunks)
+        sink.commit()
+        tree = repo.load(capture.wait().uid)
+        assert torch.equal(tree["model"]["3.weight"], mlp(2)["model"][3].weight)
+        assert sent({**here}).manifest.content.chunks != before
 
 
 def test_another_clone_makes_dirty_objects_whole() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from datastates.geometry import dense_view, dtype_of
 from datastates.manifest import TensorSpec
+from datastates.model_restore import only_waits
+from datastates.objects import Adapted
 from datastates.report import Target
 
-__all__ = ["live_homes"]
+__all__ = ["live_homes", "wait_for_copies"]
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _DEVICES = frozenset({"cpu", "cuda"})
@@ -31,6 +34,18 @@ def live_homes(targets: Sequence[Target], index_of: Mapping[int, int], specs: Se
     for index in _overlapping(targets, index_of):
         found.pop(index, None)
     return found
+
+
+def wait_for_copies(objects: Mapping[str, object]) -> None:
+    """Return once no tracker's capture reads the objects any more."""
+    adapted = Adapted(objects)
+    for module in adapted.modules:
+        for hook in filter(only_waits, module._load_state_dict_pre_hooks.values()):
+            hook(module, {}, "", {}, True, [], [], [])
+    for optimizer in adapted.optimizers:
+        waiting: Any = optimizer._optimizer_load_state_dict_pre_hooks
+        for hook in filter(only_waits, waiting.values()):
+            hook(optimizer, {})
 
 
 def _lies_as(live: torch.Tensor, spec: TensorSpec) -> bool:

@@ -17,7 +17,7 @@ from datastates.report import RestoreReport, Target
 from datastates.restore import check_into, reads, write
 from datastates.tree import unflatten
 
-from .homes import live_homes
+from .homes import live_homes, wait_for_copies
 from .routes import DIRECT_BYTES, Piece, Segment, Stretch, route
 from .scratch import Scratch
 from .shadow import Shadow
@@ -40,8 +40,9 @@ class _Arriving:
 class ObjectsSink:
     """Receives a state into ``objects``. Made, committed and closed on the thread that owns them; misfits are refused when it is made.
 
-    With ``atomic`` nothing of the objects is touched before ``commit``. Without, large tensors are received where they belong, and
-    from the first buffer that is handed out until ``commit`` they are dirty. ``only`` and ``strict`` are as in ``restore_into``.
+    With ``atomic`` nothing of the objects is touched before ``commit``. Without, large tensors are received where they belong: from
+    the beginning until ``commit`` the objects are dirty, or until ``close`` if no buffer was handed out. ``only`` and ``strict`` are
+    as in ``restore_into``.
     ``skip_equal`` leaves out chunks that the objects hold already (not with ``atomic``); ``keep`` keeps every accepted chunk for
     ``pieces`` until ``close``. ``scratch`` is how many chunks may be on their way that cannot be received in place.
 
@@ -78,11 +79,14 @@ class ObjectsSink:
         self._arriving: dict[int, _Arriving] = {}
         self._lock = threading.Lock()
         self._token = object()
-        self._is_marked = self._is_committed = self._is_closed = False
+        self._is_touched = self._is_committed = self._is_closed = False
         self._given: list[tuple[int, int]] = []
         if skip_equal and not atomic:
             self._skip_equal()
         self._shadow.warm(list(self._fresh_extents()))
+        if self._homes:
+            wait_for_copies(objects)
+            dirty.mark(((home.path, home.live) for home in self._homes.values()), self._token)
 
     # --- the transfer: any thread -----------------------------------------------------------------------------------------
 
@@ -92,7 +96,7 @@ class ObjectsSink:
             return list(self._missing)
 
     def buffers(self, index: int) -> Sequence[memoryview] | None:
-        """Where to receive a chunk; None while all scratch buffers are in use. Makes the objects dirty."""
+        """Where to receive a chunk; None while all scratch buffers are in use."""
         self._check_open()
         segments = self._routes[index]
         scratch = None
@@ -103,7 +107,7 @@ class ObjectsSink:
         packed = self._shadow.memory(index * CHUNK_BYTES, CHUNK_BYTES) if scratch is None else memoryview(scratch.numpy().data)
         memory = [each.memory if each.memory is not None else packed[each.offset : each.offset + each.length] for each in segments]
         with self._lock:
-            self._mark()
+            self._is_touched = bool(self._homes)
             del self._missing[index]
             self._arriving[index] = _Arriving(memory, scratch)
         return memory
@@ -134,7 +138,7 @@ class ObjectsSink:
     @property
     def is_dirty(self) -> bool:
         """Whether the objects are half old, half new by this clone."""
-        return self._is_marked and not self._is_committed and dirty.are_marked((home.live for home in self._homes.values()), self._token)
+        return self._is_touched and not self._is_committed and dirty.are_marked((home.live for home in self._homes.values()), self._token)
 
     def refuse_dirty(self) -> None:
         """Nothing, if the objects are whole.
@@ -148,7 +152,7 @@ class ObjectsSink:
 
         :raises Unavailable: chunks are missing; nothing is written.
         :raises Conflict: something else was written into the objects since the clone began.
-        :raises InvalidInput: the objects changed meanwhile and do not fit any more, or one refused its state.
+        :raises InvalidInput: the objects changed meanwhile and do not fit any more, or one refused its state: then they are dirty.
         """
         self._check_open()
         left = len(self._routes) - len(self._accepted)
@@ -159,7 +163,12 @@ class ObjectsSink:
         tree = unflatten(self._parts.skeleton, self._parts.values, tensors)
         extents = self._givable(tensors)
         findings = check_into(self._objects, tree, only=self._only, strict=self._strict, owned=extents)
-        report = write(findings)
+        try:
+            with distrusting():
+                report = write(findings)
+        except BaseException:
+            dirty.mark(((target.path, target.live) for target in findings.targets), self._token)
+            raise
         self._given = [extent for key, extent in extents.items() if key not in findings.kept]
         self._is_committed = True
         dirty.clean(home.live for home in self._homes.values())
@@ -168,11 +177,13 @@ class ObjectsSink:
         return report
 
     def close(self) -> None:
-        """Let go of the memory; ``pieces`` are not to be looked at any more. Idempotent. What is dirty stays so."""
+        """Let go of the memory; ``pieces`` are not to be looked at any more. Idempotent. What was written to in part stays dirty."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
+        if not self._is_touched and dirty.are_marked((home.live for home in self._homes.values()), self._token):
+            dirty.clean(home.live for home in self._homes.values())
         self._shadow.close(keep=self._given if self._given else None)
         self._tensors.clear()
         self._routes.clear()
@@ -248,14 +259,8 @@ class ObjectsSink:
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed("the clone has ended: begin another one")
-        if self._is_marked and not dirty.are_marked((home.live for home in self._homes.values()), self._token):
+        if not dirty.are_marked((home.live for home in self._homes.values()), self._token):
             raise Conflict("something else was written to the objects that are cloned into: begin the clone again")
-
-    def _mark(self) -> None:
-        """Runs under the lock."""
-        if not self._is_marked and self._homes:
-            self._is_marked = True
-            dirty.mark(((home.path, home.live) for home in self._homes.values()), self._token)
 
     def _settle(self, index: int, *, is_accepted: bool) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from datastates.capture.engine import (
     Action,
+    Adopted,
     Closing,
     Engine,
     Event,
@@ -167,6 +168,36 @@ def test_room_is_made_ahead_without_giving_anything_up() -> None:
     assert after(made, room(1, DROP, is_blocked=False)) == []
 
 
+# --- clones -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_clone_stays_in_memory_until_it_is_durable_and_is_written_for_room() -> None:
+    made = engine(NEVER, "a", "b")
+    assert after(made, Adopted("clone"), room(1, is_blocked=False)) == [Evict(("a",), 1)]
+    made.forget("a")
+    assert after(made, Wanted("b"), Written("b"), room(2)) == [Write("b"), Evict(("b",), 2)]
+    made.forget("b")
+    assert after(made, room(3), Written("clone"), room(3)) == [Write("clone"), Evict(("clone",), 3)]
+    made.forget("clone")
+    assert made._adopted == set()
+
+
+def test_a_clone_is_written_at_closing_only_when_a_ref_names_it() -> None:
+    made = engine()
+    assert after(made, Adopted("a"), Adopted("b"), RefsChanged(frozenset(), frozenset({"b"})), Closing(None)) == []
+    assert after(made, RefsChanged(frozenset({"b"}), frozenset({"b"}))) == [Write("b")]
+
+
+def test_a_clone_that_is_waited_for_before_it_is_adopted_is_written_once_it_is() -> None:
+    made = engine()
+    assert after(made, Wanted("a"), Adopted("a")) == [Write("a")]
+
+
+def test_a_state_that_a_line_captured_is_no_clone() -> None:
+    made = engine(NEVER, "a", "b")
+    assert after(made, Adopted("a"), room(1, is_blocked=False)) == [Evict(("a",), 1)]
+
+
 # --- cadence ----------------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +280,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.memory[uid] = line
         self.heads[line] = uid
         self.act(Recorded(uid, line, self.now))
+
+    @rule()
+    def adopt(self) -> None:
+        uid = f"s{self.serial}"
+        self.serial += 1
+        self.memory[uid] = self.heads[uid] = uid
+        self.act(Adopted(uid))
 
     @precondition(lambda self: self.memory)
     @rule(data=st.data())
