@@ -40,6 +40,17 @@ def test_a_chunk_is_given_out_only_once_its_digest_was_right() -> None:
     assert (relay.manifest, relay.lengths) == (b"manifest", sink.lengths)
 
 
+def test_what_was_accepted_is_given_out_to_who_comes_later() -> None:
+    chunks = make_chunks(10)
+    relay = Relay(b"", BytesSink(chunks))
+
+    async def work() -> list[bytes]:
+        await fetch(relay, [BytesFeed("source", chunks)])
+        return [b"".join(await relay.chunk(index)) for index in range(10)]
+
+    assert asyncio.run(asyncio.wait_for(work(), 60)) == chunks
+
+
 def test_chunks_that_are_here_before_the_clone_are_given_out_at_once() -> None:
     chunks = make_chunks(3)
     relay = Relay(b"", BytesSink(chunks, have=[1]))
@@ -94,6 +105,7 @@ def test_a_relay_is_idle_when_the_last_peer_has_let_go() -> None:
         await relay.idle()
         first, second = relay.open(), relay.open()
         idle = asyncio.create_task(relay.idle())
+        await asyncio.sleep(0)
         first.close()
         first.close()
         await asyncio.sleep(0)

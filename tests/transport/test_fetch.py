@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -245,6 +247,16 @@ def test_when_all_feeds_are_dead_the_rest_comes_from_another_one() -> None:
     assert sorted(fresh.asked) == rest
 
 
+def test_of_a_feed_that_breaks_with_many_chunks_the_first_error_counts() -> None:
+    class Breaking(BytesFeed):
+        async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
+            raise Disconnected(f"peer broke at chunk {index}")
+
+    chunks = make_chunks(20)
+    with pytest.raises(Disconnected, match="peer broke at chunk 0"):
+        run(BytesSink(chunks), [Breaking("peer", chunks)])
+
+
 def test_an_error_that_is_not_ours_comes_up_as_itself_and_names_the_peer() -> None:
     class Broken(BytesFeed):
         async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
@@ -377,6 +389,67 @@ def test_slow_checks_hold_the_transfer_back() -> None:
 
 
 # --- cancelling ----------------------------------------------------------------------------------------------------------
+
+
+def test_digests_that_are_being_checked_are_waited_for_while_the_loop_goes_on() -> None:
+    chunks = make_chunks(1)
+    sink = BytesSink(chunks)
+    checks, may_go = threading.Event(), threading.Event()
+
+    def check(index: int) -> None:
+        checks.set()
+        assert may_go.wait(10)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(fetch(sink, [BytesFeed("peer", chunks)]))
+        await asyncio.to_thread(checks.wait)
+        task.cancel()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not task.done()
+        may_go.set()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert not sink.lent
+
+    sink.checking = check
+    asyncio.run(cancel())
+    assert sink.is_whole()  # what was whole when it was cancelled is kept
+
+
+def test_connections_that_are_no_longer_needed_are_cancelled_and_cleaned_up() -> None:
+    chunks = make_chunks(20)
+    steps: list[str] = []
+
+    async def connect() -> Feed:
+        never: asyncio.Future[Feed] = asyncio.get_running_loop().create_future()
+        try:
+            return await never
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            steps.append("cleaned up")
+
+    async def clone() -> None:
+        await fetch(BytesSink(chunks), [BytesFeed("peer", chunks)], late=[connect()])
+        assert steps == ["cleaned up"]
+
+    asyncio.run(clone())
+
+
+def test_nothing_holds_the_sink_once_it_is_over() -> None:
+    async def clone() -> weakref.ref[BytesSink]:
+        chunks = make_chunks(20)
+        sink = BytesSink(chunks)
+        await fetch(sink, [BytesFeed("peer", chunks)])
+        return weakref.ref(sink)
+
+    async def look() -> None:
+        held = await clone()
+        gc.collect()
+        assert held() is None
+
+    asyncio.run(look())
 
 
 @pytest.mark.parametrize("block", range(8))

@@ -162,6 +162,21 @@ def test_what_had_no_room_comes_first_when_there_is_some() -> None:
     assert starts(schedule.handle(Accepted(0, 0.1))) == [(0, 1), (0, 2), (0, 3)]
 
 
+def test_a_chunk_that_is_given_back_makes_room_too() -> None:
+    schedule = make(4, window=1, expected=2)
+    schedule.handle(Joined((0, 1), 0.0))
+    assert schedule.handle(NoRoom((Start(1, 1),), 0.0)) == []
+    assert starts(schedule.handle(Lost(0, 0, 0.1))) == [(1, 0)]
+
+
+def test_what_had_no_room_is_not_counted_as_taken() -> None:
+    schedule = make(4, window=2, expected=2)
+    schedule.handle(Joined((0,), 0.0))
+    assert schedule.handle(NoRoom((Start(0, 1),), 0.0)) == []
+    schedule.handle(Received(0, 0, 0.1))
+    assert starts(schedule.handle(Accepted(0, 0.1))) == [(0, 1)]  # its share is two: half of four
+
+
 def test_no_room_with_nothing_under_way_is_tried_again_and_then_given_up() -> None:
     schedule = make(1, timeout_s=1.0)
     assert starts(schedule.handle(Joined((0,), 0.0))) == [(0, 0)]
