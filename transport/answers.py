@@ -17,7 +17,7 @@ from .feed import Feed
 from .fetch import fetch
 from .protocol import Find, Log, Offer, Open, Opened, Push, Question, Refs, Resolve
 from .sending import Sending, Sent
-from .store import Relays, Source, Store
+from .store import Relays, Store
 
 __all__ = ["Answers", "Service"]
 
@@ -87,7 +87,7 @@ class Answers:
         self._joined.clear()
 
     async def _open(self, question: Open) -> bytes:
-        source = await self._run(lambda: self._service.store.open(question.uid), late=Source.close)
+        source = await self._run(lambda: self._service.store.open(question.uid), late=lambda opened: opened.close())
         try:
             manifest, lengths = bytes(source.manifest), tuple(source.lengths)
             upstream = self._join(question)

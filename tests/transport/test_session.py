@@ -503,6 +503,7 @@ def test_who_resets_the_data_plane_makes_the_other_end_reset_it_too() -> None:
             for round_ in range(3):
                 assert await receive(feed, 0) == STATE[0]
                 assert [len(transport.links) for transport in (world.near, world.far)] == [round_ + 1] * 2
+                await until(lambda: not world.server.sessions[0]._sending.running)
                 world.far.hold.clear()
                 task = asyncio.create_task(receive(feed, 1))
                 await until(lambda: world.server.sessions[0]._sending.running == 1)
