@@ -363,8 +363,10 @@ def test_a_chunk_that_will_not_come_raises_why_and_nothing_writes_there_afterwar
         async with session(world) as peer:
             feed = await opened(peer)
             memory = bytearray(CHUNK)
+            assert await receive(feed, 0) == STATE[0]
             with pytest.raises(Unavailable, match="evicted meanwhile") as caught:
                 await feed.receive(3, [memoryview(memory)])
+            assert world.far.links[0].aborted.is_set()  # nor does the sender go on with anything
             assert caught.value.nearest == UID
             assert world.near.aborts == 1
             assert world.near.links[0].aborted.is_set()
