@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LinearLR
 import datastates
 from datastates import dirty
 from datastates.errors import Closed, Conflict, Dirty, InvalidInput, Unavailable
-from datastates.landing import ObjectsSink
+from datastates.landing import ObjectsSink, Shadows
 from datastates.manifest import CHUNK_BYTES
 from datastates.restore import restore_into
 from datastates.rng import RngState
@@ -345,6 +345,24 @@ def test_chunks_may_be_accepted_by_several_threads_at_once() -> None:
         thread.join()
     assert sink.commit()
     assert digest(here) == state.manifest.digest
+
+
+def test_the_memory_of_one_clone_serves_the_next() -> None:
+    shadows, here, addresses = Shadows(), mlp(9), set()
+    for seed in (1, 2, 3):
+        state = sent(mlp(seed))
+        sink = ObjectsSink(state.manifest, here, shadows=shadows)
+        addresses.add(sink._shadow.tensor(0, 1).data_ptr())
+        feed(sink, state.chunks)
+        assert sink.commit()
+        assert digest(here) == state.manifest.digest
+    assert len(addresses) == 1
+    fresh = mlp(5, steps=0)
+    sink = ObjectsSink(state.manifest, fresh, shadows=shadows)
+    feed(sink, state.chunks)
+    sink.commit()  # gives its memory to the optimizer
+    assert sink._shadow is not shadows.take(1)
+    assert digest(fresh) == digest(here)
 
 
 # --- live tensors that share memory -------------------------------------------------------------------------------------------

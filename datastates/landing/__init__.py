@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .objects import ObjectsSink
+from .shadow import Shadows
 from .states import StateSink
 from .untrusted import check_manifest
 
-__all__ = ["ObjectsSink", "StateSink", "check_manifest"]
+__all__ = ["ObjectsSink", "Shadows", "StateSink", "check_manifest"]

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from datastates.geometry import dense_view, dtype_of
 from datastates.manifest import TensorSpec
 from datastates.model_restore import only_waits
-from datastates.objects import Adapted
+from datastates.names import split_wrappers
 from datastates.report import Target
 
-__all__ = ["live_homes", "wait_for_copies"]
+__all__ = ["Home", "live_homes", "wait_for_copies"]
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _DEVICES = frozenset({"cpu", "cuda"})
 
 
-def live_homes(targets: Sequence[Target], index_of: Mapping[int, int], specs: Sequence[TensorSpec]) -> dict[int, Target]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Home:
+    """A live tensor that a stored one is received into; ``flat`` are its bytes in memory order."""
+
+    path: str
+    live: torch.Tensor
+    flat: torch.Tensor
+
+
+def live_homes(targets: Sequence[Target], index_of: Mapping[int, int], specs: Sequence[TensorSpec]) -> dict[int, Home]:
     """For each tensor of the state that can be received in place, by index: into which live one.
 
     ``index_of`` gives the index of a stored tensor by its id. Where live tensors lie over each other and are to become different
     stored ones, none of them is a home: the order in which they are written then matters.
     """
-    found: dict[int, Target] = {}
+    found: dict[int, Home] = {}
     for target in targets:
         index = index_of.get(id(target.stored))
         if index is not None and index not in found and target.is_as_stored and _lies_as(target.live, specs[index]):
-            found[index] = target
+            flat = dense_view(target.live)
+            if flat is not None:
+                found[index] = Home(target.path, target.live, flat)
     for index in _overlapping(targets, index_of):
         found.pop(index, None)
     return found
@@ -38,14 +51,25 @@ def live_homes(targets: Sequence[Target], index_of: Mapping[int, int], specs: Se
 
 def wait_for_copies(objects: Mapping[str, object]) -> None:
     """Return once no tracker's capture reads the objects any more."""
-    adapted = Adapted(objects)
-    for module in adapted.modules:
-        for hook in filter(only_waits, module._load_state_dict_pre_hooks.values()):
-            hook(module, {}, "", {}, True, [], [], [])
-    for optimizer in adapted.optimizers:
-        waiting: Any = optimizer._optimizer_load_state_dict_pre_hooks
-        for hook in filter(only_waits, waiting.values()):
-            hook(optimizer, {})
+    for part in _hooked(objects):
+        if isinstance(part, nn.Module):
+            for hook in filter(only_waits, part._load_state_dict_pre_hooks.values()):
+                hook(part, {}, "", {}, True, [], [], [])
+        else:
+            waiting: Any = part._optimizer_load_state_dict_pre_hooks
+            for hook in filter(only_waits, waiting.values()):
+                hook(part, {})
+
+
+def _hooked(found: object) -> Iterator[nn.Module | Optimizer]:
+    if isinstance(found, nn.Module):
+        yield from split_wrappers(found)
+    elif isinstance(found, Optimizer):
+        yield found
+    elif isinstance(found, Mapping | list | tuple):
+        for child in found.values() if isinstance(found, Mapping) else found:
+            if not isinstance(child, torch.Tensor):
+                yield from _hooked(child)
 
 
 def _lies_as(live: torch.Tensor, spec: TensorSpec) -> bool:
@@ -54,7 +78,7 @@ def _lies_as(live: torch.Tensor, spec: TensorSpec) -> bool:
     if live.dtype != dtype_of(spec.dtype) or tuple(live.shape) != spec.shape or not live.numel():
         return False
     strides = [pair for pair, size in zip(zip(live.stride(), spec.strides, strict=True), spec.shape, strict=True) if size > 1]
-    return all(here == there != 0 for here, there in strides) and dense_view(live) is not None
+    return all(here == there != 0 for here, there in strides)
 
 
 def _overlapping(targets: Sequence[Target], index_of: Mapping[int, int]) -> set[int]:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from itertools import islice
+from typing import TYPE_CHECKING
 
 from datastates import dirty
 from datastates.digest import pieces_digest
 from datastates.errors import Closed, Conflict, Corrupt, Unavailable
-from datastates.geometry import dense_view, rebuild
-from datastates.manifest import CHUNK_BYTES, Manifest, TensorSpec
+from datastates.manifest import CHUNK_BYTES, Manifest
 from datastates.report import RestoreReport, Target
 from datastates.restore import check_into, reads, write
 from datastates.tree import unflatten
 
-from .homes import live_homes, wait_for_copies
+from .homes import Home, live_homes, wait_for_copies
+from .placeholders import givable, holders, placeholders, tie
 from .routes import DIRECT_BYTES, Piece, Segment, Stretch, route
+from .scatter import scatter
 from .scratch import Scratch
-from .shadow import Shadow
+from .shadow import Shadow, Shadows
 from .untrusted import check_manifest, distrusting
 
-__all__ = ["ObjectsSink"]
+if TYPE_CHECKING:
+    import torch
 
-_GIVEN_BYTES = 64 << 10
-"""Tensors from this size on that the objects do not have yet become part of them as they are, without a copy."""
+__all__ = ["ObjectsSink"]
 
 
 @dataclass(slots=True)
@@ -44,7 +45,8 @@ class ObjectsSink:
     the beginning until ``commit`` the objects are dirty, or until ``close`` if no buffer was handed out. ``only`` and ``strict`` are
     as in ``restore_into``.
     ``skip_equal`` leaves out chunks that the objects hold already (not with ``atomic``); ``keep`` keeps every accepted chunk for
-    ``pieces`` until ``close``. ``scratch`` is how many chunks may be on their way that cannot be received in place.
+    ``pieces`` until ``close``. ``scratch`` is how many chunks may be on their way that cannot be received in place. ``shadows``
+    keep the memory of one clone for the next.
 
     :raises InvalidInput: the state does not fit the objects.
     :raises Corrupt: the manifest is no good (or PeerFault, Unavailable).
@@ -61,15 +63,18 @@ class ObjectsSink:
         skip_equal: bool = False,
         keep: bool = False,
         scratch: int = 16,
+        shadows: Shadows | None = None,
     ) -> None:
         self.manifest = manifest
         self.lengths = tuple(chunk.length for chunk in manifest.content.chunks)
         self._parts = check_manifest(manifest)
         self._objects, self._only, self._strict, self._keeps = objects, only, strict, keep
         wants = reads(objects, only)
-        self._wanted = _holders(self._parts.specs, [wants(spec.path) for spec in self._parts.specs])
-        self._shadow = Shadow(len(self.lengths))
-        self._tensors = self._placeholders()
+        self._wanted = holders(self._parts.specs, [wants(spec.path) for spec in self._parts.specs])
+        self._shadows = shadows
+        self._shadow = Shadow(len(self.lengths)) if shadows is None else shadows.take(len(self.lengths))
+        with distrusting():
+            self._tensors = placeholders(self._parts.specs, self._wanted, self._shadow)
         targets = self._check()
         self._homes = {} if atomic else self._find_homes(targets)
         self._routes = self._route(is_atomic=atomic)
@@ -97,7 +102,7 @@ class ObjectsSink:
 
     def buffers(self, index: int) -> Sequence[memoryview] | None:
         """Where to receive a chunk; None while all scratch buffers are in use."""
-        self._check_open()
+        self._check_open(is_thorough=False)
         segments = self._routes[index]
         scratch = None
         if any(segment.memory is None for segment in segments) and not self._keeps:
@@ -118,7 +123,7 @@ class ObjectsSink:
             arriving = self._arriving[index]
         is_right = pieces_digest(arriving.memory) == self.manifest.content.chunks[index].digest
         if is_right:
-            self._scatter(index, arriving)
+            scatter(self._routes[index], arriving.memory, self._shadow, is_in_shadow=self._keeps)
         self._settle(index, is_accepted=is_right)
         return is_right
 
@@ -154,14 +159,14 @@ class ObjectsSink:
         :raises Conflict: something else was written into the objects since the clone began.
         :raises InvalidInput: the objects changed meanwhile and do not fit any more, or one refused its state: then they are dirty.
         """
-        self._check_open()
+        self._check_open(is_thorough=True)
         left = len(self._routes) - len(self._accepted)
         if left:
             raise Unavailable(f"{left} of {len(self._routes)} chunks are still missing: resume the clone before it is committed")
         tensors = [self._homes[index].live if index in self._homes else tensor for index, tensor in enumerate(self._tensors)]
-        _tie(self._parts.specs, tensors, self._wanted)
+        tie(self._parts.specs, tensors, self._wanted)
         tree = unflatten(self._parts.skeleton, self._parts.values, tensors)
-        extents = self._givable(tensors)
+        extents = givable(self._parts.specs, tensors, self._wanted, self._homes)
         findings = check_into(self._objects, tree, only=self._only, strict=self._strict, owned=extents)
         try:
             with distrusting():
@@ -187,20 +192,11 @@ class ObjectsSink:
         self._shadow.close(keep=self._given if self._given else None)
         self._tensors.clear()
         self._routes.clear()
+        self._arriving.clear()
+        if self._shadows is not None and not self._given:
+            self._shadows.give(self._shadow)
 
     # --- where everything goes --------------------------------------------------------------------------------------------
-
-    def _placeholders(self) -> list[torch.Tensor | None]:
-        """Every wanted tensor over memory that nobody has touched yet."""
-        tensors: list[torch.Tensor | None] = []
-        with distrusting():
-            for index, spec in enumerate(self._parts.specs):
-                if spec.alias is not None or index not in self._wanted:
-                    tensors.append(None)
-                else:
-                    tensors.append(rebuild(self._shadow.tensor(spec.shards[0].start, spec.shards[0].length), spec))
-        _tie(self._parts.specs, tensors, self._wanted)
-        return tensors
 
     def _check(self) -> list[Target]:
         """Refuse what does not fit, before a byte is asked for."""
@@ -210,7 +206,7 @@ class ObjectsSink:
                 raise Corrupt("the manifest that the peer sent is of a state without named objects")
             return check_into(self._objects, tree, only=self._only, strict=self._strict, has_values=False).targets
 
-    def _find_homes(self, targets: Sequence[Target]) -> dict[int, Target]:
+    def _find_homes(self, targets: Sequence[Target]) -> dict[int, Home]:
         specs = self._parts.specs
         index_of = {id(self._tensors[index]): index for index in self._wanted if specs[index].alias is None}
         return live_homes(targets, index_of, specs)
@@ -221,7 +217,7 @@ class ObjectsSink:
             spec = self._parts.specs[index]
             if spec.alias is None and spec.shards[0].length:
                 home = self._homes.get(index)
-                stretches.append(Stretch(spec.shards[0].start, spec.shards[0].length, None if home is None else dense_view(home.live)))
+                stretches.append(Stretch(spec.shards[0].start, spec.shards[0].length, None if home is None else home.flat))
         stretches.sort(key=lambda stretch: stretch.start)
         if not is_atomic:
             return route(self.lengths, stretches, self._shadow)
@@ -243,23 +239,13 @@ class ObjectsSink:
                     if piece.home is None and piece.length >= DIRECT_BYTES:
                         yield piece.start, piece.length
 
-    def _givable(self, tensors: Sequence[torch.Tensor | None]) -> dict[int, tuple[int, int]]:
-        """Placeholders that may become part of the objects, by id, and where they lie."""
-        found = {}
-        for index in self._wanted:
-            spec, tensor = self._parts.specs[index], tensors[index]
-            if spec.alias is not None or index in self._homes or tensor is None or spec.shards[0].length < _GIVEN_BYTES:
-                continue
-            if all(stride or size == 1 for stride, size in zip(spec.strides, spec.shape, strict=True)):
-                found[id(tensor)] = (spec.shards[0].start, spec.shards[0].length)
-        return found
-
     # --- chunks -----------------------------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, is_thorough: bool) -> None:
         if self._is_closed:
             raise Closed("the clone has ended: begin another one")
-        if not dirty.are_marked((home.live for home in self._homes.values()), self._token):
+        homes = self._homes.values() if is_thorough else islice(self._homes.values(), 1)  # all are looked at before the commit
+        if not dirty.are_marked((home.live for home in homes), self._token):
             raise Conflict("something else was written to the objects that are cloned into: begin the clone again")
 
     def _settle(self, index: int, *, is_accepted: bool) -> None:
@@ -271,27 +257,6 @@ class ObjectsSink:
                 self._missing[index] = None
         if arriving.scratch is not None:
             self._scratch.give(arriving.scratch)
-
-    def _scatter(self, index: int, arriving: _Arriving) -> None:
-        devices = set()
-        for segment, memory in zip(self._routes[index], arriving.memory, strict=True):
-            if segment.memory is not None:
-                continue
-            for piece in segment.pieces:
-                begin = piece.offset - segment.offset
-                data = memory[begin : begin + piece.length]
-                if piece.home is None:
-                    place = self._shadow.memory(piece.start, piece.length)
-                    if not self._keeps:  # else it was received there
-                        place[:] = data
-                elif piece.home.device.type == "cpu":
-                    memoryview(piece.home.numpy().data)[piece.start : piece.start + piece.length] = data
-                else:
-                    source = torch.frombuffer(data, dtype=torch.uint8) if arriving.scratch is None else arriving.scratch[piece.offset :]
-                    piece.home[piece.start : piece.start + piece.length].copy_(source[: piece.length], non_blocking=True)
-                    devices.add(piece.home.device)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
 
     def _bytes_of(self, index: int) -> list[memoryview] | None:
         found = []
@@ -311,26 +276,12 @@ class ObjectsSink:
             held = [piece.home for piece in pieces if piece.home is not None and piece.home.device.type == "cpu"]
             if len(held) < len(pieces) or sum(piece.length for piece in pieces) != self.lengths[index]:
                 continue
-            views = [memoryview(p.home.numpy().data)[p.start : p.start + p.length] for p in pieces if p.home is not None]
+            views = [piece.view() for piece in pieces]
             if pieces_digest(views) == self.manifest.content.chunks[index].digest:
                 del self._missing[index]
                 self._accepted.add(index)
                 for piece, view in zip(pieces, views, strict=True) if self._keeps else ():
                     self._shadow.memory(index * CHUNK_BYTES + piece.offset, piece.length)[:] = view
-
-
-def _holders(specs: Sequence[TensorSpec], wanted: Sequence[bool]) -> dict[int, None]:
-    """The indices of wanted tensors, and of those that they are tied to."""
-    found = dict.fromkeys(index for index, is_wanted in enumerate(wanted) if is_wanted)
-    found.update((alias, None) for index in list(found) if (alias := specs[index].alias) is not None)
-    return found
-
-
-def _tie(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted: Mapping[int, None]) -> None:
-    for index in wanted:
-        alias = specs[index].alias
-        if alias is not None:
-            tensors[index] = tensors[alias]
 
 
 def _chunks_of(start: int, length: int) -> range:

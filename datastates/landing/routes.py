@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,11 @@ class Piece:
     home: torch.Tensor | None
     start: int
 
+    def view(self) -> memoryview:
+        """These bytes of ``home``, which is on the CPU."""
+        assert self.home is not None
+        return memoryview(self.home.numpy().data)[self.start : self.start + self.length]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
@@ -51,13 +56,10 @@ class Segment:
 def route(lengths: Sequence[int], stretches: Sequence[Stretch], shadow: Shadow) -> dict[int, tuple[Segment, ...]]:
     """The segments of every chunk that a stretch touches; ``stretches`` rise and do not overlap."""
     pieces: dict[int, list[Piece]] = {}
-    views: dict[int, memoryview] = {}
     for stretch in stretches:
-        if stretch.home is not None and stretch.home.device.type == "cpu":
-            views[id(stretch.home)] = memoryview(stretch.home.numpy().data)
         for index, piece in _cut(stretch):
             _append(pieces.setdefault(index, []), piece)
-    return {index: tuple(_segments(lengths[index], found, views, shadow)) for index, found in pieces.items()}
+    return {index: tuple(_segments(lengths[index], found, shadow)) for index, found in pieces.items()}
 
 
 def _cut(stretch: Stretch) -> Iterator[tuple[int, Piece]]:
@@ -78,10 +80,10 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
         pieces.append(piece)
 
 
-def _segments(length: int, pieces: Sequence[Piece], views: Mapping[int, memoryview], shadow: Shadow) -> Iterator[Segment]:
+def _segments(length: int, pieces: Sequence[Piece], shadow: Shadow) -> Iterator[Segment]:
     begin, packed = 0, list[Piece]()
     for piece in pieces:
-        memory = _straight(piece, length, views, shadow)
+        memory = _straight(piece, length, shadow)
         if memory is None:
             packed.append(piece)
             continue
@@ -94,10 +96,9 @@ def _segments(length: int, pieces: Sequence[Piece], views: Mapping[int, memoryvi
         yield Segment(begin, length - begin, None, tuple(packed))
 
 
-def _straight(piece: Piece, length: int, views: Mapping[int, memoryview], shadow: Shadow) -> memoryview | None:
+def _straight(piece: Piece, length: int, shadow: Shadow) -> memoryview | None:
     if piece.length < DIRECT_BYTES and piece.length != length:
         return None
     if piece.home is None:
         return shadow.memory(piece.start, piece.length)
-    view = views.get(id(piece.home))
-    return None if view is None else view[piece.start : piece.start + piece.length]
+    return piece.view() if piece.home.device.type == "cpu" else None
