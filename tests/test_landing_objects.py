@@ -268,6 +268,15 @@ def test_a_chunk_of_wrong_bytes_is_refused_and_asked_for_again(options: Any) -> 
     assert digest(here) == state.manifest.digest
 
 
+def test_wrong_bytes_are_not_spread_over_small_tensors() -> None:
+    there, here = {"box": [torch.ones(10), torch.ones(20)]}, {"box": [torch.zeros(10), torch.zeros(20)]}
+    state = sent(there)
+    sink = ObjectsSink(state.manifest, here, atomic=False)
+    fill(sink.buffers(0) or (), b"\x01" * len(state.chunks[0]))
+    assert not sink.accept(0)
+    assert not any(map(torch.any, here["box"]))
+
+
 def test_a_clone_goes_on_after_half_of_its_chunks() -> None:
     state, here = sent(mlp(1)), mlp(2)
     sink = ObjectsSink(state.manifest, here, atomic=False)
@@ -448,16 +457,25 @@ def test_another_order_in_memory_is_converted(options: Any) -> None:
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_what_the_objects_do_not_have_is_theirs_afterwards(options: Any) -> None:
-    there = {"ema": OrderedDict(a=torch.randn(300, 300), b=[torch.randn(100_000)]), "step": 3, "pair": (1, torch.randn(70_000))}
-    here: Objects = {"ema": OrderedDict(), "step": 0, "pair": (0, torch.zeros(1))}
+    wide = torch.randn(1, 20_000).expand(3, 20_000)
+    there = {
+        "ema": OrderedDict(a=torch.randn(300, 300), b=[torch.randn(100_000)]),
+        "wide": {"w": wide},
+        "step": 3,
+        "pair": (1, torch.randn(70_000)),
+    }
+    here: Objects = {"ema": OrderedDict(), "wide": {}, "step": 0, "pair": (0, torch.zeros(1))}
     state = sent(there)
     sink = ObjectsSink(state.manifest, here, **options)
     feed(sink, state.chunks)
     report = sink.commit()
     sink.close()
     here = {**here, **report.values}
-    assert digest(here) == state.manifest.digest
+    assert torch.equal(here["wide"]["w"], wide)
+    here["wide"]["w"].add_(1)  # as after a restore: each element of its own
     here["ema"]["a"].add_(1)
+    there["ema"]["a"].add_(1)
+    assert digest({**here, "wide": {}}) == digest({**there, "wide": {}})
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
