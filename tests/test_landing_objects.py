@@ -457,6 +457,7 @@ def test_another_order_in_memory_is_converted(options: Any) -> None:
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_what_the_objects_do_not_have_is_theirs_afterwards(options: Any) -> None:
+    there: Objects
     wide = torch.randn(1, 20_000).expand(3, 20_000)
     there = {
         "ema": OrderedDict(a=torch.randn(300, 300), b=[torch.randn(100_000)]),
