@@ -20,52 +20,74 @@ if TYPE_CHECKING:
     from .encoding import register_encoder
     from .errors import (
         Ambiguous,
+        Cancelled,
         Closed,
         Conflict,
         Corrupt,
         DatastatesError,
+        Dirty,
+        Disconnected,
         InvalidInput,
         NotFound,
         OverBudget,
+        PeerFault,
         SyntaxProblem,
         Torn,
+        Unauthorized,
         Unavailable,
         Unsupported,
     )
     from .lineage.states import Ref, RefEvent, Run, State, Status
+    from .peers import Peer, connect
     from .report import RestoreReport
     from .repository import Repository, open
+    from .rng import RngState
     from .sampler import PermutationSampler
+    from .serving import Server
     from .tracker import Tracker
+    from .transfer import Cloned, Transfer
+    from .transport.contract import Tls
 
     __version__: str
 
 __all__ = [
     "Ambiguous",
     "BackPressure",
+    "Cancelled",
     "Capture",
+    "Cloned",
     "Closed",
     "Config",
     "Conflict",
     "Corrupt",
     "DatastatesError",
+    "Dirty",
+    "Disconnected",
     "InvalidInput",
     "NotFound",
     "OverBudget",
+    "Peer",
+    "PeerFault",
     "PermutationSampler",
     "Ref",
     "RefEvent",
     "Repository",
     "RestoreReport",
+    "RngState",
     "Run",
+    "Server",
     "State",
     "Status",
     "SyntaxProblem",
+    "Tls",
     "Torn",
     "Tracker",
+    "Transfer",
+    "Unauthorized",
     "Unavailable",
     "Unsupported",
     "__version__",
+    "connect",
     "open",
     "register_encoder",
 ]
@@ -73,16 +95,23 @@ __all__ = [
 _MODULES = {
     "BackPressure": "config",
     "Capture": "capture.handle",
+    "Cloned": "transfer",
     "Config": "config",
+    "Peer": "peers",
     "PermutationSampler": "sampler",
     "Ref": "lineage.states",
     "RefEvent": "lineage.states",
     "Repository": "repository",
     "RestoreReport": "report",
+    "RngState": "rng",
     "Run": "lineage.states",
+    "Server": "serving",
     "State": "lineage.states",
     "Status": "lineage.states",
+    "Tls": "transport.contract",
     "Tracker": "tracker",
+    "Transfer": "transfer",
+    "connect": "peers",
     "open": "repository",
     "register_encoder": "encoding",
 }

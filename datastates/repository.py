@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     import networkx as nx
     from sqlalchemy.orm import Session
 
+    from .serving import Server
+    from .transport.contract import Tls
+
 __all__ = ["Repository", "open"]
 
 _log = logging.getLogger("datastates")
@@ -91,6 +94,7 @@ class Repository:
         self._lease: Lease | None = None
         self._run_uid: str | None = None
         self._trackers: list[Tracker] = []
+        self._servers: list[Server] = []
         self._is_closed = False
 
     # --- tracking --------------------------------------------------------------------------------------------------------
@@ -263,15 +267,16 @@ class Repository:
             tree = read_tree(reader, wants=reads(into, only), is_borrowing=True)
             return restore_into(into, tree, only=only, strict=strict)
 
-    def _open_payload(self, state: State) -> Reader:
-        """The nearest tier that holds the state."""
+    def _open_payload(self, state: State, *, verify: bool | None = None) -> Reader:
+        """The nearest tier that holds the state. ``verify`` is the configured one, unless it is given."""
+        verify = self.config.verify if verify is None else verify
         if self._memory is not None:
             try:
-                return self._memory.open(state.uid, verify=self.config.verify)
+                return self._memory.open(state.uid, verify=verify)
             except NotFound:
                 pass
         try:
-            return self._local.open(state.uid, verify=self.config.verify)
+            return self._local.open(state.uid, verify=verify)
         except NotFound:
             with self._database.read() as session:
                 raise self._gone(session, walk.state(session, state.uid)) from None
@@ -367,6 +372,35 @@ class Repository:
         with self._reading() as session:
             return view.graph(session, of=of, **options)
 
+    # --- other processes ---------------------------------------------------------------------------------------------------
+
+    def serve(
+        self,
+        url: str = "ucx://127.0.0.1:0",
+        *,
+        token: str | bytes | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        tls: Tls | None = None,
+        is_writable: bool = False,
+        timeout_s: float = 10.0,
+    ) -> Server:
+        """Let other processes browse this lineage and clone its states, from memory where they are there, while training goes on.
+
+        Port 0 takes any that is free: the server's ``url`` has it. A server that other machines can reach needs a token, here or as
+        ``DATASTATES_TOKEN``. ``is_writable`` takes states that peers push. ``close`` of the repository closes it too.
+
+        :raises InvalidInput: other machines can reach it and there is no token.
+        :raises Unavailable: the address is taken.
+        :raises Unsupported: UCXX is not installed.
+        """
+        from .serving import Server  # the transport takes a while to import, and few serve
+        from .transport.handshake import read_token
+
+        self._check_open()
+        server = Server(self, url, token=read_token(token, token_file), tls=tls, is_writable=is_writable, timeout_s=timeout_s)
+        self._servers.append(server)
+        return server
+
     # --- the end -----------------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -382,6 +416,8 @@ class Repository:
         if self._is_closed or self._pid != os.getpid():
             return
         self._is_closed = True
+        for server in self._servers:
+            server.close()
         errors: list[Exception] = []
         for tracker in self._trackers:
             try:

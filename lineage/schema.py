@@ -14,6 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 __all__ = [
     "AttributeRow",
     "Base",
+    "CloneRow",
     "EdgeRow",
     "MetricRow",
     "PackRefRow",
@@ -21,6 +22,7 @@ __all__ = [
     "RefEventRow",
     "RefRow",
     "ReplicaRow",
+    "RepositoryRow",
     "RunRow",
     "StateRow",
     "from_us",
@@ -177,6 +179,29 @@ class ReplicaRow(Base):
     node: Mapped[str] = mapped_column(String(255), primary_key=True)
     status: Mapped[str] = mapped_column(String(8))
     bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class CloneRow(Base):
+    """A state that came here from another process: from where, and how many bytes moved for it."""
+
+    __tablename__ = "clone"
+
+    id: Mapped[int] = mapped_column(Id, primary_key=True)
+    state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), index=True)
+    source: Mapped[str] = mapped_column(Text)
+    source_repository: Mapped[str] = mapped_column(String(255))
+    node: Mapped[str] = mapped_column(String(255))
+    bytes_moved: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class RepositoryRow(Base):
+    """Which lineage this is: one row, made with the database. Two processes with the same uid share it."""
+
+    __tablename__ = "repository"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    uid: Mapped[str] = mapped_column(String(24))
 
 
 class PackRow(Base):

@@ -162,9 +162,16 @@ def _descendants(dialect: str) -> CTE:
 # Towards the root
 
 
-def log(session: Session, uid: str, *, limit: int | None = None) -> list[State]:
-    """The state and all its ancestors through every parent, newest first; the cost is that of what is returned."""
-    return states(session, list(islice(_walk(session, id_of(session, uid)), limit)))
+def log(session: Session, uid: str, *, limit: int | None = None, after: str | None = None) -> list[State]:
+    """The state and all its ancestors through every parent, newest first; the cost is that of what is returned.
+
+    ``after`` goes on behind a state that an earlier call returned.
+    """
+    ids = _walk(session, id_of(session, uid))
+    if after is not None:
+        last = id_of(session, after)
+        ids = (id_ for id_ in ids if id_ < last)
+    return states(session, list(islice(ids, limit)))
 
 
 def ancestors(session: Session, uid: str, *, limit: int | None = None) -> list[State]:

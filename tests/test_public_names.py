@@ -12,6 +12,20 @@ import datastates
 PUBLIC = {
     *("Ambiguous", "BackPressure", "Capture", "Closed", "Config", "Conflict", "Corrupt", "DatastatesError", "InvalidInput"),
     *("NotFound", "OverBudget", "PermutationSampler", "Ref", "RefEvent", "Repository", "RestoreReport", "Run", "State", "Status"),
+    *(
+        "Cancelled",
+        "Cloned",
+        "Dirty",
+        "Disconnected",
+        "Peer",
+        "PeerFault",
+        "RngState",
+        "Server",
+        "Tls",
+        "Transfer",
+        "Unauthorized",
+        "connect",
+    ),
     *("SyntaxProblem", "Torn", "Tracker", "Unavailable", "Unsupported", "__version__", "open", "register_encoder"),
 }
 

@@ -26,6 +26,9 @@ class Channel(ABC):
     peer: str
     """Where the other end is, for messages: ``10.0.0.2:4711``."""
 
+    host: str | None = None
+    """The address of this end that the other one reaches; None where both are in one process."""
+
     @abstractmethod
     async def send(self, frame: bytes) -> None:
         """Hand a frame over; waits while the other end does not take any.

@@ -37,7 +37,7 @@ class Sealed:
     """A channel whose both ends have proved themselves. One task sends, one receives; a cancelled ``send`` ends its use."""
 
     def __init__(self, channel: Channel, outgoing: Seal, incoming: Seal) -> None:
-        self.peer = channel.peer
+        self.peer, self.host = channel.peer, channel.host
         self._channel, self._outgoing, self._incoming = channel, outgoing, incoming
 
     async def send(self, body: bytes) -> None:

@@ -84,6 +84,7 @@ class Session:
 
     def __init__(self, sealed: Sealed, transport: Transport, own: Ready, its: Ready, service: Service | None) -> None:
         self.peer, self.identity, self.timeout_s = sealed.peer, its.identity, own.timeout_ms / 1000
+        self.host = sealed.host
         self._interval_s = min(1.0, min(own.timeout_ms, its.timeout_ms) / 10_000)
         self._loop = asyncio.get_running_loop()
         self._stood_still_s = 0.0

@@ -27,7 +27,7 @@ class TcpChannel(Channel):
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self.peer = _printable(writer.get_extra_info("peername"))
-        self.host: str = writer.get_extra_info("sockname")[0]
+        self.host = writer.get_extra_info("sockname")[0]
         self._is_closed = False
         raw = writer.get_extra_info("socket")
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

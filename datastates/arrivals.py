@@ -1,0 +1,101 @@
+"""A state that comes into a repository from another process: into its memory, then into its lineage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from .config import BackPressure
+from .errors import Conflict, NotFound
+from .landing import StateSink
+from .lineage import clones, refs
+from .lineage.states import Ref, RefKind, State
+from .manifest import Manifest
+
+if TYPE_CHECKING:
+    from .repository import Repository
+
+__all__ = ["abandon", "land", "make_room", "missing_ancestry"]
+
+_log = logging.getLogger("datastates")
+
+
+def make_room(repository: Repository, manifest: Manifest, *, relatives: Iterable[str] = ()) -> StateSink:
+    """Where the chunks of a state go: the repository's arena. May wait for room, as a capture does.
+
+    :raises OverBudget: it can never fit.
+    """
+    runner = repository._runner()
+    memory, arena = repository._memory, repository._arena
+    assert memory is not None, "the runner made it"
+    assert arena is not None, "the runner made it"
+    return StateSink(
+        manifest, memory, arena, lambda count: runner.acquire(count, BackPressure.WAIT), local=repository._local, relatives=relatives
+    )
+
+
+def abandon(repository: Repository, sink: StateSink) -> None:
+    """A clone ended without landing: its memory is free again."""
+    sink.abandon()
+    if repository._running is not None:
+        repository._running.release([])  # tells captures that wait for room
+
+
+def missing_ancestry(repository: Repository, states: Sequence[State]) -> list[State]:
+    """Those of some states that the repository does not have."""
+    with repository._database.read() as session:
+        here = clones.known(session, (state.uid for state in states))
+    return [state for state in states if state.uid not in here]
+
+
+def land(
+    repository: Repository,
+    sink: StateSink,
+    state: State,
+    *,
+    ancestry: Sequence[State],
+    tags: Sequence[Ref],
+    source: str,
+    source_repository: str,
+    bytes_moved: int,
+) -> State:
+    """Every chunk is here: the state is one of the repository's, with what is told of its ancestry and tags.
+
+    :raises Conflict: a state of the same uid and another digest is here.
+    """
+    memory = repository._memory
+    assert memory is not None, "the sink came from it"
+    was_here = state.uid in set(memory.uids())
+    placed = sink.adopt()
+    try:
+        with repository._database.write() as session:
+            clones.import_ancestry(session, ancestry)
+            now = clones.arrive(
+                session,
+                state,
+                run=repository._run_uid,
+                node=repository.node,
+                bytes_new=placed.bytes_new,
+                source=source,
+                source_repository=source_repository,
+                bytes_moved=bytes_moved,
+            )
+    except BaseException:
+        if not was_here:
+            memory.remove(state.uid)
+        raise
+    for tag in tags:
+        _make_tag(repository, tag)
+    repository._runner().adopt(state.uid)
+    return now
+
+
+def _make_tag(repository: Repository, tag: Ref) -> None:
+    if tag.kind is not RefKind.TAG:
+        return
+    try:
+        with repository._database.write(durable=True) as session:
+            refs.tag(session, tag.name, tag.state, message=tag.message)
+    except (Conflict, NotFound) as exc:
+        _log.warning("tag %s was not taken over: %s", tag.name, exc)

@@ -1,0 +1,500 @@
+"""What ``datastates.connect`` gives: another process's repository, to be browsed and cloned from."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from . import arrivals, digest
+from .environment import available_memory_bytes
+from .errors import Closed, DatastatesError, Dirty, Disconnected, InvalidInput, PeerFault
+from .landing import ObjectsSink, Shadows
+from .lineage import clones
+from .lineage import refs as lineage_refs
+from .lineage.states import Ref, RefKind, State
+from .manifest import Manifest
+from .records import record_of, record_of_ref, ref_of, state_of
+from .serving import StateSource
+from .transfer import Cloned, Progress, Transfer
+from .transport import loop
+from .transport.contract import Tls
+from .transport.feed import Feed
+from .transport.fetch import Fetched, fetch
+from .transport.forward import Forwarder
+from .transport.handshake import read_token
+from .transport.protocol import Offer, StateRecord
+from .transport.registry import transport_for
+from .transport.session import Session
+from .transport.sink import Sink
+
+if TYPE_CHECKING:
+    from .repository import Repository
+
+__all__ = ["Peer", "connect"]
+
+_log = logging.getLogger("datastates")
+_PAGE = 1000
+_SPARE = 1.25
+
+T = TypeVar("T")
+
+
+def connect(
+    url: str | Sequence[str],
+    *,
+    token: str | bytes | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    tls: Tls | None = None,
+    timeout_s: float = 10.0,
+) -> Peer:
+    """Reach a repository that another process serves; or several, which then share the work of a clone.
+
+    The token is the server's, here, in a file, or as ``DATASTATES_TOKEN``. A peer that is silent for ``timeout_s`` counts as gone.
+
+    :raises Disconnected: nobody answers (of several: none of them).
+    :raises Unauthorized: the token is missing or wrong.
+    """
+    urls = (url,) if isinstance(url, str) else tuple(url)
+    if not urls:
+        raise InvalidInput("connect needs a url, such as ucx://10.0.0.2:4711")
+    peer = Peer(urls, read_token(token, token_file), tls, timeout_s)
+    loop.run(peer._sessions())
+    return peer
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A state that sources hold open for us."""
+
+    state: State
+    manifest: Manifest
+    raw: bytes
+    feeds: list[Feed]
+    repository: str
+    source: str
+    forwarder: Forwarder | None
+
+
+class Peer:
+    """Other processes' repositories, as one: questions go to the first that answers. Safe from any thread but the transport's."""
+
+    def __init__(self, urls: tuple[str, ...], token: bytes, tls: Tls | None, timeout_s: float) -> None:
+        self.urls = urls
+        self._token, self._tls, self._timeout_s = token, tls, timeout_s
+        self._open: dict[str, Session] = {}
+        self._shadows = Shadows()
+        self._is_closed = False
+
+    # --- the lineage -------------------------------------------------------------------------------------------------------
+
+    def refs(self) -> list[Ref]:
+        """Every branch and tag there, by name."""
+        return [ref_of(record) for record in loop.run(self._first(Session.refs))]
+
+    def state(self, rev: str) -> State:
+        """The state that a revision names there."""
+        return state_of(loop.run(self._first(lambda session: session.resolve(rev))))
+
+    def log(self, rev: str = "main", *, limit: int | None = None) -> list[State]:
+        """A state and its ancestors there, newest first."""
+        return loop.run(self._first(lambda session: _all(lambda count, after: session.log(rev, limit=count, after=after), limit)))
+
+    def find(self, query: str, *, limit: int | None = None) -> list[State]:
+        """The states there that a query asks for."""
+        return loop.run(self._first(lambda session: _all(lambda count, after: session.find(query, limit=count, after=after), limit)))
+
+    # --- clones ------------------------------------------------------------------------------------------------------------
+
+    def clone(
+        self,
+        rev: str,
+        *,
+        into: Mapping[str, object] | None = None,
+        repo: Repository | None = None,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        atomic: bool | None = None,
+        skip_equal: bool = False,
+        tags: bool = False,
+        chain: bool = False,
+        on_progress: Progress | None = None,
+    ) -> Cloned:
+        """Bring a state from the peer's memory into live objects, or into a repository's memory; every byte is checked.
+
+        ``into`` are objects by name, as for ``Repository.restore``, whose ``only`` and ``strict`` these are. With ``atomic`` they
+        change at the very end, all at once, for which a second copy must fit into memory (None: where it does); without, tensors are
+        received where they are, and a clone that fails leaves them *dirty*: trackers refuse to capture them until they are cloned into
+        again or restored. ``skip_equal`` does not move what they hold already (not with ``atomic``).
+
+        ``repo`` takes the state over with its ancestry, with ``tags`` also their tags; only chunks that it does not hold are moved. With
+        ``chain`` receivers of one state pass it on to each other, so that one copy leaves the source.
+
+        :raises NotFound: the revision names nothing there.
+        :raises Unavailable: its bytes are nowhere any more (or Disconnected: no source is left).
+        :raises InvalidInput: the state does not fit the objects; nothing was moved.
+        :raises Corrupt: bytes came with a wrong digest twice.
+        :raises Dirty: a clone in place failed; its cause says why.
+        """
+        transfer = self.begin_clone(
+            rev,
+            into=into,
+            repo=repo,
+            only=only,
+            strict=strict,
+            atomic=atomic,
+            skip_equal=skip_equal,
+            tags=tags,
+            chain=chain,
+            on_progress=on_progress,
+        )
+        return transfer.wait()
+
+    def begin_clone(
+        self,
+        rev: str,
+        *,
+        into: Mapping[str, object] | None = None,
+        repo: Repository | None = None,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        atomic: bool | None = None,
+        skip_equal: bool = False,
+        tags: bool = False,
+        chain: bool = False,
+        on_progress: Progress | None = None,
+    ) -> Transfer:
+        """As ``clone``, in the background: ``wait`` for it or ``await`` it, on the thread that owns the objects."""
+        if (into is None) == (repo is None):
+            raise InvalidInput("a clone goes into live objects (into={...}) or into a repository (repo=...): give one of them")
+        opened = loop.run(self._open_state(rev, chain=chain))
+        try:
+            if into is not None:
+                return self._into_objects(opened, into, only, strict, atomic, skip_equal, on_progress)
+            assert repo is not None, "one of them is given"
+            return self._into_repository(opened, repo, tags, on_progress)
+        except BaseException:
+            loop.run(_let_go(opened))
+            raise
+
+    def push(self, rev: str, *, repo: Repository, tags: bool = False, on_progress: Progress | None = None) -> Cloned:
+        """Bring a state of ``repo`` into the peer's memory, with its ancestry; the peer must be served with ``is_writable``.
+
+        :raises InvalidInput: the peer takes no states.
+        """
+        return self.begin_push(rev, repo=repo, tags=tags, on_progress=on_progress).wait()
+
+    def begin_push(self, rev: str, *, repo: Repository, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
+        """As ``push``, in the background."""
+        state = repo.state(rev)
+        source = StateSource(repo._open_payload(state, verify=False))
+        landed: list[StateRecord] = []
+
+        async def move(progress: Progress) -> Fetched:
+            began = asyncio.get_running_loop().time()
+            session = await self._connected(self.urls[0])
+            try:
+                offer = await asyncio.to_thread(_offer, repo, state, source.manifest, tags=tags)
+                landed.append(await session.push(source, state.uid, offer))
+            finally:
+                await session.close()
+            total = sum(source.lengths)
+            progress(total, total)
+            return Fetched({self.urls[0]: total}, len(source.lengths), asyncio.get_running_loop().time() - began, {})
+
+        return Transfer(
+            state,
+            move,
+            land=lambda _: (state_of(landed[0]), None),
+            give_up=lambda exc: exc,
+            bytes_total=sum(source.lengths),
+            on_progress=on_progress,
+        )
+
+    # --- the end -----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the connections; transfers under way fail. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            loop.run(self._close())
+            self._shadows.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Peer {', '.join(self.urls)}{' (closed)' if self._is_closed else ''}>"
+
+    # --- where a clone goes: the caller's thread ---------------------------------------------------------------------------
+
+    def _into_objects(
+        self,
+        opened: _Opened,
+        into: Mapping[str, object],
+        only: str | Sequence[str] | None,
+        strict: bool,
+        atomic: bool | None,
+        skip_equal: bool,
+        on_progress: Progress | None,
+    ) -> Transfer:
+        if atomic is None:
+            atomic = not skip_equal and available_memory_bytes() > _SPARE * sum(chunk.length for chunk in opened.manifest.content.chunks)
+        sink = ObjectsSink(
+            opened.manifest,
+            into,
+            only=only,
+            strict=strict,
+            atomic=atomic,
+            skip_equal=skip_equal,
+            keep=opened.forwarder is not None,
+            shadows=self._shadows,
+        )
+
+        def land(fetched: Fetched) -> tuple[State, Any]:
+            report = sink.commit()
+            loop.run(_stop_forwarding(opened, linger=True))
+            sink.close()
+            _log.info("cloned state %s, step %d, from %s", opened.state.uid[:10], opened.state.step, ", ".join(fetched.bytes_by_feed))
+            return opened.state, report
+
+        def give_up(error: BaseException) -> BaseException:
+            is_dirty = sink.is_dirty
+            loop.run(_stop_forwarding(opened, linger=False))
+            sink.close()
+            if not is_dirty or not isinstance(error, Exception):
+                return error
+            names = ", ".join(into)
+            return Dirty(
+                f"{names} are half old, half new: the clone of {opened.state.uid[:10]} failed ({error}); clone again, or restore them"
+            )
+
+        return self._transfer(opened, sink, land, give_up, on_progress)
+
+    def _into_repository(self, opened: _Opened, repo: Repository, tags: bool, on_progress: Progress | None) -> Transfer:
+        with repo._database.read() as session:
+            is_shared = clones.repository_uid(session) == opened.repository
+        ancestry, wanted = ([], []) if is_shared else loop.run(self._first(lambda session: _ancestry(session, repo, opened.state, tags)))
+        relatives = [state.uid for state in ancestry[:10]]
+        sink = arrivals.make_room(repo, opened.manifest, relatives=relatives)
+
+        def land(fetched: Fetched) -> tuple[State, None]:
+            loop.run(_stop_forwarding(opened, linger=True))
+            state = arrivals.land(
+                repo,
+                sink,
+                opened.state,
+                ancestry=ancestry,
+                tags=wanted,
+                source=opened.source,
+                source_repository=opened.repository,
+                bytes_moved=sum(fetched.bytes_by_feed.values()),
+            )
+            return state, None
+
+        def give_up(error: BaseException) -> BaseException:
+            loop.run(_stop_forwarding(opened, linger=False))
+            arrivals.abandon(repo, sink)
+            return error
+
+        return self._transfer(opened, sink, land, give_up, on_progress)
+
+    def _transfer(
+        self,
+        opened: _Opened,
+        sink: Sink,
+        land: Callable[[Fetched], tuple[State, Any]],
+        give_up: Callable[[BaseException], BaseException],
+        on_progress: Progress | None,
+    ) -> Transfer:
+        total = sum(sink.lengths[index] for index in sink.missing())
+
+        async def move(progress: Progress) -> Fetched:
+            if opened.forwarder is not None:
+                return await opened.forwarder.fetch(sink, timeout_s=self._timeout_s, on_progress=progress)
+            try:
+                return await fetch(sink, opened.feeds, timeout_s=self._timeout_s, on_progress=progress)
+            finally:
+                await _let_go(opened)
+
+        return Transfer(opened.state, move, land=land, give_up=give_up, bytes_total=total, on_progress=on_progress)
+
+    # --- the loop thread ---------------------------------------------------------------------------------------------------
+
+    async def _sessions(self) -> list[tuple[str, Session]]:
+        """A session for questions with every url that answers.
+
+        :raises Disconnected: none does.
+        """
+        if self._is_closed:
+            raise Closed("the connection is closed: connect again")
+        missing = [url for url in self.urls if url not in self._open or not self._open[url].is_open]
+        made = await asyncio.gather(*(self._connected(url) for url in missing), return_exceptions=True)
+        errors: list[BaseException] = []
+        for url, each in zip(missing, made, strict=True):
+            if isinstance(each, BaseException):
+                errors.append(each)
+            else:
+                self._open[url] = each
+        found = [(url, self._open[url]) for url in self.urls if url in self._open and self._open[url].is_open]
+        if not found:
+            raise errors[0]
+        for error in errors:
+            _log.warning("a source does not answer, the others go on without it: %s", error)
+        return found
+
+    async def _connected(self, url: str) -> Session:
+        if self._is_closed:
+            raise Closed("the connection is closed: connect again")
+        return await Session.connect(url, token=self._token, timeout_s=self._timeout_s, tls=self._tls)
+
+    async def _first(self, ask: Callable[[Session], Awaitable[T]]) -> T:
+        """What the first peer says that is still there."""
+        error: DatastatesError | None = None
+        for _, session in await self._sessions():
+            try:
+                return await ask(session)
+            except (Disconnected, Closed) as exc:
+                error = exc
+        assert error is not None, "there is at least one session"
+        raise error
+
+    async def _open_state(self, rev: str, *, chain: bool) -> _Opened:
+        """Open a state at every source that has it, each by a connection of its own."""
+        found = await self._resolve(rev)
+        state = next(iter(found.values()))
+        if chain:
+            return await self._join_chain(next(iter(found)), state)
+        sessions = await asyncio.gather(*(self._connected(url) for url in found), return_exceptions=True)
+        feeds: list[Feed] = []
+        chosen: tuple[Manifest, bytes, str, str] | None = None
+        errors: list[BaseException] = [each for each in sessions if isinstance(each, BaseException)]
+        for url, session in zip(found, sessions, strict=True):
+            if isinstance(session, BaseException):
+                continue
+            try:
+                opened, feed = await session.open(state.uid)
+                assert feed is not None, "no chain was asked for"
+                manifest = await asyncio.to_thread(_decode, opened.manifest, state, url)
+            except DatastatesError as exc:
+                errors.append(exc)
+                await session.close()
+                continue
+            feeds.append(_Ending(feed, session))
+            chosen = chosen or (manifest, opened.manifest, session.identity.repository if session.identity else "", url)
+        if chosen is None:
+            raise errors[0]
+        for error in errors:
+            _log.warning("a source is left out: %s", error)
+        manifest, raw, repository, source = chosen
+        return _Opened(state, manifest, raw, feeds, repository, source, None)
+
+    async def _resolve(self, rev: str) -> dict[str, State]:
+        """The state that a revision names, by the urls of those that agree on it."""
+        sessions = await self._sessions()
+        records = await asyncio.gather(*(session.resolve(rev) for _, session in sessions), return_exceptions=True)
+        states = {
+            url: state_of(record) for (url, _), record in zip(sessions, records, strict=True) if not isinstance(record, BaseException)
+        }
+        if not states:
+            raise next(record for record in records if isinstance(record, BaseException))
+        first = next(iter(states.values()))
+        for url, state in states.items():
+            if state.digest != first.digest:
+                _log.warning("%s is another state at %s, which is left out", rev, url)
+        return {url: state for url, state in states.items() if state.digest == first.digest}
+
+    async def _join_chain(self, url: str, state: State) -> _Opened:
+        forwarder = await Forwarder.join(
+            url, state.uid, connect=self._connected, transport=transport_for(url), token=self._token, tls=self._tls
+        )
+        try:
+            manifest = await asyncio.to_thread(_decode, forwarder.manifest, state, url)
+        except BaseException:
+            await forwarder.close()
+            raise
+        return _Opened(state, manifest, forwarder.manifest, [], forwarder.repository, url, forwarder)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(session.close() for session in self._open.values()))
+        self._open.clear()
+
+
+class _Ending(Feed):
+    """A feed whose session ends with it: a clone that is cut off disturbs no other."""
+
+    def __init__(self, feed: Feed, session: Session) -> None:
+        super().__init__(feed.name, feed.manifest, feed.lengths, receive=feed.receive, release=session.close)
+        self._inner = feed
+
+    async def close(self) -> None:
+        """Let go of the state, and of the connection."""
+        await self._inner.close()
+        await super().close()
+
+
+async def _let_go(opened: _Opened) -> None:
+    for feed in opened.feeds:
+        await feed.close()
+    if opened.forwarder is not None:
+        await opened.forwarder.close()
+
+
+async def _stop_forwarding(opened: _Opened, *, linger: bool) -> None:
+    if opened.forwarder is not None:
+        if linger:
+            await opened.forwarder.drain()
+        await opened.forwarder.close()
+
+
+def _decode(raw: bytes, state: State, url: str) -> Manifest:
+    manifest = digest.decode(raw, source=f"the manifest of {state.uid[:10]} from {url}")
+    if (manifest.origin.uid, manifest.digest) != (state.uid, state.digest):
+        raise PeerFault(f"{url} sent the manifest of state {manifest.origin.uid[:10]} when {state.uid[:10]} was asked for")
+    return manifest
+
+
+async def _all(page: Callable[[int, str | None], Coroutine[Any, Any, Any]], limit: int | None) -> list[State]:
+    found: list[State] = []
+    after: str | None = None
+    while limit is None or len(found) < limit:
+        got = await page(_PAGE if limit is None else min(_PAGE, limit - len(found)), after)
+        found += map(state_of, got.states)
+        after = got.next
+        if after is None or not got.states:
+            break
+    return found
+
+
+async def _ancestry(session: Session, repo: Repository, state: State, tags: bool) -> tuple[list[State], list[Ref]]:
+    """The ancestors, newest first, that the repository does not have, down to the first page that it has all of; tags of all that come."""
+    coming: list[State] = []
+    after: str | None = state.uid
+    while after is not None:
+        page = await session.log(state.uid, limit=_PAGE, after=after)
+        states = list(map(state_of, page.states))
+        missing = await asyncio.to_thread(arrivals.missing_ancestry, repo, states)
+        coming += missing
+        after = page.next if missing else None
+    if not tags:
+        return coming, []
+    uids = {state.uid, *(each.uid for each in coming)}
+    found = [ref_of(record) for record in await session.refs()]
+    return coming, [ref for ref in found if ref.kind is RefKind.TAG and ref.state in uids]
+
+
+def _offer(repo: Repository, state: State, manifest: bytes, *, tags: bool) -> Offer:
+    ancestry = repo.ancestors(state)
+    refs: list[Ref] = []
+    if tags:
+        uids = {state.uid, *(each.uid for each in ancestry)}
+        with repo._database.read() as session:
+            refs = [ref for ref in lineage_refs.refs(session, RefKind.TAG) if ref.state in uids]
+    return Offer(manifest, record_of(state), tuple(map(record_of, ancestry)), tuple(map(record_of_ref, refs)))

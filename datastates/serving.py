@@ -1,0 +1,166 @@
+"""A repository as others see it over a transport: its lineage, and the states that its tiers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from . import arrivals, digest
+from .errors import Closed, InvalidInput
+from .landing import StateSink
+from .lineage import clones, revision, search, walk
+from .lineage import refs as lineage_refs
+from .records import record_of, record_of_ref, ref_of, state_of
+from .store.tier import Reader
+from .transport import loop
+from .transport import server as transport_server
+from .transport.chain import Chains
+from .transport.contract import Tls
+from .transport.protocol import Identity, Offer, RefRecord, StatePage, StateRecord
+from .transport.sink import Sink
+from .transport.store import Source
+
+if TYPE_CHECKING:
+    from .repository import Repository
+
+__all__ = ["RepositoryStore", "Server", "ServerStats"]
+
+
+class StateSource:
+    """An open reader, as a source: the state stays pinned until it is closed. Its bytes are checked by who receives them."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.manifest = digest.encode(msgspec.structs.replace(reader.manifest, packs=(), refs=()))
+        self.lengths = tuple(chunk.length for chunk in reader.manifest.content.chunks)
+
+    async def chunk(self, index: int) -> Sequence[memoryview]:
+        """The chunk where it lies."""
+        return [self._reader.chunk(index)]
+
+    def close(self) -> None:
+        """Unpin it."""
+        self._reader.close()
+
+
+class RepositoryStore:
+    """A repository, seen by a server; every method runs in worker threads. ``is_writable`` takes what peers push."""
+
+    def __init__(self, repository: Repository, *, is_writable: bool = False) -> None:
+        self._repository, self._is_writable = repository, is_writable
+
+    def identity(self) -> Identity:
+        """Who this is."""
+        with self._repository._database.read() as session:
+            return Identity(clones.repository_uid(session), self._repository.node, version("datastates"))
+
+    def refs(self) -> list[RefRecord]:
+        """Every branch and tag."""
+        with self._repository._reading() as session:
+            return [record_of_ref(ref) for ref in lineage_refs.refs(session)]
+
+    def find(self, query: str, limit: int, after: str | None) -> StatePage:
+        """A page of what a query finds."""
+        with self._repository._reading() as session:
+            page = search.find(session, query, after=after, limit=limit)
+        return StatePage(tuple(map(record_of, page.states)), page.next)
+
+    def log(self, rev: str, limit: int, after: str | None) -> StatePage:
+        """A page of a state and its ancestors, newest first."""
+        with self._repository._reading() as session:
+            found = walk.log(session, revision.resolve(session, rev).uid, limit=limit + 1, after=after)
+        states = tuple(map(record_of, found[:limit]))
+        return StatePage(states, states[-1].uid if len(found) > limit else None)
+
+    def resolve(self, rev: str) -> StateRecord:
+        """The state that a revision names."""
+        return record_of(self._repository.state(rev))
+
+    def open(self, uid: str) -> Source:
+        """Pin a state: in memory if it is there, else on disk."""
+        return StateSource(self._repository._open_payload(self._repository.state(uid), verify=False))
+
+    def receive(self, offer: Offer) -> Sink:
+        """Make room for what a peer pushes."""
+        if not self._is_writable:
+            raise InvalidInput("this server takes no states: serve with is_writable=True (datastates serve --writable)")
+        manifest = digest.decode(offer.manifest, source=f"the pushed state {offer.state.uid}")
+        if (manifest.origin.uid, manifest.digest) != (offer.state.uid, offer.state.digest):
+            raise InvalidInput(f"the manifest of the pushed state {offer.state.uid} is another state's: push again")
+        return arrivals.make_room(self._repository, manifest, relatives=(state.uid for state in offer.ancestry[:10]))
+
+    def received(self, offer: Offer, sink: Sink) -> StateRecord:
+        """Record what was pushed."""
+        assert isinstance(sink, StateSink), "receive made it"
+        state = arrivals.land(
+            self._repository,
+            sink,
+            state_of(offer.state),
+            ancestry=[state_of(each) for each in offer.ancestry],
+            tags=[ref_of(ref) for ref in offer.refs],
+            source="push",
+            source_repository="",
+            bytes_moved=sum(sink.lengths),
+        )
+        return record_of(state)
+
+    def abandon(self, offer: Offer, sink: Sink) -> None:
+        """A push ended early."""
+        assert isinstance(sink, StateSink), "receive made it"
+        arrivals.abandon(self._repository, sink)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStats:
+    """What a server has done so far: payload that left, chunks of it, peers that are here and that ever were, those turned away."""
+
+    bytes_sent: int
+    chunks_sent: int
+    peers: int
+    peers_ever: int
+    refused: int
+
+
+class Server:
+    """States of a repository, served while training goes on; made by ``Repository.serve``. Safe from any thread.
+
+    What a peer clones is pinned: its memory is not used for new captures until the peer is done, or silent for ``timeout_s``.
+    """
+
+    def __init__(self, repository: Repository, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float) -> None:
+        store = RepositoryStore(repository, is_writable=is_writable)
+        self._server = transport_server.Server(store, url, token=token, tls=tls, timeout_s=timeout_s, relays=Chains())
+        self._is_closed = False
+        loop.run(self._server.start())
+
+    @property
+    def url(self) -> str:
+        """Where to connect, with the port that was taken."""
+        return self._server.url
+
+    def stats(self) -> ServerStats:
+        """What it has done so far."""
+        server = self._server
+        return ServerStats(server.sent.bytes, server.sent.chunks, len(server.sessions), server.arrived, server.refused)
+
+    def close(self, *, grace_s: float = 1.0) -> None:
+        """Take no more peers, let chunks that are on their way arrive, and end every connection; idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            with suppress(Closed):
+                loop.run(self._server.close(grace_s=grace_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Server {self.url}{' (closed)' if self._is_closed else ''}>"

@@ -1,0 +1,138 @@
+"""One state on its way between processes: waited for, awaited, cancelled, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import Cancelled
+from .lineage.states import State
+from .report import RestoreReport
+from .transport import loop
+from .transport.fetch import Fetched
+
+__all__ = ["Cloned", "Progress", "Transfer"]
+
+Progress = Callable[[int, int], None]
+"""Gets the bytes that are here and all that are to come, on the transport's thread: it must be quick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cloned:
+    """What a clone or a push did. ``report`` is of a clone into live objects; ``by_source`` are the bytes that moved, by peer."""
+
+    state: State
+    report: RestoreReport | None
+    bytes_moved: int
+    seconds: float
+    by_source: Mapping[str, int]
+
+
+class Transfer:
+    """A clone or a push under way. ``wait`` and ``await`` finish it, on the thread that calls them.
+
+    Live objects are written at the very end by whoever waits, who must be the thread that owns them; with ``atomic=False`` they
+    are written all the time, and must be left alone until then. ``bytes_done`` and ``bytes_total`` may be read at any time.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        move: Callable[[Progress], Coroutine[Any, Any, Fetched]],
+        *,
+        land: Callable[[Fetched], tuple[State, RestoreReport | None]],
+        give_up: Callable[[BaseException], BaseException],
+        bytes_total: int,
+        on_progress: Progress | None = None,
+    ) -> None:
+        self.state, self.bytes_done, self.bytes_total = state, 0, bytes_total
+        self._land, self._give_up, self._on_progress = land, give_up, on_progress
+        self._lock = threading.Lock()
+        self._result: Cloned | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._future = loop.submit(self._run(move))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing moves any more: ``wait`` returns, or raises, without waiting for the network."""
+        return self._ended.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, once it has."""
+        return self._error
+
+    def wait(self, timeout_s: float | None = None) -> Cloned:
+        """Wait until every byte is here and checked, and finish. Ctrl-C cancels, and returns once nothing is written any more.
+
+        :raises TimeoutError: it takes longer; it goes on.
+        :raises Cancelled: it was cancelled.
+        :raises Disconnected: no source is left (or Corrupt, Unavailable: what else went wrong).
+        :raises Dirty: the same, and live objects are half new: the cause says why; clone again, or restore them.
+        """
+        try:
+            if not self._ended.wait(timeout_s):
+                raise TimeoutError(f"{self.bytes_done} of {self.bytes_total} bytes are here after {timeout_s} s: the clone goes on")
+        except KeyboardInterrupt:
+            self.cancel()
+            self._ended.wait()
+            self._finish()
+            raise
+        return self._finish()
+
+    def cancel(self) -> None:
+        """Stop it; ``wait`` then raises Cancelled. Nothing after it is done."""
+        self._future.cancel()
+
+    def __await__(self) -> Generator[Any, None, Cloned]:
+        return self._await().__await__()
+
+    async def _await(self) -> Cloned:
+        ended = asyncio.get_running_loop().run_in_executor(None, self._ended.wait)
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            self.cancel()
+            await asyncio.shield(ended)
+            raise
+        return self._finish()
+
+    async def _run(self, move: Callable[[Progress], Coroutine[Any, Any, Fetched]]) -> Fetched:
+        try:
+            return await move(self._progress)
+        finally:
+            self._ended.set()
+
+    def _progress(self, done: int, total: int) -> None:
+        self.bytes_done, self.bytes_total = done, total
+        if self._on_progress is not None:
+            self._on_progress(done, total)
+
+    def _finish(self) -> Cloned:
+        with self._lock:
+            if self._result is None and self._error is None:
+                try:
+                    fetched = self._fetched()
+                    state, report = self._land(fetched)
+                    moved = sum(fetched.bytes_by_feed.values())
+                    self._result = Cloned(state, report, moved, fetched.seconds, fetched.bytes_by_feed)
+                except BaseException as exc:
+                    self._error = self._give_up(exc)
+                    if self._error is not exc:
+                        raise self._error from exc
+                    raise
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None, "it is one or the other"
+        return self._result
+
+    def _fetched(self) -> Fetched:
+        try:
+            return self._future.result()
+        except concurrent.futures.CancelledError:
+            raise Cancelled(f"the transfer of state {self.state.uid[:10]} was cancelled after {self.bytes_done} bytes") from None
