@@ -5,8 +5,8 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import os
-import secrets
 import pwd
+import secrets
 import shutil
 import signal
 import subprocess
