@@ -1,37 +1,46 @@
 """The one event loop of a process on which all transport runs: a daemon thread named ``datastates-transport``.
 
-Callers are ordinary threads: ``run`` waits for a coroutine there, ``submit`` gives a future. The loop starts on first use. In a
-forked child there is none of it: the child gets a loop of its own on first use.
+Callers are ordinary threads: ``run`` waits for a coroutine there, ``submit`` gives a future. The loop starts on first use, and anew
+after ``stop``. In a forked child there is none of it: the child gets a loop of its own on first use.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
+import concurrent.futures.thread  # before our own hook at the end of the process, which needs its worker threads
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from datastates.errors import InvalidInput
+from datastates.errors import Closed, InvalidInput
 
 __all__ = ["at_stop", "run", "stop", "submit"]
 
 T = TypeVar("T")
 
 _NAME = "datastates-transport"
-_STOP_S = 2.0
-
-_lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-_thread: threading.Thread | None = None
-_closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+_STOP_S = 5.0
+_logger = logging.getLogger(__name__)
 
 
-def submit(work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    """Start a coroutine on the loop; cancelling the future cancels it."""
-    return asyncio.run_coroutine_threadsafe(work, _running())
+def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Start a coroutine on the loop.
+
+    The future is done when the coroutine has *ended*: ``cancel`` asks it to end, and whoever waits for the future then waits until
+    nothing of it runs any more.
+
+    :raises Closed: the process is ending.
+    """
+    with _lock:  # ``stop`` takes the loop away under it, so that what is begun here ends there
+        loop = _running(work)
+        call = _Call(loop, work)
+        loop.post(call.begin)
+    return call
 
 
 def run(work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
@@ -43,83 +52,156 @@ def run(work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
     :raises TimeoutError: it took longer.
     :raises InvalidInput: called on the loop's own thread, which would wait for itself.
     """
-    if threading.current_thread() is _thread:
+    if _is_own_thread():
         work.close()
         raise InvalidInput("the transport's loop cannot wait for itself: await this instead")
-    ended = threading.Event()
-    future = submit(_tell_end(work, ended))
+    name = getattr(work, "__qualname__", str(work))
+    call = submit(work)
     try:
-        return future.result(timeout_s)
-    except BaseException:
-        if not future.done() or future.cancelled():
-            future.cancel()
-            ended.wait()
-        raise
+        concurrent.futures.wait([call], timeout_s)
+    finally:
+        is_late = call.cancel()
+        concurrent.futures.wait([call])
+    if is_late and call.cancelled():
+        raise TimeoutError(f"{name} took longer than {timeout_s:g} s, and was cancelled")
+    return call.result()
 
 
 def at_stop(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run ``close`` on the loop when it is stopped; the last that was registered comes first."""
-    _closers.append(close)
+    """Run ``close`` on the loop when it is stopped; the last that was registered comes first. Belongs to the loop's thread."""
+    if _current is None or not _is_own_thread():
+        raise InvalidInput("what is to be closed with the transport's loop must be registered on its thread")
+    _current.closers.append(close)
 
 
 def stop() -> None:
-    """Close what was registered, and end the loop; it starts anew on the next use. Runs by itself at the end of the process."""
-    global _loop, _thread
+    """Cancel what runs, close what was registered, and end the loop. Runs by itself at the end of the process; idempotent."""
+    global _current
+    if _is_own_thread():
+        raise InvalidInput("the transport's loop cannot wait for its own end: call stop() on another thread")
     with _lock:
-        loop, thread, _loop, _thread = _loop, _thread, None, None
-        closers, _closers[:] = list(_closers), []
-    if loop is None or thread is None or not thread.is_alive():
-        return
-    future = asyncio.run_coroutine_threadsafe(_close(closers), loop)
-    try:
-        future.result(_STOP_S)
-    except (TimeoutError, concurrent.futures.CancelledError):
-        future.cancel()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(_STOP_S)
+        loop, _current = _current, None
+    if loop is not None:
+        loop.stop()
 
 
-async def _tell_end(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:
-    try:
-        return await work
-    finally:
-        ended.set()
+class _Call(Future[T]):
+    """A coroutine on the loop, seen from outside."""
+
+    def __init__(self, loop: _Loop, work: Coroutine[Any, Any, T]) -> None:
+        super().__init__()
+        self._loop, self._work = loop, work
+        self._task: asyncio.Task[T] | None = None
+        self._is_unwanted = False
+
+    def begin(self) -> None:
+        if self._is_unwanted:
+            self._work.close()
+            self._give_up()
+        else:
+            self._task = self._loop.raw.create_task(self._work)
+            self._task.add_done_callback(self._end)
+
+    def cancel(self) -> bool:
+        """Ask the coroutine to end. False: it has ended before."""
+        if self.done():
+            return False
+        self._is_unwanted = True
+        self._loop.post(self._cancel_task)
+        return True
+
+    def _cancel_task(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self._give_up()
+        elif (error := task.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
+
+    def _give_up(self) -> None:
+        super().cancel()
+        self.set_running_or_notify_cancel()
 
 
-async def _close(closers: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    for close in reversed(closers):
-        await close()
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
+class _Loop:
+    """An event loop and its thread."""
+
+    def __init__(self) -> None:
+        self.raw = asyncio.new_event_loop()
+        self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self.thread = threading.Thread(target=self._serve, name=_NAME, daemon=True)
+        self.thread.start()
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """Run it on the loop, unless that has ended."""
+        with suppress(RuntimeError):
+            self.raw.call_soon_threadsafe(callback)
+
+    def stop(self) -> None:
+        self.post(self.raw.stop)
+        self.thread.join(_STOP_S)
+        if self.thread.is_alive():
+            _logger.warning("the thread %s does not end: something blocks it", _NAME)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.raw)
+        self.raw.run_forever()
+        self.raw.run_until_complete(self._wind_up())
+        self.raw.close()  # its worker threads end when they are idle
+
+    async def _wind_up(self) -> None:
+        await _end_tasks()
+        for close in reversed(self.closers):
+            try:
+                await close()
+            except Exception:
+                _logger.exception("the transport did not close properly")
+        await _end_tasks()
+        await self.raw.shutdown_asyncgens()
+
+
+_lock = threading.Lock()
+_current: _Loop | None = None
+_is_over = False
+
+
+def _running(work: Coroutine[Any, Any, Any]) -> _Loop:
+    global _current
+    if _is_over:
+        work.close()
+        raise Closed("the process is ending: nothing can be begun on the transport any more")
+    if _current is None:
+        _current = _Loop()
+    return _current
+
+
+def _is_own_thread() -> bool:
+    return _current is not None and threading.current_thread() is _current.thread
+
+
+async def _end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=_STOP_S / 2)
+    if tasks:
+        await asyncio.wait(tasks, timeout=_STOP_S / 4)
 
 
-def _running() -> asyncio.AbstractEventLoop:
-    global _loop, _thread
-    with _lock:
-        if _loop is None or _thread is None or not _thread.is_alive():
-            loop = asyncio.new_event_loop()
-            _thread = threading.Thread(target=_serve, args=(loop,), name=_NAME, daemon=True)
-            _thread.start()
-            _loop = loop
-        return _loop
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
-    loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.close()
+def _at_exit() -> None:
+    global _is_over
+    _is_over = True
+    stop()
 
 
 def _after_fork() -> None:
-    global _lock, _loop, _thread
-    _lock = threading.Lock()
-    _loop = _thread = None
-    _closers.clear()
+    global _lock, _current
+    _lock, _current = threading.Lock(), None
 
 
 os.register_at_fork(after_in_child=_after_fork)
-atexit.register(stop)
+# What ``atexit`` calls comes after the end of all worker threads, too late to close anything that needs them.
+threading._register_atexit(_at_exit)  # type: ignore[attr-defined] # private; concurrent.futures itself ends its threads by it
