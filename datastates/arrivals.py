@@ -30,9 +30,11 @@ def make_room(repository: Repository, manifest: Manifest, *, relatives: Iterable
     memory, arena = repository._memory, repository._arena
     assert memory is not None, "the runner made it"
     assert arena is not None, "the runner made it"
-    return StateSink(
-        manifest, memory, arena, lambda count: runner.acquire(count, BackPressure.WAIT), local=repository._local, relatives=relatives
-    )
+
+    def acquire(count: int) -> Sequence[int] | None:
+        return runner.acquire(count, BackPressure.WAIT, is_capture=False)
+
+    return StateSink(manifest, memory, arena, acquire, local=repository._local, relatives=relatives)
 
 
 def abandon(repository: Repository, sink: StateSink) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from . import arrivals, digest
 from .environment import available_memory_bytes
-from .errors import Closed, DatastatesError, Dirty, Disconnected, InvalidInput, PeerFault
+from .errors import Closed, DatastatesError, Dirty, Disconnected, InvalidInput, NotFound, PeerFault
 from .landing import ObjectsSink, Shadows
-from .lineage import clones
+from .lineage import clones, walk
 from .lineage import refs as lineage_refs
 from .lineage.states import Ref, RefKind, State
 from .manifest import Manifest
@@ -196,11 +196,17 @@ class Peer:
 
         async def move(progress: Progress) -> Fetched:
             began = asyncio.get_running_loop().time()
-            session = await self._connected(self.urls[0])
             try:
-                offer = await asyncio.to_thread(_offer, repo, state, source.manifest, tags=tags)
+                session = await self._connected(self.urls[0])
+            except BaseException:
+                source.close()
+                raise
+            try:
+                ancestry = await _unknown_there(session, repo, state)
+                offer = await asyncio.to_thread(_offer, repo, state, source.manifest, ancestry, tags=tags)
                 landed.append(await session.push(source, state.uid, offer))
             finally:
+                source.close()
                 await session.close()
             total = sum(source.lengths)
             progress(total, total)
@@ -490,8 +496,28 @@ async def _ancestry(session: Session, repo: Repository, state: State, tags: bool
     return coming, [ref for ref in found if ref.kind is RefKind.TAG and ref.state in uids]
 
 
-def _offer(repo: Repository, state: State, manifest: bytes, *, tags: bool) -> Offer:
-    ancestry = repo.ancestors(state)
+async def _unknown_there(session: Session, repo: Repository, state: State) -> list[State]:
+    """The ancestors of a state, newest first, down to the first page whose oldest one the peer knows."""
+    found: list[State] = []
+    page = [state]
+    while page:
+        page = await asyncio.to_thread(_ancestors, repo, state.uid, page[-1].uid)
+        found += page
+        if page:
+            try:
+                await session.resolve(page[-1].uid)
+            except NotFound:
+                continue
+            break
+    return found
+
+
+def _ancestors(repo: Repository, uid: str, after: str) -> list[State]:
+    with repo._database.read() as session:
+        return walk.log(session, uid, limit=_PAGE, after=after)
+
+
+def _offer(repo: Repository, state: State, manifest: bytes, ancestry: Sequence[State], *, tags: bool) -> Offer:
     refs: list[Ref] = []
     if tags:
         uids = {state.uid, *(each.uid for each in ancestry)}

@@ -146,10 +146,10 @@ class Runner:
         self.flush()
         self._post(Closing(line.name))
 
-    def acquire(self, count: int, back_pressure: BackPressure) -> list[int] | None:
-        """Slots for a capture; None when there is no room and the back-pressure is to skip.
+    def acquire(self, count: int, back_pressure: BackPressure, *, is_capture: bool = True) -> list[int] | None:
+        """Slots for a state; None when there is no room and the back-pressure is to skip.
 
-        Blocks under ``wait`` and ``drop-oldest`` until memory is let go.
+        Blocks under ``wait`` and ``drop-oldest`` until memory is let go. After a capture room for the next one of its size is made ahead.
 
         :raises OverBudget: the state could never fit.
         """
@@ -158,9 +158,10 @@ class Runner:
                 f"a state takes {count} slots of {CHUNK_BYTES >> 20} MiB, the memory budget has {self._arena.capacity}: "
                 f"open the repository with memory_bytes of at least {2 * count * CHUNK_BYTES} (two states)"
             )
-        self._next_slots = count
-        if not self._arena.is_warm:
-            self._wanted_warm.put(_AHEAD * count)
+        if is_capture:
+            self._next_slots = count
+            if not self._arena.is_warm:
+                self._wanted_warm.put(_AHEAD * count)
         while True:
             slots = self._arena.acquire(count)
             if slots is not None:
