@@ -186,7 +186,8 @@ def _is_own_thread() -> bool:
 async def _end_tasks() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
-        task.cancel()
+        if not task.cancelling():  # else it is ending already, and what it does to end is not to be cut short
+            task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=_STOP_S / 4)
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import socket
 import ssl
+import weakref
 from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
@@ -18,7 +22,9 @@ __all__ = ["TcpChannel", "TcpListener", "dial", "listen"]
 _LENGTH_BYTES = 4
 _BUFFER_BYTES = 256 << 10
 _FLUSH_S = 1.0
-_GONE = (OSError, asyncio.IncompleteReadError, EOFError)
+_TLS_S = 10.0
+_GONE = (OSError, EOFError)
+_logger = logging.getLogger(__name__)
 
 
 class TcpChannel(Channel):
@@ -27,46 +33,57 @@ class TcpChannel(Channel):
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self.peer = _printable(writer.get_extra_info("peername"))
-        self.host = writer.get_extra_info("sockname")[0]
+        self.host: str = writer.get_extra_info("sockname")[0]
+        self._announced: int | None = None
         self._is_closed = False
-        raw = writer.get_extra_info("socket")
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._closing: asyncio.Future[None] | None = None
+        socket_ = writer.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # it is gone already, which the first use will say
+            _set_up(socket_)
+        _open_sockets[self] = [socket_]
 
     async def send(self, frame: bytes) -> None:
         """Hand a frame to the socket; waits while its buffer is full."""
-        if self._is_closed:
-            raise Disconnected(f"the connection to {self.peer} is closed")
         try:
+            if self._is_closed or self._writer.is_closing():
+                raise ConnectionError("the connection was lost")
             self._writer.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
             await self._writer.drain()
         except _GONE as exc:
             raise self._lost(exc) from exc
 
     async def receive(self, limit: int) -> bytes:
-        """The next frame; its length is looked at before anything is read for it."""
-        if self._is_closed:
-            raise Disconnected(f"the connection to {self.peer} is closed")
+        """The next frame; its length is looked at before anything is read for it. It may be cancelled, and called again."""
         try:
-            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
-            if length > limit:
+            if self._is_closed:
+                raise ConnectionError("the connection was closed")
+            if self._announced is None:
+                self._announced = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+            if self._announced > limit:
+                fault = PeerFault(f"{self.peer} announced a frame of {self._announced} bytes, at most {limit} are allowed here")
                 await self.close()
-                raise PeerFault(f"{self.peer} announced a frame of {length} bytes, at most {limit} are allowed here")
-            return await self._reader.readexactly(length)
+                raise fault
+            frame = await self._reader.readexactly(self._announced)
         except _GONE as exc:
             raise self._lost(exc) from exc
+        self._announced = None
+        return frame
 
     async def close(self) -> None:
         """Send what was handed over, for a second at most, and let go."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._reader.feed_eof()  # who waits in ``receive`` waits no longer
-        self._writer.close()
+        if self._closing is None:
+            self._is_closed = True
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         try:
-            await asyncio.wait_for(self._writer.wait_closed(), _FLUSH_S)
+            async with asyncio.timeout(_FLUSH_S):
+                self._writer.close()
+                await self._writer.wait_closed()
         except (TimeoutError, OSError):
             self._writer.transport.abort()
+        _open_sockets.pop(self, None)
 
     def _lost(self, exc: BaseException) -> Disconnected:
         if self._is_closed:
@@ -80,10 +97,12 @@ class TcpListener(Listener):
 
     def __init__(self, server: asyncio.Server, url: str) -> None:
         self._server, self.url = server, url
+        _open_sockets[self] = list(server.sockets)
 
     async def close(self) -> None:
         """Take no more peers."""
-        self._server.close()
+        self._server.close()  # without ``wait_closed``, which from Python 3.12 on waits for all connections
+        _open_sockets.pop(self, None)
 
 
 async def listen(url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> TcpListener:
@@ -93,15 +112,22 @@ async def listen(url: str, accept: Callable[[Channel], Awaitable[None]], *, tls:
     :raises InvalidInput: the url names no host and port, or a file for TLS is missing.
     """
     scheme, host, port = _address(url)
+    visits: set[asyncio.Task[None]] = set()
 
-    async def arrive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):  # it is gone already
-            await accept(TcpChannel(reader, writer))
+    def arrive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        visit = asyncio.create_task(_visit(accept, TcpChannel(reader, writer)))
+        visits.add(visit)
+        visit.add_done_callback(visits.discard)
 
+    context = _server_context(tls)
     try:
-        server = await asyncio.start_server(arrive, host, port, ssl=_server_context(tls), limit=_BUFFER_BYTES)
-    except OSError as exc:
-        raise Unavailable(f"{url} cannot be listened on ({exc.strerror or exc}): choose another address, or port 0 for any") from exc
+        where = await _first_address(host, port)
+        server = await asyncio.start_server(
+            arrive, where, port, limit=_BUFFER_BYTES, ssl=context, ssl_handshake_timeout=None if context is None else _TLS_S
+        )
+    except (OSError, UnicodeError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise Unavailable(f"{url} cannot be listened on ({reason}): choose another address, or port 0 for any") from exc
     bound_host, bound_port = server.sockets[0].getsockname()[:2]
     return TcpListener(server, f"{scheme}://{_bracketed(bound_host)}:{bound_port}")
 
@@ -112,22 +138,41 @@ async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChan
     :raises Disconnected: nobody answers there in time, or what answers cannot be trusted.
     """
     _, host, port = _address(url)
-    name = host if tls is not None else None
+    context = _client_context(tls)
     try:
-        connecting = asyncio.open_connection(host, port, ssl=_client_context(tls), server_hostname=name, limit=_BUFFER_BYTES)
-        reader, writer = await asyncio.wait_for(connecting, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(
+                host, port, limit=_BUFFER_BYTES, ssl=context, server_hostname=None if context is None else host
+            )
     except TimeoutError as exc:
         raise Disconnected(f"{url} did not answer within {timeout_s:g} s: is it served there, and not behind a firewall?") from exc
     except ssl.SSLError as exc:
-        raise Disconnected(f"{url} cannot be trusted ({exc.reason or exc}): check the certificate that tls= names") from exc
-    except OSError as exc:
-        raise Disconnected(f"{url} cannot be reached ({exc.strerror or exc}): is it served there?") from exc
+        reason = getattr(exc, "verify_message", None) or exc.reason or exc
+        raise Disconnected(f"{url} cannot be trusted ({reason}): check the certificates that tls= names on both sides") from exc
+    except (OSError, UnicodeError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise Disconnected(f"{url} cannot be reached ({reason}): is it served there?") from exc
     return TcpChannel(reader, writer)
 
 
-def _address(url: str) -> tuple[str, str, int]:
-    parts = urlsplit(url)
+async def _visit(accept: Callable[[Channel], Awaitable[None]], channel: TcpChannel) -> None:
     try:
+        await accept(channel)
+    except Exception:
+        _logger.exception("the connection from %s was given up", channel.peer)
+        await channel.close()
+
+
+async def _first_address(host: str, port: int) -> str:
+    """One address of a host, IPv4 if it has any: several would get several ports where any is asked for."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    *_, place = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return str(place[0])
+
+
+def _address(url: str) -> tuple[str, str, int]:
+    try:
+        parts = urlsplit(url)
         port = parts.port
     except ValueError as exc:
         raise InvalidInput(f"{url!r}: {exc}") from exc
@@ -141,7 +186,7 @@ def _server_context(tls: Tls | None) -> ssl.SSLContext | None:
         return None
     if tls.certificate is None:
         raise InvalidInput("a server with TLS needs tls.certificate, and tls.key if the key lies in another file")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.trusted)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(tls.certificate, tls.key)
     except OSError as exc:
@@ -164,3 +209,27 @@ def _printable(name: object) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def _set_up(connection: Any) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):  # Linux: a peer that vanished is found within a minute, not two hours
+        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+_open_sockets: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _let_go_of_inherited() -> None:
+    """In a forked child: as long as it held the parent's sockets, no peer would hear that the parent died, and no port be free."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for inherited in [each for sockets in _open_sockets.values() for each in sockets]:
+        if inherited.fileno() >= 0:
+            os.dup2(nothing, inherited.fileno(), inheritable=False)  # the number stays taken: whoever closes it closes nothing else
+    os.close(nothing)
+    _open_sockets.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_of_inherited)

@@ -1,0 +1,358 @@
+"""Control over TCP: lengths, errors that name the address, TLS, and what a forked child holds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
+from datastates.transport import tcp
+from datastates.transport.contract import Channel, Tls
+
+LIMIT = 1 << 20
+
+
+@asynccontextmanager
+async def meeting(
+    url: str = "ucx://127.0.0.1:0", *, server: Tls | None = None, client: Tls | None = None
+) -> AsyncIterator[tuple[tcp.TcpChannel, Channel]]:
+    """Both ends of a channel."""
+    async with listening(url, tls=server) as (listener, arrivals):
+        here = await tcp.dial(listener.url, timeout_s=5, tls=client)
+        there = await arrivals.get()
+        try:
+            yield here, there
+        finally:
+            await here.close()
+            await there.close()
+
+
+@asynccontextmanager
+async def listening(
+    url: str = "ucx://127.0.0.1:0", *, tls: Tls | None = None
+) -> AsyncIterator[tuple[tcp.TcpListener, asyncio.Queue[Channel]]]:
+    arrivals: asyncio.Queue[Channel] = asyncio.Queue()
+    listener = await tcp.listen(url, arrivals.put, tls=tls)
+    try:
+        yield listener, arrivals
+    finally:
+        await listener.close()
+
+
+@asynccontextmanager
+async def raw(handle: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
+    """A server that is none of ours."""
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield f"ucx://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def run(work: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await work
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_every_way_to_write_this_machine_works(host: str) -> None:
+    async def work() -> None:
+        async with meeting(f"ucx://{host}:0") as (here, there):
+            await here.send(b"hello")
+            assert await there.receive(5) == b"hello"
+            assert here.peer.rpartition(":")[0] in {"127.0.0.1", "[::1]"}
+
+    if host == "[::1]" and not _has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "url", ["ucx://", "ucx://host", "ucx://:4711", "ucx://host:99999", "ucx://host:x", "ucx://[::1:4711", "127.0.0.1:4711"]
+)
+def test_a_url_without_host_and_port_is_refused(url: str) -> None:
+    async def work() -> None:
+        with pytest.raises(InvalidInput):
+            await tcp.dial(url, timeout_s=1)
+        with pytest.raises(InvalidInput):
+            await tcp.listen(url, _forget)
+
+    run(work())
+
+
+def test_addresses_that_are_not_ours_cannot_be_listened_on() -> None:
+    async def work() -> None:
+        for url in ["ucx://192.0.2.1:0", "ucx://no-such-host.invalid:0", f"ucx://{'x' * 70}.invalid:0"]:
+            with pytest.raises(Unavailable, match=url.split("/")[2][:20]):
+                await tcp.listen(url, _forget)
+
+    run(work())
+
+
+def test_who_does_not_answer_is_given_up_in_time_and_named() -> None:
+    async def work() -> None:
+        with socket.socket() as full:  # a listener that takes nobody: its queue is full after the first
+            full.bind(("127.0.0.1", 0))
+            full.listen(0)
+            host, port = full.getsockname()
+            with socket.create_connection((host, port)):
+                began = time.monotonic()
+                with pytest.raises(Disconnected, match=str(port)):
+                    await tcp.dial(f"ucx://{host}:{port}", timeout_s=0.3)
+                assert time.monotonic() - began < 3
+        with pytest.raises(Disconnected, match="cannot be reached"):
+            await tcp.dial(f"ucx://{'x' * 70}.invalid:1", timeout_s=5)
+
+    run(work())
+
+
+def test_an_announced_length_is_checked_before_anything_is_read_for_it() -> None:
+    async def announce(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\xff\xff\xff\xff")
+        await writer.drain()
+        writer.close()
+
+    async def work() -> None:
+        async with raw(announce) as url:
+            channel = await tcp.dial(url, timeout_s=5)
+            with pytest.raises(PeerFault, match="4294967295 bytes, at most 1048576"):
+                await channel.receive(LIMIT)
+            with pytest.raises(Disconnected, match="closed here"):
+                await channel.receive(LIMIT)
+
+    run(work())
+
+
+def test_half_a_frame_is_no_frame() -> None:
+    async def half(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\0\0\0\x05ab")
+        writer.close()
+
+    async def work() -> None:
+        async with raw(half) as url:
+            channel = await tcp.dial(url, timeout_s=5)
+            with pytest.raises(Disconnected, match=channel.peer):
+                await channel.receive(LIMIT)
+            await channel.close()
+
+    run(work())
+
+
+def test_a_receive_that_was_cancelled_within_a_frame_loses_nothing() -> None:
+    async def work() -> None:
+        rest = asyncio.Event()
+
+        async def slow(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"\0\0\0\x05ab")
+            await rest.wait()
+            writer.write(b"cde\0\0\0\x01f")
+            writer.close()
+
+        async with raw(slow) as url:
+            channel = await tcp.dial(url, timeout_s=5)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await channel.receive(LIMIT)
+            rest.set()
+            assert await channel.receive(LIMIT) == b"abcde"
+            assert await channel.receive(LIMIT) == b"f"
+            await channel.close()
+
+    run(work())
+
+
+def test_what_was_sent_before_closing_arrives() -> None:
+    async def work() -> None:
+        async with meeting() as (here, there):
+            frames = [bytes([n]) * 50_000 for n in range(20)]
+
+            async def send() -> None:
+                for frame in frames:
+                    await here.send(frame)
+                await here.close()
+
+            sending = asyncio.create_task(send())
+            assert [await there.receive(LIMIT) for _ in frames] == frames
+            with pytest.raises(Disconnected, match="closed the connection"):
+                await there.receive(LIMIT)
+            await sending
+
+    run(work())
+
+
+def test_who_is_not_read_by_waits_and_closes_in_time_all_the_same() -> None:
+    async def work() -> None:
+        async with meeting() as (here, there):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(_send_for_ever(here), 0.5)
+            began = time.monotonic()
+            await asyncio.gather(here.close(), here.close())
+            assert time.monotonic() - began < 3
+            assert there.peer
+
+    run(work())
+
+
+def test_a_listener_outlives_what_its_guests_do(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async def accept(channel: Channel) -> None:
+            raise ValueError("a defect")
+
+        listener = await tcp.listen("ucx://127.0.0.1:0", accept)
+        for _ in range(3):
+            channel = await tcp.dial(listener.url, timeout_s=5)
+            with pytest.raises(Disconnected):
+                await channel.receive(LIMIT)
+            await channel.close()
+        await listener.close()
+
+    run(work())
+    assert caplog.text.count("ValueError: a defect") == 3
+
+
+@pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
+def test_a_forked_child_holds_neither_port_nor_connection() -> None:
+    async def work() -> None:
+        async with listening() as (listener, arrivals):
+            here = await tcp.dial(listener.url, timeout_s=5)
+            there = await arrivals.get()
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            try:
+                await listener.close()
+                again = await tcp.listen(listener.url, _forget)
+                await again.close()
+                here._writer.transport.abort()  # as if this process died: nothing is said
+                with pytest.raises(Disconnected):
+                    await there.receive(LIMIT)
+                await here.close()
+                await there.close()
+            finally:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)  # noqa: ASYNC222 # it was killed
+
+    run(work())
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """For 127.0.0.1 and localhost; signed by itself."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    return _certificate(openssl, tmp_path_factory.mktemp("tls"), "IP:127.0.0.1,DNS:localhost")
+
+
+def test_frames_travel_over_tls(certificates: Tls) -> None:
+    async def work() -> None:
+        async with meeting(server=certificates, client=Tls(trusted=certificates.trusted)) as (here, there):
+            frames = [os.urandom(n * 1000) for n in range(200)]
+
+            async def send() -> None:
+                for frame in frames:
+                    await here.send(frame)
+
+            _, received = await asyncio.gather(send(), _receive(there, len(frames)))
+            assert received == frames
+            waiting = asyncio.create_task(here.receive(LIMIT))
+            await there.close()
+            with pytest.raises(Disconnected):
+                await waiting
+
+    run(work())
+
+
+def test_a_certificate_that_is_not_trusted_or_of_another_host_is_refused(certificates: Tls, tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    assert openssl is not None
+    other = _certificate(openssl, tmp_path, "DNS:elsewhere.example")
+
+    async def work() -> None:
+        for server, client in [(certificates, Tls()), (certificates, other), (other, Tls(trusted=other.trusted))]:
+            async with listening(tls=server) as (listener, arrivals):
+                with pytest.raises(Disconnected, match="cannot be trusted"):
+                    await tcp.dial(listener.url, timeout_s=5, tls=client)
+                assert arrivals.empty()
+
+    run(work())
+
+
+def test_with_tls_on_one_side_only_nobody_gets_in(certificates: Tls) -> None:
+    async def work() -> None:
+        async with listening(tls=certificates) as (listener, arrivals):
+            channel = await tcp.dial(listener.url, timeout_s=5)
+            await channel.send(b"hello")
+            with pytest.raises(Disconnected):
+                await channel.receive(LIMIT)
+            await channel.close()
+            assert arrivals.empty()
+        async with listening() as (listener, arrivals):
+            dialling = asyncio.create_task(tcp.dial(listener.url, timeout_s=5, tls=Tls(trusted=certificates.trusted)))
+            there = await arrivals.get()
+            with pytest.raises(PeerFault):  # the first bytes of TLS are a length out of bounds
+                await there.receive(LIMIT)
+            with pytest.raises(Disconnected):
+                await dialling
+
+    run(work())
+
+
+def test_missing_files_for_tls_are_named(tmp_path: Path) -> None:
+    async def work() -> None:
+        gone = tmp_path / "gone.pem"
+        with pytest.raises(InvalidInput, match=r"gone\.pem"):
+            await tcp.listen("ucx://127.0.0.1:0", _forget, tls=Tls(certificate=gone))
+        with pytest.raises(InvalidInput, match=r"gone\.pem"):
+            await tcp.dial("ucx://127.0.0.1:1", timeout_s=1, tls=Tls(trusted=gone))
+        with pytest.raises(InvalidInput, match="certificate"):
+            await tcp.listen("ucx://127.0.0.1:0", _forget, tls=Tls())
+
+    run(work())
+
+
+def _certificate(openssl: str, folder: Path, names: str) -> Tls:
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    command += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=test", "-addext", f"subjectAltName={names}"]
+    subprocess.run(command, check=True, capture_output=True)
+    return Tls(certificate=certificate, key=key, trusted=certificate)
+
+
+async def _send_for_ever(channel: Channel) -> None:
+    while True:
+        await channel.send(bytes(LIMIT))
+
+
+async def _receive(channel: Channel, count: int) -> list[bytes]:
+    return [await channel.receive(LIMIT) for _ in range(count)]
+
+
+async def _forget(channel: Channel) -> None:
+    await channel.close()
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as tried:
+            tried.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
