@@ -103,19 +103,36 @@ def run_demo(root: Path, *, short: bool = False, console: Console | None = None)
             for variant in VARIANTS:
                 bar = progress.add_task(variant.branch, total=size.variants - size.warm)
                 costs.append(train(repo, size, variant, size.variants, partial(progress.advance, bar), start="warm"))
-            bar = progress.add_task("resumed", total=None)
-            command = [sys.executable, "-m", "datastates.demo", str(root), "--resume", *(["--short"] if short else [])]
-            subprocess.run(command, check=True)
-            progress.update(bar, total=size.resumed - size.warm, completed=size.resumed - size.warm)
+            bar = progress.add_task("resumed", total=size.resumed - size.warm)
+            resume_afresh(root, partial(progress.advance, bar), short=short)
         outcome = examine(repo, root / "losses.png", costs)
         show(outcome, repo, console)
     return outcome
 
 
+def resume_afresh(root: Path, tick: Callable[[], object], *, short: bool) -> None:
+    """Resume from the tag in a fresh process, which says a line for each step."""
+    command = [sys.executable, "-m", "datastates.demo", str(root), "--resume", *(["--short"] if short else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            for _ in process.stdout or ():
+                tick()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
 def resume(root: Path, size: Size) -> None:
     """What the fresh process does: fork from the tag and repeat the steps that ``main`` took after it."""
     with datastates.open(root) as repo:
-        train(repo, size, RESUMED, size.resumed, lambda: None, start="warm")
+        train(repo, size, RESUMED, size.resumed, _say_a_line, start="warm")
+
+
+def _say_a_line() -> None:
+    sys.stdout.write("step\n")
+    sys.stdout.flush()
 
 
 def begin(root: Path) -> None:

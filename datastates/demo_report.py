@@ -77,12 +77,12 @@ def examine(repo: Repository, picture: Path, costs: Sequence[Cost]) -> Outcome:
 
 def show(outcome: Outcome, repo: Repository, console: Console) -> None:
     """Print the graph, the comparison, the best state, what capturing cost, and where the picture lies."""
-    from datastates.cli.graph import log_lines  # the terminal's own look of a history; it is loaded only when it is shown
+    from datastates.cli.graph import log_lines, write_lines  # the terminal's own look of a history; it is loaded only when it is shown
 
     refs = repo.refs()
     states = [state for ref in refs for state in repo.log(ref.name)]
     named = outline(states, {ref.state for ref in refs} | {outcome.best.uid, states[-1].uid})
-    console.print(*log_lines(named, refs, is_drawn=True, is_short=True), sep="\n")
+    write_lines(console, log_lines(named, refs, is_drawn=True, is_short=True))
     console.print(_comparison(outcome.steps))
     verdict = "[green]equal bit for bit[/]" if outcome.is_bit_exact else "[red]NOT equal[/]"
     equal = sum(step.loss == step.resumed_loss for step in outcome.steps)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import datastates
-from datastates.demo import MARKER, begin
+from datastates import Repository
+from datastates.demo import MAIN, MARKER, begin, resume_afresh, train
 from datastates.demo_model import GPT, SHORT, Shape, read_text
-from datastates.demo_report import Cost, Outcome, Step
+from datastates.demo_report import Cost, Outcome, Step, show
 from datastates.errors import InvalidInput
 
 COMMAND = [sys.executable, "-W", "error", "-m", "datastates.demo"]
@@ -71,6 +75,37 @@ def test_demo_prints_the_graph_the_proof_the_best_state_the_cost_and_the_picture
     for name in ("main", "warm", "low-lr", "no-dropout", "other-order", "resumed"):
         assert name in output
     assert (root / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lanes_are_cut_and_not_folded_on_a_narrow_terminal(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    with datastates.open(demo[0]) as repo:
+        outcome = Outcome((), ("a", "a"), repo.state("warm"), Cost(1, 1.0, 1.0), Path("none.png"))
+        cut, whole = (_shown(outcome, repo, is_terminal=is_terminal) for is_terminal in (True, False))
+
+    assert sum("*" in line for line in cut) == 7
+    assert all(line[0] in "*│├" and len(line) <= 40 for line in cut)
+    assert any(line.endswith("…") for line in cut)
+    assert len(whole) == len(cut)
+    assert any(len(line) > 40 for line in whole)
+
+
+def _shown(outcome: Outcome, repo: Repository, *, is_terminal: bool) -> list[str]:
+    """The lines of the graph, 40 columns wide."""
+    file = io.StringIO()
+    show(outcome, repo, Console(file=file, width=40, force_terminal=is_terminal, color_system=None))
+    return file.getvalue().split("loss after the tag")[0].splitlines()
+
+
+def test_the_fresh_process_tells_of_every_step(tmp_path: Path) -> None:
+    ticks: list[None] = []
+    with datastates.open(tmp_path) as repo:
+        train(repo, SHORT, MAIN, SHORT.warm, lambda: None)
+    resume_afresh(tmp_path, lambda: ticks.append(None), short=True)
+
+    assert len(ticks) == SHORT.resumed - SHORT.warm
+    shutil.rmtree(tmp_path / "packs")
+    with pytest.raises(subprocess.CalledProcessError):
+        resume_afresh(tmp_path, lambda: None, short=True)
 
 
 def test_outcome_is_not_bit_exact_when_one_loss_or_the_digest_differs(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -11,7 +12,10 @@ from datastates.lineage.lanes import draw, lanes
 
 from .render import age_text, by_state, clean, metrics_text, refs_text, size_text, state_text, status_text, step_text, time_text
 
-__all__ = ["log_lines"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["log_lines", "write_lines"]
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
@@ -33,6 +37,15 @@ def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, i
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"  # a folded line would break the lanes
     return lines
+
+
+def write_lines(console: Console, lines: Iterable[Text]) -> None:
+    """Each on a line of its own: cut to the width of a terminal, whole for a program or a file."""
+    for line in lines:
+        if console.is_terminal:
+            console.print(line, no_wrap=True, overflow="ellipsis")  # said again: print forgets what a Text says of itself
+        else:
+            console.print(line, soft_wrap=True)
 
 
 def _coloured(prefix: str) -> Text:
