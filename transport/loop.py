@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from datastates.errors import Closed, InvalidInput
@@ -36,10 +35,8 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
 
     :raises Closed: the process is ending.
     """
-    with _lock:  # ``stop`` takes the loop away under it, so that what is begun here ends there
-        loop = _running(work)
-        call = _Call(loop, work)
-        loop.post(call.begin)
+    call = _Call(work)
+    _begin(call)
     return call
 
 
@@ -56,8 +53,9 @@ def run(work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         work.close()
         raise InvalidInput("the transport's loop cannot wait for itself: await this instead")
     name = getattr(work, "__qualname__", str(work))
-    call = submit(work)
+    call = _Call(work)
     try:
+        _begin(call)
         concurrent.futures.wait([call], timeout_s)
     finally:
         is_late = call.cancel()
@@ -88,31 +86,32 @@ def stop() -> None:
 class _Call(Future[T]):
     """A coroutine on the loop, seen from outside."""
 
-    def __init__(self, loop: _Loop, work: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         super().__init__()
-        self._loop, self._work = loop, work
+        self.work = work
+        self.loop: _Loop | None = None
         self._task: asyncio.Task[T] | None = None
-        self._is_unwanted = False
 
     def begin(self) -> None:
-        if self._is_unwanted:
-            self._work.close()
-            self._give_up()
-        else:
-            self._task = self._loop.raw.create_task(self._work)
+        """On the loop."""
+        if not self.done():
+            self._task = asyncio.get_running_loop().create_task(self.work)
             self._task.add_done_callback(self._end)
 
     def cancel(self) -> bool:
         """Ask the coroutine to end. False: it has ended before."""
         if self.done():
             return False
-        self._is_unwanted = True
-        self._loop.post(self._cancel_task)
+        if self.loop is None or not self.loop.post(self._cancel):
+            self._cancel()  # it was never begun
         return True
 
-    def _cancel_task(self) -> None:
+    def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        elif not self.done():
+            self.work.close()
+            self._give_up()
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
@@ -136,10 +135,13 @@ class _Loop:
         self.thread = threading.Thread(target=self._serve, name=_NAME, daemon=True)
         self.thread.start()
 
-    def post(self, callback: Callable[[], None]) -> None:
-        """Run it on the loop, unless that has ended."""
-        with suppress(RuntimeError):
+    def post(self, callback: Callable[[], object]) -> bool:
+        """Run it on the loop. False: that has ended."""
+        try:
             self.raw.call_soon_threadsafe(callback)
+        except RuntimeError:
+            return False
+        return True
 
     def stop(self) -> None:
         self.post(self.raw.stop)
@@ -169,14 +171,16 @@ _current: _Loop | None = None
 _is_over = False
 
 
-def _running(work: Coroutine[Any, Any, Any]) -> _Loop:
+def _begin(call: _Call[Any]) -> None:
     global _current
-    if _is_over:
-        work.close()
-        raise Closed("the process is ending: nothing can be begun on the transport any more")
-    if _current is None:
-        _current = _Loop()
-    return _current
+    with _lock:  # ``stop`` takes the loop away under it, so that what is begun here ends there
+        if _is_over:
+            call.work.close()
+            raise Closed("the process is ending: nothing can be begun on the transport any more")
+        if _current is None:
+            _current = _Loop()
+        call.loop = _current
+        _current.post(call.begin)
 
 
 def _is_own_thread() -> bool:

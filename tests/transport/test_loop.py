@@ -129,8 +129,9 @@ def test_work_that_is_cancelled_before_it_began_never_begins() -> None:
     async def work() -> None:
         began.append(1)
 
-    is_free = threading.Event()
-    loop.submit(block(is_free))
+    is_blocked, is_free = threading.Event(), threading.Event()
+    loop.submit(block(is_blocked, is_free))
+    is_blocked.wait(5)
     futures = [loop.submit(work()) for _ in range(10)]
     for future in futures:
         assert future.cancel()
@@ -141,7 +142,8 @@ def test_work_that_is_cancelled_before_it_began_never_begins() -> None:
     assert not began
 
 
-async def block(is_free: threading.Event) -> None:
+async def block(is_blocked: threading.Event, is_free: threading.Event) -> None:
+    is_blocked.set()
     is_free.wait(5)
 
 
