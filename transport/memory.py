@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
 from urllib.parse import urlsplit
 
-from datastates.errors import Disconnected, PeerFault, Unavailable
+from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 
 from .contract import Channel, Link, Listener, Tls, Transport
 
 __all__ = ["MemoryTransport"]
-
-T = TypeVar("T")
 
 _FRAMES = 64
 """How many frames wait in a channel before its sender waits too."""
@@ -87,32 +85,53 @@ class _Listener(Listener):
 
 
 class _Channel(Channel):
-    """One end; ``other`` is the other one."""
+    """One end; ``other`` is the other one. What was sent before an end was closed still arrives, as over TCP."""
 
     other: _Channel
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
-        self._frames: asyncio.Queue[bytes | None] = asyncio.Queue(_FRAMES)
-        self._gone = asyncio.Event()
+        self._frames: deque[bytes] = deque()
+        self._changed = asyncio.Event()
+        self._is_closed = False
 
     async def send(self, frame: bytes) -> None:
-        if self._gone.is_set():
-            raise Disconnected(f"{self.peer} is gone: the connection was closed")
-        await _unless(self._gone, self.other._frames.put(frame), f"{self.peer} is gone: the connection was closed")
+        while not (self._is_closed or self.other._is_closed):
+            if len(self.other._frames) < _FRAMES:
+                self.other._frames.append(frame)
+                self.other._changed.set()
+                return
+            await self._change()
+        raise self._gone()
 
     async def receive(self, limit: int) -> bytes:
-        if self._frames.empty() and self._gone.is_set():
-            raise Disconnected(f"{self.peer} is gone: the connection was closed")
-        frame = await _unless(self._gone, self._frames.get(), f"{self.peer} is gone: the connection was closed")
-        if frame is None or len(frame) > limit:
-            await self.close()
-            raise PeerFault(f"{self.peer} announced a frame of {len(frame or b'')} bytes, at most {limit} are allowed here")
-        return frame
+        while not self._is_closed:
+            if self._frames:
+                frame = self._frames.popleft()
+                self.other._changed.set()  # there is room
+                if len(frame) > limit:
+                    await self.close()
+                    raise PeerFault(f"{self.peer} announced a frame of {len(frame)} bytes, at most {limit} are allowed here")
+                return frame
+            if self.other._is_closed:
+                break
+            await self._change()
+        raise self._gone()
 
     async def close(self) -> None:
-        self._gone.set()
-        self.other._gone.set()
+        self._is_closed = True
+        for end in (self, self.other):
+            end._changed.set()
+
+    async def _change(self) -> None:
+        """Wait until anything is different; sender and receiver of this end may both wait."""
+        changed = self._changed
+        if changed.is_set():
+            changed = self._changed = asyncio.Event()
+        await changed.wait()
+
+    def _gone(self) -> Disconnected:
+        return Disconnected(f"{self.peer} is gone: the connection was closed {'here' if self._is_closed else 'there'}")
 
 
 @dataclass(slots=True)
@@ -136,6 +155,8 @@ class _Link(Link):
         await self._meet(tag, data, is_sender=True)
 
     async def receive(self, tag: int, into: memoryview) -> None:
+        if into.readonly:
+            raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
         await self._meet(tag, into, is_sender=False)
 
     async def abort(self) -> None:
@@ -165,6 +186,7 @@ class _Link(Link):
             first.done.set_result(None)
         else:
             first.done.set_exception(problem)
+            first.done.exception()  # its waiter may be gone
         if problem is not None and not is_sender:
             raise problem
 
@@ -175,19 +197,6 @@ def _deliver(data: memoryview, into: memoryview, tag: int) -> PeerFault | None:
         return PeerFault(f"the message of tag {tag} has {data.nbytes} bytes, {into.nbytes} were waited for")
     into[:] = data
     return None
-
-
-async def _unless(gone: asyncio.Event, work: Awaitable[T], why: str) -> T:
-    """What ``work`` gives, unless ``gone`` is set before."""
-    task, end = asyncio.ensure_future(work), asyncio.ensure_future(gone.wait())
-    try:
-        await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Disconnected(why)
-    finally:
-        task.cancel()
-        end.cancel()
 
 
 def _name(url: str) -> str:

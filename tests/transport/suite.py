@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from datastates.errors import DatastatesError, Disconnected, PeerFault, Unavailable
+from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.transport import loop
 from datastates.transport.contract import Channel, Link, Listener, Transport
 
@@ -62,7 +63,7 @@ class TransportSuite:
         loop.run(work, timeout_s=PATIENCE_S)
 
     def test_frames_arrive_whole_and_in_order_both_ways(self, transport: Transport, url: str) -> None:
-        frames = [random.Random(i).randbytes(i % 3000) for i in range(2000)]
+        frames = [random.Random(i).randbytes(i % 300) for i in range(10_000)]
 
         async def work() -> None:
             async with meeting(transport, url) as (here, there):
@@ -131,7 +132,7 @@ class TransportSuite:
 
     def test_many_messages_arrive_exactly_whatever_comes_first(self, transport: Transport) -> None:
         rng = random.Random(0)
-        messages = {1000 + i: rng.randbytes(rng.choice([1, 100, 4096, 70_000, 300_000])) for i in range(300)}
+        messages = {1000 + i: rng.randbytes(rng.choice([1, 100, 4096, 70_000])) for i in range(1000)}
 
         async def work() -> None:
             async with linked(transport) as (here, there):
@@ -153,6 +154,74 @@ class TransportSuite:
                 assert memory[:100] == b"." * 100
                 assert memory[100 : 100 + len(data)] == data
                 assert memory[100 + len(data) :] == b"." * ((1 << 20) - 100)
+
+        self.run(work())
+
+    def test_a_long_message_arrives_while_others_go_the_other_way(self, transport: Transport) -> None:
+        long = random.Random(2).randbytes(64 << 20)
+        short = [random.Random(n).randbytes(1 << 20) for n in range(16)]
+
+        async def work() -> None:
+            async with linked(transport) as (here, there):
+                into, back = bytearray(len(long)), [bytearray(len(each)) for each in short]
+                await asyncio.gather(
+                    here.send(1, memoryview(long)),
+                    there.receive(1, memoryview(into)),
+                    *(there.send(100 + n, memoryview(each)) for n, each in enumerate(short)),
+                    *(here.receive(100 + n, memoryview(each)) for n, each in enumerate(back)),
+                )
+                assert into == long
+                assert back == short
+
+        self.run(work())
+
+    def test_many_links_at_once_keep_their_messages_apart(self, transport: Transport) -> None:
+        async def one(number: int) -> None:
+            async with linked(transport) as (here, there):
+                data, into = number.to_bytes(2, "big") * 50_000, bytearray(100_000)
+                await asyncio.gather(here.send(number, memoryview(data)), there.receive(number, memoryview(into)))
+                assert into == data
+
+        async def work() -> None:
+            await asyncio.gather(*(one(number) for number in range(40)))
+
+        self.run(work())
+
+    def test_memory_that_cannot_be_written_is_refused(self, transport: Transport) -> None:
+        async def work() -> None:
+            async with linked(transport) as (here, there):
+                constant = bytes(10)
+                with pytest.raises(InvalidInput, match="read-only"):
+                    await there.receive(3, memoryview(constant))
+                into = bytearray(10)
+                await asyncio.gather(here.send(3, memoryview(b"x" * 10)), there.receive(3, memoryview(into)))
+                assert into == b"x" * 10
+                assert constant == bytes(10)
+
+        self.run(work())
+
+    def test_what_was_sent_before_closing_arrives(self, transport: Transport, url: str) -> None:
+        async def work() -> None:
+            async with meeting(transport, url) as (here, there):
+                for number in range(20):
+                    await here.send(bytes([number]))
+                await here.close()
+                assert [await there.receive(1) for _ in range(20)] == [bytes([number]) for number in range(20)]
+                with pytest.raises(Disconnected):
+                    await there.receive(1)
+
+        self.run(work())
+
+    def test_a_sender_waits_for_a_receiver_that_does_not_read(self, transport: Transport, url: str) -> None:
+        async def work() -> None:
+            async with meeting(transport, url) as (here, there):
+                sending = asyncio.ensure_future(send_for_ever(here))
+                _, waiting = await asyncio.wait({sending}, timeout=0.5)
+                assert waiting
+                for _ in range(1000):
+                    assert await there.receive(1000) == b"x" * 1000
+                sending.cancel()
+                await asyncio.wait({sending})
 
         self.run(work())
 
@@ -232,14 +301,16 @@ class TransportSuite:
             await asyncio.sleep(0)
 
         self.run(work())
-        threads = threading.active_count()
+        threads, descriptors = threading.active_count(), count_descriptors()
         tasks = loop.run(count_tasks())
         self.run(work())
         assert threading.active_count() <= threads
+        assert count_descriptors() <= descriptors
         assert loop.run(count_tasks()) <= tasks
 
 
 async def send_for_ever(channel: Channel) -> None:
+    """It fits the buffers on the way for a while."""
     while True:
         await channel.send(b"x" * 1000)
         await asyncio.sleep(0)
@@ -247,6 +318,10 @@ async def send_for_ever(channel: Channel) -> None:
 
 async def forget(channel: Channel) -> None:
     await channel.close()
+
+
+def count_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 async def count_tasks() -> int:
