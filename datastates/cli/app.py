@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from datastates.errors import DatastatesError
 
-from . import doctor, history, payload, refs, setup
+from . import clone, doctor, history, payload, refs, serve, setup
 from .exits import INTERRUPTED, code_of, complain
 from .shell import AsJson, Globals, Repo
 
@@ -19,7 +19,8 @@ __all__ = ["app", "main"]
 
 EPILOG = (
     "Exit codes: 0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid input; 6 corrupt;"
-    " 7 unavailable; 130 interrupted. DATASTATES_TRACEBACK=1 shows tracebacks, NO_COLOR=1 turns colours off."
+    " 7 unavailable; 8 refused, or a peer broke the protocol; 130 interrupted."
+    " DATASTATES_TRACEBACK=1 shows tracebacks, NO_COLOR=1 turns colours off."
 )
 
 
@@ -78,7 +79,7 @@ def _begin(
     context.obj = Globals(repo, packs, as_json)
 
 
-for _register in (setup.register, history.register, refs.register, payload.register, doctor.register):
+for _register in (setup.register, history.register, refs.register, payload.register, serve.register, clone.register, doctor.register):
     _register(app)
 
 

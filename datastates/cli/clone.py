@@ -1,0 +1,250 @@
+"""``clone``: a state that another process serves, into a repository of one's own, where it outlives this command."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from datastates.errors import Conflict, InvalidInput, NotFound, OverBudget, Unavailable
+from datastates.location import DATABASE, Location, locate
+
+from .shell import AsJson, Globals, Shell
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from datastates.lineage.states import State
+    from datastates.peers import Peer
+    from datastates.repository import Repository
+    from datastates.transfer import Cloned
+
+__all__ = ["register", "split_source"]
+
+_FORM = "ucx://HOST:PORT/REV"
+_SPARE_BYTES = 64 << 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(clone)
+
+
+def clone(
+    context: typer.Context,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar=_FORM, help="What follows the port is the revision, as it is: quote ~ and @{} for the shell ('…/main@{2h}')."
+        ),
+    ],
+    into: Annotated[str, typer.Option("--into", metavar="DIR", help="The repository that takes it; made if it is not there.")],
+    branch: Annotated[
+        str | None,
+        typer.Option("--branch", "-b", metavar="NAME", help="Begin this branch at it (default: tag it clone/…).", show_default=False),
+    ] = None,
+    tags: Annotated[bool, typer.Option("--tags", help="Take over the tags of the state and of its ancestors.")] = False,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also", metavar="URL", help="A further source (ucx://HOST:PORT), to share the work; may be repeated.", show_default=False
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", metavar="FILE", help="Holds the token (default: DATASTATES_TOKEN).", show_default=False)
+    ] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option("--tls-ca", metavar="FILE", help="TLS, trusting these certificates.", show_default=False)
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="A source that is silent for so long is gone.")
+    ] = 10.0,
+    as_json: AsJson = False,
+) -> None:
+    """Clone a state that another process serves, with its ancestry, and make it durable. Only what DIR does not hold is moved."""
+    shell = Shell(context, None, as_json)
+    url, rev = split_source(source)
+    if branch is not None:
+        _check_name(branch)
+    location = locate(into, context.ensure_object(Globals).packs)
+    from datastates.peers import connect
+    from datastates.transport.contract import Tls
+
+    tls = None if tls_ca is None else Tls(trusted=tls_ca)
+    with connect([url, *(also or [])], token_file=token_file, tls=tls, timeout_s=timeout) as peer:
+        state = peer.state(rev)
+        with _made(location), _opened(location, state) as repository:
+            name = _Name.of(repository, state, branch)
+            done = None if _holds(repository, state.uid) else _fetch(shell, peer, repository, state, tags=tags)
+            if done is not None:
+                _make_durable(shell, repository, state)
+            name.give(repository, state, source=url)
+    _report(shell, state, done, location, name)
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """The url of a server, and the revision: all that follows the first slash behind host and port, whatever it is made of.
+
+    :raises InvalidInput: one of them is missing.
+    """
+    scheme, colons, rest = source.partition("://")
+    place, _, rev = rest.partition("/")
+    if not (scheme and colons and place):
+        raise InvalidInput(f"{source!r} names no server: write {_FORM}, such as ucx://10.0.0.2:4711/main")
+    if not rev:
+        raise InvalidInput(f"{source!r} names no revision: write {scheme}://{place}/main, or another that `datastates refs` lists there")
+    return f"{scheme}://{place}", rev
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """What keeps the state, once this command has ended."""
+
+    kind: str
+    name: str
+    is_there: bool
+
+    @classmethod
+    def of(cls, repository: Repository, state: State, branch: str | None) -> _Name:
+        """A branch where one is asked for, else a tag; one that names this state already will do.
+
+        :raises Conflict: the name is taken.
+        """
+        kind, name = ("tag", f"clone/{state.uid[:10]}") if branch is None else ("branch", branch)
+        found = next((ref for ref in repository.refs() if ref.name == name), None)
+        if found is not None and (found.kind.value, found.state) != (kind, state.uid):
+            raise Conflict(f"{found.kind} {name!r} is at {found.state[:10]} in {repository.location}: choose another name with --branch")
+        return cls(kind, name, found is not None)
+
+    def give(self, repository: Repository, state: State, *, source: str) -> None:
+        """Give it."""
+        if self.is_there:
+            return
+        if self.kind == "branch":
+            repository.branch(self.name, state.uid)
+        else:
+            repository.tag(self.name, state.uid, message=f"cloned from {source}")
+
+
+def _check_name(branch: str) -> None:
+    from datastates.lineage.refs import check_name
+
+    check_name(branch)
+
+
+@contextmanager
+def _made(location: Location) -> Iterator[None]:
+    """What this command makes of the repository is taken away again when it fails, unless a state is in it by then."""
+    root, packs = location.root, location.packs
+    if root is None or location.is_present:
+        yield
+        return
+    folders = [folder for folder in (packs, root, *root.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        if not any(packs.glob("*.manifest")):
+            for path in root.glob(f"{DATABASE}*"):
+                path.unlink()
+            if packs in folders:
+                shutil.rmtree(packs, ignore_errors=True)
+            for folder in folders:
+                with suppress(OSError):
+                    folder.rmdir()
+        raise
+
+
+@contextmanager
+def _opened(location: Location, state: State) -> Iterator[Repository]:
+    """The repository, with memory for the state: what the configuration says, but at least a quarter of what is free, or what it takes."""
+    from datastates.config import Config
+    from datastates.environment import available_memory_bytes
+    from datastates.repository import open as open_repository
+
+    needed, free = state.bytes_total + state.bytes_total // 8 + _SPARE_BYTES, available_memory_bytes()
+    budget = Config.from_environment().memory_bytes or max(needed, free // 4)
+    if needed > free:
+        raise OverBudget(
+            f"state {state.uid[:10]} has {state.bytes_total} bytes, and {free} bytes of memory are free here: make room for it"
+        )
+    with open_repository(
+        str(location) if location.root else location.database_url, packs=location.packs, memory_bytes=budget
+    ) as repository:
+        yield repository
+
+
+def _holds(repository: Repository, uid: str) -> bool:
+    try:
+        repository._local.manifest(uid)
+    except NotFound:
+        return False
+    return True
+
+
+def _fetch(shell: Shell, peer: Peer, repository: Repository, state: State, *, tags: bool) -> Cloned:
+    with _progress(shell) as progress:
+        bar = progress.add_task(f"cloning {state.uid[:10]}", total=None)
+        transfer = peer.begin_clone(
+            state.uid, repo=repository, tags=tags, on_progress=lambda done, total: progress.update(bar, completed=done, total=total)
+        )
+        try:
+            return transfer.wait()
+        except BaseException:  # SIGTERM among them: nothing may be written any more when the repository is closed
+            transfer.cancel()
+            with suppress(Exception):
+                transfer.wait()
+            raise
+
+
+def _make_durable(shell: Shell, repository: Repository, state: State) -> None:
+    """Wait until it is on disk.
+
+    :raises Unavailable: it could not be written.
+    """
+    with shell.console.status("writing it to disk") if _is_watched(shell) else nullcontext():
+        runner = repository._runner()
+        runner.want(state.uid)
+        runner.drain()
+    if not _holds(repository, state.uid):
+        raise Unavailable(f"state {state.uid[:10]} came, but could not be written to {repository.location.packs}: is the disk full?")
+
+
+def _report(shell: Shell, state: State, done: Cloned | None, location: Location, name: _Name) -> None:
+    moved, seconds, sources = (done.bytes_moved, done.seconds, dict(done.by_source)) if done else (0, 0.0, {})
+    if shell.as_json:
+        shell.write_json(
+            {"state": state.uid, "step": state.step, "digest": state.digest, "bytes": state.bytes_total, "bytes_moved": moved}
+            | {"seconds": seconds, "sources": sources, "repository": str(location), name.kind: name.name}
+        )
+        return
+    from .render import size_text
+
+    came = f"{size_text(moved)} of {size_text(state.bytes_total)} came in {seconds:.2f} s" if done else "it was here already"
+    shell.write(f"state {state.uid} (step {state.step}): {came}, durable in {location}, {name.kind} {name.name}")
+    shell.write(f"to write its tensors: datastates restore {name.name} --repo {location} --into FILE.safetensors")
+
+
+def _is_watched(shell: Shell) -> bool:
+    from rich.console import Console
+
+    return not shell.as_json and shell.console.is_terminal and Console(stderr=True).is_terminal
+
+
+def _progress(shell: Shell) -> Progress:
+    """On standard error, and only for people."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not _is_watched(shell))
