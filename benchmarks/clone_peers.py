@@ -16,7 +16,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed
@@ -297,7 +297,7 @@ class Ours(Way):
         self.repo = self.ends.enter_context(datastates.open(folder, config=config))
         self.run = self.repo.track(**self.objects)
         self.run.capture().wait()
-        self.server = cast("Any", self.repo).serve("ucx://127.0.0.1:0")
+        self.server = self.repo.serve("ucx://127.0.0.1:0")
         self.ends.callback(self.server.close)
         self.wire.send(self.server.url)
 
@@ -306,9 +306,8 @@ class Ours(Way):
         self.url = self.wire.recv()
         self.peer = self._connect() if self.is_connected else None
 
-    def _connect(self) -> Any:
-        connect: Any = datastates.connect
-        peer = connect(self.url)
+    def _connect(self) -> datastates.Peer:
+        peer = datastates.connect(self.url)
         self.ends.callback(peer.close)
         return peer
 
@@ -350,10 +349,8 @@ WAYS: dict[str, type[Way]] = {
 
 def why_not(name: str) -> str | None:
     """Why a way cannot be measured here; None when it can."""
-    if issubclass(WAYS[name], UcxxStream) and importlib.util.find_spec("ucxx") is None:
+    if issubclass(WAYS[name], UcxxStream | Ours) and importlib.util.find_spec("ucxx") is None:
         return "ucxx is not installed (pip install datastates[cu12])"
     if WAYS[name] is TorchFt and importlib.util.find_spec("torchft") is None:
         return "torchft is not installed (pip install --no-deps torchft-nightly, and its opentelemetry packages)"
-    if issubclass(WAYS[name], Ours) and not hasattr(datastates, "connect"):
-        return "this datastates does not clone"
     return None
