@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,10 +27,10 @@ need_mpi = pytest.mark.skipif(
 )
 
 
-def mpiexec(count: int, job: str, timeout_s: float = 60) -> list[str]:
-    """The lines that ranks of this file's ``job`` say, sorted."""
+def mpiexec(count: int, job: str, timeout_s: float = 60, program: str = "tests.transport.test_groups") -> list[str]:
+    """The lines that ranks of a program's ``job`` say, sorted."""
     command = [str(MPIEXEC), "-n", str(count), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
-    command += [sys.executable, "-m", "mpi4py", "-m", "tests.transport.test_groups", job]  # mpi4py's runner ends all ranks with one
+    command += [sys.executable, "-m", program, job]
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command,
@@ -157,6 +159,18 @@ def test_without_mpi4py_the_package_to_install_is_named(monkeypatch: pytest.Monk
         MPIGroup()
 
 
+def be_a_rank(jobs: Mapping[str, Callable[[Any], None]], group: type[MPIGroup] = MPIGroup) -> None:
+    """Do the job that argv names; a rank that fails ends them all."""
+    world = group()
+    try:
+        jobs[sys.argv[1]](world)
+        world.close()
+    except BaseException:
+        traceback.print_exc()
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(1)
+
+
 if __name__ == "__main__":
-    with MPIGroup() as world:
-        JOBS[sys.argv[1]](world)
+    be_a_rank(JOBS)
