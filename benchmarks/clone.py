@@ -324,7 +324,7 @@ def large(*, quick: bool, rounds: int) -> dict[str, Any]:
                 floor["seconds"] / ours["seconds"] for floor, ours in zip(found["samples"][FLOOR], found["samples"][name], strict=True)
             )
             best = min(peers, key=peers.__getitem__)
-            goal(f"{name}: {ratio:.2f}x the floor, wanted {GOAL}x", ratio >= GOAL)
+            goal(f"{name}: {ratio:.3f}x the floor, wanted {GOAL}x", ratio >= GOAL)
             goal(f"{name}: {1e3 * medians[name]:.0f} ms, the fastest peer ({best}) {1e3 * peers[best]:.0f} ms", medians[name] < peers[best])
     return found
 
