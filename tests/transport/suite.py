@@ -215,11 +215,20 @@ class TransportSuite:
     def test_a_sender_waits_for_a_receiver_that_does_not_read(self, transport: Transport, url: str) -> None:
         async def work() -> None:
             async with meeting(transport, url) as (here, there):
-                sending = asyncio.ensure_future(send_for_ever(here))
-                _, waiting = await asyncio.wait({sending}, timeout=0.5)
-                assert waiting
-                for _ in range(1000):
-                    assert await there.receive(1000) == b"x" * 1000
+                sent = 0
+
+                async def send() -> None:
+                    nonlocal sent
+                    for _ in range(2000):  # 200 MB, more than any buffer on the way
+                        await here.send(bytes(100_000))
+                        sent += 1
+
+                sending = asyncio.ensure_future(send())
+                _, is_waiting = await asyncio.wait({sending}, timeout=0.5)
+                assert is_waiting
+                was_sent = sent
+                for _ in range(was_sent + 1):  # what waits goes on as soon as there is room
+                    assert await there.receive(LIMIT) == bytes(100_000)
                 sending.cancel()
                 await asyncio.wait({sending})
 

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +44,10 @@ async def main():
     data = memoryview(bytes(range(256)) * (1 << 14))
     await link.send(1, data)
     print("sent", flush=True)
+    if sys.argv[1] == "stream":  # more than the buffers on the way hold, and the rest never comes
+        sending = asyncio.ensure_future(link.send(2, memoryview(b"x" * (256 << 20))))
+        await channel.send(b"sending")
+        await asyncio.wait({sending})
     if sys.argv[1] == "end":
         await channel.receive(10)
         over.set()
@@ -124,3 +130,150 @@ def test_a_peer_that_is_killed_or_stopped_lets_go_of_our_memory(how: signal.Sign
             await channel.close()
 
         loop.run(work(), timeout_s=30)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_message_that_breaks_off_half_way_is_written_no_further_after_the_abort(how: signal.Signals) -> None:
+    with peer("stream") as (process, url):
+
+        async def work() -> None:
+            transport = transport_for(url)
+            channel = await transport.dial(url, timeout_s=5)
+            await channel.send(transport.address())
+            link = await transport.link(await channel.receive(8192))
+            await link.receive(1, memoryview(bytearray(4 << 20)))
+            memory = bytearray(256 << 20)
+            waiting = asyncio.ensure_future(link.receive(2, memoryview(memory)))
+            while not memory[1 << 20]:  # noqa: ASYNC110 # UCX says nothing half way
+                await asyncio.sleep(0)
+            os.kill(process.pid, how)
+            began = time.monotonic()
+            await link.abort()
+            assert time.monotonic() - began < 2
+            with pytest.raises(Disconnected):
+                await waiting
+            written = memory.count(b"x")
+            assert 0 < written < len(memory)
+            if how is signal.SIGSTOP:
+                os.kill(process.pid, signal.SIGCONT)
+            await asyncio.sleep(0.3)
+            assert memory.count(b"x") == written
+            await channel.close()
+
+        loop.run(work(), timeout_s=30)
+
+
+async def echo() -> None:
+    """One message through this process's own worker."""
+    transport = transport_for("ucx://")
+    link = await transport.link(transport.address())
+    into, data = bytearray(5 << 20), os.urandom(5 << 20)
+    await asyncio.gather(link.send(3, memoryview(data)), link.receive(3, memoryview(into)))
+    assert into == data
+    await link.abort()
+
+
+def test_it_comes_back_after_the_loop_was_stopped_and_leaves_nothing() -> None:
+    def left() -> tuple[int, int, int]:
+        loop.stop()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count()
+
+    loop.run(echo(), timeout_s=20)
+    before = left()
+    for _ in range(3):
+        loop.run(echo(), timeout_s=20)
+    deadline = time.monotonic() + 5
+    while any(now > then for now, then in zip(left(), before, strict=True)):  # idle worker threads end by themselves
+        assert time.monotonic() < deadline, (before, left())
+
+
+def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, with ``echo`` and ``loop`` at hand; what it prints."""
+    start = "import asyncio, os, sys, time\nfrom datastates.transport import loop\nfrom tests.transport.test_ucx import echo\n"
+    command = [sys.executable, "-c", start + textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment})
+
+
+def test_a_forked_child_neither_uses_nor_breaks_what_its_parent_has() -> None:
+    done = run_script("""
+        from datastates.errors import Closed
+        loop.run(echo())
+        for how in (sys.exit, os._exit):
+            child = os.fork()
+            if child == 0:
+                try:
+                    loop.run(echo())
+                except Closed as exc:
+                    how(7 if "spawn" in str(exc) else 1)
+                how(2)
+            began = time.monotonic()
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), time.monotonic() - began < 3)
+            loop.run(echo())
+        print("parent still works", flush=True)
+    """)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["7 True", "7 True", "parent still works"]), done.stderr
+
+
+def test_a_program_that_uses_ucxx_itself_is_left_alone() -> None:
+    done = run_script("""
+        import ucxx
+        from ucxx.types import Tag
+
+        async def own():
+            address = ucxx.get_ucx_address_from_buffer(bytes(ucxx.get_worker_address()))
+            endpoint = await ucxx.create_endpoint_from_worker_address(address)
+            into = bytearray(100)
+            sending = endpoint.send(b"u" * 100, tag=Tag(3), force_tag=True)
+            await asyncio.gather(sending, endpoint.recv(into, tag=Tag(3), force_tag=True))
+            await endpoint.close()
+            assert into == b"u" * 100
+
+        async def main():
+            await own()
+            await asyncio.to_thread(loop.run, echo(), 20)
+            await own()
+            await asyncio.to_thread(loop.stop)
+            await own()
+            await asyncio.to_thread(loop.run, echo(), 20)
+
+        asyncio.run(main())
+        print("both work", flush=True)
+    """)
+    assert (done.returncode, done.stdout) == (0, "both work\n"), done.stderr
+
+
+@pytest.mark.parametrize("first", ["import torch", "pass"])
+def test_a_process_ends_at_once_and_says_nothing_whatever_came_first(first: str) -> None:
+    done = run_script(f"""
+        {first}
+        loop.run(echo())
+        import torch
+        torch.ones(3).sum()
+        print(time.time(), flush=True)
+    """)
+    ended = time.time()
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert ended - float(done.stdout) < 2.5  # of which torch takes some
+
+
+def test_the_users_own_settings_win() -> None:
+    done = run_script("loop.run(echo())", UCX_TCP_TX_SEG_SIZE="nonsense")
+    assert done.returncode != 0
+    assert "UCX does not start" in done.stderr
+
+
+def test_two_aborts_and_sends_afterwards_are_harmless() -> None:
+    async def work() -> None:
+        transport = transport_for("ucx://")
+        link = await transport.link(transport.address())
+        waiting = [asyncio.ensure_future(link.receive(50 + n, memoryview(bytearray(1 << 20)))) for n in range(20)]
+        await asyncio.sleep(0)
+        await asyncio.gather(link.abort(), link.abort())
+        assert all(isinstance(each, Disconnected) for each in await asyncio.gather(*waiting, return_exceptions=True))
+        await link.abort()
+        for transfer in (link.send, link.receive):
+            with pytest.raises(Disconnected, match="aborted"):
+                await transfer(1, memoryview(bytearray(1)))
+
+    loop.run(work(), timeout_s=20)
