@@ -107,10 +107,8 @@ finally: print('torch' in sys.modules, file=sys.stderr)
 def test_help_names_the_exit_codes(tmp_path: Path) -> None:
     out = " ".join(run("--help", cwd=tmp_path, COLUMNS="200").stdout.split())
 
-    assert (
-        "0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid input; 6 corrupt; 7 unavailable; 8 refused, or a peer broke the protocol; 130"
-        in out
-    )
+    assert "0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid input; 6 corrupt; 7 unavailable;" in out
+    assert "8 refused, or a peer broke the protocol; 130" in out
 
 
 def test_reader_that_goes_away_is_no_failure(root: Path) -> None:
