@@ -11,16 +11,19 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
+
 from datastates.errors import DatastatesError
 from datastates.location import Location
 
+from .loopback import TRIED_BYTES, Found
 from .render import size_text
 
 __all__ = ["Check", "Verdict", "examine"]
@@ -85,8 +88,30 @@ def _torch() -> Iterator[Check]:
 
 
 def _ucx() -> Iterator[Check]:
-    hint = "to clone between processes: pip install ucxx-cu12 or ucxx-cu13"
-    yield _in_other_process("ucx", "ucxx", "import ucxx; print('ucxx', ucxx.__version__)", hint)
+    if importlib.util.find_spec("ucxx") is None:
+        hint = "to clone between processes: pip install 'datastates[cu12]' or 'datastates[cu13]' (neither needs a GPU)"
+        yield Check("ucx", Verdict.MISSING, "UCXX is not installed", hint)
+        return
+    is_fit, said = _run(sys.executable, "-m", "datastates.cli.loopback")
+    if not is_fit:
+        hint = "look at the variables UCX_TLS and UCX_NET_DEVICES, and at LD_LIBRARY_PATH; UCX_LOG_LEVEL=info says more"
+        yield Check("ucx", Verdict.WARN, f"UCXX is installed, but does not work: {said}", hint)
+        return
+    found = msgspec.json.decode(said, type=Found)
+    speed = f"{size_text(TRIED_BYTES)} over loopback at {size_text(int(found.bytes_per_s))}/s"
+    detail = f"ucxx {found.ucxx}, ucx {found.ucx}: {', '.join(found.resources)}; {speed}"
+    unused = _unused_adapters(found.resources)
+    if unused:
+        hint = "load the cluster's own UCX, and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true: the wheel's knows TCP only"
+        yield Check("ucx", Verdict.WARN, f"{detail}; not used: {', '.join(unused)}", hint)
+    else:
+        yield Check("ucx", Verdict.OK, detail)
+
+
+def _unused_adapters(resources: Iterable[str], folder: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """InfiniBand (or RoCE) adapters of this machine that UCX has no transport for."""
+    adapters = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+    return [name for name in adapters if not any(f"/{name}:" in resource for resource in resources)]
 
 
 def _mpi() -> Iterator[Check]:

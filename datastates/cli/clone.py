@@ -39,9 +39,7 @@ def clone(
     context: typer.Context,
     source: Annotated[
         str,
-        typer.Argument(
-            metavar=_FORM, help="What follows the port is the revision, as it is: quote ~ and @{} for the shell ('…/main@{2h}')."
-        ),
+        typer.Argument(metavar="SOURCE", help=f"{_FORM}; what follows the port is the revision: quote ~ and @{{}} for the shell."),
     ],
     into: Annotated[str, typer.Option("--into", metavar="DIR", help="The repository that takes it; made if it is not there.")],
     branch: Annotated[
@@ -161,17 +159,17 @@ def _made(location: Location) -> Iterator[None]:
 
 @contextmanager
 def _opened(location: Location, state: State) -> Iterator[Repository]:
-    """The repository, with memory for the state: what the configuration says, but at least a quarter of what is free, or what it takes."""
+    """The repository, with memory for the state: what DATASTATES_MEMORY says, else a quarter of what is free, or what it takes."""
     from datastates.config import Config
     from datastates.environment import available_memory_bytes
     from datastates.repository import open as open_repository
 
     needed, free = state.bytes_total + state.bytes_total // 8 + _SPARE_BYTES, available_memory_bytes()
-    budget = Config.from_environment().memory_bytes or max(needed, free // 4)
-    if needed > free:
-        raise OverBudget(
-            f"state {state.uid[:10]} has {state.bytes_total} bytes, and {free} bytes of memory are free here: make room for it"
-        )
+    chosen = Config.from_environment().memory_bytes
+    if (free if chosen is None else chosen) < state.bytes_total:
+        limit = f"only {free} are free here" if chosen is None else f"DATASTATES_MEMORY allows {chosen}"
+        raise OverBudget(f"the {state.bytes_total} bytes of state {state.uid[:10]} pass through memory, and {limit}: make room for it")
+    budget = chosen or max(min(needed, free), free // 4)
     with open_repository(
         str(location) if location.root else location.database_url, packs=location.packs, memory_bytes=budget
     ) as repository:

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -> None:
-    """Check torch, CUDA, UCX, MPI, databases, memory and disk. Writes 64 MiB where the packs are, twice."""
+    """Check torch, CUDA, UCX, MPI, databases, memory and disk. Writes 64 MiB where the packs are, twice, and moves as much over UCX."""
     from rich.text import Text
 
     from .checks import Check, Verdict, examine

@@ -1,0 +1,305 @@
+"""``serve`` and ``clone``, as processes and as a program reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import datastates
+from datastates.cli import checks
+from datastates.cli.checks import Verdict
+from datastates.cli.clone import split_source
+from datastates.errors import InvalidInput
+from datastates.serving import RepositoryStore
+from datastates.transport import loop
+from datastates.transport import server as transport_server
+from datastates.transport.store import Source
+from tests.cli.conftest import Invoke
+
+pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
+
+TERMINAL = [sys.executable, "-W", "error::UserWarning", "-m", "datastates"]
+TOKEN = "correct horse battery staple"
+VALUES = 2_500_000  # three chunks
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DATASTATES_TOKEN", raising=False)
+    monkeypatch.setenv("DATASTATES_MEMORY", "128M")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of three durable states: ``main``, tagged ``warm`` at step 2, and the branch ``exp/fork`` at step 1."""
+    root = tmp_path_factory.mktemp("served") / "runs"
+    with datastates.open(root, memory_bytes=128 << 20) as repo:
+        weight = torch.zeros(VALUES)
+        run = repo.track(weight=weight, rng=False)
+        for step in range(1, 4):
+            weight.copy_(torch.linspace(step, step + 0.5, VALUES))  # no two chunks are equal
+            run.capture().wait("durable")
+        repo.tag("warm", "main~1", message="prefix")
+        repo.branch("exp/fork", "main~2")
+    return root
+
+
+def environment(**more: str) -> dict[str, str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
+    return {**inherited, "DATASTATES_MEMORY": "128M", **more}
+
+
+@contextmanager
+def serving(store: Path, *options: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """``datastates serve`` as a process, and what it says at first."""
+    command = [*TERMINAL, "serve", *options, "--store", str(store), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**environ)) as process:
+        try:
+            assert process.stdout is not None
+            ready, _, _ = select.select([process.stdout], [], [], 60)
+            line = process.stdout.readline() if ready else ""
+            assert line, process.stderr.read() if process.stderr and process.poll() is not None else "it says nothing"
+            yield process, json.loads(line)
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def value(root: Path, rev: str) -> float:
+    with datastates.open(root) as repo:
+        assert repo.verify(rev).status is datastates.Status.DURABLE
+        return float(repo.load(rev)["weight"][0])
+
+
+@pytest.fixture
+def url(store: Path) -> Iterator[str]:
+    """The store, served by this process."""
+    with datastates.open(store) as repo, repo.serve() as server:
+        yield server.url
+
+
+def test_state_that_was_cloned_is_durable_and_named_with_its_ancestry(invoke: Invoke, url: str, tmp_path: Path) -> None:
+    into = tmp_path / "new" / "place"
+    done = invoke("clone", f"{url}/main", "--into", into, "--json").json
+
+    assert done["bytes_moved"] >= 4 * VALUES
+    assert list(done["sources"].values()) == [done["bytes_moved"]]
+    assert done["tag"] == f"clone/{done['state'][:10]}"
+    assert value(into, done["tag"]) == 3
+    assert [line["step"] for line in invoke("log", done["tag"], "-r", into, "--json").lines] == [3, 2, 1]
+    assert [ref["name"] for ref in invoke("refs", "-r", into, "--json").lines] == [done["tag"]]
+
+
+def test_output_says_what_names_the_state_and_how_to_restore_it(invoke: Invoke, url: str, tmp_path: Path) -> None:
+    done = invoke("clone", f"{url}/warm", "--into", tmp_path / "to", "--branch", "mine", "--tags")
+
+    assert "branch mine" in done.out
+    command = done.out.splitlines()[1].partition("datastates ")[2].replace("FILE", str(tmp_path / "out"))
+    assert invoke(*command.split()).code == 0
+    assert (tmp_path / "out.safetensors").is_file()
+    assert [(ref["kind"], ref["name"]) for ref in invoke("refs", "-r", tmp_path / "to", "--json").lines] == [
+        ("branch", "mine"),
+        ("tag", "warm"),
+    ]
+    assert done.err == "", "no bar when no terminal is there"
+
+
+def test_state_that_is_here_already_is_named_and_nothing_moves(invoke: Invoke, url: str, tmp_path: Path) -> None:
+    first = invoke("clone", f"{url}/main", "--into", tmp_path / "to", "--json").json
+    again = invoke("clone", f"{url}/main", "--into", tmp_path / "to", "--json").json
+    named = invoke("clone", f"{url}/main", "--into", tmp_path / "to", "--branch", "mine", "--json").json
+
+    assert first["bytes_moved"] > 0
+    assert (again["bytes_moved"], again["sources"], again["tag"]) == (0, {}, first["tag"])
+    assert (named["bytes_moved"], named["branch"]) == (0, "mine")
+
+
+@pytest.mark.parametrize(("rev", "step"), [("exp/fork", 1), ("main~2", 1), ("main@{0}", 3), ('"exp/fork"', 1), ("main@step:2", 2)])
+def test_all_behind_the_port_is_the_revision(invoke: Invoke, url: str, tmp_path: Path, rev: str, step: int) -> None:
+    assert invoke("clone", f"{url}/{rev}", "--into", tmp_path / "to", "--json").json["step"] == step
+
+
+def test_source_is_split_at_the_first_slash_behind_the_port() -> None:
+    assert split_source("ucx://[::1]:7/a/b@{2h}") == ("ucx://[::1]:7", "a/b@{2h}")
+    for wrong in ("ucx://h:1", "ucx://h:1/", "h:1/main", "ucx:///main", ""):
+        with pytest.raises(InvalidInput, match="names no"):
+            split_source(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "code", "said"),
+    [
+        ("ucx://127.0.0.1:1/main", (), 7, "cannot be reached"),
+        ("{url}/nothing", (), 3, "nothing"),
+        ("{url}/main~~~9", (), 3, "root"),
+        ("{url}/main~x", (), 5, "column"),
+        ("{url}", (), 5, "names no revision"),
+        ("smtp://127.0.0.1:1/main", (), 5, "ucx://"),
+        ("{url}/main", ("--branch", "a b"), 5, "a-b"),
+        ("{url}/main", ("--token-file", "nowhere"), 5, "nowhere"),
+        ("{url}/main", ("--token-file", "token"), 8, "token"),
+    ],
+)
+def test_clone_that_fails_says_why_and_leaves_nothing(
+    invoke: Invoke, url: str, tmp_path: Path, source: str, options: Sequence[str], code: int, said: str
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    failed = invoke("clone", source.format(url=url), "--into", tmp_path / "to" / "here", *options)
+
+    assert (failed.code, failed.out) == (code, "")
+    assert failed.err.startswith("error: ")
+    assert said in failed.err
+    assert not (tmp_path / "to").exists()
+
+
+def test_state_that_does_not_fit_leaves_nothing(invoke: Invoke, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATASTATES_MEMORY", "4M")
+    failed = invoke("clone", f"{url}/main", "--into", tmp_path / "to")
+
+    assert failed.code == 7
+    assert "DATASTATES_MEMORY" in failed.err
+    assert not (tmp_path / "to").exists()
+
+
+def test_name_that_is_taken_is_told_before_anything_moves(invoke: Invoke, url: str, tmp_path: Path) -> None:
+    into = tmp_path / "to"
+    assert invoke("clone", f"{url}/warm", "--into", into, "--branch", "mine").code == 0
+    failed = invoke("clone", f"{url}/main", "--into", into, "--branch", "mine")
+
+    assert failed.code == 4
+    assert "--branch" in failed.err
+    assert len(list((into / "packs").glob("*.manifest"))) == 1
+    assert value(into, "mine") == 2
+
+
+def test_server_for_other_machines_wants_a_token_and_refuses_who_has_none(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    assert "DATASTATES_TOKEN" in (refused := invoke("serve", "--host", "0.0.0.0", "--store", store)).err
+    assert refused.code == 5
+    (tmp_path / "token").write_text(TOKEN)
+    with serving(store, "--host", "0.0.0.0", DATASTATES_TOKEN=TOKEN) as (process, said):
+        source = said["url"].replace("0.0.0.0", "127.0.0.1") + "/main"
+        without = invoke("clone", source, "--into", tmp_path / "to")
+        assert (without.code, (tmp_path / "to").exists()) == (8, False)
+        assert "DATASTATES_TOKEN" in without.err
+        assert invoke("clone", source, "--into", tmp_path / "to", "--token-file", tmp_path / "token").code == 0
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def test_server_serves_several_at_once_and_ends_in_order(store: Path, tmp_path: Path) -> None:
+    with serving(store) as (process, said):
+        assert said == {"url": said["url"], "repository": str(store), "writable": False, "tls": False}
+        command = [*TERMINAL, "clone", f"{said['url']}/main", "--into"]
+        peers = [subprocess.Popen([*command, str(tmp_path / name)], env=environment(), stdout=subprocess.DEVNULL) for name in "ab"]
+        assert [peer.wait(60) for peer in peers] == [0, 0]
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "", "")
+    assert [value(tmp_path / name, tag_of(tmp_path / name)) for name in "ab"] == [3, 3]
+
+
+def test_interrupted_server_ends_with_130(store: Path) -> None:
+    with serving(store) as (process, _):
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+def tag_of(root: Path) -> str:
+    with datastates.open(root) as repo:
+        (ref,) = repo.refs()
+    return ref.name
+
+
+def test_what_is_pushed_to_a_writable_server_outlives_it(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    assert invoke("init", tmp_path / "taker").code == 0
+    with serving(tmp_path / "taker", "--writable") as (process, said), datastates.open(store) as repo:
+        with closing(datastates.connect(said["url"])) as peer:
+            uid = peer.push("warm", repo=repo).state.uid
+        process.terminate()
+        assert process.wait(30) == 0
+    assert value(tmp_path / "taker", uid) == 2
+
+
+def test_url_and_host_exclude_each_other(invoke: Invoke, store: Path) -> None:
+    assert invoke("serve", "ucx://127.0.0.1:0", "--port", "1", "--store", store).code == 5
+    assert invoke("serve", "--tls-key", "key", "--store", store).code == 5
+
+
+class Stuck:
+    """A store whose states never come; ``is_asked`` once somebody waits for one."""
+
+    def __init__(self, inner: RepositoryStore) -> None:
+        self._inner, self.is_asked = inner, threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return getattr(self._inner, name)  # type: ignore[no-any-return]  # any method of the real store
+
+    def open(self, uid: str) -> Source:
+        source, is_asked = self._inner.open(uid), self.is_asked
+
+        class Waiting:
+            manifest, lengths, close = source.manifest, source.lengths, source.close
+
+            async def chunk(self, index: int) -> Sequence[memoryview]:
+                if index == 0:
+                    return await source.chunk(index)
+                is_asked.set()
+                await asyncio.sleep(3600)
+                raise AssertionError("somebody waited for an hour")
+
+        return Waiting()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupt_in_the_middle_leaves_nothing(store: Path, tmp_path: Path, number: int, code: int) -> None:
+    with datastates.open(store) as repo:
+        stuck = Stuck(RepositoryStore(repo))
+        server = transport_server.Server(stuck, "ucx://127.0.0.1:0", timeout_s=30)  # type: ignore[arg-type]  # it passes the rest on
+        loop.run(server.start())
+        try:
+            command = [*TERMINAL, "clone", f"{server.url}/main", "--into", str(tmp_path / "to"), "--timeout", "30"]
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+                assert stuck.is_asked.wait(60)
+                assert (tmp_path / "to").is_dir()
+                process.send_signal(number)
+                _, err = process.communicate(timeout=30)
+        finally:
+            loop.run(server.close())
+    assert process.returncode == code
+    assert "Traceback" not in err
+    assert not (tmp_path / "to").exists()
+
+
+def test_doctor_tries_ucx_and_finds_adapters_that_it_does_not_use(tmp_path: Path) -> None:
+    (check,) = checks._ucx()
+    (tmp_path / "mlx5_0").mkdir()
+
+    assert check.status in (Verdict.OK, Verdict.WARN)
+    assert "tcp/lo" in check.detail
+    assert "64.0 MiB over loopback at" in check.detail
+    assert checks._unused_adapters(["tcp/eth0"], tmp_path) == ["mlx5_0"]
+    assert checks._unused_adapters(["tcp/eth0", "rc_mlx5/mlx5_0:1"], tmp_path) == []
+
+
+def test_doctor_says_why_ucx_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "nonsense")
+    (check,) = checks._ucx()
+
+    assert check.status is Verdict.WARN
+    assert "does not start" in check.detail
+    assert check.next is not None
+    assert "UCX_TLS" in check.next
