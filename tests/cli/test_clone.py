@@ -268,7 +268,7 @@ class Stuck:
 def test_interrupt_in_the_middle_leaves_nothing(store: Path, tmp_path: Path, number: int, code: int) -> None:
     with datastates.open(store) as repo:
         stuck = Stuck(RepositoryStore(repo))
-        server = transport_server.Server(stuck, "ucx://127.0.0.1:0", timeout_s=30)  # type: ignore[arg-type]  # it passes the rest on
+        server = transport_server.Server(stuck, "ucx://127.0.0.1:0", timeout_s=30)
         loop.run(server.start())
         try:
             command = [*TERMINAL, "clone", f"{server.url}/main", "--into", str(tmp_path / "to"), "--timeout", "30"]
