@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .errors import DatastatesError, InvalidInput, Unavailable
+from .errors import InvalidInput, Unavailable
 from .peers import connect
 from .transfer import Cloned
 from .transport import groups as meeting
@@ -62,7 +62,7 @@ class _Broadcasting(meeting.Group):
             host = _LOOPBACK if is_one_host else _address()
             server = repo.serve(f"ucx://{host}:0", token=token, timeout_s=timeout_s) if self.size > 1 else None
             invitation = _Invitation(server.url if server is not None else "", token, uid)
-        except DatastatesError as exc:
+        except Exception as exc:  # whatever it is, the others must not wait for ever
             self.exchange(msgspec.msgpack.encode(_Invitation(failure=describe(exc))))
             raise
         try:
