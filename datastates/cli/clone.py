@@ -223,8 +223,11 @@ def _report(shell: Shell, state: State, done: Cloned | None, location: Location,
     from .render import size_text
 
     came = f"{size_text(moved)} of {size_text(state.bytes_total)} came in {seconds:.2f} s" if done else "it was here already"
-    shell.write(f"state {state.uid} (step {state.step}): {came}, durable in {location}, {name.kind} {name.name}")
-    shell.write(f"to write its tensors: datastates restore {name.name} --repo {location} --into FILE.safetensors")
+    shell.console.print(
+        f"state {state.uid} (step {state.step}): {came}, durable in {location}, {name.kind} {name.name}\n"
+        f"to write its tensors: datastates restore {name.name} --repo {location} --into FILE.safetensors",
+        soft_wrap=True,  # to be copied: not folded
+    )
 
 
 def _is_watched(shell: Shell) -> bool:

@@ -118,10 +118,11 @@ def _announce(shell: Shell, repository: Repository, server: Server, *, has_tls: 
         options = " --tls-ca FILE" if has_tls else ""
         named = [ref.name for ref in repository.refs()]
         rev = next((name for name in ("main", *named) if name in named), "REV")
-        shell.write(
+        for line in (
             f"serving {repository.location} at {server.url}",
             f"clone with: datastates clone {_dialled(server.url)}/{rev} --into DIR{options}",
-        )
+        ):
+            shell.console.print(line, soft_wrap=True)  # to be copied: not folded
     sys.stdout.flush()
 
 
@@ -166,7 +167,7 @@ def _status(shell: Shell) -> Iterator[_Seen]:
     with Live(console=shell.console, auto_refresh=False, transient=True) as live:
 
         def show(stats: ServerStats) -> None:
-            said = f"{stats.peers} peers here, {stats.peers_ever} so far, {size_text(stats.bytes_sent)} sent, {stats.refused} turned away"
+            said = f"{stats.peers} connections, {stats.peers_ever} so far, {size_text(stats.bytes_sent)} sent, {stats.refused} turned away"
             live.update(Text(f"{said} (Ctrl-C ends)", style="dim"), refresh=True)
 
         yield show
