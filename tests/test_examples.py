@@ -1,4 +1,4 @@
-"""Every example runs as a user runs it: as a script, in a process of its own. ``demo.py`` does so in test_demo."""
+"""Every example runs as a user runs it: as a script, in its own process. ``demo.py`` in test_demo, the clone in test_clone_example."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ def test_demo_example_is_the_code_that_the_demo_command_runs() -> None:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"demo.py", "resume.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"clone_between_processes.py", "demo.py", "resume.py"}

@@ -1,0 +1,69 @@
+"""The example of two processes: what B does after the clone is what A does, and no file carries the state."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "clone_between_processes.py"
+QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+LARGEST_WRITE = 64 << 10
+SMALL_BY_NAME = re.compile(
+    r"/lineage\.db(-wal|-shm|-journal)?$|/packs/\.lock$|/packs/leases/"  # A's lineage
+    r"|/\.git/index\.lock$"  # A asks for the commit
+    r"|^/dev/|^/proc/|^/sys/|^/tmp(/#\d+)?( \(deleted\))?$|^/tmp/\w{8}$"  # no file, or one that is gone at once
+)
+"""What either side may open to write. UCX's segments in /dev/shm are memory that both map."""
+
+
+@pytest.mark.timeout(110)
+def test_the_one_that_clones_repeats_the_next_ten_losses(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=QUICK)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("step ") == 10
+    assert done.stdout.endswith("equal, bit for bit\n")
+
+
+@pytest.mark.timeout(170)
+def test_no_file_carries_the_payload(tmp_path: Path) -> None:
+    if shutil.which("strace") is None:
+        pytest.skip("there is no strace here (apt-get install strace)")
+    log = tmp_path / "calls"
+    command = ["strace", "-f", "-y", "-s", "32", "-e", "trace=openat,creat,write", "-o", str(log), sys.executable, str(EXAMPLE)]
+    done = subprocess.run([*command, str(tmp_path / "runs")], capture_output=True, text=True, timeout=160, check=False, env=QUICK)
+    if "ptrace" in done.stderr:
+        pytest.skip(f"this machine lets nobody trace: {done.stderr.splitlines()[0]}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = log.read_text()
+    ours, cloner = calls.split(None, 1)[0], next(line.split()[0] for line in calls.splitlines() if '"0x1.' in line)
+    assert cloner != ours
+    until_b_ended, after = re.split(rf"^{cloner} +\+\+\+ exited with 0 \+\+\+$", calls, maxsplit=1, flags=re.MULTILINE)
+
+    assert {path for path in _opened_to_write(until_b_ended) if not SMALL_BY_NAME.search(path)} == set()
+    assert {path: size for path, size in _largest_writes(until_b_ended).items() if size > LARGEST_WRITE} == {}
+    assert any(path.endswith(".safetensors") for path in _opened_to_write(after)), "the end of A writes a pack, so that this can fail"
+
+
+def _opened_to_write(calls: str) -> set[str]:
+    opened = set[str]()
+    for call in re.finditer(r'(?:openat\(.*?, |creat\()"([^"]*)"(?:, ([A-Z_|]+))?.*= \d+<([^>]*)>', calls):
+        if call[2] is None or "O_WRONLY" in call[2] or "O_RDWR" in call[2]:
+            opened.add(call[3])
+    return opened
+
+
+def _largest_writes(calls: str) -> dict[str, int]:
+    """By the path of what was written to; sockets, pipes and the like are no files."""
+    largest = dict[str, int]()
+    for call in re.finditer(r"write\(\d+<(/[^>]*)>.*= (\d+)$", calls, re.MULTILINE):
+        if not call[1].startswith(("/dev/", "/proc/")):
+            largest[call[1]] = max(int(call[2]), largest.get(call[1], 0))
+    return largest
