@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -27,6 +28,7 @@ from .transport.feed import Feed
 from .transport.fetch import Fetched, fetch
 from .transport.forward import Forwarder
 from .transport.handshake import read_token
+from .transport.plane import surely
 from .transport.protocol import Offer, StateRecord
 from .transport.registry import transport_for
 from .transport.session import Session
@@ -327,10 +329,15 @@ class Peer:
                 return await opened.forwarder.fetch(sink, timeout_s=self._timeout_s, on_progress=progress)
             try:
                 return await fetch(sink, opened.feeds, timeout_s=self._timeout_s, on_progress=progress)
-            finally:
-                await _let_go(opened)
+            finally:  # a cancellation that comes now must not leave a connection behind
+                await surely(asyncio.create_task(_let_go(opened)))
 
-        return Transfer(opened.state, move, land=land, give_up=give_up, bytes_total=total, on_progress=on_progress)
+        def fail(error: BaseException) -> BaseException:
+            with suppress(Closed):  # the process is ending
+                loop.run(_let_go(opened))  # it may have been cancelled before it began
+            return give_up(error)
+
+        return Transfer(opened.state, move, land=land, give_up=fail, bytes_total=total, on_progress=on_progress)
 
     # --- the loop thread ---------------------------------------------------------------------------------------------------
 

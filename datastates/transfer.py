@@ -55,7 +55,8 @@ class Transfer:
         self._result: Cloned | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        self._future = loop.submit(self._run(move))
+        self._future = loop.submit(move(self._progress))
+        self._future.add_done_callback(lambda _: self._ended.set())  # also when it was cancelled before it began
 
     @property
     def is_done(self) -> bool:
@@ -101,12 +102,6 @@ class Transfer:
             await asyncio.shield(ended)
             raise
         return self._finish()
-
-    async def _run(self, move: Callable[[Progress], Coroutine[Any, Any, Fetched]]) -> Fetched:
-        try:
-            return await move(self._progress)
-        finally:
-            self._ended.set()
 
     def _progress(self, done: int, total: int) -> None:
         self.bytes_done, self.bytes_total = done, total
