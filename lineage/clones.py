@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import bindparam, insert, select
 
 from datastates.errors import Conflict
 
+from .holders import holder
 from .lookup import id_of
+from .lookup import states as load
 from .record import mark, record
 from .schema import CloneRow, RepositoryRow, RunRow, StateRow, from_us, table, to_us
 from .states import NewState, State, Status
@@ -26,12 +28,13 @@ _BATCH = 500  # uids in one IN list
 
 @dataclass(frozen=True, slots=True)
 class Clone:
-    """One arrival of a state: the url that it was cloned from, that lineage's uid, the node that it came to."""
+    """One arrival of a state: the url that it was cloned from, that lineage's uid, the node and the run that it came to."""
 
     state: str
     source: str
     source_repository: str
     node: str
+    run: str | None
     bytes_moved: int
     created_at: datetime
 
@@ -50,14 +53,15 @@ def known(session: Session, uids: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def import_ancestry(session: Session, states: Iterable[State]) -> int:
+def import_ancestry(session: Session, states: Sequence[State]) -> int:
     """Add those of ``states`` that are not here, as ``evicted``: their bytes did not come. How many there were.
 
-    In any order; a parent that is neither here nor among them is left out, and its child begins a root. Idempotent.
+    Newest first, as ``walk.log`` has them. A parent that is neither here nor behind its child is left out; without a first parent a
+    state begins a root. Idempotent.
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
-    coming = {state.uid: state for state in sorted(states, key=lambda state: state.generation)}
+    coming = {state.uid: state for state in reversed(states)}
     here = _check_same(known(session, coming), coming.values())
     added = 0
     for state in coming.values():
@@ -74,28 +78,26 @@ def arrive(
 ) -> State:
     """A state's bytes came into this node's memory: record it, or its new replica, and where it came from; the state as it is now.
 
-    ``run`` is the process that holds the bytes: if it dies with them, a state that nobody else has captured here is lost.
+    ``run`` is the process that holds the bytes: when it dies, a state that nobody else holds is lost. It is not the run that captured
+    the state, which another lineage knows: here a state that was cloned has none.
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
     here = _check_same(known(session, [state.uid, *state.parents]), [state])
-    status = Status.CAPTURED
     if state.uid in here:
-        status = mark(session, state.uid, Status.CAPTURED, tier="memory", node=node, bytes=state.bytes_total)
-        session.execute(_TAKE_OVER, {"held": state.uid, "run": run})
-        now = replace(state, status=status)
+        mark(session, state.uid, Status.CAPTURED, tier="memory", node=holder(node, run), bytes=state.bytes_total)
     else:
-        new = _new(state, here, status=status)
-        now = record(session, replace(new, run=run, node=node, bytes_new=bytes_new))
-    row = {"state_id": id_of(session, state.uid), "source": source, "source_repository": source_repository, "node": node}
+        new = _new(state, here, status=Status.CAPTURED)
+        record(session, replace(new, node=holder(node, run), bytes_new=bytes_new))
+    row = {"held": state.uid, "run": run, "source": source, "source_repository": source_repository, "node": node}
     session.execute(_INSERT, {**row, "bytes_moved": bytes_moved, "created_at": to_us(None)})
-    return now
+    return load(session, [state.uid])[0]
 
 
 def clones_of(session: Session, uid: str) -> list[Clone]:
     """Every arrival of a state here, newest first."""
     rows = session.execute(_CLONES, {"state": id_of(session, uid)})
-    return [Clone(uid, row.source, row.source_repository, row.node, row.bytes_moved, from_us(row.created_at)) for row in rows]
+    return [Clone(uid, row.source, row.source_repository, row.node, row.run, row.bytes_moved, from_us(row.created_at)) for row in rows]
 
 
 def _check_same(here: dict[str, str], states: Iterable[State]) -> dict[str, str]:
@@ -108,13 +110,11 @@ def _check_same(here: dict[str, str], states: Iterable[State]) -> dict[str, str]
 
 
 def _new(state: State, here: dict[str, str], *, status: Status) -> NewState:
-    first = next(iter(state.parents), None)
-    edges = tuple(edge for edge in state.edges if edge.parent in here)
-    further = {edge.parent for edge in state.edges}
+    first = state.parents[0] if len(state.parents) > len(state.edges) else None
     return NewState(
         uid=state.uid,
         digest=state.digest,
-        parent=first if first in here and first not in further else None,
+        parent=first if first in here else None,
         branch=None,
         run=None,
         step=state.step,
@@ -124,7 +124,7 @@ def _new(state: State, here: dict[str, str], *, status: Status) -> NewState:
         message=state.message,
         created_at=state.created_at,
         status=status,
-        edges=edges,
+        edges=tuple(edge for edge in state.edges if edge.parent in here),
         bytes_total=state.bytes_total,
         bytes_new=0,
         world_size=state.world_size,
@@ -134,10 +134,13 @@ def _new(state: State, here: dict[str, str], *, status: Status) -> NewState:
 _state, _run, _clone, _repository = table(StateRow), table(RunRow), table(CloneRow), table(RepositoryRow)
 _REPOSITORY = select(_repository.c.uid)
 _DIGESTS = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
-_INSERT = insert(_clone)
-_CLONES = select(_clone).where(_clone.c.state_id == bindparam("state")).order_by(_clone.c.id.desc())
-_TAKE_OVER = (
-    update(_state)
-    .where(_state.c.uid == bindparam("held"), _state.c.run_id.is_(None))
-    .values(run_id=select(_run.c.id).where(_run.c.uid == bindparam("run")).scalar_subquery())
+_INSERT = insert(_clone).values(
+    state_id=select(_state.c.id).where(_state.c.uid == bindparam("held")).scalar_subquery(),
+    run_id=select(_run.c.id).where(_run.c.uid == bindparam("run")).scalar_subquery(),
+)
+_CLONES = (
+    select(_clone, _run.c.uid.label("run"))
+    .select_from(_clone.outerjoin(_run, _run.c.id == _clone.c.run_id))
+    .where(_clone.c.state_id == bindparam("state"))
+    .order_by(_clone.c.id.desc())
 )

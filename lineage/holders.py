@@ -1,9 +1,13 @@
-"""Who holds a state's bytes: its replicas, as they were reported."""
+"""Who holds a state's bytes: its replicas, as they were reported.
+
+A disk is its node's, memory is a process's: ``holder`` names that process where the place of a replica in memory is told, so that of
+several processes of a node each may hold the same state, and let go of it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import bindparam, select
 
@@ -13,7 +17,9 @@ from .schema import ReplicaRow, table
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Replica", "replicas_of"]
+__all__ = ["Replica", "holder", "replicas_of"]
+
+_MARK = "#"
 
 _replica = table(ReplicaRow)
 _REPLICAS = (
@@ -25,13 +31,19 @@ _REPLICAS = (
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One rank's shard is complete on a tier of a node; ``status`` is ``ok`` or ``gone``."""
+    """One rank's shard is complete on a tier of a node; ``status`` is ``ok`` or ``gone``. In memory: in that of the process of ``run``."""
 
     rank: int
     tier: str
     node: str
     status: str
     bytes: int
+    run: str | None = None
+
+
+def holder(node: str, run: str | None) -> str:
+    """The place of what a process has in its memory, to be told where a replica's node is."""
+    return node if run is None else f"{node}{_MARK}{run}"
 
 
 def replicas_of(session: Session, uid: str) -> list[Replica]:
@@ -40,4 +52,9 @@ def replicas_of(session: Session, uid: str) -> list[Replica]:
     :raises NotFound: there is no such state.
     """
     rows = session.execute(_REPLICAS, {"state": id_of(session, uid)})
-    return [Replica(row.rank, row.tier, row.node, row.status, row.bytes) for row in rows]
+    return [_replica_of(row) for row in rows]
+
+
+def _replica_of(row: Any) -> Replica:
+    node, _, run = row.node.partition(_MARK)
+    return Replica(row.rank, row.tier, node, row.status, row.bytes, run or None)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import bindparam, delete, exists, insert, select, update
+from sqlalchemy import Select, bindparam, delete, exists, insert, or_, select, union, update
 
 from datastates.errors import Conflict, NotFound
 
+from .holders import holder
 from .lookup import id_of, states
 from .refs import log_event
-from .schema import RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
+from .schema import CloneRow, RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
 from .states import RefKind, Run, Status, Value
 from .walk import nearest_restorable
 
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Recovered", "finish", "get", "in_memory", "recover", "start", "unfinished"]
 
-_run, _state, _replica, _ref = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow))
+_run, _state, _replica, _ref, _clone = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow))
 _GONE = [status.value for status in Status if not status.is_restorable]
 _ELSEWHERE = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier != "memory")
+_HELD = exists().where(_replica.c.state_id == _state.c.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +91,16 @@ def unfinished(session: Session, host: str) -> list[Run]:
 
 
 def in_memory(session: Session, uid: str) -> dict[str, str]:
-    """The states of a run that only its own memory holds, as far as the lineage knows: their uids, each with its digest."""
-    query = select(_state.c.uid, _state.c.digest).join_from(_state, _run, _run.c.id == _state.c.run_id)
-    query = query.where(_run.c.uid == uid, _state.c.status.not_in(_GONE), ~_ELSEWHERE)
+    """The states that a run captured or cloned, and that are in memory only as far as the lineage knows: uids, each with its digest."""
+    query = select(_state.c.uid, _state.c.digest).where(_state.c.id.in_(union(_captured([uid]), _cloned([uid]))))
+    query = query.where(_state.c.status.not_in(_GONE), ~_ELSEWHERE)
     return {row.uid: row.digest for row in session.execute(query.order_by(_state.c.id))}
 
 
 def recover(session: Session, dead: Iterable[str]) -> list[Recovered]:
     """Settle what runs left behind whose process died, memory and all.
 
-    Their states that no other tier holds become ``lost``; their runs finish now. Then each branch, of any run, whose
+    States that nobody else holds become ``lost``; their runs finish now. Then each branch, of any run, whose
     head's bytes are gone moves back to its newest restorable first parent; a branch that has none is deleted, and its
     reflog says where it was: a name that nothing can be restored from would only keep the next run from beginning.
     """
@@ -109,15 +111,28 @@ def recover(session: Session, dead: Iterable[str]) -> list[Recovered]:
 
 
 def _lose(session: Session, runs: list[str]) -> None:
-    """In memory means: in the memory of the process, so each replica there is gone, other replicas or not."""
-    of_runs = select(_state.c.id).join_from(_state, _run, _run.c.id == _state.c.run_id).where(_run.c.uid.in_(runs))
-    session.execute(of_runs.order_by(_state.c.id).with_for_update(of=_state, key_share=True))  # in id order, as everyone
+    """In memory means: in the memory of the process, so each replica there is gone, other replicas or not.
+
+    A state that a living process has cloned on the same database is still in that one's memory. (A replica that names no process is
+    that of the run which captured the state.)
+    """
+    held = _state.c.id.in_(union(_captured(runs), _cloned(runs)))
     session.execute(
-        update(_state)
-        .where(_state.c.id.in_(of_runs.scalar_subquery()), _state.c.status.not_in(_GONE), ~_ELSEWHERE)
-        .values(status=Status.LOST.value)
-    )
-    session.execute(delete(_replica).where(_replica.c.tier == "memory", _replica.c.state_id.in_(of_runs.scalar_subquery())))
+        select(_state.c.id).where(held).order_by(_state.c.id).with_for_update(of=_state, key_share=True)
+    )  # in id order, as everyone
+    places = [holder(row.host, row.uid) for row in session.execute(select(_run.c.host, _run.c.uid).where(_run.c.uid.in_(runs)))]
+    of_captured = _replica.c.state_id.in_(_captured(runs)) & _replica.c.node.not_like("%" + holder("", "") + "%")
+    of_runs = _replica.c.state_id.in_(union(_captured(runs), _cloned(runs))) & _replica.c.node.in_(places)
+    session.execute(delete(_replica).where(_replica.c.tier == "memory", or_(of_captured, of_runs)))
+    session.execute(update(_state).where(held, _state.c.status.not_in(_GONE), ~_HELD).values(status=Status.LOST.value))
+
+
+def _captured(runs: list[str]) -> Select[tuple[int]]:
+    return select(_state.c.id).join_from(_state, _run, _run.c.id == _state.c.run_id).where(_run.c.uid.in_(runs))
+
+
+def _cloned(runs: list[str]) -> Select[tuple[int]]:
+    return select(_clone.c.state_id).join_from(_clone, _run, _run.c.id == _clone.c.run_id).where(_run.c.uid.in_(runs))
 
 
 def _move_back(session: Session) -> list[Recovered]:

@@ -168,7 +168,7 @@ class RefEventRow(Base):
 
 
 class ReplicaRow(Base):
-    """One rank's shard of one state is complete on a tier of a node. ``status`` is ``ok`` or ``gone``."""
+    """One rank's shard of one state is complete on a tier of a node (see ``holders``). ``status`` is ``ok`` or ``gone``."""
 
     __tablename__ = "replica"
     __table_args__ = NO_ROWID
@@ -182,7 +182,7 @@ class ReplicaRow(Base):
 
 
 class CloneRow(Base):
-    """A state that came here from another process: from where, and how many bytes moved for it."""
+    """A state that came here from another process: from where, into the memory of which run, and how many bytes moved for it."""
 
     __tablename__ = "clone"
 
@@ -191,6 +191,7 @@ class CloneRow(Base):
     source: Mapped[str] = mapped_column(Text)
     source_repository: Mapped[str] = mapped_column(String(255))
     node: Mapped[str] = mapped_column(String(255))
+    run_id: Mapped[int | None] = mapped_column(ForeignKey("run.id"), index=True)
     bytes_moved: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[int] = mapped_column(BigInteger)
 

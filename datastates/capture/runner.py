@@ -25,6 +25,7 @@ from datastates.errors import Closed, OverBudget
 from datastates.lineage import record as lineage_record
 from datastates.lineage import refs as lineage_refs
 from datastates.lineage.database import Database
+from datastates.lineage.holders import holder
 from datastates.lineage.states import Edge, NewState, RefKind, State, Status, Value
 from datastates.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
 from datastates.policy.cadence import Cadence
@@ -108,7 +109,7 @@ class Runner:
         self, *, database: Database, arena: Arena, memory: MemoryTier, local: LocalTier, config: Config, run: str, node: str
     ) -> None:
         self._database, self._arena, self._memory, self._local = database, arena, memory, local
-        self._config, self._run, self._node = config, run, node
+        self._config, self._run, self._node, self._holder = config, run, node, holder(node, run)
         self.stager = Stager(arena)
         self._lock = threading.Condition()
         self._engine = Engine()
@@ -363,14 +364,14 @@ class Runner:
             edges=staged.edges,
             bytes_total=staged.layout.bytes_total,
             bytes_new=bytes_new,
-            node=self._node,
+            node=self._holder,
         )
         with self._lock:
             evicted, self._evicted = self._evicted, []
         try:
             with self._database.write() as session:
                 if evicted:
-                    lineage_record.evict(session, evicted, tier="memory", node=self._node)
+                    lineage_record.evict(session, evicted, tier="memory", node=self._holder)
                 return lineage_record.record(session, new)
         except BaseException:
             with self._lock:
@@ -382,7 +383,7 @@ class Runner:
             evicted, self._evicted = self._evicted, []
         if evicted:
             with self._database.write() as session:
-                lineage_record.evict(session, evicted, tier="memory", node=self._node)
+                lineage_record.evict(session, evicted, tier="memory", node=self._holder)
 
     def _fail(self, staged: Staged, error: BaseException) -> None:
         _log.debug("capture of step %s failed", staged.step, exc_info=error)

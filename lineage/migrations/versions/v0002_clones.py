@@ -30,11 +30,14 @@ def upgrade() -> None:
         sa.Column("source", sa.Text(), nullable=False),
         sa.Column("source_repository", sa.String(length=255), nullable=False),
         sa.Column("node", sa.String(length=255), nullable=False),
+        sa.Column("run_id", ID, nullable=True),
         sa.Column("bytes_moved", sa.BigInteger(), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["state_id"], ["state.id"], name=op.f("fk_clone_state_id_state")),
+        sa.ForeignKeyConstraint(["run_id"], ["run.id"], name=op.f("fk_clone_run_id_run")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_clone")),
     )
+    op.create_index(op.f("ix_clone_run_id"), "clone", ["run_id"], unique=False)
     op.create_index(op.f("ix_clone_state_id"), "clone", ["state_id"], unique=False)
 
 
