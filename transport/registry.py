@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from datastates.errors import InvalidInput, Unavailable, Unsupported
+from datastates.errors import InvalidInput, Unsupported
 
 from .contract import Transport
 from .memory import MemoryTransport
@@ -27,21 +27,14 @@ def transport_for(url: str) -> Transport:
     make = _KINDS.get(scheme)
     if make is None:
         raise InvalidInput(f"{url!r} begins with no transport's name: use {' or '.join(f'{each}://…' for each in _KINDS)}")
-    if scheme not in _made:
-        _made[scheme] = make()
-    return _made[scheme]
+    return _made.get(scheme) or _made.setdefault(scheme, make())  # several threads may come first at once
 
 
 def _make_ucx() -> Transport:
     if importlib.util.find_spec("ucxx") is None:
         raise Unsupported("cloning over ucx:// needs UCXX, which is not installed: pip install 'datastates[cu12]' (it needs no GPU)")
-    try:
-        from .ucx import UcxTransport  # UCXX takes a while to import, and is optional
-    except (ImportError, OSError) as exc:
-        raise Unavailable(
-            f"UCX cannot be loaded ({exc}): if MPI brought another UCX into this process, import datastates.groups before mpi4py.MPI, "
-            "or let both use the site's (RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1)"
-        ) from exc
+    from .ucx import UcxTransport
+
     return UcxTransport()
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from datastates.errors import Disconnected, PeerFault
+from datastates.errors import Disconnected, PeerFault, Unavailable
 
 from . import tcp
 from .contract import Channel, Link, Listener, Tls, Transport
@@ -63,7 +63,8 @@ class UcxTransport(Transport):
         await self._prepare()
         from .ucx_link import UcxLink
 
-        link = UcxLink(await self._connected(raw), self._aside, self._links.discard)
+        endpoint = await self._connected(raw)
+        link = UcxLink(self._started()[0], endpoint, self._aside, self._links.discard)
         self._links.add(link)
         return link
 
@@ -117,8 +118,13 @@ def _checked(address: bytes) -> bytes:
 
 
 def _import_worker() -> type[Worker]:
-    from .worker import Worker  # UCXX is optional, and takes a while
-
+    try:
+        from .worker import Worker
+    except (ImportError, OSError) as exc:
+        raise Unavailable(
+            f"UCX cannot be loaded ({exc}): if MPI brought another UCX into this process, import datastates.groups before mpi4py.MPI, "
+            "or let both use the site's (RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1)"
+        ) from exc
     return Worker
 
 

@@ -14,7 +14,7 @@ from ucxx.types import Tag, TagMaskFull
 from datastates.errors import Disconnected, InvalidInput, PeerFault
 
 from .contract import Link
-from .worker import keep_over_fork
+from .worker import Worker, keep_over_fork
 
 __all__ = ["UcxLink"]
 
@@ -27,11 +27,13 @@ class UcxLink(Link):
     """Tag messages to and from one peer; UCX matches tags over all peers of the process.
 
     UCX finds a message that is longer than the memory; a shorter one leaves the rest of the memory as it was, and nothing says so:
-    the digest finds it. ``aside`` runs something in a thread; ``on_abort`` is called once.
+    the digest finds it. ``worker`` made ``endpoint``; ``aside`` runs something in a thread; ``on_abort`` is called once.
     """
 
-    def __init__(self, endpoint: Any, aside: Callable[[Callable[[], None]], Awaitable[None]], on_abort: Callable[[UcxLink], None]) -> None:
-        self._endpoint, self._aside, self._on_abort = endpoint, aside, on_abort
+    def __init__(
+        self, worker: Worker, endpoint: Any, aside: Callable[[Callable[[], None]], Awaitable[None]], on_abort: Callable[[UcxLink], None]
+    ) -> None:
+        self._worker, self._endpoint, self._aside, self._on_abort = worker, endpoint, aside, on_abort
         self._under_way: dict[asyncio.Future[object], object] = {}
         self._aborting: asyncio.Future[None] | None = None
         keep_over_fork(self)
@@ -63,6 +65,7 @@ class UcxLink(Link):
     async def _transfer(self, tag: int, memory: memoryview, begin: Callable[[int, memoryview], Any]) -> None:
         if self._is_aborted():
             raise Disconnected("the link was aborted")
+        self._worker.refill()
         try:
             request = begin(tag, memory)
             future: asyncio.Future[object] = request.future

@@ -30,6 +30,7 @@ __all__ = ["UcxError", "Worker", "keep_over_fork"]
 UcxError: type[Exception] = exceptions.UCXError
 
 _OPTIONS = {"TCP_TX_SEG_SIZE": "1M", "TCP_RX_SEG_SIZE": "1M"}  # the defaults move a third; the user's UCX_… win
+_REFILL = 25  # UCXX's pool has 100, and is refilled when it has fewer than half
 
 
 class Worker:
@@ -53,6 +54,7 @@ class Worker:
         self._raw.start_progress_thread(polling_mode=False, epoll_timeout=1)
         self._thread = threading.Thread(target=self._notify, name="datastates-ucx", daemon=True)
         self._thread.start()
+        self._begun = 0
         self.address = bytes(self._raw.address)
         keep_over_fork(self)
 
@@ -60,6 +62,12 @@ class Worker:
         """UCXX's endpoint to the worker that has this address. The first takes 0.1 s; may run in any thread."""
         place = get_ucx_address_from_buffer(address)
         return libucxx.UCXEndpoint.create_from_worker_address(self._raw, place, True)
+
+    def refill(self) -> None:
+        """Say before each request: the pool of futures, of which each takes one, is not to run dry, which costs a warning."""
+        self._begun += 1
+        if self._begun % _REFILL == 0:
+            self._raw.populate_python_futures_pool()
 
     def close(self) -> None:
         """End both threads and let go of UCX's memory; every endpoint was closed before."""

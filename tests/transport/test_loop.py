@@ -142,6 +142,13 @@ def test_work_that_is_cancelled_before_it_began_never_begins() -> None:
     assert not began
 
 
+def test_work_that_was_kept_from_beginning_can_be_cancelled_all_the_same() -> None:
+    call = loop._Call(where())  # Ctrl-C may come before it is begun
+    assert call.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        call.result(0)
+
+
 async def block(is_blocked: threading.Event, is_free: threading.Event) -> None:
     is_blocked.set()
     is_free.wait(5)

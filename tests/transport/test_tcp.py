@@ -201,6 +201,8 @@ def test_who_is_not_read_by_waits_and_closes_in_time_all_the_same() -> None:
             began = time.monotonic()
             await asyncio.gather(here.close(), here.close())
             assert time.monotonic() - began < 3
+            await asyncio.sleep(0)
+            assert here._writer.get_extra_info("socket").fileno() < 0
             assert there.peer
 
     run(work())

@@ -242,19 +242,18 @@ def test_a_program_that_uses_ucxx_itself_is_left_alone() -> None:
     assert (done.returncode, done.stdout) == (0, "both work\n"), done.stderr
 
 
-@pytest.mark.parametrize("first", ["import torch", "pass"])
-def test_a_process_ends_at_once_and_says_nothing_whatever_came_first(first: str) -> None:
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("import torch", ""), ("", "import torch")])
+def test_a_process_ends_at_once_and_says_nothing_whatever_else_it_loads(before: str, after: str) -> None:
     done = run_script(f"""
-        {first}
+        {before}
         loop.run(echo())
-        import torch
-        torch.ones(3).sum()
+        {after}
         print(time.time(), flush=True)
     """)
     ended = time.time()
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    assert ended - float(done.stdout) < 2.5  # of which torch takes some
+    assert ended - float(done.stdout) < 10  # 0.1 on a quiet machine, torch more; what hangs does so for ever
 
 
 def test_the_users_own_settings_win() -> None:

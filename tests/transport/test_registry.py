@@ -1,0 +1,65 @@
+"""Which transport a url gets."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from datastates.errors import InvalidInput, Unsupported
+from datastates.transport import registry
+from datastates.transport.memory import MemoryTransport
+from datastates.transport.registry import transport_for
+
+
+def test_a_scheme_has_one_transport_in_a_process() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        made = set(threads.map(lambda number: transport_for(f"memory://{number}"), range(100)))
+    assert len(made) == 1
+    assert isinstance(made.pop(), MemoryTransport)
+
+
+@pytest.mark.parametrize("url", ["http://host:1", "host:4711", "", "://"])
+def test_an_unknown_scheme_is_refused_with_those_that_there_are(url: str) -> None:
+    with pytest.raises(InvalidInput, match=r"ucx://… or memory://…"):
+        transport_for(url)
+
+
+def test_without_ucxx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> Any:
+        return None if name == "ucxx" else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    monkeypatch.setattr(registry, "_made", {})
+    with pytest.raises(Unsupported, match=r"pip install 'datastates\[cu12\]'"):
+        transport_for("ucx://127.0.0.1:0")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed: pip install 'datastates[cu12]'")
+def test_a_ucx_that_cannot_be_loaded_is_unavailable_and_says_why() -> None:
+    script = """
+        import sys
+        sys.modules["ucxx"] = None  # whatever imports it gets ImportError
+        import importlib.util
+        importlib.util.find_spec = lambda name: True
+        from datastates.errors import Unavailable
+        from datastates.transport import loop
+        from datastates.transport.registry import transport_for
+
+        async def dial():
+            await transport_for("ucx://127.0.0.1:1").dial("ucx://127.0.0.1:1", timeout_s=1)
+
+        try:
+            loop.run(dial())
+        except Unavailable as exc:
+            print(exc)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=30, check=True)
+    assert "UCX cannot be loaded" in done.stdout, done.stderr
