@@ -6,10 +6,11 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import Cancelled
+from .errors import Cancelled, DatastatesError
 from .lineage.states import State
 from .report import RestoreReport
 from .transport import loop
@@ -54,6 +55,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._result: Cloned | None = None
         self._error: BaseException | None = None
+        self._is_given_up = False
         self._ended = threading.Event()
         self._future = loop.submit(move(self._progress))
         self._future.add_done_callback(lambda _: self._ended.set())  # also when it was cancelled before it began
@@ -69,7 +71,7 @@ class Transfer:
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> Cloned:
-        """Wait until every byte is here and checked, and finish. Ctrl-C cancels, and returns once nothing is written any more.
+        """Wait until every byte is here and checked, and finish. Ctrl-C gives it up, and comes out once nothing is written any more.
 
         :raises TimeoutError: it takes longer; it goes on.
         :raises Cancelled: it was cancelled.
@@ -80,9 +82,10 @@ class Transfer:
             if not self._ended.wait(timeout_s):
                 raise TimeoutError(f"{self.bytes_done} of {self.bytes_total} bytes are here after {timeout_s} s: the clone goes on")
         except KeyboardInterrupt:
+            self._is_given_up = True
             self.cancel()
             self._ended.wait()
-            self._finish()
+            self._finish_given_up()
             raise
         return self._finish()
 
@@ -98,8 +101,10 @@ class Transfer:
         try:
             await asyncio.shield(ended)
         except asyncio.CancelledError:
+            self._is_given_up = True
             self.cancel()
             await asyncio.shield(ended)
+            self._finish_given_up()
             raise
         return self._finish()
 
@@ -126,8 +131,17 @@ class Transfer:
         assert self._result is not None, "it is one or the other"
         return self._result
 
+    def _finish_given_up(self) -> None:
+        """Let go of what came; ``error`` says what that means, the caller gets what interrupted it."""
+        with suppress(DatastatesError):
+            self._finish()
+
     def _fetched(self) -> Fetched:
+        cancelled = Cancelled(f"the transfer of state {self.state.uid[:10]} was cancelled after {self.bytes_done} bytes")
         try:
-            return self._future.result()
+            fetched = self._future.result()
         except concurrent.futures.CancelledError:
-            raise Cancelled(f"the transfer of state {self.state.uid[:10]} was cancelled after {self.bytes_done} bytes") from None
+            raise cancelled from None
+        if self._is_given_up:  # it was too late to stop it
+            raise cancelled
+        return fetched

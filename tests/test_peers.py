@@ -1,0 +1,630 @@
+"""Browsing and cloning what another process serves; here both ends are in one process, over both transports."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import datastates
+from datastates import Config, InvalidInput, NotFound, OverBudget, Repository, Server, State, Status, SyntaxProblem, Unavailable
+from datastates.errors import Cancelled, Closed
+from datastates.lineage import clones, record
+from datastates.lineage.states import Edge, EdgeKind, NewState
+from tests.test_repository import memory_held
+
+MIB = 1 << 20
+SLOT = 4 * MIB
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["memory://", "ucx://127.0.0.1:0"])
+def url(request: pytest.FixtureRequest) -> str:
+    """Where to serve."""
+    if request.param.startswith("ucx"):
+        pytest.importorskip("ucxx", reason="UCXX is not installed: pip install ucxx-cu12")
+    return str(request.param)
+
+
+class Made:
+    """Repositories that nothing writes to disk, and servers; all end with the test."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.stack, self.count = folder, stack, 0
+
+    def repo(self, where: str | Path | None = None, *, slots: int = 32, **options: Any) -> Repository:
+        self.count += 1
+        config = Config(memory_bytes=slots * SLOT, durable_interval_s=None)
+        return self.stack.enter_context(datastates.open(where or self.folder / f"repo-{self.count}", config=config, **options))
+
+    def peer(self, server: Server | list[str], **options: Any) -> datastates.Peer:
+        return self.stack.enter_context(datastates.connect(server if isinstance(server, list) else server.url, **options))
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Made]:
+    with ExitStack() as stack:
+        yield Made(tmp_path, stack)
+
+
+def memory_free(repo: Repository) -> int:
+    """Slots of the arena that nothing holds."""
+    assert repo._arena is not None
+    return repo._arena.available
+
+
+class Training:
+    """A model whose layers are a chunk or less each, its optimizer, and steps that draw random numbers."""
+
+    def __init__(self, seed: int, width: int = 256) -> None:
+        torch.manual_seed(seed)
+        self.width = width
+        self.model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self) -> float:
+        loss = self.model(torch.randn(4, self.width)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def bits(self) -> list[bytes]:
+        """Every byte of weights and of the optimizer's state."""
+        found = []
+        for value in self.model.parameters():
+            found.append(value.detach().numpy().tobytes())
+            found += [each.numpy().tobytes() for each in self.optimizer.state.get(value, {}).values()]
+        return found
+
+
+def train(repo: Repository, training: Training, count: int = 3, **options: Any) -> datastates.Tracker:
+    """Take ``count`` steps, and a state after each."""
+    run = repo.track(**training.objects, **options)
+    for _ in range(count):
+        loss = training.step()
+        run.capture(metrics={"loss": loss}, attributes={"kind": "toy"}).wait()
+    return run
+
+
+def grown(repo: Repository, *parents: str, count: int = 1, branch: str | None = None, kind: EdgeKind | None = None) -> list[str]:
+    """States without bytes, one upon the other; the first one has ``parents``."""
+    uids: list[str] = []
+    with repo._database.write() as session:
+        for number in range(count):
+            above = [uids[-1]] if uids else list(parents)
+            uids.append(os.urandom(12).hex())
+            first = None if kind is not None else next(iter(above), None)
+            edges = tuple(Edge(parent, kind, 0.5) for parent in above) if kind is not None else ()
+            new = NewState(uids[-1], os.urandom(32).hex(), first, branch, None, number, edges=edges, status=Status.EVICTED)
+            record.record(session, new)
+    return uids
+
+
+# --- browsing ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_browses_as_the_repository_itself_does(made: Made, url: str) -> None:
+    repo = made.repo()
+    train(repo, Training(0))
+    repo.tag("warm", "main~1", message="half way")
+    peer = made.peer(repo.serve(url))
+
+    assert [(ref.name, ref.kind, ref.state, ref.message) for ref in peer.refs()] == [
+        (ref.name, ref.kind, ref.state, ref.message) for ref in repo.refs()
+    ]
+    assert peer.state("main~2") == repo.state("main~2")
+    assert peer.log("main") == repo.log("main")
+    assert peer.log("main", limit=2) == repo.log("main", limit=2)
+    assert peer.find("step > 1 and attr.kind = 'toy'") == repo.find("step > 1 and attr.kind = 'toy'") != []
+    assert len(peer.find("step > 0", limit=2)) == 2
+
+
+def test_long_histories_come_in_pages(made: Made, url: str) -> None:
+    repo = made.repo()
+    uids = grown(repo, count=2_500, branch="long")
+    peer = made.peer(repo.serve(url))
+
+    assert [state.uid for state in peer.log("long")] == uids[::-1]
+    assert [state.uid for state in peer.log("long", limit=1_700)] == uids[::-1][:1_700]
+    assert {state.uid for state in peer.find("step >= 0")} == set(uids)
+
+
+def test_errors_come_as_what_they_were(made: Made, url: str) -> None:
+    repo = made.repo()
+    train(repo, Training(0), 1)
+    peer = made.peer(repo.serve(url))
+
+    with pytest.raises(NotFound, match="mian"):
+        peer.state("mian")
+    with pytest.raises(NotFound, match="mian"):
+        peer.clone("mian", into=Training(1).objects)
+    with pytest.raises(SyntaxProblem) as caught:
+        peer.find("step >> 3")
+    with pytest.raises(SyntaxProblem) as own:
+        repo.find("step >> 3")
+    assert (caught.value.column, caught.value.text, str(caught.value)) == (own.value.column, own.value.text, str(own.value))
+    with pytest.raises(InvalidInput, match="give one of them"):
+        peer.clone("main")
+
+
+# --- into live objects ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("atomic", [True, False, None])
+def test_objects_are_what_the_sources_are(made: Made, url: str, atomic: bool | None) -> None:
+    ours, theirs = Training(0, 1024), Training(1, 1024)
+    repo = made.repo()
+    train(repo, ours)
+    peer = made.peer(repo.serve(url))
+    assert theirs.optimizer.state == {}
+
+    cloned = peer.clone("main", into=theirs.objects, atomic=atomic)
+
+    assert theirs.bits() == ours.bits()
+    assert cloned.state == repo.state("main")
+    assert cloned.report is not None
+    assert cloned.bytes_moved == sum(cloned.by_source.values()) >= 3 * 4 * sum(value.numel() for value in ours.model.parameters())
+
+
+def test_only_what_is_named_is_moved(made: Made, url: str) -> None:
+    ours, theirs = Training(0, 1024), Training(1, 1024)
+    repo = made.repo()
+    train(repo, ours)
+    server = repo.serve(url)
+
+    made.peer(server).clone("main", into={"model": theirs.model}, only="model", strict=False)
+
+    assert theirs.bits() == Training.bits(theirs)
+    assert [value.tolist() for value in theirs.model.state_dict().values()] == [
+        value.tolist() for value in ours.model.state_dict().values()
+    ]
+    assert theirs.optimizer.state == {}
+    assert server.stats().bytes_sent < 0.8 * repo.state("main").bytes_total
+
+
+def test_what_does_not_fit_is_refused_before_a_byte_moves(made: Made, url: str) -> None:
+    ours, other = Training(0), Training(1, 128)
+    repo = made.repo()
+    train(repo, ours)
+    server = repo.serve(url)
+    before = other.bits()
+
+    with pytest.raises(InvalidInput, match=r"256"):
+        made.peer(server).clone("main", into=other.objects)
+
+    assert server.stats().bytes_sent == 0
+    assert other.bits() == before
+
+
+def test_a_clone_is_one_state_while_training_goes_on(made: Made, url: str) -> None:
+    """The arena holds few states: what is being cloned is pinned, and captures evict the others."""
+    ours, theirs = Training(0, 1024), Training(1, 1024)
+    repo = made.repo(slots=24)
+    run = train(repo, ours, 2)
+    peer = made.peer(repo.serve(url))
+    bits = {run.capture().wait().uid: ours.bits()}
+
+    for _ in range(6):
+        transfer = peer.begin_clone("main", into=theirs.objects)
+        for _ in range(3):
+            ours.step()
+            bits[run.capture().wait().uid] = ours.bits()
+        assert transfer.wait().state.uid in bits
+        assert theirs.bits() == bits[transfer.state.uid]
+    assert any(state.status is Status.EVICTED for state in repo.log("main"))
+
+
+def test_a_training_goes_on_bit_for_bit_from_a_clone(made: Made, url: str) -> None:
+    ours, theirs = Training(0), Training(1)
+    repo, other = made.repo(), made.repo()
+    train(repo, ours)
+    peer = made.peer(repo.serve(url))
+
+    cloned = peer.clone("main", repo=other)
+    further = [ours.step() for _ in range(5)]
+    with other.track(**theirs.objects, branch="here", start=cloned.state.uid) as run:
+        again = [theirs.step() for _ in range(5)]
+        now = run.capture().wait()
+
+    assert again == further
+    assert theirs.bits() == ours.bits()
+    assert other.state("here~1").uid == cloned.state.uid
+    assert other.state(now.uid).step == cloned.state.step + 1
+
+
+# --- into a repository ---------------------------------------------------------------------------------------------------------
+
+
+def facts(state: State) -> tuple[Any, ...]:
+    """What a state is in every lineage."""
+    return (
+        state.uid,
+        state.digest,
+        state.step,
+        state.metrics,
+        state.attributes,
+        state.message,
+        state.created_at,
+        state.edges,
+        state.parents,
+    )
+
+
+def test_a_repository_takes_over_a_state_with_all_that_led_to_it(made: Made, url: str) -> None:
+    repo, other = made.repo(), made.repo()
+    train(repo, Training(0), 4)
+    side = grown(repo, "".join(state.uid for state in repo.log("main", limit=1)), kind=EdgeKind.MERGE)[0]
+    repo.tag("warm", "main~2", message="half way")
+    peer = made.peer(repo.serve(url))
+
+    cloned = peer.clone("main", repo=other, tags=True)
+
+    assert side not in {state.uid for state in other.log(cloned.state.uid)}, "it is no ancestor"
+    assert list(map(facts, other.log(cloned.state.uid))) == list(map(facts, repo.log("main")))
+    assert [state.status for state in other.log(cloned.state.uid)] == [Status.CAPTURED, *[Status.EVICTED] * 3]
+    assert [(ref.name, ref.state, ref.message) for ref in other.refs()] == [("warm", repo.state("warm").uid, "half way")]
+    theirs, ours = Training(1), Training(2)
+    other.restore(cloned.state.uid, into={**theirs.objects, "rng": datastates.RngState()})
+    repo.restore("main", into={**ours.objects, "rng": datastates.RngState()})
+    assert theirs.bits() == ours.bits()
+    with other._database.read() as session, repo._database.read() as there:
+        assert [each.source_repository for each in clones.clones_of(session, cloned.state.uid)] == [clones.repository_uid(there)]
+
+
+def test_a_second_clone_into_a_repository_moves_nothing(made: Made, url: str) -> None:
+    repo, other = made.repo(), made.repo()
+    train(repo, Training(0, 1024))
+    server = repo.serve(url)
+    peer = made.peer(server)
+    first = peer.clone("main", repo=other)
+    sent, held = server.stats().bytes_sent, memory_held(other)
+
+    second = peer.clone("main", repo=other)
+
+    assert first.bytes_moved == sent > 0
+    assert (second.bytes_moved, server.stats().bytes_sent, memory_held(other)) == (0, sent, held)
+    assert second.state.uid == first.state.uid
+
+
+def test_a_fork_that_shares_nine_tenths_moves_one_tenth(made: Made, url: str) -> None:
+    tensors = {f"layer-{number}": torch.full((MIB,), float(number)) for number in range(20)}
+    repo, other = made.repo(slots=64), made.repo(slots=64)
+    run = repo.track(tensors=tensors, rng=False)
+    run.capture().wait()
+    server = repo.serve(url)
+    peer = made.peer(server)
+    peer.clone("main", repo=other)
+    whole = server.stats().bytes_sent
+    tensors["layer-3"].add_(0.5)
+    tensors["layer-7"].add_(0.5)
+    run.capture().wait()
+
+    peer.clone("main", repo=other)
+
+    moved = server.stats().bytes_sent - whole
+    assert whole >= 80 * MIB
+    assert 0.1 * whole <= moved <= 0.101 * whole
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """A database that several open, to be named before ``made``: it outlives them."""
+    if request.param == "postgresql":
+        return {"where": request.getfixturevalue("postgresql_url"), "packs": tmp_path / "packs"}
+    return {"where": tmp_path / "shared"}
+
+
+def test_processes_that_share_a_database_add_a_replica(where: dict[str, Any], made: Made, url: str) -> None:
+    repo, other = made.repo(**where), made.repo(**where)
+    ours, theirs = Training(0), Training(1)
+    train(repo, ours)
+    before = list(map(facts, repo.log("main")))
+
+    cloned = made.peer(repo.serve(url)).clone("main", repo=other)
+
+    assert list(map(facts, other.log("main"))) == before
+    other.restore(cloned.state.uid, into={**theirs.objects, "rng": datastates.RngState()})
+    assert theirs.bits() == ours.bits()
+    with other._database.read() as session:
+        arrivals = clones.clones_of(session, cloned.state.uid)
+        assert [each.source_repository for each in arrivals] == [clones.repository_uid(session)]
+
+
+def test_a_state_that_does_not_fit_leaves_nothing(made: Made, url: str) -> None:
+    repo, small = made.repo(), made.repo(slots=2)
+    train(repo, Training(0, 2048), 1)
+    server = repo.serve(url)
+
+    with pytest.raises(OverBudget):
+        made.peer(server).clone("main", repo=small)
+
+    assert memory_held(small) == 0
+    assert (small.refs(), small.find("step >= 0")) == ([], [])
+    assert server.stats().bytes_sent == 0
+
+
+def test_an_evicted_state_names_the_nearest_that_is_there(made: Made, url: str) -> None:
+    repo = made.repo(slots=4)
+    weight = torch.full((1000,), -2.0)
+    run = repo.track(weights={"weight": weight}, rng=False)
+    kept = run.capture().wait("durable")
+    weight.fill_(-1)
+    gone = run.capture().wait()
+    for number in range(8):
+        weight.fill_(number)
+        run.capture().wait()
+    repo.flush()
+    assert repo.state(gone.uid).status is Status.EVICTED
+    peer = made.peer(repo.serve(url))
+
+    with pytest.raises(Unavailable) as caught:
+        peer.clone(gone.uid, into={"weights": {"weight": weight}})
+
+    assert caught.value.nearest == kept.uid
+
+
+def test_a_state_on_disk_is_cloned_too(made: Made, url: str) -> None:
+    ours, theirs = Training(0), Training(1)
+    with datastates.open(made.folder / "disk") as writer:
+        train(writer, ours, 1)
+    reader = made.repo(made.folder / "disk")
+
+    made.peer(reader.serve(url)).clone("main", into={**theirs.objects, "rng": datastates.RngState()})
+
+    assert theirs.bits() == ours.bits()
+
+
+# --- pushing -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_push_takes_a_state_and_its_ancestry_there(made: Made, url: str) -> None:
+    repo, other = made.repo(), made.repo()
+    ours, theirs = Training(0), Training(1)
+    train(repo, ours)
+    repo.tag("warm", "main~1")
+    peer = made.peer(other.serve(url, is_writable=True))
+
+    pushed = peer.push("main", repo=repo, tags=True)
+
+    assert list(map(facts, other.log(pushed.state.uid))) == list(map(facts, repo.log("main")))
+    assert [ref.name for ref in other.refs()] == ["warm"]
+    other.restore(pushed.state.uid, into={**theirs.objects, "rng": datastates.RngState()})
+    assert theirs.bits() == ours.bits()
+
+
+def test_a_server_that_is_not_writable_takes_no_push(made: Made, url: str) -> None:
+    repo, other = made.repo(), made.repo()
+    train(repo, Training(0), 1)
+    peer = made.peer(other.serve(url))
+
+    with pytest.raises(InvalidInput, match="is_writable=True"):
+        peer.push("main", repo=repo)
+
+    assert other.find("step >= 0") == []
+
+
+# --- several sources, several receivers ------------------------------------------------------------------------------------------
+
+
+def test_three_sources_share_the_work(made: Made, url: str) -> None:
+    tensors = {f"layer-{number}": torch.full((MIB,), float(number)) for number in range(30)}
+    repos = [made.repo(slots=34) for _ in range(3)]
+    repos[0].track(tensors=tensors, rng=False).capture().wait()
+    servers = [repos[0].serve(url)]
+    first = made.peer(servers[0])
+    for repo in repos[1:]:
+        first.clone("main", repo=repo)
+        repo.branch("main", first.state("main").uid)
+        servers.append(repo.serve(url))
+    sent = [server.stats().bytes_sent for server in servers]
+    into = {name: torch.zeros(MIB) for name in tensors}
+
+    cloned = made.peer([server.url for server in servers]).clone("main", into={"tensors": into})
+
+    assert all(torch.equal(into[name], value) for name, value in tensors.items())
+    shares = [server.stats().bytes_sent - before for server, before in zip(servers, sent, strict=True)]
+    assert sum(shares) == cloned.bytes_moved >= 120 * MIB
+    assert all(0.2 <= share / sum(shares) <= 0.5 for share in shares)
+    assert sorted(cloned.by_source.values()) == sorted(shares)
+
+
+def test_a_source_with_another_state_of_that_name_is_left_out(made: Made, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = Training(0), Training(1)
+    repo, stranger = made.repo(), made.repo()
+    train(repo, ours)
+    train(stranger, Training(5), 1)
+    servers = [repo.serve(url), stranger.serve(url)]
+
+    with caplog.at_level(logging.WARNING, "datastates"):
+        made.peer([server.url for server in servers]).clone("main", into={**theirs.objects, "rng": datastates.RngState()})
+
+    assert theirs.bits() == ours.bits()
+    assert servers[1].stats().bytes_sent == 0
+    assert "which is left out" in caplog.text
+
+
+def test_one_copy_leaves_the_source_of_a_chain(made: Made, url: str) -> None:
+    tensors = {f"layer-{number}": torch.full((MIB,), float(number)) for number in range(12)}
+    repo = made.repo(slots=16)
+    repo.track(tensors=tensors, rng=False).capture().wait()
+    server = repo.serve(url)
+    receivers = [{name: torch.zeros(MIB) for name in tensors} for _ in range(4)]
+    peers = [made.peer(server) for _ in receivers]
+    errors: list[BaseException] = []
+
+    transfers = [peer.begin_clone("main", into={"tensors": into}, chain=True) for peer, into in zip(peers, receivers, strict=True)]
+
+    def end(transfer: datastates.Transfer) -> None:
+        try:
+            transfer.wait()
+        except BaseException as exc:
+            errors.append(exc)
+
+    threads = [threading.Thread(target=end, args=(transfer,)) for transfer in transfers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert errors == []
+    assert all(torch.equal(into[name], value) for into in receivers for name, value in tensors.items())
+    assert server.stats().bytes_sent <= 1.05 * repo.state("main").bytes_total
+
+
+# --- transfers -----------------------------------------------------------------------------------------------------------------
+
+
+def test_progress_only_grows_and_ends_at_the_total(made: Made, url: str) -> None:
+    repo = made.repo()
+    train(repo, Training(0, 1024))
+    seen: list[tuple[int, int]] = []
+
+    cloned = made.peer(repo.serve(url)).clone("main", into=Training(1, 1024).objects, on_progress=lambda *now: seen.append(now))
+
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert {total for _, total in seen} == {cloned.bytes_moved}
+    assert seen[-1][0] == cloned.bytes_moved
+
+
+def test_a_clone_is_awaited_in_the_users_own_loop(made: Made, url: str) -> None:
+    ours, theirs = Training(0), Training(1)
+    repo = made.repo()
+    train(repo, ours)
+    peer = made.peer(repo.serve(url))
+
+    async def clone() -> State:
+        return (await peer.begin_clone("main", into=theirs.objects)).state
+
+    assert asyncio.run(clone()) == repo.state("main")
+    assert theirs.bits() == ours.bits()
+
+
+class Paused:
+    """``on_progress`` that keeps the transport's thread at the first chunk until ``go``."""
+
+    def __init__(self) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, done: int, total: int) -> None:
+        self.began.set()
+        assert self.go.wait(20)
+
+
+def test_a_wait_that_is_too_short_leaves_the_clone_going(made: Made, url: str) -> None:
+    ours, theirs, paused = Training(0, 1024), Training(1, 1024), Paused()
+    repo = made.repo()
+    train(repo, ours)
+
+    transfer = made.peer(repo.serve(url)).begin_clone("main", into=theirs.objects, on_progress=paused)
+    with pytest.raises(TimeoutError, match="goes on"):
+        transfer.wait(0.01)
+    assert not transfer.is_done
+    paused.go.set()
+    transfer.wait()
+
+    assert transfer.is_done
+    assert theirs.bits() == ours.bits()
+
+
+def test_a_cancelled_clone_leaves_objects_as_they_were(made: Made, url: str) -> None:
+    ours, theirs, paused = Training(0, 1024), Training(1, 1024), Paused()
+    repo = made.repo()
+    train(repo, ours)
+    peer = made.peer(repo.serve(url))
+    before = theirs.bits()
+
+    transfer = peer.begin_clone("main", into=theirs.objects, atomic=True, on_progress=paused)
+    assert paused.began.wait(20)
+    transfer.cancel()
+    paused.go.set()
+    for _ in range(2):
+        with pytest.raises(Cancelled, match="was cancelled"):
+            transfer.wait()
+
+    assert theirs.bits() == before
+    peer.clone("main", into=theirs.objects)
+    assert theirs.bits() == ours.bits()
+
+
+def test_a_task_that_is_cancelled_cancels_its_clone(made: Made, url: str) -> None:
+    theirs, paused = Training(1, 1024), Paused()
+    repo = made.repo()
+    train(repo, Training(0, 1024))
+    peer = made.peer(repo.serve(url))
+    before = theirs.bits()
+    transfer = peer.begin_clone("main", into=theirs.objects, atomic=True, on_progress=paused)
+
+    async def give_up() -> None:
+        async def wait() -> None:
+            await transfer
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.to_thread(paused.began.wait, 20)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        paused.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(give_up())
+    assert transfer.is_done
+    assert isinstance(transfer.error, Cancelled)
+    assert theirs.bits() == before
+
+
+@pytest.mark.parametrize("when", ["at once", "too late"])
+def test_ctrl_c_gives_up_a_clone_in_a_repository_and_leaves_nothing(made: Made, url: str, when: str) -> None:
+    """A signal that another thread takes is seen by the one that waits when its wait is over: every byte has come by then."""
+    paused, main = Paused(), threading.get_ident()
+    repo, other = made.repo(), made.repo()
+    train(repo, Training(0, 1024))
+    transfer = made.peer(repo.serve(url)).begin_clone("main", repo=other, on_progress=paused)
+    assert paused.began.wait(20)
+
+    def interrupt() -> None:
+        if when == "at once":
+            signal.pthread_kill(main, signal.SIGINT)
+        else:
+            signal.raise_signal(signal.SIGINT)
+        paused.go.set()
+
+    timer = threading.Timer(0.05, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        transfer.wait()
+    timer.join()
+
+    assert transfer.is_done
+    assert isinstance(transfer.error, Cancelled)
+    assert memory_free(other) == 32
+    assert other.find("step >= 0") == []
+
+
+def test_a_closed_peer_says_so(made: Made, url: str) -> None:
+    repo = made.repo()
+    train(repo, Training(0), 1)
+    peer = made.peer(repo.serve(url))
+    peer.close()
+    peer.close()
+
+    with pytest.raises(Closed, match="connect again"):
+        peer.refs()
