@@ -276,3 +276,17 @@ def test_two_aborts_and_sends_afterwards_are_harmless() -> None:
                 await transfer(1, memoryview(bytearray(1)))
 
     loop.run(work(), timeout_s=20)
+
+
+def test_hundreds_of_messages_begun_at_once_cost_no_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        transport = transport_for("ucx://")
+        link = await transport.link(transport.address())
+        into = [bytearray(1000) for _ in range(600)]
+        receiving = [link.receive(1 << 40 | n, memoryview(each)) for n, each in enumerate(into)]
+        await asyncio.gather(*receiving, *(link.send(1 << 40 | n, memoryview(b"x" * 1000)) for n in range(600)))
+        assert all(each == b"x" * 1000 for each in into)
+        await link.abort()
+
+    loop.run(work(), timeout_s=20)
+    assert not capfd.readouterr().err
