@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -42,10 +42,10 @@ class Job:
 class Forge:
     """Starts jobs: ``start("tests.module:function", …)`` calls it with keyword arguments and ``say``, which writes a line."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, imports: Sequence[str] = ()) -> None:
         self.folder = folder
         self._count = 0
-        command = [sys.executable, "-m", "tests.forge"]
+        command = [sys.executable, "-m", "tests.forge", *imports]
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **request: Any) -> Any:
@@ -83,9 +83,9 @@ class Forge:
 
 
 @contextmanager
-def forge(folder: Path) -> Iterator[Forge]:
-    """A forge that ends with the block."""
-    opened = Forge(folder)
+def forge(folder: Path, imports: Sequence[str] = ()) -> Iterator[Forge]:
+    """A forge that ends with the block; ``imports`` are modules that no job is to import for itself."""
+    opened = Forge(folder, imports)
     try:
         yield opened
     finally:
@@ -135,4 +135,6 @@ def _import() -> None:
 
 if __name__ == "__main__":
     _import()
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     _serve()

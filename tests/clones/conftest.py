@@ -18,7 +18,7 @@ from tests.forge import Forge, forge
 def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
     """Starts processes quickly."""
     torch.set_num_threads(1)
-    with forge(tmp_path_factory.mktemp("forge")) as opened:
+    with forge(tmp_path_factory.mktemp("forge"), ["tests.clones.processes"]) as opened:
         yield opened
 
 

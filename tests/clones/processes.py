@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 import datastates
+import datastates.transport.worker  # UCXX takes a while to import; it is started in each process by itself
 from datastates import Config, Repository
 from datastates.errors import DatastatesError
+from datastates.transport import loop
+from datastates.transport.server import Server as TransportServer
 from tests.forge import Forge, Job
+from tests.transport.stores import UID, MemoryStore
+from tests.transport.stores import chunks as chunks_of
 
 TIMEOUT_S = 2.0
 MIB = 1 << 20
+PIECES = 24
 _FLOATS = MIB  # of 4 bytes each: a tensor is a chunk
 
 _serial = itertools.count()
@@ -48,9 +55,13 @@ def quiet_config(chunks: int) -> Config:
     return Config(memory_bytes=3 * (chunks + 1) * 4 * MIB, durable_interval_s=None)
 
 
-def open_files() -> int:
-    """How many file descriptors this process has."""
-    return len(os.listdir("/proc/self/fd"))
+def open_sockets() -> int:
+    """How many sockets this process has."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
 
 
 def own_threads() -> list[str]:
@@ -166,7 +177,7 @@ def serve(
                     stats = server.stats()
                     say(
                         f"peers={stats.peers}", f"ever={stats.peers_ever}", f"refused={stats.refused}", f"sent={stats.bytes_sent}",
-                        f"pins={pins(repo)}", f"threads={threading.active_count()}", f"files={open_files()}",
+                        f"pins={pins(repo)}", f"threads={len(own_threads())}", f"sockets={open_sockets()}",
                     )  # fmt: skip
                 case "close":
                     server.close(grace_s=0)
@@ -237,3 +248,45 @@ def bounded(seconds: float) -> Iterator[None]:
     yield
     took = time.monotonic() - began
     assert took < seconds, f"it took {took:.2f} s, and may take {seconds} s"
+
+
+def serve_bytes(say: Say, seed: int) -> None:
+    """Serve bytes without a repository, which begins faster, until it is killed."""
+    server = TransportServer(MemoryStore({UID: pieces_of(seed)}), "ucx://127.0.0.1:0", timeout_s=TIMEOUT_S)
+    loop.run(server.start())
+    say(server.url)
+    threading.Event().wait()
+
+
+def pieces_of(seed: int) -> list[bytes]:
+    """What ``serve_bytes`` serves."""
+    return chunks_of(seed, PIECES, MIB // 4)
+
+
+def receive_until_killed(say: Say, url: str, seed: int, chunks: int) -> None:
+    """Clone again and again, in place and by a shadow, and die at a moment of the first or second clone that the seed chooses."""
+    choose = random.Random(seed)
+    delay_s, at = (choose.random() * 0.25, None) if seed % 2 else (None, choose.randrange(2 * chunks))
+    seen = 0
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal seen
+        seen += 1
+        if at is not None and seen > at:
+            die()
+
+    expected, mine = make(1, chunks), make(0, chunks)
+    if delay_s is not None:
+        threading.Timer(delay_s, die).start()
+    with datastates.connect(url, timeout_s=TIMEOUT_S) as peer:
+        say("here")
+        while True:
+            for tensor in mine.values():
+                tensor.zero_()
+            peer.clone("main", into={"weights": mine}, atomic=choose.random() < 0.5, on_progress=on_progress)
+            say("cloned" if same(mine, expected) else "wrong")
+
+
+def die() -> None:
+    """Now, whatever any thread does."""
+    os.kill(os.getpid(), signal.SIGKILL)
