@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from . import arrivals, digest
 from .environment import available_memory_bytes
-from .errors import Closed, DatastatesError, Dirty, Disconnected, InvalidInput, NotFound, PeerFault
+from .errors import Closed, Conflict, DatastatesError, Dirty, Disconnected, InvalidInput, NotFound, PeerFault
 from .landing import ObjectsSink, Shadows
 from .lineage import clones, walk
 from .lineage import refs as lineage_refs
@@ -82,6 +82,17 @@ class _Opened:
     forwarder: Forwarder | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Where a clone goes. ``land`` ends it well; ``explain`` says what an error means for who waits; ``drop`` lets go of what came."""
+
+    sink: Sink
+    land: Callable[[_Opened, Fetched], tuple[State, Any]]
+    explain: Callable[[BaseException], BaseException]
+    drop: Callable[[], None]
+    is_kept: bool
+
+
 class Peer:
     """Other processes' repositories, as one: questions go to the first that answers. Safe from any thread but the transport's."""
 
@@ -89,7 +100,9 @@ class Peer:
         self.urls = urls
         self._token, self._tls, self._timeout_s = token, tls, timeout_s
         self._open: dict[str, Session] = {}
+        self._all: set[Session] = set()
         self._shadows = Shadows()
+        self._pid = os.getpid()
         self._is_closed = False
 
     # --- the lineage -------------------------------------------------------------------------------------------------------
@@ -168,17 +181,21 @@ class Peer:
         skip_equal: bool = False,
         tags: bool = False,
         chain: bool = False,
+        resumable: bool = False,
         on_progress: Progress | None = None,
     ) -> Transfer:
-        """As ``clone``, in the background: ``wait`` for it or ``await`` it, on the thread that owns the objects."""
+        """As ``clone``, in the background: ``wait`` for it or ``await`` it, on the thread that owns the objects.
+
+        With ``resumable`` what came is kept when it fails: ``Transfer.resume`` goes on, ``Transfer.close`` lets go.
+        """
         if (into is None) == (repo is None):
             raise InvalidInput("a clone goes into live objects (into={...}) or into a repository (repo=...): give one of them")
         opened = loop.run(self._open_state(rev, chain=chain))
         try:
             if into is not None:
-                return self._into_objects(opened, into, only, strict, atomic, skip_equal, on_progress)
+                return self._into_objects(opened, into, only, strict, atomic, skip_equal, resumable, on_progress)
             assert repo is not None, "one of them is given"
-            return self._into_repository(opened, repo, tags, on_progress)
+            return self._into_repository(opened, repo, tags, resumable, on_progress)
         except BaseException:
             loop.run(_let_go(opened))
             raise
@@ -227,7 +244,7 @@ class Peer:
 
     def close(self) -> None:
         """End the connections; transfers under way fail. Idempotent."""
-        if not self._is_closed:
+        if not self._is_closed and self._pid == os.getpid():
             self._is_closed = True
             loop.run(self._close())
             self._shadows.close()
@@ -251,6 +268,7 @@ class Peer:
         strict: bool,
         atomic: bool | None,
         skip_equal: bool,
+        resumable: bool,
         on_progress: Progress | None,
     ) -> Transfer:
         if atomic is None:
@@ -266,34 +284,31 @@ class Peer:
             shadows=self._shadows,
         )
 
-        def land(fetched: Fetched) -> tuple[State, Any]:
+        def land(opened: _Opened, fetched: Fetched) -> tuple[State, Any]:
             report = sink.commit()
             loop.run(_stop_forwarding(opened, linger=True))
             sink.close()
             _log.info("cloned state %s, step %d, from %s", opened.state.uid[:10], opened.state.step, ", ".join(fetched.bytes_by_feed))
             return opened.state, report
 
-        def give_up(error: BaseException) -> BaseException:
-            is_dirty = sink.is_dirty
-            loop.run(_stop_forwarding(opened, linger=False))
-            sink.close()
-            if not is_dirty or not isinstance(error, Exception):
+        def explain(error: BaseException) -> BaseException:
+            if not sink.is_dirty or not isinstance(error, Exception):
                 return error
             names = ", ".join(into)
             return Dirty(
                 f"{names} are half old, half new: the clone of {opened.state.uid[:10]} failed ({error}); clone again, or restore them"
             )
 
-        return self._transfer(opened, sink, land, give_up, on_progress)
+        return self._transfer(opened, _Arrival(sink, land, explain, sink.close, resumable), on_progress)
 
-    def _into_repository(self, opened: _Opened, repo: Repository, tags: bool, on_progress: Progress | None) -> Transfer:
+    def _into_repository(self, opened: _Opened, repo: Repository, tags: bool, resumable: bool, on_progress: Progress | None) -> Transfer:
         with repo._database.read() as session:
             is_shared = clones.repository_uid(session) == opened.repository
         ancestry, wanted = ([], []) if is_shared else loop.run(self._first(lambda session: _ancestry(session, repo, opened.state, tags)))
         relatives = [state.uid for state in ancestry[:10]]
         sink = arrivals.make_room(repo, opened.manifest, relatives=relatives)
 
-        def land(fetched: Fetched) -> tuple[State, None]:
+        def land(opened: _Opened, fetched: Fetched) -> tuple[State, None]:
             loop.run(_stop_forwarding(opened, linger=True))
             state = arrivals.land(
                 repo,
@@ -307,22 +322,11 @@ class Peer:
             )
             return state, None
 
-        def give_up(error: BaseException) -> BaseException:
-            loop.run(_stop_forwarding(opened, linger=False))
-            arrivals.abandon(repo, sink)
-            return error
+        arrival = _Arrival(sink, land, lambda error: error, lambda: arrivals.abandon(repo, sink), resumable)
+        return self._transfer(opened, arrival, on_progress)
 
-        return self._transfer(opened, sink, land, give_up, on_progress)
-
-    def _transfer(
-        self,
-        opened: _Opened,
-        sink: Sink,
-        land: Callable[[Fetched], tuple[State, Any]],
-        give_up: Callable[[BaseException], BaseException],
-        on_progress: Progress | None,
-    ) -> Transfer:
-        total = sum(sink.lengths[index] for index in sink.missing())
+    def _transfer(self, opened: _Opened, arrival: _Arrival, on_progress: Progress | None) -> Transfer:
+        sink = arrival.sink
 
         async def move(progress: Progress) -> Fetched:
             if opened.forwarder is not None:
@@ -332,12 +336,32 @@ class Peer:
             finally:  # a cancellation that comes now must not leave a connection behind
                 await surely(asyncio.create_task(_let_go(opened)))
 
-        def fail(error: BaseException) -> BaseException:
+        def give_up(error: BaseException) -> BaseException:
             with suppress(Closed):  # the process is ending
                 loop.run(_let_go(opened))  # it may have been cancelled before it began
-            return give_up(error)
+            return arrival.explain(error)
 
-        return Transfer(opened.state, move, land=land, give_up=fail, bytes_total=total, on_progress=on_progress)
+        def again(peer: Peer, on_progress: Progress | None) -> Transfer:
+            return peer._go_on(opened, arrival, on_progress)
+
+        return Transfer(
+            opened.state,
+            move,
+            land=lambda fetched: arrival.land(opened, fetched),
+            give_up=give_up,
+            bytes_total=sum(sink.lengths[index] for index in sink.missing()),
+            on_progress=on_progress,
+            drop=arrival.drop,
+            again=again if arrival.is_kept else None,
+        )
+
+    def _go_on(self, before: _Opened, arrival: _Arrival, on_progress: Progress | None) -> Transfer:
+        """A clone that failed, from here; its sink knows what is missing, and every digest."""
+        opened = loop.run(self._open_state(before.state.uid, chain=False))
+        if opened.state.digest != before.state.digest:
+            loop.run(_let_go(opened))
+            raise Conflict(f"{opened.source} has another state of the uid {before.state.uid}: resume from another peer")
+        return self._transfer(opened, arrival, on_progress)
 
     # --- the loop thread ---------------------------------------------------------------------------------------------------
 
@@ -346,8 +370,7 @@ class Peer:
 
         :raises Disconnected: none does.
         """
-        if self._is_closed:
-            raise Closed("the connection is closed: connect again")
+        self._check_open()
         missing = [url for url in self.urls if url not in self._open or not self._open[url].is_open]
         made = await asyncio.gather(*(self._connected(url) for url in missing), return_exceptions=True)
         errors: list[BaseException] = []
@@ -364,9 +387,14 @@ class Peer:
         return found
 
     async def _connected(self, url: str) -> Session:
-        if self._is_closed:
-            raise Closed("the connection is closed: connect again")
-        return await Session.connect(url, token=self._token, timeout_s=self._timeout_s, tls=self._tls)
+        """A further session; it ends with this peer at the latest."""
+        self._check_open()
+        session = await Session.connect(url, token=self._token, timeout_s=self._timeout_s, tls=self._tls)
+        self._all = {session, *(each for each in self._all if each.is_open)}
+        if self._is_closed:  # meanwhile
+            await session.close()
+            self._check_open()
+        return session
 
     async def _first(self, ask: Callable[[Session], Awaitable[T]]) -> T:
         """What the first peer says that is still there."""
@@ -436,8 +464,15 @@ class Peer:
         return _Opened(state, manifest, forwarder.manifest, [], forwarder.repository, url, forwarder)
 
     async def _close(self) -> None:
-        await asyncio.gather(*(session.close() for session in self._open.values()))
+        await asyncio.gather(*(session.close() for session in self._all))
+        self._all.clear()
         self._open.clear()
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise Closed("this connection belongs to the parent process: connect again in the child")
+        if self._is_closed:
+            raise Closed("the connection is closed: connect again")
 
 
 class _Ending(Feed):

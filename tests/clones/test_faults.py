@@ -17,7 +17,7 @@ import torch
 
 import datastates
 from datastates import Cancelled, Disconnected, Repository
-from datastates.errors import Dirty, Unauthorized, Unavailable
+from datastates.errors import Dirty, InvalidInput, NotFound, Unauthorized, Unavailable
 from datastates.landing import ObjectsSink
 from datastates.transport.protocol import FIRST_FRAME_BYTES, MAGIC, PROTOCOL_VERSION, Hello, encode
 from tests.clones.processes import MIB, TIMEOUT_S, Receiver, Served, Start, bounded, eventually, make, quiet_config, same
@@ -262,6 +262,62 @@ def test_of_two_sources_the_other_finishes_what_the_first_began(start: Start) ->
     assert same(mine, first.tensors)
     assert cloned.bytes_moved == CHUNKS * CHUNK
     assert len(cloned.by_source) == 2
+
+
+@pytest.mark.parametrize("is_atomic", [True, False])
+def test_what_was_verified_is_not_moved_again_by_a_resumed_clone(start: Start, is_atomic: bool) -> None:
+    first = start("first", pace_s=PACE_S)
+    second = start("second", twin_of=first.url)
+    mine = make(7, CHUNKS)
+    with datastates.connect(first.url, timeout_s=TIMEOUT_S) as peer, fails_as_it_should(is_atomic, mine, 1.0) as at:
+        transfer = peer.begin_clone(
+            first.uid, into={"weights": mine}, atomic=is_atomic, resumable=True, on_progress=at(6, lambda: first.signal(signal.SIGKILL))
+        )
+        transfer.wait()
+    with transfer:
+        with datastates.connect(start("stranger", seed=3, chunks=1).url) as peer, pytest.raises(NotFound):
+            transfer.resume(peer)
+        with datastates.connect(second.url) as peer:
+            cloned = transfer.resume(peer).wait()
+            with pytest.raises(InvalidInput, match="nothing was kept"):
+                transfer.resume(peer)
+    assert same(mine, second.tensors)
+    assert transfer.bytes_done + cloned.bytes_moved == CHUNKS * CHUNK
+    assert transfer.bytes_done >= 6 * CHUNK
+    assert int(second.facts()["sent"]) == cloned.bytes_moved
+
+
+def test_what_a_repository_kept_of_a_clone_is_not_moved_again(start: Start, repo: Repository) -> None:
+    first = start("first", pace_s=PACE_S)
+    second = start("second", twin_of=first.url)
+    with datastates.connect(first.url, timeout_s=TIMEOUT_S) as peer:
+        transfer = peer.begin_clone(first.uid, repo=repo, resumable=True, on_progress=at_chunk(6, lambda: first.signal(signal.SIGKILL)))
+        with pytest.raises(Disconnected):
+            transfer.wait()
+    with transfer, datastates.connect(second.url) as peer:
+        cloned = transfer.resume(peer).wait()
+    assert transfer.bytes_done + cloned.bytes_moved == CHUNKS * CHUNK
+    assert transfer.bytes_done >= 6 * CHUNK
+    assert same(repo.load(first.uid)["weights"], first.tensors)
+
+
+def test_what_was_kept_of_a_clone_is_let_go_when_it_is_closed(start: Start, repo: Repository) -> None:
+    source, mine = start(), {"t": torch.zeros(1)}
+    repo.track(weights=mine, rng=False).capture().wait()
+    assert repo._arena is not None
+    before = repo._arena.available
+    with datastates.connect(source.url) as peer:
+        for resumable in (True, False):
+            transfer = peer.begin_clone("main", repo=repo, resumable=resumable)
+            transfer.cancel()
+            with pytest.raises(Cancelled):
+                transfer.wait()
+            assert (repo._arena.available < before) == resumable
+            transfer.close()
+            assert repo._arena.available == before
+        with peer.begin_clone("main", repo=repo, resumable=True):
+            pass
+        assert repo._arena.available == before
 
 
 def test_a_clone_can_be_cancelled_at_any_moment_and_begun_again(start: Start) -> None:
