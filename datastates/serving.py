@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ class Server:
     def __init__(self, repository: Repository, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float) -> None:
         store = RepositoryStore(repository, is_writable=is_writable)
         self._server = transport_server.Server(store, url, token=token, tls=tls, timeout_s=timeout_s, relays=Chains())
+        self._pid = os.getpid()
         self._is_closed = False
         loop.run(self._server.start())
 
@@ -151,7 +153,7 @@ class Server:
 
     def close(self, *, grace_s: float = 1.0) -> None:
         """Take no more peers, let chunks that are on their way arrive, and end every connection; idempotent."""
-        if not self._is_closed:
+        if not self._is_closed and self._pid == os.getpid():
             self._is_closed = True
             with suppress(Closed):
                 loop.run(self._server.close(grace_s=grace_s))
