@@ -85,7 +85,7 @@ def test_a_stopped_source_is_found_in_time_and_writes_nothing_when_it_goes_on(st
         for tensor in mine.values():
             tensor.copy_(marker)
         source.signal(signal.SIGCONT)
-        let_go(source, TIMEOUT_S + 2)
+        eventually(lambda: source.facts()["pins"] == "0", TIMEOUT_S + 2, source.facts)
         assert all(torch.equal(tensor, marker) for tensor in mine.values())
         peer.clone("main", into={"weights": mine}, atomic=is_atomic)
     assert same(mine, source.tensors)
@@ -345,5 +345,6 @@ def test_a_clone_can_be_cancelled_at_any_moment_and_begun_again(start: Start) ->
                 assert same(mine, theirs)
                 for name, tensor in old.items():
                     mine[name].copy_(tensor)
+        eventually(lambda: (facts := source.facts())["peers"] == "1" and facts["pins"] == "0", TIMEOUT_S, source.facts)
     assert {"cancelled", "dirty"} <= set(outcomes) <= {"cancelled", "dirty", "done"}
     let_go(source, TIMEOUT_S)
