@@ -155,7 +155,7 @@ def test_nothing_stays(made: Made, url: str, work: Callable[[str, Repository, Re
         work(url, repo, other)
 
     patience = threading.Event()
-    for _ in range(200):
+    for _ in range(1000):
         if not (lasting() - before) and not pins(repo):
             break
         patience.wait(0.02)
@@ -167,8 +167,10 @@ def test_nothing_stays(made: Made, url: str, work: Callable[[str, Repository, Re
 # --- forks -----------------------------------------------------------------------------------------------------------------------
 
 _FORK = """
-import os, sys, torch, datastates
+import os, signal, sys, torch, datastates
 from datastates.errors import Closed
+
+signal.alarm(40)
 
 torch.set_num_threads(1)
 weights = {"weight": torch.arange(1000.0)}
@@ -179,6 +181,7 @@ with datastates.open(sys.argv[1]) as repo:
     transfer = peer.begin_clone("main", into={"weights": {"weight": torch.zeros(1000)}})
     child = os.fork()
     if not child:
+        signal.alarm(30)
         code = 7
         for use in (peer.refs, transfer.wait, lambda: peer.clone("main", into={})):
             try:
