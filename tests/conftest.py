@@ -73,7 +73,8 @@ class Postgresql:
             self._template = str(make_url(url).database)
         url = self._free.pop() if self._free else self._create(self._template)
         with self._connect(str(make_url(url).database)) as connection:  # a lineage of its own, whatever it was copied from
-            connection.execute("UPDATE repository SET uid = %s", [secrets.token_hex(12)])
+            connection.execute("DELETE FROM repository")
+            connection.execute("INSERT INTO repository (id, uid) VALUES (1, %s)", [secrets.token_hex(12)])
         return url
 
     def give_back(self, url: str) -> None:

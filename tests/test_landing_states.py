@@ -14,6 +14,8 @@ import datastates
 from datastates.errors import Closed, Conflict, OverBudget, Unavailable
 from datastates.landing import StateSink
 from datastates.lineage import record
+from datastates.lineage.holders import holder
+from datastates.lineage.holders import holder
 from datastates.lineage.states import NewState
 from datastates.manifest import CHUNK_BYTES
 from datastates.reading import read_tree
@@ -248,7 +250,7 @@ def adopted(repo: datastates.Repository, source: Sent) -> None:
         edges=(),
         bytes_total=sum(map(len, source.chunks)),
         bytes_new=placed.bytes_new,
-        node=repo.node,
+        node=holder(repo.node, repo._run_uid),
     )
     with repo._database.write() as session:
         record.record(session, new)

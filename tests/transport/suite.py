@@ -18,7 +18,7 @@ from datastates.transport import loop
 from datastates.transport.contract import Channel, Link, Listener, Transport
 
 LIMIT = 1 << 20
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 Serve = Callable[[Channel], Awaitable[None]]
 

@@ -231,11 +231,14 @@ def test_a_forked_child_holds_neither_port_nor_connection() -> None:
         async with listening() as (listener, arrivals):
             here = await tcp.dial(listener.url, timeout_s=5)
             there = await arrivals.get()
+            ready, say = os.pipe()
             child = os.fork()
             if child == 0:
+                os.write(say, b"!")  # what happens after a fork has happened
                 signal.pause()
                 os._exit(0)
             try:
+                os.read(ready, 1)
                 await listener.close()
                 again = await tcp.listen(listener.url, _forget)
                 await again.close()
@@ -247,6 +250,8 @@ def test_a_forked_child_holds_neither_port_nor_connection() -> None:
             finally:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)  # noqa: ASYNC222 # it was killed
+                os.close(ready)
+                os.close(say)
 
     run(work())
 
