@@ -21,6 +21,7 @@ from .lineage.states import Ref, RefKind, State
 from .manifest import Manifest
 from .records import record_of, record_of_ref, ref_of, state_of
 from .serving import StateSource
+from .store.tier import Reader
 from .transfer import Cloned, Progress, Transfer
 from .transport import loop
 from .transport.contract import Tls
@@ -210,32 +211,34 @@ class Peer:
     def begin_push(self, rev: str, *, repo: Repository, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
         """As ``push``, in the background."""
         state = repo.state(rev)
-        source = StateSource(repo._open_payload(state, verify=False))
+        source = _CountedSource(repo._open_payload(state, verify=False))
         landed: list[StateRecord] = []
 
         async def move(progress: Progress) -> Fetched:
             began = asyncio.get_running_loop().time()
+            source.on_chunk = lambda moved: progress(moved, sum(source.lengths))
             try:
                 session = await self._connected(self.urls[0])
-            except BaseException:
-                source.close()
-                raise
-            try:
-                ancestry = await _unknown_there(session, repo, state)
-                offer = await asyncio.to_thread(_offer, repo, state, source.manifest, ancestry, tags=tags)
-                landed.append(await session.push(source, state.uid, offer))
+                try:
+                    ancestry = await _unknown_there(session, repo, state)
+                    offer = await asyncio.to_thread(_offer, repo, state, source.manifest, ancestry, tags=tags)
+                    landed.append(await session.push(source, state.uid, offer))
+                finally:
+                    await session.close()
             finally:
                 source.close()
-                await session.close()
-            total = sum(source.lengths)
-            progress(total, total)
-            return Fetched({self.urls[0]: total}, len(source.lengths), asyncio.get_running_loop().time() - began, {})
+            progress(source.moved, source.moved)  # the peer had the rest
+            return Fetched({self.urls[0]: source.moved}, source.chunks, asyncio.get_running_loop().time() - began, {})
+
+        def give_up(error: BaseException) -> BaseException:
+            source.close()  # also of a push that was cancelled before it began
+            return error
 
         return Transfer(
             state,
             move,
             land=lambda _: (state_of(landed[0]), None),
-            give_up=lambda exc: exc,
+            give_up=give_up,
             bytes_total=sum(source.lengths),
             on_progress=on_progress,
         )
@@ -473,6 +476,23 @@ class Peer:
             raise Closed("this connection belongs to the parent process: connect again in the child")
         if self._is_closed:
             raise Closed("the connection is closed: connect again")
+
+
+class _CountedSource(StateSource):
+    """What a peer asks for of a state that is pushed: ``moved`` bytes in ``chunks`` chunks so far."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__(reader)
+        self.moved = self.chunks = 0
+        self.on_chunk: Callable[[int], None] = lambda _: None
+
+    async def chunk(self, index: int) -> Sequence[memoryview]:
+        """The chunk where it lies."""
+        found = await super().chunk(index)
+        self.moved += self.lengths[index]
+        self.chunks += 1
+        self.on_chunk(self.moved)
+        return found
 
 
 class _Ending(Feed):

@@ -107,7 +107,7 @@ class RepositoryStore:
             tags=[ref_of(ref) for ref in offer.refs],
             source="push",
             source_repository="",
-            bytes_moved=sum(sink.lengths),
+            bytes_moved=sink.bytes_missing,
         )
         return record_of(state)
 

@@ -15,7 +15,6 @@ from datastates.errors import Closed, Conflict, OverBudget, Unavailable
 from datastates.landing import StateSink
 from datastates.lineage import record
 from datastates.lineage.holders import holder
-from datastates.lineage.holders import holder
 from datastates.lineage.states import NewState
 from datastates.manifest import CHUNK_BYTES
 from datastates.reading import read_tree

@@ -7,6 +7,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 import datastates
 from datastates import Closed, Config, Conflict, Corrupt, InvalidInput, NotFound, Repository, Status, Unauthorized, Unavailable, digest
+from datastates.errors import Cancelled
 from datastates.lineage import clones
 from datastates.lineage.holders import replicas_of
 from datastates.records import record_of, state_of
@@ -249,6 +251,32 @@ def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(re
     assert other._arena.available == other._arena.capacity
     with pytest.raises(NotFound):
         other.state(genuine.state.uid)
+
+
+def test_a_push_moves_only_what_is_missing_and_says_so(repo: Repository, other: Repository) -> None:
+    with other.serve("memory://", is_writable=True) as server, datastates.connect(server.url) as peer:
+        peer.push("main~1", repo=repo)
+        weights = torch.zeros(SLOT // 4)  # as in main~1
+        run = repo.track(weights={"it": weights, "more": torch.ones(SLOT // 4)}, rng=False, branch="fork")
+        fork = run.capture().wait()
+        told: list[tuple[int, int]] = []
+        pushed = peer.push("fork", repo=repo, on_progress=lambda done, total: told.append((done, total)))
+
+        assert (pushed.state.uid, pushed.bytes_moved, dict(pushed.by_source)) == (fork.uid, SLOT, {server.url: SLOT})
+        assert told == [(SLOT, 2 * SLOT), (SLOT, SLOT)]
+    with other._database.read() as session:
+        assert [clone.bytes_moved for clone in clones.clones_of(session, fork.uid)] == [SLOT]
+
+
+def test_a_push_that_is_cancelled_at_once_lets_go_of_the_state(repo: Repository, other: Repository) -> None:
+    with other.serve("memory://", is_writable=True) as server, datastates.connect(server.url) as peer:
+        for _ in range(20):
+            transfer = peer.begin_push("main", repo=repo)
+            transfer.cancel()
+            with suppress(Cancelled):
+                transfer.wait()
+    assert repo._memory is not None
+    assert [held.readers for held in repo._memory._states.values() if held.readers] == []
 
 
 def pieces(source: Source, index: int) -> list[memoryview]:

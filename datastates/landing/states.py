@@ -72,6 +72,8 @@ class StateSink:
             except BaseException:
                 self.abandon()
                 raise
+        self.bytes_missing = sum(self.lengths[index] for index in self._missing)
+        """What is to be moved in all; the rest was here."""
 
     def missing(self) -> Sequence[int]:
         """One chunk for each digest that is not here and not on its way."""
