@@ -126,6 +126,7 @@ def test_a_peer_browses_as_the_repository_itself_does(made: Made, url: str) -> N
     repo = made.repo()
     train(repo, Training(0))
     repo.tag("warm", "main~1", message="half way")
+    repo._wait_until_drained()  # the tagged state becomes durable meanwhile
     peer = made.peer(repo.serve(url))
 
     assert [(ref.name, ref.kind, ref.state, ref.message) for ref in peer.refs()] == [
