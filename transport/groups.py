@@ -125,6 +125,7 @@ class MPIGroup(Group):
 def _mpi() -> Any:
     if "mpi4py.MPI" not in sys.modules and importlib.util.find_spec("libucx") is not None:
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # read as it is loaded
+        os.environ.setdefault("UCX_LOG_FILE", "stderr")
         import libucx
 
         libucx.load_library()  # before MPI brings a UCX of its own, an older one: a process has but one, and the newer serves both

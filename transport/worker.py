@@ -18,6 +18,7 @@ import weakref
 from typing import Any
 
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # UCXX itself sets some that only GPUs use
+os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output belongs to the program: --json is read there
 
 from ucxx import exceptions, get_ucx_address_from_buffer
 from ucxx._cuda_context import ensure_cuda_context

@@ -256,6 +256,12 @@ def test_a_process_ends_at_once_and_says_nothing_whatever_else_it_loads(before: 
     assert ended - float(done.stdout) < 10  # 0.1 on a quiet machine, torch more; what hangs does so for ever
 
 
+def test_what_ucx_logs_never_reaches_standard_output() -> None:
+    done = run_script("loop.run(echo())", UCX_LOG_LEVEL="info")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "UCX" in done.stderr
+
+
 def test_the_users_own_settings_win() -> None:
     done = run_script("loop.run(echo())", UCX_TCP_TX_SEG_SIZE="nonsense")
     assert done.returncode != 0
