@@ -6,7 +6,6 @@ What travels here is small (urls, tokens, outcomes); states travel over the tran
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -124,8 +123,9 @@ class MPIGroup(Group):
 
 def _mpi() -> Any:
     if "mpi4py.MPI" not in sys.modules and importlib.util.find_spec("libucx") is not None:
-        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # read as it is loaded
-        os.environ.setdefault("UCX_LOG_FILE", "stderr")
+        from . import ucx_settings  # noqa: F401 — before UCX is loaded
+
+        # isort: split
         import libucx
 
         libucx.load_library()  # before MPI brings a UCX of its own, an older one: a process has but one, and the newer serves both

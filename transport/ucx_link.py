@@ -7,6 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from . import ucx_settings  # noqa: F401 — before UCX is loaded
+
+# isort: split
 from ucxx._lib.arr import Array
 from ucxx.exceptions import UCXError, UCXMessageTruncatedError
 from ucxx.types import Tag, TagMaskFull

@@ -17,9 +17,9 @@ import threading
 import weakref
 from typing import Any
 
-os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # UCXX itself sets some that only GPUs use
-os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output belongs to the program: --json is read there
+from . import ucx_settings  # noqa: F401 — before UCX is loaded
 
+# isort: split
 from ucxx import exceptions, get_ucx_address_from_buffer
 from ucxx._cuda_context import ensure_cuda_context
 from ucxx._lib import libucxx
