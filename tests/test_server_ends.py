@@ -18,6 +18,7 @@ import torch
 import datastates
 from datastates import InvalidInput, Peer, Repository, Server, Unauthorized
 from datastates.errors import Closed, DatastatesError, Disconnected
+from datastates.location import DATABASE
 from tests.test_peers import Made, Paused, Training, made, memory_free, one_thread, train, url
 
 __all__ = ["made", "one_thread", "url"]  # fixtures of this file too
@@ -101,9 +102,17 @@ def pins(repo: Repository) -> int:
 
 
 def lasting() -> Counter[str]:
-    """Open files of this process, and its threads by what they are for; those of pools that grow to a bound are left out."""
+    """What is open in this process, and its threads by what they are for; pools that grow to a bound (threads, connections) are left out."""
     threads = [thread.name.split("_")[0] for thread in threading.enumerate() if not thread.name.startswith("asyncio")]
-    return Counter(threads) + Counter(files=len(os.listdir("/proc/self/fd")))
+    return Counter(threads) + Counter(name for name in map(_open_file, os.listdir("/proc/self/fd")) if DATABASE not in name)
+
+
+def _open_file(descriptor: str) -> str:
+    """What an open file is; sockets and their like by kind."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").split(":")[0]
+    except FileNotFoundError:
+        return "closed meanwhile"
 
 
 def succeed(url: str, repo: Repository, other: Repository) -> None:
