@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
+from .builders import (
+    Choice,
+    Distribution,
+    LogUniform,
+    Schedule,
+    Uniform,
+    cut,
+    ensemble,
+    epochs_at,
+    grid,
+    kfold,
+    leave_out,
+    repeat,
+    sample,
+)
 from .job import Job
 from .plan import Plan, Variant
 
-__all__ = ["Job", "Plan", "Variant"]
+__all__ = [
+    "Choice",
+    "Distribution",
+    "Job",
+    "LogUniform",
+    "Plan",
+    "Schedule",
+    "Uniform",
+    "Variant",
+    "cut",
+    "ensemble",
+    "epochs_at",
+    "grid",
+    "kfold",
+    "leave_out",
+    "repeat",
+    "sample",
+]
