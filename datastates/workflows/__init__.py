@@ -17,24 +17,35 @@ from .builders import (
     repeat,
     sample,
 )
+from .executors import Processes, RayExecutor, SerialExecutor
+from .explorer import explore
 from .job import Job
 from .plan import Plan, Variant
+from .result import Exploration, Progress, Result, read_study
 
 __all__ = [
     "Choice",
     "Distribution",
+    "Exploration",
     "Job",
     "LogUniform",
     "Plan",
+    "Processes",
+    "Progress",
+    "RayExecutor",
+    "Result",
     "Schedule",
+    "SerialExecutor",
     "Uniform",
     "Variant",
     "cut",
     "ensemble",
     "epochs_at",
+    "explore",
     "grid",
     "kfold",
     "leave_out",
+    "read_study",
     "repeat",
     "sample",
 ]
