@@ -27,6 +27,7 @@ from typing import Any
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch is there, in the children too
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+os.environ.setdefault("UCX_LOG_FILE", "stderr")
 
 import torch
 import xxhash
@@ -39,6 +40,9 @@ GOAL = 0.85
 """How much of the floor's speed ours should reach, into live tensors and verified."""
 
 LATENCY_GOAL_MS = 30.0
+
+OURS = ("datastates, in place", "datastates, atomic", "datastates over UCX, in place", "datastates over UCX, atomic")
+"""Read where it lies, as on one host; and over the wire, as between two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +317,7 @@ def _ratios(samples: dict[str, list[Sample]], name: str) -> list[float]:
 
 def large(*, quick: bool, rounds: int) -> dict[str, Any]:
     """A 100M-parameter GPT with AdamW."""
-    names = [FLOOR, "datastates, in place", "datastates, atomic", "raw socket", "gloo broadcast"]
+    names = [FLOOR, *OURS, "raw socket", "gloo broadcast"]
     names += ["torchft HTTPTransport", "torch.save + load, shared memory"]
     found = transfers("large", "GPT + AdamW", names, quick=quick, rounds=rounds)
     medians = {name: statistics.median(sample["seconds"] for sample in samples) for name, samples in found["samples"].items()}
@@ -331,13 +335,13 @@ def large(*, quick: bool, rounds: int) -> dict[str, Any]:
 
 def tiny(*, quick: bool, rounds: int) -> dict[str, Any]:
     """10,000 tensors of 1 KiB: what each tensor costs, whatever its size."""
-    names = [FLOOR, "datastates, in place", "datastates, atomic", "UCXX, a message a tensor", "torch.save + load, shared memory"]
+    names = [FLOOR, *OURS, "UCXX, a message a tensor", "torch.save + load, shared memory"]
     return transfers("tiny", "tiny tensors", names, quick=quick, rounds=rounds)
 
 
 def latency(*, quick: bool, rounds: int) -> dict[str, Any]:
     """A state of 1 MB."""
-    names = [FLOOR, "datastates, in place", "datastates, atomic", "datastates, with connect", "raw socket"]
+    names = [FLOOR, *OURS, "datastates, with connect", "raw socket"]
     names += ["torchft HTTPTransport", "torch.save + load, shared memory"]
     found = transfers("latency", "a small state", names, quick=quick, rounds=rounds * 5)
     for name in [name for name in found["samples"] if issubclass(WAYS[name], Ours)]:
@@ -348,7 +352,7 @@ def latency(*, quick: bool, rounds: int) -> dict[str, Any]:
 
 def serving(*, quick: bool, rounds: int) -> dict[str, Any]:
     """A 29M-parameter GPT that trains while a receiver clones its state without a pause."""
-    here = _possible([FLOOR, "datastates, in place"])
+    here = _possible([FLOOR, "datastates, in place", "datastates over UCX, in place"])
     rows, found = [], {}
     with _pairs("serving", here, quick) as pairs:
         for pair in pairs:

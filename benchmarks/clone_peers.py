@@ -25,6 +25,7 @@ from torch import Tensor
 
 import datastates
 from datastates.config import Config
+from datastates.transport import near
 
 __all__ = [
     "WAYS",
@@ -288,6 +289,7 @@ class Ours(Way):
 
     is_atomic = False
     is_connected = True
+    is_near = True  # read from the sender's memory, which both processes of this benchmark may do
 
     def offer(self) -> None:
         self.ends = contextlib.ExitStack()
@@ -307,6 +309,7 @@ class Ours(Way):
         self.peer = self._connect() if self.is_connected else None
 
     def _connect(self) -> datastates.Peer:
+        os.environ[near.SWITCH] = "1" if self.is_near else "0"  # read when a connection begins
         peer = datastates.connect(self.url)
         self.ends.callback(peer.close)
         return peer
@@ -327,6 +330,18 @@ class OursAtomic(Ours):
     is_atomic = True
 
 
+class OursOverUcx(Ours):
+    """As between two hosts."""
+
+    is_near = False
+
+
+class OursAtomicOverUcx(OursAtomic):
+    """As between two hosts."""
+
+    is_near = False
+
+
 class OursConnecting(Ours):
     """A new connection each time."""
 
@@ -343,6 +358,8 @@ WAYS: dict[str, type[Way]] = {
     "torch.save + load, shared memory": TorchSave,
     "datastates, in place": Ours,
     "datastates, atomic": OursAtomic,
+    "datastates over UCX, in place": OursOverUcx,
+    "datastates over UCX, atomic": OursAtomicOverUcx,
     "datastates, with connect": OursConnecting,
 }
 

@@ -23,6 +23,7 @@ from .transport import loop
 from .transport import server as transport_server
 from .transport.chain import Chains
 from .transport.contract import Tls
+from .transport.near import address_of
 from .transport.protocol import Identity, Offer, RefRecord, StatePage, StateRecord
 from .transport.sink import Sink
 from .transport.store import Source
@@ -44,6 +45,10 @@ class StateSource:
     async def chunk(self, index: int) -> Sequence[memoryview]:
         """The chunk where it lies."""
         return [self._reader.chunk(index)]
+
+    def addresses(self) -> list[int]:
+        """Where each chunk lies."""
+        return [address_of(self._reader.chunk(index)) for index in range(len(self.lengths))]
 
     def close(self) -> None:
         """Unpin it."""

@@ -11,13 +11,14 @@ from typing import TypeVar
 
 import msgspec
 
-from datastates.errors import PeerFault
+from datastates.errors import DatastatesError, PeerFault
 
 from .feed import Feed
 from .fetch import fetch
+from .near import beacon
 from .protocol import Find, Log, Offer, Open, Opened, Push, Question, Refs, Resolve
 from .sending import Sending, Sent
-from .store import Relays, Store
+from .store import Relays, Source, Store, SupportsAddresses
 
 __all__ = ["Answers", "Service"]
 
@@ -90,6 +91,7 @@ class Answers:
         source = await self._run(lambda: self._service.store.open(question.uid), late=lambda opened: opened.close())
         try:
             manifest, lengths = bytes(source.manifest), tuple(source.lengths)
+            addresses = await self._addresses(source) if question.near else ()
             upstream = self._join(question)
             handle = self._sending.add(source, question.uid) if upstream is None else 0
         except BaseException:
@@ -97,7 +99,14 @@ class Answers:
             raise
         if upstream is not None:
             await self._run(source.close)
-        return _encode(Opened(handle, manifest, lengths, upstream))
+        return _encode(Opened(handle, manifest, lengths, upstream, addresses if upstream is None else ()))
+
+    async def _addresses(self, source: Source) -> tuple[int, ...]:
+        if not isinstance(source, SupportsAddresses) or not beacon():
+            return ()
+        with suppress(DatastatesError):  # a chunk that cannot be read is told of when it is wanted
+            return tuple(await self._run(source.addresses))
+        return ()
 
     def _join(self, question: Open) -> str | None:
         relays = self._service.relays

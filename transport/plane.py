@@ -78,7 +78,7 @@ class Plane:
             del self._aborts[id(link)]
 
 
-async def surely(task: asyncio.Task[Any]) -> None:
+async def surely(task: asyncio.Future[Any]) -> None:
     """Wait for a task to end, whatever becomes of it; who is cancelled meanwhile waits on, and is cancelled then."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -51,6 +51,7 @@ __all__ = [
     "Resolve",
     "StatePage",
     "StateRecord",
+    "Took",
     "Want",
     "Welcome",
     "decode",
@@ -85,6 +86,7 @@ _Address = Annotated[bytes, Meta(max_length=8 << 10)]
 _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Tag = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Address64 = Annotated[int, Meta(ge=0)]  # msgspec takes no bound above 63 bits, MessagePack has no number above 64
 _ChunkLength = Annotated[int, Meta(ge=0, le=CHUNK_BYTES)]
 _Limit = Annotated[int, Meta(ge=1, le=10_000)]
 _Attribute = str | int | float | bool | None
@@ -251,22 +253,28 @@ class Open(Struct, frozen=True, tag=True):
     """Pin a state -> Opened.
 
     ``relay`` is where the asking side will itself serve this state, when it joins a chain; ``failed`` are urls of the chain that did
-    not answer it. ``here`` asks for this server's own copy, whatever chain there is.
+    not answer it. ``here`` asks for this server's own copy, whatever chain there is. ``near``: the asking side can read
+    this process's memory (see ``near.py``) and would like to know where the chunks lie.
     """
 
     uid: _Uid
     relay: _Name | None = None
     failed: Annotated[tuple[_Name, ...], Meta(max_length=100)] = ()
     here: bool = True
+    near: bool = False
 
 
 class Opened(Struct, frozen=True):
-    """A state that is pinned under ``handle``, and the bytes of each of its chunks; or, in a chain, the url of the peer to ask instead."""
+    """A state that is pinned under ``handle``, and the bytes of each of its chunks; or, in a chain, the url of the peer to ask instead.
+
+    ``addresses`` is where the chunks lie in the memory of the process that answers, or nothing.
+    """
 
     handle: _Id
     manifest: bytes
     lengths: Annotated[tuple[_ChunkLength, ...], Meta(max_length=1 << 24)]
     upstream: _Name | None = None
+    addresses: Annotated[tuple[_Address64, ...], Meta(max_length=1 << 24)] = ()
 
 
 class Release(Struct, frozen=True, tag=True):
@@ -340,6 +348,14 @@ class Gone(Struct, frozen=True, tag=True):
     generation: _Count = 0
 
 
+class Took(Struct, frozen=True, tag=True):
+    """The side that has a state open read so many chunks of it by itself, where they lie (see ``near.py``), since it last said so."""
+
+    handle: _Id
+    chunks: Annotated[int, Meta(ge=1, le=1 << 24)]
+    bytes: _Count
+
+
 class Ping(Struct, frozen=True, tag=True):
     """I am alive, and have handed ``sent`` bytes to the data plane so far."""
 
@@ -352,7 +368,7 @@ class Bye(Struct, frozen=True, tag=True):
     failure: Failure
 
 
-Message = Hello | Challenge | Proof | Welcome | Denied | Ready | Refused | Ask | Part | Answer | Failed | Want | Gone | Ping | Bye
+Message = Hello | Challenge | Proof | Welcome | Denied | Ready | Refused | Ask | Part | Answer | Failed | Want | Gone | Took | Ping | Bye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -15,7 +15,7 @@ from .contract import Link
 from .failures import describe
 from .pieces import cut
 from .plane import Plane, surely
-from .protocol import Gone, Message, Want
+from .protocol import Gone, Message, Took, Want
 from .store import Source
 
 __all__ = ["HANDLES", "WANTS", "Sending", "Sent"]
@@ -112,6 +112,19 @@ class Sending:
             send = asyncio.create_task(self._send(held, want))
             held.sends[send] = want
             send.add_done_callback(held.sends.pop)
+
+    def took(self, took: Took) -> None:
+        """The peer has read chunks where they lie.
+
+        :raises PeerFault: there never was such a handle.
+        """
+        if took.handle >= self._next:
+            raise PeerFault(f"{self._peer} has read a state under handle {took.handle}, which it was never given")
+        self._used_at = self._clock()
+        self._sent.chunks += took.chunks
+        self._sent.bytes += took.bytes
+        if (held := self._held.get(took.handle)) is not None:
+            self._sent.states[held.uid] += took.bytes
 
     async def release(self, handle: int, generation: int = 0) -> None:
         """Let go of a state. What is on its way may finish shortly, else the data plane is reset.

@@ -19,6 +19,7 @@ import msgspec
 
 from datastates.errors import Closed, DatastatesError, Disconnected, PeerFault
 
+from . import near
 from .answers import Answers, Service
 from .asking import Asking
 from .contract import Channel, Tls, Transport
@@ -53,6 +54,7 @@ from .protocol import (
     Resolve,
     StatePage,
     StateRecord,
+    Took,
     Want,
     encode,
 )
@@ -92,6 +94,7 @@ class Session:
         self._heard_at = self._clock()
         self._written_at: float | None = None  # when the frame that is being written was begun
         self._plane = Plane(transport, its.address, self.peer)
+        self._near = near.reach(its.features)
         self._asking = Asking(self._post, self._clock, self.peer)
         self._receiving = Receiving(self._plane, self._post, self._clock)
         self._sending = Sending(self._plane, self._post, self._clock, self.peer, service.sent if service is not None else Sent())
@@ -127,7 +130,7 @@ class Session:
         """
         transport = transport_for(url) if transport is None else transport
         channel = await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
-        own = Ready((), transport.address(), _milliseconds(timeout_s))
+        own = Ready(near.beacon(), transport.address(), _milliseconds(timeout_s))
         sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
         return cls(sealed, transport, own, its, None)
 
@@ -152,7 +155,7 @@ class Session:
             admission()
             return own
 
-        own = Ready((), transport.address(), _milliseconds(timeout_s), identity)
+        own = Ready(near.beacon(), transport.address(), _milliseconds(timeout_s), identity)
         sealed, its = await admit(channel, ready, token=token, timeout_s=timeout_s)
         return cls(sealed, transport, own, its, service)
 
@@ -212,7 +215,7 @@ class Session:
 
         :raises Unavailable: its bytes are not there.
         """
-        opening = self._spawn(self._open(Open(uid, relay, tuple(failed), here)))
+        opening = self._spawn(self._open(Open(uid, relay, tuple(failed), here, near=self._near is not None)))
         try:
             return await self._outcome(opening)
         except asyncio.CancelledError:
@@ -244,15 +247,20 @@ class Session:
         opened = await self._asked(question, Opened)
         if opened.upstream is not None:
             return opened, None
-        return opened, self._feed(opened.handle, opened.manifest, opened.lengths)
+        return opened, self._feed(opened.handle, opened.manifest, opened.lengths, opened.addresses)
 
     def _unwanted(self, opening: asyncio.Task[tuple[Opened, Feed | None]]) -> None:
         if not opening.cancelled() and opening.exception() is None and (feed := opening.result()[1]) is not None and self.is_open:
             self._spawn(feed.close())
 
-    def _feed(self, handle: int, manifest: bytes, lengths: tuple[int, ...]) -> Feed:
+    def _feed(self, handle: int, manifest: bytes, lengths: tuple[int, ...], addresses: tuple[int, ...] = ()) -> Feed:
+        chunks = self._near_chunks(handle, lengths, addresses)
+
         async def receive(index: int, buffers: Sequence[memoryview]) -> None:
             try:
+                if chunks is not None and await chunks.receive(index, buffers):
+                    self._check_open()  # what was read after its end may have been anything
+                    return
                 await self._receiving.chunk(handle, index, buffers)
             except DatastatesError as exc:
                 if isinstance(exc, PeerFault):  # a message of the wrong length
@@ -263,10 +271,17 @@ class Session:
                 raise
 
         async def release() -> None:
+            if chunks is not None:
+                chunks.close()
             releasing = self._spawn(self.ask(Release(handle, self._plane.generation), limit=0))
             await asyncio.wait({releasing}, timeout=self.timeout_s)
 
         return Feed(self.peer, manifest, lengths, receive=receive, release=release)
+
+    def _near_chunks(self, handle: int, lengths: tuple[int, ...], addresses: tuple[int, ...]) -> near.NearChunks | None:
+        if self._near is None or len(addresses) != len(lengths):
+            return None
+        return near.NearChunks(self._near, addresses, lambda count, size: self._guard(self._post, Took(handle, count, size)))
 
     async def _decode(self, body: bytes, kind: type[_T]) -> _T:
         try:
@@ -313,6 +328,8 @@ class Session:
                 self._sending.want(message)
             case Gone():
                 self._receiving.gone(message)
+            case Took():
+                self._sending.took(message)
             case Ask(number, question):
                 self._asked_by_peer(number, question)
             case Part(number, data):

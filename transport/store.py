@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from .protocol import Identity, Offer, RefRecord, StatePage, StateRecord
 from .sink import Sink
 
-__all__ = ["Relays", "Source", "Store"]
+__all__ = ["Relays", "Source", "Store", "SupportsAddresses"]
 
 
 class Source(Protocol):
@@ -30,6 +30,14 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Let go of the state; idempotent."""
+
+
+@runtime_checkable
+class SupportsAddresses(Protocol):
+    """A source whose chunks lie in this process's memory until it is closed, each in one piece."""
+
+    def addresses(self) -> Sequence[int]:
+        """Where each chunk lies; runs in a worker thread."""
 
 
 class Store(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from datastates.transport import near
 from tests.clones.processes import Served, Start, eventually, own_threads
 from tests.forge import Forge, forge
 
@@ -33,8 +34,15 @@ def start(smith: Forge, tmp_path: Path) -> Iterator[Start]:
         yield begin
 
 
+@pytest.fixture(params=["wire"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How chunks come into this process: over the transport, or read from the memory of a near one where a test says so."""
+    monkeypatch.setenv(near.SWITCH, "1" if request.param == "near" else "0")
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
+def nothing_stays(way: str) -> Iterator[None]:
     """No thread of a clone and no file is left in this process by a test."""
     before = own_threads()
     yield

@@ -23,7 +23,7 @@ import datastates
 import datastates.transport.worker  # UCXX takes a while to import; it is started in each process by itself
 from datastates import Config, Repository
 from datastates.errors import DatastatesError
-from datastates.transport import loop
+from datastates.transport import loop, near
 from datastates.transport.server import Server as TransportServer
 from tests.forge import Forge, Job
 from tests.transport.stores import UID, MemoryStore
@@ -223,6 +223,7 @@ def receive(say: Say, orders: str, url: str, chunks: int, at: int, number: int, 
             os.kill(os.getpid(), number)
 
     tensors = make(0, chunks)
+    os.environ[near.SWITCH] = "0"
     with datastates.connect(url, timeout_s=TIMEOUT_S) as peer:
         say("begins")
         try:
@@ -265,6 +266,7 @@ def pieces_of(seed: int) -> list[bytes]:
 
 def receive_until_killed(say: Say, url: str, seed: int, chunks: int) -> None:
     """Clone again and again, in place and by a shadow, and die at a moment of the first or second clone that the seed chooses."""
+    os.environ[near.SWITCH] = str(seed // 2 % 2)  # half of them read where the chunks lie, half get them over the transport
     choose = random.Random(seed)
     delay_s, at = (choose.random() * 0.25, None) if seed % 2 else (None, choose.randrange(2 * chunks))
     seen = 0

@@ -39,6 +39,7 @@ from datastates.transport.protocol import (
     Refs,
     Release,
     Resolve,
+    Took,
     Want,
     decode,
     encode,
@@ -166,8 +167,9 @@ def fitting(number: int) -> list[bytes]:
     wants: list[Message] = [Want(0, index, number << 8, (len(STATE[index]),)) for index in (0, 1)]
     wants.append(Want(0, 0, number << 8, (CHUNK - 1, 1)))
     questions: list[Question] = [Refs(), Find("loss < 1", 10), Log("main", 10), Resolve("main"), Resolve("x")]
-    questions += [Open(UID), Open("0"), Release(0), Push(0, 10)]
-    return [encode(message) for message in [*wants, *(Ask(ask, question) for question in questions)]]
+    questions += [Open(UID), Open(UID, near=True), Open("0"), Release(0), Push(0, 10)]
+    took = [Took(0, 2, CHUNK), Took(7, 1, 1)]
+    return [encode(message) for message in [*wants, *took, *(Ask(ask, question) for question in questions)]]
 
 
 def mutated(rng: random.Random, bodies: list[bytes] = BODIES) -> bytes:

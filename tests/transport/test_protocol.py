@@ -37,6 +37,7 @@ from datastates.transport.protocol import (
     Refused,
     Release,
     Resolve,
+    Took,
     Want,
     Welcome,
     decode,
@@ -64,6 +65,7 @@ EVERY: list[Message] = [
     Failed(1, FAILURE),
     Want(0, 3, (1 << 63) - 1, (CHUNK_BYTES, 1)),
     Gone(7, FAILURE),
+    Took(0, 16, 1 << 26),
     Ping(1 << 40),
     Bye(FAILURE),
 ]

@@ -42,6 +42,7 @@ from datastates.transport.protocol import (
     RefRecord,
     Refs,
     Release,
+    Took,
     Want,
 )
 from datastates.transport.server import Server
@@ -441,6 +442,7 @@ def test_what_a_receiver_asks_wrongly_is_told_before_anything_is_sent() -> None:
 
 WRONG = [
     Want(7, 0, 1, (CHUNK,)),
+    Took(7, 1, CHUNK),
     Want(0, len(STATE), 1, (CHUNK,)),
     Want(0, 0, 1, (CHUNK, 1)),
     Want(0, 0, 1, (1,)),

@@ -1,0 +1,163 @@
+"""Chunks are read where they lie in another process of this host; where that cannot be, they come over the transport."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from datastates.errors import Corrupt, Disconnected
+from datastates.transport import loop, near
+from datastates.transport.fetch import Fetched, fetch
+from datastates.transport.server import Server
+from datastates.transport.session import Session
+from tests.transport.stores import UID, MemorySink, MemorySource, MemoryStore
+from tests.transport.stores import chunks as chunks_of
+
+LENGTH, COUNT = 1 << 20, 40
+
+
+class Placed(MemorySource):
+    """Its chunks lie where it says; a ``lie`` about the third of them."""
+
+    lie = ""
+
+    def addresses(self) -> Sequence[int]:
+        found = [near.address_of(memoryview(piece)) for piece in self.pieces]
+        if self.lie:
+            found[2] = found[3] if self.lie == "another chunk" else 4096
+        return found
+
+
+class PlacedStore(MemoryStore):
+    """Opens such sources."""
+
+    def open(self, uid: str) -> MemorySource:
+        return Placed(super().open(uid).pieces)
+
+
+def serve(lie: str) -> None:
+    """Another process: it serves until its input ends, and says what was taken of it."""
+    Placed.lie = lie
+    server = Server(PlacedStore({UID: chunks_of(1, COUNT, LENGTH)}), "ucx://127.0.0.1:0", timeout_s=2.0)
+    loop.run(server.start())
+    say(server.url)
+    for _ in sys.stdin:
+        say(f"{server.sent.bytes} {server.sent.chunks}")
+    loop.run(server.close())
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+@pytest.fixture
+def lie() -> str:
+    return ""
+
+
+@pytest.fixture
+def other(lie: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", f"from tests.transport.test_near import serve; serve({lie!r})"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def line_of(process: subprocess.Popen[str], ask: str = "") -> str:
+    if ask:
+        assert process.stdin is not None
+        process.stdin.write(f"{ask}\n")
+        process.stdin.flush()
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+async def clone(url: str, sink: list[MemorySink], kill: int = 0) -> tuple[Fetched, bool]:
+    """What was moved, and whether the transport moved any of it; the process ``kill`` dies half way."""
+    session = await Session.connect(url, timeout_s=2.0)
+    try:
+        opened, feed = await session.open(UID)
+        assert feed is not None
+        sink.append(MemorySink(opened.manifest))
+
+        def on_progress(done: int, total: int) -> None:
+            if kill and 2 * done > total:
+                os.kill(kill, signal.SIGKILL)
+
+        done = await fetch(sink[0], [feed], timeout_s=2.0, on_progress=on_progress)
+        await feed.close()
+        return done, session._plane._link is not None
+    finally:
+        await session.close()
+
+
+def test_chunks_are_read_from_the_other_process_and_counted_there(other: subprocess.Popen[str]) -> None:
+    sinks: list[MemorySink] = []
+    done, is_wired = loop.run(clone(line_of(other), sinks), 20)
+    assert sinks[0].memory == chunks_of(1, COUNT, LENGTH)
+    assert (done.chunks, is_wired) == (COUNT, False)
+    assert line_of(other, "stats").split() == [str(sum(map(len, sinks[0].memory))), str(COUNT)]
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+def test_who_does_not_want_it_clones_over_the_transport(side: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if side == "server":
+        monkeypatch.setenv(near.SWITCH, "0")
+    other = request.getfixturevalue("other")
+    url = line_of(other)
+    monkeypatch.setenv(near.SWITCH, "1" if side == "server" else "0")
+    sinks: list[MemorySink] = []
+    done, is_wired = loop.run(clone(url, sinks), 20)
+    assert sinks[0].memory == chunks_of(1, COUNT, LENGTH)
+    assert (done.chunks, is_wired) == (COUNT, True)
+
+
+@pytest.mark.parametrize("lie", ["nothing"])
+def test_what_cannot_be_read_comes_over_the_transport(other: subprocess.Popen[str]) -> None:
+    sinks: list[MemorySink] = []
+    _, is_wired = loop.run(clone(line_of(other), sinks), 20)
+    assert sinks[0].memory == chunks_of(1, COUNT, LENGTH)
+    assert is_wired
+
+
+@pytest.mark.parametrize("lie", ["another chunk"])
+def test_what_lies_elsewhere_fails_its_digest(other: subprocess.Popen[str]) -> None:
+    sinks: list[MemorySink] = []
+    with pytest.raises(Corrupt, match="chunk 2"):
+        loop.run(clone(line_of(other), sinks), 20)
+
+
+def test_a_source_that_dies_is_found_at_once(other: subprocess.Popen[str]) -> None:
+    with pytest.raises(Disconnected):
+        loop.run(clone(line_of(other), [], other.pid), 20)
+
+
+def test_a_beacon_that_is_not_where_it_is_said_to_be_is_not_believed() -> None:
+    (own,) = near.beacon()
+    _, pid, address, word = own.split(":")
+    assert near.reach([own]) is None  # this process itself: its chunks are not worth a call
+    parent = os.getppid()
+    for feature in (
+        f"near:{parent}:{address}:{word}",
+        f"near:{2**31}:{address}:{word}",
+        f"near:{pid}:{2**70}:{word}",
+        "near:1:2:3",
+        "else",
+    ):
+        assert near.reach([feature]) is None
+
+
+def test_memory_of_several_pieces_is_filled_in_order(other: subprocess.Popen[str]) -> None:
+    line_of(other)
+    target = near.Near(os.getpid())  # the call itself does not mind
+    data = np.arange(1000, dtype=np.uint8)
+    pieces = [memoryview(bytearray(size)) for size in (1, 0, 600, 399)]
+    assert target.read(near.address_of(memoryview(data)), [piece for piece in pieces if piece.nbytes])
+    assert b"".join(pieces) == data.tobytes()
