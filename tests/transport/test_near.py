@@ -159,5 +159,5 @@ def test_memory_of_several_pieces_is_filled_in_order(other: subprocess.Popen[str
     target = near.Near(os.getpid())  # the call itself does not mind
     data = np.arange(1000, dtype=np.uint8)
     pieces = [memoryview(bytearray(size)) for size in (1, 0, 600, 399)]
-    assert target.read(near.address_of(memoryview(data)), [piece for piece in pieces if piece.nbytes])
+    assert target.read(near.address_of(data.data), [piece for piece in pieces if piece.nbytes])
     assert b"".join(pieces) == data.tobytes()
