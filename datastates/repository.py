@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import networkx as nx
     from sqlalchemy.orm import Session
 
+    from .merging import MergeOptions
     from .serving import Server
     from .transport.contract import Tls
 
@@ -192,7 +193,7 @@ class Repository:
             with self._local.open(state.uid, verify=False) as reader:
                 tracker._line.base = reader.manifest
         except NotFound:
-            pass  # it lives in memory only; what it shares with later states is written with the first of them
+            tracker._line.kin = self._runner().line_of(state.uid)  # in memory only: what they share is written with the first of them
         _log.info("branch %s goes on from state %s, step %d", tracker.branch, state.uid[:10], state.step)
 
     def _runner(self) -> Runner:
@@ -371,6 +372,53 @@ class Repository:
 
         with self._reading() as session:
             return view.graph(session, of=of, **options)
+
+    # --- made of several states --------------------------------------------------------------------------------------------
+
+    def merge(
+        self,
+        revs: Sequence[str | State],
+        *,
+        method: str = "mean",
+        weights: Sequence[float] | None = None,
+        only: str | Sequence[str] | None = "model",
+        rest: str = "keep",
+        into: str | None = None,
+        tag: str | None = None,
+        message: str | None = None,
+        **options: Unpack[MergeOptions],
+    ) -> State:
+        """A state whose floating-point tensors are combined from those of ``revs``, and whose parents they are.
+
+        - ``mean``: weighted by ``weights``, which sum to 1 (None: all alike).
+        - ``greedy``: the mean of those that help. ``evaluate(tree)`` gives a number for what ``only`` asks for, ``better`` says whether
+          a ``"higher"`` or a ``"lower"`` one is better. From the best member on each next best is added unless the value gets worse.
+        - ``ema``: an exponential moving average from the oldest of ``revs`` to the newest, which is the first parent, by ``decay``.
+        - ``slerp``: between two states on the sphere, at ``t``, tensor by tensor.
+        - ``ties``: of each state's changes since ``base`` (None: the nearest common ancestor) the largest ``density`` of every tensor;
+          those of the sign that wins are averaged by ``weights``, and added to ``base`` times ``scale``.
+
+        Only tensors that ``only`` asks for are combined. Integers, counters and all else are the first parent's; with ``rest="drop"``
+        objects of which nothing is asked for are left out. ``into`` is a branch: a new one, or one whose head is the first parent. It
+        or ``tag`` makes the state durable; without either it stays in memory. Statistics of BatchNorm are averaged like weights.
+
+        :raises InvalidInput: the states do not fit together (lists what does not), or an argument makes no sense.
+        :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
+        :raises Conflict: a name is taken, or the branch is elsewhere.
+        """
+        from .merging import merge
+
+        names = {"into": into, "tag": tag, "message": message}
+        return merge(self, revs, method=method, weights=weights, only=only, rest=rest, options=options, **names)
+
+    def verify_merge(self, rev: str) -> State:
+        """Make a merged state again from its parents, whose bytes must be here, and compare each tensor.
+
+        :raises Corrupt: a tensor is not what the parents make; names it.
+        """
+        from .merging import verify_merge
+
+        return verify_merge(self, rev)
 
     # --- other processes ---------------------------------------------------------------------------------------------------
 

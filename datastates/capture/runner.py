@@ -74,7 +74,8 @@ _REFS_POLL_S = 1.0
 class Line:
     """One tracker on one branch. ``tip`` is where the next capture hangs on; ``base`` the last manifest on disk.
 
-    Owned by the engine thread while captures are in flight.
+    ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them writes first the
+    other's first write refers to. Owned by the engine thread while captures are in flight.
     """
 
     name: str
@@ -82,6 +83,20 @@ class Line:
     tip: tuple[str, str] | None
     base: Manifest | None
     error: BaseException | None = None
+    kin: Line | None = field(default=None, repr=False)
+
+    def related(self) -> Manifest | None:
+        """A manifest on disk that shares as much as is known."""
+        line: Line | None = self
+        while line is not None and line.base is None:
+            line = line.kin
+        return None if line is None else line.base
+
+    def placed(self, manifest: Manifest) -> None:
+        """A state of this line is on disk now."""
+        self.base, kin, self.kin = manifest, self.kin, None
+        while kin is not None and kin.base is None:
+            kin.base, kin = manifest, kin.kin
 
 
 @dataclass(slots=True)
@@ -216,6 +231,11 @@ class Runner:
             self._lines_of.setdefault(uid, Line(f"clone of {uid}", "", None, base))
         self._post(Adopted(uid))
         self.refs_changed()
+
+    def line_of(self, uid: str) -> Line | None:
+        """The line of a state in memory."""
+        with self._lock:
+            return self._lines_of.get(uid)
 
     def flush(self) -> None:
         """Wait until every capture so far is recorded or has failed."""
@@ -437,7 +457,7 @@ class Runner:
         # The digests were made from this very memory: reading verifies them, writing need not.
         with self._memory.open(uid, verify=False) as reader:
             chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
-            placed = self._local.put(Payload(reader.manifest, chunks), base=line.base if line is not None else None)
+            placed = self._local.put(Payload(reader.manifest, chunks), base=line.related() if line is not None else None)
             del chunks
         with self._database.write(durable=True) as session:
             lineage_record.mark(
@@ -452,7 +472,7 @@ class Runner:
         if self._config.on_step is not None:
             self._config.on_step("marked-durable")
         if line is not None:
-            line.base = placed.manifest
+            line.placed(placed.manifest)
         if handle is not None and handle.state is not None:
             handle._advance(replace(handle.state, status=Status.DURABLE))
 

@@ -17,11 +17,14 @@ from .builders import (
     repeat,
     sample,
 )
+from .describe import describe
 from .executors import Processes, RayExecutor, SerialExecutor
 from .explorer import explore
 from .job import Job
 from .plan import Plan, Variant
 from .result import Exploration, Progress, Result, read_study
+from .storage import Storage, storage
+from .work import Work, prefix_epochs, work, work_done
 
 __all__ = [
     "Choice",
@@ -36,16 +39,23 @@ __all__ = [
     "Result",
     "Schedule",
     "SerialExecutor",
+    "Storage",
     "Uniform",
     "Variant",
+    "Work",
     "cut",
+    "describe",
     "ensemble",
     "epochs_at",
     "explore",
     "grid",
     "kfold",
     "leave_out",
+    "prefix_epochs",
     "read_study",
     "repeat",
     "sample",
+    "storage",
+    "work",
+    "work_done",
 ]

@@ -1,0 +1,71 @@
+"""What variants share is stored once, wherever and however they are forked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from pathlib import Path
+
+import pytest
+
+from datastates.errors import NotFound
+from datastates.workflows.storage import storage
+from tests.workflows.frozen import begin, fork, fork_alone, make, open_at, step
+
+WHOLE = 20 << 20
+
+
+def used(folder: Path) -> int:
+    """As ``du`` counts."""
+    return sum(os.stat(path).st_blocks * 512 for path in (folder / "packs").glob("*.*"))
+
+
+def test_sixteen_variants_of_a_model_frozen_to_four_fifths_take_a_quarter_of_full_copies(tmp_path: Path) -> None:
+    begin(tmp_path)
+    for number in range(10):
+        fork_alone(tmp_path, number)
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(fork_alone, repeat(tmp_path), range(10, 16)))
+
+    with open_at(tmp_path) as repo:
+        found = storage(repo, "fine")
+        for number in range(16):
+            repo.verify(f"fine/{number}")
+    assert found.states == 17, "the start too"
+    assert found.bytes_full_copies == pytest.approx(17 * WHOLE, rel=0.01)
+    assert used(tmp_path) <= 0.25 * 17 * WHOLE
+    assert found.bytes_stored == pytest.approx(used(tmp_path), rel=0.01)
+    assert found.ratio == pytest.approx(4.2 / 17, rel=0.01)
+    assert str(found).startswith("17 states in 84.")
+
+
+def test_variants_forked_from_memory_before_it_is_on_disk_share_it_too(tmp_path: Path) -> None:
+    with open_at(tmp_path) as repo:
+        model, optimizer = make(0)
+        run = repo.track(model=model, optimizer=optimizer)
+        step(model, optimizer)
+        uid = run.capture().wait().uid
+        for number in range(4):
+            fork(repo, number, start=uid)
+        repo.tag("start/fine", uid)
+    with open_at(tmp_path) as repo:
+        assert storage(repo, "fine").ratio == pytest.approx(1.8 / 5, rel=0.02)
+
+
+def test_chain_of_variants_in_one_process_stores_what_they_share_once(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with open_at(tmp_path) as repo:
+        start = "start/fine"
+        for number in range(5):
+            with fork(repo, number, start=start):
+                pass
+            start = f"fine/{number}"
+    with open_at(tmp_path) as repo:
+        assert storage(repo, "fine").ratio == pytest.approx(2.0 / 6, rel=0.02)
+
+
+def test_there_is_no_storage_of_a_study_that_is_not_there(tmp_path: Path) -> None:
+    with open_at(tmp_path) as repo, pytest.raises(NotFound, match="start/none"):
+        storage(repo, "none")
