@@ -12,7 +12,6 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait as wait_for
 from typing import Any, ParamSpec, TypeVar
 
 from datastates.errors import Closed
@@ -21,8 +20,6 @@ __all__ = ["Processes", "RayExecutor", "SerialExecutor"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_GRACE_S = 10.0
 
 
 class SerialExecutor(Executor):
@@ -146,25 +143,9 @@ class Processes(Executor):
 def begin_worker() -> None:
     """In a worker process: Ctrl-C is the explorer's, who then asks us to stop; if it dies we stop as well."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), name="datastates-parent-watch", daemon=True).start()
+    from .worker import end_with_parent  # imports torch, which every task needs
 
-
-def _end_with(sentinel: int) -> None:
-    """Wait until the parent is dead; then let the task end in an orderly way, but not for long, and end the process.
-
-    The executor's own loop would wait for calls for ever: it holds both ends of its queues.
-    """
-    wait_for([sentinel])
-    from .worker import close_repositories, wait_until_idle  # imports torch, which the worker has by now
-
-    if not wait_until_idle(0):
-        os.kill(os.getpid(), signal.SIGTERM)
-        if not wait_until_idle(_GRACE_S):
-            os._exit(1)
-    close_repositories()
-    os._exit(1)
+    end_with_parent()
 
 
 class RayExecutor(Executor):

@@ -6,13 +6,16 @@ A process keeps the repositories that it opened, so that a variant whose parent 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait as wait_for
 from multiprocessing.util import Finalize
 
 import torch
@@ -30,7 +33,7 @@ from . import record
 from .claim import Claim, holder
 from .job import Assignment, Job, Stop, seed_everything
 
-__all__ = ["Explorer", "Outcome", "Share", "Task", "Train", "close_repositories", "run", "wait_until_idle"]
+__all__ = ["Explorer", "Outcome", "Share", "Task", "Train", "close_repositories", "end_with_parent", "run"]
 
 _log = logging.getLogger("datastates")
 
@@ -39,9 +42,11 @@ Train = Callable[[Job], None]
 
 _PATIENCE_S = 60.0
 _LOOK_S = 0.5
+_GRACE_S = 10.0
 _FREE_SHARE = 4
 
 _busy = threading.Lock()
+_watching: int | None = None
 _repositories: dict[tuple[int, Location], Repository] = {}
 
 
@@ -97,6 +102,7 @@ def run(task: Task) -> Outcome:
             "two variants at once in one process would draw from the same random number generators: give the executor processes of"
             " one thread each, such as dask's LocalCluster(threads_per_worker=1)"
         )
+    end_with_parent()
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(task.threads)
@@ -233,6 +239,24 @@ def close_repositories() -> None:
             _repositories.pop(key).close()
 
 
-def wait_until_idle(timeout_s: float) -> bool:
-    """Wait until no task runs in this process; none will begin after it. Whether that came about."""
-    return _busy.acquire(timeout=timeout_s)
+def end_with_parent() -> None:
+    """In a process of multiprocessing: end when the one that made it has died. Idempotent.
+
+    A pool's own loop would wait for calls for ever: it holds both ends of its queues.
+    """
+    global _watching
+    parent = multiprocessing.parent_process()
+    if parent is not None and _watching != os.getpid():
+        _watching = os.getpid()
+        threading.Thread(target=_end_with, args=(parent.sentinel,), name="datastates-parent-watch", daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    """Wait until the parent is dead; then let the task end in an orderly way, but not for long, and end the process."""
+    wait_for([sentinel])
+    if not _busy.acquire(blocking=False):  # and no task begins after this
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not _busy.acquire(timeout=_GRACE_S):
+            os._exit(1)
+    close_repositories()
+    os._exit(1)

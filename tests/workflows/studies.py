@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,11 @@ from torch.nn import functional as F
 import datastates
 from datastates import Config, PermutationSampler, Repository
 from datastates.workflows import Plan, Variant
-from datastates.workflows.job import Job
+from datastates.workflows.job import Job, seed_everything
 
 ROWS = 400
 BATCH = 50
+FAULTS = "DATASTATES_TEST_FAULTS"
 CONFIG = Config(memory_bytes=96 << 20, durable_interval_s=None)
 
 
@@ -49,7 +53,7 @@ def one_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, sampler: Permu
 def prefix(folder: str | Path, *, packs: str | Path | None = None, config: Config = CONFIG) -> Repository:
     """A repository whose branch ``main`` was trained for an epoch; it is left open."""
     torch.set_num_threads(1)
-    torch.manual_seed(5)
+    seed_everything(5)
     repo = datastates.open(folder, packs=packs, config=config)
     model, optimizer, sampler = build({})
     with repo.track(model=model, optimizer=optimizer, sampler=sampler) as run:
@@ -65,8 +69,52 @@ def train(job: Job) -> None:
     if job.is_new:
         for group in optimizer.param_groups:
             group["lr"] = job.config.get("lr", 1e-2)
-    for _ in job.epochs():
-        job.report(loss=one_epoch(model, optimizer, sampler, run))
+    for epoch in job.epochs():
+        loss = one_epoch(model, optimizer, sampler, run)
+        meet(job.variant.name, epoch)
+        job.report(loss=loss)
+
+
+def meet(variant: str, epoch: int) -> None:
+    """The faults that ``faults`` planned for this place: once each, or always."""
+    folder = os.environ.get(FAULTS)
+    if folder is None:
+        return
+    plan = json.loads((Path(folder) / "plan").read_text())
+    what, is_always = plan.get(f"{variant}:{epoch}", (None, False))
+    if what is None or not (first(Path(folder) / f"met-{variant}-{epoch}") or is_always):
+        return
+    match what:
+        case "raise":
+            raise ValueError(f"planned for {variant}")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "hang":
+            (Path(folder) / f"hangs-{variant}").write_text(str(os.getpid()))
+            while True:
+                signal.pause()
+
+
+def first(path: Path) -> bool:
+    """Whether nobody made this file before."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def faults(folder: Path, **places: str) -> dict[str, str]:
+    """The environment in which variants meet faults: ``low="1:kill"``, with an exclamation mark each time, else the first time only."""
+    folder.mkdir(exist_ok=True)
+    plan = {}
+    for variant, what in places.items():
+        epoch, kind = what.split(":")
+        plan[f"{variant.replace('_', '-')}:{epoch}"] = (kind.rstrip("!"), kind.endswith("!"))
+    (folder / "plan").write_text(json.dumps(plan))
+    return {FAULTS: str(folder)}
 
 
 def tree(epochs: int = 2) -> Plan:
@@ -91,3 +139,9 @@ def essence(repo: Repository, study: str, plan: Plan) -> dict[str, list[tuple[st
         own = path[: [state.uid for state in path].index(start.uid)]
         found[variant.name] = [(state.digest, state.step, state.metrics) for state in own]
     return found
+
+
+def counts(repo: Repository) -> dict[str, int]:
+    """How often each ref moved, and how many states there are: what a run that repeats nothing leaves as it is."""
+    found = {ref.name: len(repo.reflog(ref.name)) for ref in repo.refs()}
+    return {**found, "": len(repo.find("step >= 0"))}
