@@ -15,7 +15,7 @@ from .manifest import CHUNK_BYTES, TensorSpec
 from .store.tier import Reader
 from .tree import decode_skeleton, decode_values, unflatten
 
-__all__ = ["read_tree", "specs_of"]
+__all__ = ["read_flat", "read_tree", "specs_of"]
 
 
 def specs_of(reader: Reader) -> list[TensorSpec]:
@@ -53,6 +53,12 @@ def read_tree(
         if on_progress is not None and tensors[-1] is not None:
             on_progress(sum(shard.length for shard in spec.shards))
     return unflatten(decode_skeleton(content.skeleton), decode_values(content.values), tensors)
+
+
+def read_flat(reader: Reader, spec: TensorSpec) -> torch.Tensor:
+    """The stored bytes of a tensor that is not tied to an earlier one, checked: to be read only, until the reader is closed."""
+    (shard,) = spec.shards
+    return _flat(reader, shard.start, shard.length, is_borrowing=True)
 
 
 def _read(reader: Reader, spec: TensorSpec, is_borrowing: bool, device: torch.device | str | None) -> torch.Tensor:
