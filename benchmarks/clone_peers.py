@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -284,6 +285,24 @@ def _into(objects: Objects, state: dict[str, Any]) -> None:
         torch._foreach_copy_(state_tensors(objects), state_tensors(state))
 
 
+_servers: dict[int, datastates.Server] = {}
+
+
+def _server(objects: Objects) -> datastates.Server:
+    """A captured state, served until the process ends: one for all ways, as memory is short."""
+    if id(objects) in _servers:
+        return _servers[id(objects)]
+    ends = contextlib.ExitStack()
+    atexit.register(ends.close)
+    folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="datastates-clone-"))
+    room = state_bytes(objects) * 5 // 4 + (256 << 20)
+    repo = ends.enter_context(datastates.open(folder, config=Config(memory_bytes=room, durable_interval_s=None)))
+    repo.track(**objects).capture().wait()
+    server = _servers[id(objects)] = repo.serve("ucx://127.0.0.1:0")
+    ends.callback(server.close)
+    return server
+
+
 class Ours(Way):
     """A captured state, served by its repository and cloned into live objects, every chunk checked; by a shadow or in place."""
 
@@ -293,15 +312,7 @@ class Ours(Way):
 
     def offer(self) -> None:
         self.ends = contextlib.ExitStack()
-        folder = self.ends.enter_context(tempfile.TemporaryDirectory(prefix="datastates-clone-"))
-        room = state_bytes(self.objects) * 5 // 4 + (256 << 20)
-        config = Config(memory_bytes=room, durable_interval_s=None)
-        self.repo = self.ends.enter_context(datastates.open(folder, config=config))
-        self.run = self.repo.track(**self.objects)
-        self.run.capture().wait()
-        self.server = self.repo.serve("ucx://127.0.0.1:0")
-        self.ends.callback(self.server.close)
-        self.wire.send(self.server.url)
+        self.wire.send(_server(self.objects).url)
 
     def expect(self) -> None:
         self.ends = contextlib.ExitStack()
@@ -309,12 +320,12 @@ class Ours(Way):
         self.peer = self._connect() if self.is_connected else None
 
     def _connect(self) -> datastates.Peer:
-        os.environ[near.SWITCH] = "1" if self.is_near else "0"  # read when a connection begins
         peer = datastates.connect(self.url)
         self.ends.callback(peer.close)
         return peer
 
     def fetch(self) -> None:
+        os.environ[near.SWITCH] = "1" if self.is_near else "0"  # read when a connection begins: one for each clone
         peer = self.peer or self._connect()
         peer.clone("main", into=self.objects, atomic=self.is_atomic)
         if not self.is_connected:
