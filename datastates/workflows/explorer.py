@@ -85,6 +85,7 @@ def explore(
                 plan.rows(variant.train or ()),
                 plan.rows(variant.validation),
                 parent.uid,
+                plan.size,
             )
             return Task(repo.location, worker_config, assignment, train, stop, presence.explorer, shared, threads)
 

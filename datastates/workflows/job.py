@@ -33,7 +33,10 @@ Stop = Callable[[Sequence[State]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One variant of a study, as its worker needs it; ``origin`` is the uid of the state that it forks from."""
+    """One variant of a study, as its worker needs it; ``origin`` is the uid of the state that it forks from.
+
+    ``samples_all`` are the samples of the plan's whole data.
+    """
 
     study: str
     variant: Variant
@@ -42,6 +45,7 @@ class Assignment:
     train: tuple[int, ...]
     validation: tuple[int, ...]
     origin: str
+    samples_all: int = 0
 
 
 class Job:
@@ -197,7 +201,7 @@ class Job:
             record.EPOCH: epoch,
         }
         if assignment.variant.train is not None:
-            attributes[record.SAMPLES] = len(assignment.train)
+            attributes |= {record.SAMPLES: len(assignment.train), record.SAMPLES_ALL: assignment.samples_all}
         return attributes
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "DIGEST",
     "EPOCH",
     "SAMPLES",
+    "SAMPLES_ALL",
     "STUDY",
     "VARIANT",
     "branch_of",
@@ -35,7 +36,7 @@ __all__ = [
     "start_tag",
 ]
 
-STUDY, VARIANT, DIGEST, EPOCH, SAMPLES = "study", "variant", "variant_digest", "epoch", "samples"
+STUDY, VARIANT, DIGEST, EPOCH, SAMPLES, SAMPLES_ALL = "study", "variant", "variant_digest", "epoch", "samples", "samples_all"
 """The attributes of every state that a job reports."""
 
 _DURABLE_S = 60.0

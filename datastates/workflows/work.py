@@ -26,15 +26,12 @@ from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 
 from .plan import Plan
-from .record import EPOCH, SAMPLES, STUDY, VARIANT, branch_of, done_tag, refs_of, start_tag
+from .record import EPOCH, SAMPLES, SAMPLES_ALL, STUDY, VARIANT, branch_of, done_tag, refs_of, start_tag
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
 
-__all__ = ["SAMPLES_ALL", "Work", "prefix_epochs", "work", "work_done"]
-
-SAMPLES_ALL = "samples_all"
-"""The attribute that says how many samples the whole data have."""
+__all__ = ["Work", "prefix_epochs", "work", "work_done"]
 
 
 @dataclass(frozen=True, slots=True)
