@@ -267,7 +267,7 @@ def _limit(part: torch.Tensor, base: torch.Tensor, density: float) -> float:
     kept = math.ceil(density * size)
     if kept >= size:
         return 0.0
-    change = part.to(torch.float64).sub_(base.to(torch.float64)).abs_()
+    change = (part.to(torch.float64) - base.to(torch.float64)).abs_()  # `to` may give the parent's own memory: never in place
     return float(change.kthvalue(size - kept + 1).values)
 
 
