@@ -21,6 +21,8 @@ from .describe import describe
 from .executors import Processes, RayExecutor, SerialExecutor
 from .explorer import explore
 from .job import Job
+from .outlier_report import OutlierReport, SampleScore
+from .outliers import outliers
 from .plan import Plan, Variant
 from .result import Exploration, Progress, Result, read_study
 from .storage import Storage, storage
@@ -32,11 +34,13 @@ __all__ = [
     "Exploration",
     "Job",
     "LogUniform",
+    "OutlierReport",
     "Plan",
     "Processes",
     "Progress",
     "RayExecutor",
     "Result",
+    "SampleScore",
     "Schedule",
     "SerialExecutor",
     "Storage",
@@ -51,6 +55,7 @@ __all__ = [
     "grid",
     "kfold",
     "leave_out",
+    "outliers",
     "prefix_epochs",
     "read_study",
     "repeat",

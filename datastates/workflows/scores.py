@@ -1,0 +1,121 @@
+"""How suspicious each sample is: losses under many states, put together into one score a sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Flags", "Floats", "Rows", "Scores", "Spread", "Tally", "percentiles", "put_together", "standardise"]
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+class Tally:
+    """The mean of what was added for each sample, without keeping it."""
+
+    def __init__(self, count: int) -> None:
+        self._total = np.zeros(count)
+        self._times = np.zeros(count, dtype=np.int64)
+
+    def add(self, rows: Rows, values: Floats) -> None:
+        """One value for each of ``rows``, which are distinct."""
+        self._total[rows] += values
+        self._times[rows] += 1
+
+    def mean(self) -> Floats:
+        """NaN where nothing was added."""
+        found = np.full(len(self._total), np.nan)
+        np.divide(self._total, self._times, out=found, where=self._times > 0)
+        return found
+
+
+class Spread:
+    """How far the sources (branches, seeds, variants) disagree about where each sample ranks."""
+
+    def __init__(self, count: int) -> None:
+        self._sum = np.zeros(count)
+        self._squares = np.zeros(count)
+        self.sources = np.zeros(count, dtype=np.int64)
+
+    def add(self, values: Floats) -> None:
+        """What one source says of each sample; NaN where it says nothing."""
+        shares = percentiles(values)
+        known = ~np.isnan(shares)
+        self._sum[known] += shares[known]
+        self._squares[known] += shares[known] ** 2
+        self.sources[known] += 1
+
+    def deviation(self) -> Floats:
+        """The sample standard deviation, over the sources, of a sample's percentile (0 to 100); NaN with fewer than two."""
+        times = np.maximum(self.sources, 1)
+        variance = np.maximum(self._squares / times - (self._sum / times) ** 2, 0.0) * times / np.maximum(times - 1, 1)
+        return np.where(self.sources >= 2, np.sqrt(variance), np.nan)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """One array a column, one element a sample; NaN where nothing is known.
+
+    ``score`` is what ranks: the percentile (0 to 100) of the sample's loss, the mean of the two where both losses are known.
+    ``strength`` says how far it stands out: the mean of the standardised losses. ``lineage`` is the mean loss under states that were
+    trained on the sample, or may have been; ``held_out`` the mean loss under variants that held it out. ``spread`` is the standard
+    deviation of the sample's percentile over the ``sources`` (branches, variants) that know it.
+    """
+
+    score: Floats
+    strength: Floats
+    lineage: Floats
+    held_out: Floats
+    spread: Floats
+    sources: Rows
+
+    def order(self) -> Rows:
+        """Indices, the most suspicious first; those that nothing is known of last."""
+        keys = [np.nan_to_num(values, nan=-np.inf) for values in (self.strength, self.score)]
+        return np.lexsort([-key for key in keys]).astype(np.int64)
+
+
+def put_together(lineage: Floats, held_out: Floats, spread: Spread) -> Scores:
+    """Scores from the mean losses of both kinds, with equal weights.
+
+    Ranks are averaged rather than losses: on Fashion-MNIST that was never worse (docs/benchmarks.md), and it does not matter how
+    large the losses are that a model makes of what it was not trained on.
+    """
+    score = _mean_of_known(percentiles(lineage), percentiles(held_out))
+    strength = _mean_of_known(standardise(lineage), standardise(held_out))
+    return Scores(score, strength, lineage, held_out, spread.deviation(), spread.sources.copy())
+
+
+def _mean_of_known(*parts: Floats) -> Floats:
+    stacked = np.stack(parts)
+    times = (~np.isnan(stacked)).sum(axis=0)
+    found = np.full(stacked.shape[1], np.nan)
+    np.divide(np.nansum(stacked, axis=0), times, out=found, where=times > 0)
+    return found
+
+
+def standardise(values: Floats) -> Floats:
+    """Mean 0 and standard deviation 1 over what is known; all 0 where all are equal."""
+    known = values[~np.isnan(values)]
+    if known.size == 0:
+        return values.copy()
+    deviation = float(known.std())
+    found: Floats = (values - known.mean()) / (deviation if deviation > 0 else 1.0)
+    return found
+
+
+def percentiles(values: Floats) -> Floats:
+    """The share (0 to 100) of the others that each value stands above, ties counted half; NaN stays NaN."""
+    found = np.full(len(values), np.nan)
+    known = np.flatnonzero(~np.isnan(values))
+    if known.size == 1:
+        found[known] = 50.0
+    elif known.size:
+        _, inverse, counts = np.unique(values[known], return_inverse=True, return_counts=True)
+        below = np.cumsum(counts) - counts
+        found[known] = 100.0 * (below + (counts - 1) / 2)[inverse] / (known.size - 1)
+    return found

@@ -1,0 +1,58 @@
+"""Which samples are suspects: as many of the highest scores as the noise rate says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from datastates.errors import InvalidInput, Unsupported
+
+from .scores import Flags, Floats, Scores
+
+__all__ = ["Selection", "estimate", "select"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """``suspects`` is True for the ``noise_rate`` highest scores. ``is_estimated``: the rate was found in the scores, not given."""
+
+    noise_rate: float
+    is_estimated: bool
+    suspects: Flags
+
+
+def select(scores: Scores, noise_rate: float | None = None) -> Selection:
+    """The suspects at a noise rate, by default at the estimated one.
+
+    :raises InvalidInput: the rate is not from 0 to 1.
+    :raises Unsupported: it is to be estimated, and scikit-learn is not installed.
+    """
+    if noise_rate is not None and not 0 <= noise_rate <= 1:
+        raise InvalidInput(f"noise_rate is {noise_rate}: it is a share of the samples, from 0 to 1, or None to estimate it")
+    known = ~np.isnan(scores.score)
+    rate = estimate(scores.strength[known]) if noise_rate is None else noise_rate
+    chosen = np.zeros(len(known), dtype=np.bool_)
+    chosen[scores.order()[: min(round(rate * int(known.sum())), int(known.sum()))]] = True
+    return Selection(rate, noise_rate is None, chosen)
+
+
+def estimate(strength: Floats) -> float:
+    """The share of samples that a mixture of two normal distributions puts with the higher one.
+
+    Both have one variance: with a variance each the higher one also takes what is merely hard (Fashion-MNIST with 10 % of labels
+    flipped: 30 % instead of 10 %). It sees two groups also where there is one: clean data gives a few per cent.
+    """
+    if not np.isfinite(strength).all() or strength.size < 10 or math.isclose(float(np.ptp(strength)), 0.0):
+        return 0.0
+    try:
+        from sklearn.mixture import GaussianMixture  # a second to import, and only needed here
+    except ImportError as exc:
+        raise Unsupported(
+            "the noise rate is estimated with scikit-learn: pip install 'datastates[workflows]', or pass noise_rate="
+        ) from exc
+    column = strength.reshape(-1, 1)
+    mixture = GaussianMixture(2, covariance_type="tied", n_init=2, random_state=0).fit(column)
+    high = int(mixture.means_[:, 0].argmax())
+    return float(mixture.predict_proba(column)[:, high].mean())
