@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import networkx as nx
     from sqlalchemy.orm import Session
 
+    from .ensembles import Ensemble
     from .merging import MergeOptions
     from .serving import Server
     from .transport.contract import Tls
@@ -419,6 +420,25 @@ class Repository:
         from .merging import verify_merge
 
         return verify_merge(self, rev)
+
+    def ensemble(
+        self,
+        revs: Sequence[str | State],
+        model: torch.nn.Module,
+        *,
+        only: str = "model",
+        pick: Callable[[Any], torch.Tensor] | None = None,
+    ) -> Ensemble:
+        """Predictions from several states, each loaded once: ``ensemble(x)`` gives ``outputs``, their ``mean`` and ``spread``.
+
+        ``model`` is the module that computes, with the weights and buffers of each state in turn; its own are not touched. ``only``
+        is the name that it was tracked by, ``pick`` chooses a tensor from an output that is none.
+
+        :raises InvalidInput: a state does not fit the module; lists what does not.
+        """
+        from .ensembles import load_ensemble
+
+        return load_ensemble(self, revs, model, only=only, pick=pick)
 
     # --- other processes ---------------------------------------------------------------------------------------------------
 
