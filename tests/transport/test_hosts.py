@@ -141,8 +141,8 @@ def receive(host: str) -> None:
 class Job:
     """A process on a host, told and heard line by line."""
 
-    def __init__(self, host: Host, role: str) -> None:
-        command = (sys.executable, "-m", "tests.transport.test_hosts", role, host.address)
+    def __init__(self, host: Host, role: str, program: str = "tests.transport.test_hosts") -> None:
+        command = (sys.executable, "-m", program, role, host.address)
         self.process = host.start(*command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def tell(self, *words: str) -> None:
