@@ -16,7 +16,7 @@ from .manifest import Manifest
 if TYPE_CHECKING:
     from .repository import Repository
 
-__all__ = ["abandon", "land", "make_room", "missing_ancestry"]
+__all__ = ["abandon", "lacks_parents", "land", "make_room", "missing_ancestry"]
 
 _log = logging.getLogger("datastates")
 
@@ -49,6 +49,13 @@ def missing_ancestry(repository: Repository, states: Sequence[State]) -> list[St
     with repository._database.read() as session:
         here = clones.known(session, (state.uid for state in states))
     return [state for state in states if state.uid not in here]
+
+
+def lacks_parents(repository: Repository, states: Sequence[State]) -> bool:
+    """Whether some parent of these states is neither among them nor in the repository."""
+    wanted = {parent for state in states for parent in state.parents}.difference(state.uid for state in states)
+    with repository._database.read() as session:
+        return len(clones.known(session, wanted)) < len(wanted)
 
 
 def land(

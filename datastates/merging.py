@@ -20,7 +20,7 @@ from .blend import Blend
 from .capture.runner import Runner
 from .config import BackPressure
 from .digest import chunk_digest, state_digest
-from .errors import Conflict, Corrupt, InvalidInput, NotFound, OverBudget
+from .errors import Conflict, Corrupt, InvalidInput, NotFound, OverBudget, Unavailable
 from .lineage import record, walk
 from .lineage import refs as lineage_refs
 from .lineage.holders import holder
@@ -84,12 +84,24 @@ def verify_merge(repository: Repository, rev: str) -> State:
     """See ``Repository.verify_merge``."""
     state = repository.state(rev)
     recipe = recipe_of(state.uid, state.attributes)
-    parents = [repository.state(uid) for uid in state.parents]
-    if len(parents) != len(recipe.weights) or tuple(edge.weight for edge in state.edges) != recipe.weights[1:]:
-        raise Corrupt(f"state {state.uid} has {len(parents)} parents, whose weights are not those of its recipe, {recipe.weights}")
-    with Blend(repository, recipe, parents) as blend, repository._open_payload(state, verify=True) as reader:
-        blend.compare(reader, state)
+    with repository._open_payload(state, verify=True) as reader:
+        parents = _parents(repository, reader.manifest)
+        if state.parents != tuple(parent.uid for parent in parents):
+            raise Corrupt(f"state {state.uid} has the parents {state.parents}, and was made of {reader.manifest.origin.parents}")
+        if recipe.weights[1:] != tuple(edge.weight for edge in state.edges):
+            raise Corrupt(f"state {state.uid}: the weights of its edges are not those of its recipe, {recipe.weights}")
+        with Blend(repository, recipe, parents) as blend:
+            blend.compare(reader, state)
     return state
+
+
+def _parents(repository: Repository, manifest: Manifest) -> list[State]:
+    """As the state itself names them: a lineage that it was brought to may lack some."""
+    origin = manifest.origin
+    try:
+        return [repository.state(uid) for uid in origin.parents]
+    except NotFound as exc:
+        raise Unavailable(f"state {origin.uid} was made of {len(origin.parents)} states that are not all here: {exc}") from exc
 
 
 # What goes in

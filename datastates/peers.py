@@ -542,15 +542,16 @@ async def _all(page: Callable[[int, str | None], Coroutine[Any, Any, Any]], limi
 
 
 async def _ancestry(session: Session, repo: Repository, state: State, tags: bool) -> tuple[list[State], list[Ref]]:
-    """The ancestors, newest first, that the repository does not have, down to the first page that it has all of; tags of all that come."""
+    """The ancestors, newest first, that the repository does not have, down to where it has every parent; tags of all that come.
+
+    A page that it has all of is no end: what a merge brought in from elsewhere may be older than that.
+    """
     coming: list[State] = []
     after: str | None = state.uid
-    while after is not None:
+    while after is not None and await asyncio.to_thread(arrivals.lacks_parents, repo, [state, *coming]):
         page = await session.log(state.uid, limit=_PAGE, after=after)
-        states = list(map(state_of, page.states))
-        missing = await asyncio.to_thread(arrivals.missing_ancestry, repo, states)
-        coming += missing
-        after = page.next if missing else None
+        coming += await asyncio.to_thread(arrivals.missing_ancestry, repo, list(map(state_of, page.states)))
+        after = page.next
     if not tags:
         return coming, []
     uids = {state.uid, *(each.uid for each in coming)}
@@ -559,19 +560,28 @@ async def _ancestry(session: Session, repo: Repository, state: State, tags: bool
 
 
 async def _unknown_there(session: Session, repo: Repository, state: State) -> list[State]:
-    """The ancestors of a state, newest first, down to the first page whose oldest one the peer knows."""
+    """The ancestors of a state, newest first, down to the first page behind which the peer knows every parent."""
     found: list[State] = []
+    known: set[str] = set()
     page = [state]
     while page:
+        sent = {state.uid, *(each.uid for each in found)}
+        open_ends = {parent for each in (state, *found) for parent in each.parents} - sent
+        if not open_ends or await _knows_all(session, open_ends, known):
+            break
         page = await asyncio.to_thread(_ancestors, repo, state.uid, page[-1].uid)
         found += page
-        if page:
-            try:
-                await session.resolve(page[-1].uid)
-            except NotFound:
-                continue
-            break
     return found
+
+
+async def _knows_all(session: Session, uids: set[str], known: set[str]) -> bool:
+    for uid in uids - known:
+        try:
+            await session.resolve(uid)
+        except NotFound:
+            return False
+        known.add(uid)
+    return True
 
 
 def _ancestors(repo: Repository, uid: str, after: str) -> list[State]:
