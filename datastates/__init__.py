@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .capture.handle import Capture
     from .config import BackPressure, Config
     from .encoding import register_encoder
+    from .ensembles import Ensemble, Prediction
     from .errors import (
         Ambiguous,
         Cancelled,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
+    from .guard import Guard, Rewind
     from .lineage.states import Ref, RefEvent, Run, State, Status
     from .peers import Peer, connect
     from .report import RestoreReport
@@ -63,16 +65,20 @@ __all__ = [
     "DatastatesError",
     "Dirty",
     "Disconnected",
+    "Ensemble",
+    "Guard",
     "InvalidInput",
     "NotFound",
     "OverBudget",
     "Peer",
     "PeerFault",
     "PermutationSampler",
+    "Prediction",
     "Ref",
     "RefEvent",
     "Repository",
     "RestoreReport",
+    "Rewind",
     "RngState",
     "Run",
     "Server",
@@ -97,12 +103,16 @@ _MODULES = {
     "Capture": "capture.handle",
     "Cloned": "transfer",
     "Config": "config",
+    "Ensemble": "ensembles",
+    "Guard": "guard",
     "Peer": "peers",
     "PermutationSampler": "sampler",
+    "Prediction": "ensembles",
     "Ref": "lineage.states",
     "RefEvent": "lineage.states",
     "Repository": "repository",
     "RestoreReport": "report",
+    "Rewind": "guard",
     "RngState": "rng",
     "Run": "lineage.states",
     "Server": "serving",

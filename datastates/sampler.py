@@ -33,7 +33,8 @@ class PermutationSampler(Sampler[int]):
         self.epoch = 0
         self.position = 0
         self._is_restored = False
-        self._order: tuple[tuple[int, bool, int], torch.Tensor] | None = None
+        self._turns: tuple[int, tuple[tuple[int, int], ...]] = (0, ())
+        self._order: tuple[object, torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -64,10 +65,18 @@ class PermutationSampler(Sampler[int]):
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
+    def reshuffle(self, salt: int) -> None:
+        """Hand out the rest of this epoch in another order, which ``seed``, the epoch, the position and ``salt`` decide.
+
+        Each index still comes once an epoch. The next epoch is as it would have been.
+        """
+        self._turns = (self.epoch, (*self._turns_now(), (self.position, salt)))
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next index will come from."""
         names = ("length", "seed", "shuffle", "epoch", "position")
-        return {name: getattr(self, name) for name in names}
+        state = {name: getattr(self, name) for name in names}
+        return {**state, "turns": self._turns_now()} if self._turns_now() else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where ``state`` was taken.
@@ -77,6 +86,7 @@ class PermutationSampler(Sampler[int]):
         try:
             length, seed, shuffle = int(state["length"]), int(state["seed"]), bool(state["shuffle"])
             epoch, position = int(state["epoch"]), int(state["position"])
+            turns = tuple((int(place), int(salt)) for place, salt in state.get("turns", ()))
         except (KeyError, TypeError, ValueError) as exc:
             raise InvalidInput(f"not a state of a PermutationSampler: it has {sorted(state)}") from exc
         if length != self.length:
@@ -84,6 +94,7 @@ class PermutationSampler(Sampler[int]):
         if not 0 <= position <= length:
             raise InvalidInput(f"position {position} is not within the {length} indices of the state")
         self.seed, self.shuffle, self.epoch, self.position = seed, shuffle, epoch, position
+        self._turns = (epoch, turns)
         self._is_restored = True
 
     def _begin(self) -> None:
@@ -93,13 +104,13 @@ class PermutationSampler(Sampler[int]):
         self._is_restored = False
 
     def _rest(self) -> Iterator[int]:
-        epoch, position = self.epoch, self.position
+        epoch, position, turns = self.epoch, self.position, self._turns_now()
         while position < self.length:
             for index in self._permutation()[position : position + _CHUNK].tolist():
                 position += 1
                 self.position = position
                 yield index
-                if (self.epoch, self.position) != (epoch, position):
+                if (self.epoch, self.position, self._turns_now()) != (epoch, position, turns):
                     return  # the sampler was sent elsewhere meanwhile
 
     def _batches_of_rest(self, size: int, *, drop_last: bool) -> Iterator[list[int]]:
@@ -113,19 +124,27 @@ class PermutationSampler(Sampler[int]):
         if self.epoch == epoch:
             self.position = self.length
 
+    def _turns_now(self) -> tuple[tuple[int, int], ...]:
+        return self._turns[1] if self._turns[0] == self.epoch else ()
+
     def _permutation(self) -> torch.Tensor:
-        key = (self.seed, self.shuffle, self.epoch)
+        key = (self.seed, self.shuffle, self.epoch, self._turns_now())
         if self._order is None or self._order[0] != key:
             self._order = (key, _permutation(self.length, *key))
         return self._order[1]
 
 
-def _permutation(length: int, seed: int, shuffle: bool, epoch: int) -> torch.Tensor:
-    if not shuffle:
-        return torch.arange(length)
+def _permutation(length: int, seed: int, shuffle: bool, epoch: int, turns: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    order = _shuffled(length, _mixed(seed, epoch)) if shuffle else torch.arange(length)
+    for position, salt in turns:
+        rest = order[position:]
+        order[position:] = rest[_shuffled(len(rest), _mixed(_mixed(_mixed(seed, epoch), position), salt))]
+    return order
+
+
+def _shuffled(length: int, seed: int) -> torch.Tensor:
     # Torch's generator is a Mersenne Twister, which neighbouring seeds leave apart only after mixing them well.
-    generator = torch.Generator().manual_seed(_mixed(seed, epoch))
-    return torch.randperm(length, generator=generator)
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
 def _mixed(seed: int, epoch: int) -> int:

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -21,6 +21,7 @@ from .capture.runner import Line, Staged
 from .capture.stage import CopyJob
 from .config import BackPressure
 from .errors import Closed, InvalidInput, Torn
+from .lineage import refs as lineage_refs
 from .lineage.states import State, Value
 from .objects import Adapted
 from .policy.cadence import Cadence
@@ -28,6 +29,7 @@ from .restore import RestoreReport
 from .tree import Flat, encode_values, flatten
 
 if TYPE_CHECKING:
+    from .guard import Data, Guard
     from .repository import Repository
 
 __all__ = ["Tracker"]
@@ -64,7 +66,9 @@ class Tracker:
         self._plan: Plan | None = None
         self._eager_paths: set[str] = set()
         self._pending: CopyJob | None = None
+        self._newest: str | None = None
         self._is_driven = False
+        self._is_sent_back = False
         self._is_closed = False
         self._pid = os.getpid()
         self.step = 0
@@ -96,11 +100,17 @@ class Tracker:
             raise InvalidInput(f"accumulate is {accumulate}: it counts the batches of a step, from 1")
         self._is_driven = True
         try:
-            for batch in loader:
-                self.micro_step = (self.micro_step + 1) % accumulate
-                if self.micro_step == 0:
-                    self.step += 1
-                yield batch
+            while True:
+                self._is_sent_back = False
+                for batch in loader:
+                    self.micro_step = (self.micro_step + 1) % accumulate
+                    if self.micro_step == 0:
+                        self.step += 1
+                    yield batch
+                    if self._is_sent_back:
+                        break
+                else:
+                    return
         finally:
             self._is_driven = False
 
@@ -163,6 +173,7 @@ class Tracker:
         finally:
             if not job.is_copied.is_set():
                 self._pending = job
+        self._newest = handle.uid
         return handle
 
     def fence(self) -> None:
@@ -183,14 +194,33 @@ class Tracker:
         self._check_usable()
         self.fence()
         self._runner.flush()
-        state = self._repository.state(rev)
-        report = self._restore_objects(state, only=only, strict=strict)
-        if self._line.tip is None:
-            self._repository.branch(self._line.branch, state.uid)
-        elif self._line.tip[0] != state.uid:
-            self._repository.move(self._line.branch, state.uid, expected=self._line.tip[0])
-        self._line.tip = (state.uid, state.digest)
-        return report
+        return self._go_back(self._repository.state(rev), only=only, strict=strict)
+
+    def guard(
+        self,
+        *,
+        spike: float | None = 6.0,
+        patience: int = 2,
+        window: int = 64,
+        back: int = 1,
+        data: Data = "skip",
+        limit: int = 5,
+        keep: Sequence[str] = (),
+    ) -> Guard:
+        """Watch over the loss: on NaN, infinity or a spike the last good state comes back from memory. See ``guard.Guard``.
+
+        A spike is ``patience`` losses in a row more than ``spike`` deviations above the median of the last ``window`` (None: only NaN and
+        infinity are trouble; ``policy.spikes`` has the rule). The first rewind goes back by ``back`` good states, each further one in a
+        row by twice as many, and no more than ``limit`` in a row are made; ``window`` normal losses end the row. ``data``: ``skip`` goes
+        on with the batches that follow, ``reshuffle`` takes those since then again in another order. ``keep`` names what else of the
+        tracked is not to go back, such as a count of batches. A branch without a state gets its first one now.
+
+        :raises InvalidInput: one of these means nothing, or there is no order of the data that could be changed.
+        """
+        from .guard import Guard  # few guard
+
+        self._check_usable()
+        return Guard(self, spike=spike, patience=patience, window=window, back=back, data=data, limit=limit, keep=keep)
 
     def close(self) -> None:
         """Take the hooks off and make the branch's head durable; idempotent.
@@ -216,8 +246,31 @@ class Tracker:
                 raise
             _log.exception("closing the tracker of branch %s failed", self.branch)
 
-    def _restore_objects(self, state: State, *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
-        self.report = self._repository._restore(state, {**self._objects, **self.values}, only=only, strict=strict)
+    def _go_back(
+        self,
+        state: State,
+        *,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        without: Collection[str] = (),
+        reason: str = "move",
+    ) -> RestoreReport:
+        """Put a state back, but for the objects ``without``, and the branch with it; ``reason`` is for the reflog. Nothing is in flight."""
+        report = self._restore_objects(state, only=only, strict=strict, without=without)
+        if self._line.tip is None:
+            self._repository.branch(self._line.branch, state.uid)
+        elif self._line.tip[0] != state.uid:
+            with self._repository._changing(state) as (session, uid):
+                lineage_refs.move(session, self._line.branch, uid, expected=self._line.tip[0], reason=reason)
+        self._line.tip = (state.uid, state.digest)
+        self._newest = state.uid
+        return report
+
+    def _restore_objects(
+        self, state: State, *, only: str | Sequence[str] | None, strict: bool, without: Collection[str] = ()
+    ) -> RestoreReport:
+        into = {name: found for name, found in {**self._objects, **self.values}.items() if name not in without}
+        self.report = self._repository._restore(state, into, only=only, strict=strict)
         self.values.update({key: value for key, value in self.report.values.items() if key in self.values})
         self.step, self.micro_step = state.step, state.micro_step
         self._plan = None

@@ -10,6 +10,7 @@ import pytest
 import datastates
 
 PUBLIC = {
+    *("Ensemble", "Guard", "Prediction", "Rewind"),
     *("Ambiguous", "BackPressure", "Capture", "Closed", "Config", "Conflict", "Corrupt", "DatastatesError", "InvalidInput"),
     *("NotFound", "OverBudget", "PermutationSampler", "Ref", "RefEvent", "Repository", "RestoreReport", "Run", "State", "Status"),
     *(
