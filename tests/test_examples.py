@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import datastates.demo
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -26,10 +28,27 @@ def test_stopped_and_started_again_resume_takes_the_steps_of_one_that_never_stop
     assert "".join(parts) == whole
 
 
+@pytest.mark.slow
+def test_leave_out_tree_saves_what_its_plan_said_and_is_not_trained_twice(tmp_path: Path) -> None:
+    first, again = (run("leave_out_tree.py", "study", 400, 2, 2, cwd=tmp_path) for _ in range(2))
+
+    assert first.startswith("400 pictures of ")
+    for variant in ("1", "1.1", "1.2", "2", "2.1", "2.2"):
+        assert f"\n│ {variant} " in first
+    assert first.count("│ done ") == 6
+    assert "W_N/W_D: 2.485 of the plan, 2.485 as the lineage has it (6.6 epochs)" in first, "16.4 / 6.6"
+    assert first == again, "the same states"
+
+
 def test_demo_example_is_the_code_that_the_demo_command_runs() -> None:
     assert (EXAMPLES / "demo.py").resolve() == Path(datastates.demo.__file__).resolve()
 
 
 def test_every_example_is_run_here() -> None:
     shared = {"fashion.py"}  # what examples import: tests/workflows/test_fashion
-    assert {path.name for path in EXAMPLES.glob("*.py")} - shared == {"clone_between_processes.py", "demo.py", "resume.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} - shared == {
+        "clone_between_processes.py",
+        "demo.py",
+        "leave_out_tree.py",
+        "resume.py",
+    }

@@ -176,22 +176,29 @@ def leave_out(
     fan_out: int = 2,
     schedule: Schedule | ScheduleName = "flat",
     seen: Sequence[str] = (),
+    always: Sequence[str] = (),
 ) -> Plan:
     """The tree of variants that each leave out, and are validated on, a part of what their parent left out.
 
     Variant ``2`` leaves out the second of ``fan_out`` groups of subsets, its child ``2.1`` the first ``fan_out``-th of that group, and is
     trained on all else, what ``2`` left out and it does not included. So no variant is validated on what an ancestor was trained on
     (the leave-out tree of CANDLE's challenge problem). What is cut unevenly differs by one subset. ``epochs`` are those of the first
-    stage; ``epochs_at`` says how they fall.
+    stage; ``epochs_at`` says how they fall. ``always`` are never left out: what the start was trained on, if nothing that it has
+    ``seen`` is to be validated on.
 
-    :raises InvalidInput: there are fewer subsets than leaves.
+    :raises InvalidInput: there are fewer subsets to leave out than leaves.
     """
     if depth < 1 or fan_out < 2:
         raise InvalidInput(f"a tree of depth {depth} and fan-out {fan_out}: give it a depth of at least 1, a fan-out of at least 2")
-    if len(subsets) < fan_out**depth:
-        raise InvalidInput(f"{len(subsets)} subsets for {fan_out**depth} leaves: cut the data into at least as many, see cut()")
+    if unknown := sorted(set(always) - set(subsets)):
+        raise InvalidInput(f"always names {unknown[0]!r}, which is no subset: there are {', '.join(map(repr, subsets))}")
+    parted = _without(subsets, always)
+    if len(parted) < fan_out**depth:
+        raise InvalidInput(
+            f"{len(parted)} subsets to leave out, for {fan_out**depth} leaves: cut the data into at least as many, see cut()"
+        )
     variants = []
-    for name, held in _parts(tuple(subsets), fan_out, depth):
+    for name, held in _parts(parted, fan_out, depth):
         stage = name.count(".") + 1
         parent = name.rpartition(".")[0] or None
         variants.append(Variant(name, parent, epochs_at(schedule, epochs, stage, depth), {}, _without(subsets, held), held))

@@ -155,6 +155,13 @@ def test_tree_leaves_out_ever_smaller_parts_and_never_validates_on_what_an_ances
     assert len(plan) == sum(fan_out**stage for stage in range(1, depth + 1))
 
 
+def test_what_the_start_has_seen_leaks_nothing_where_it_is_never_left_out() -> None:
+    plan = leave_out(ABC, depth=1, epochs=1, seen=["b"], always=["b"])
+    assert [(variant.train, variant.validation) for variant in plan.variants] == [(("b", "c"), ("a",)), (("a", "b"), ("c",))]
+    assert plan.leaks() == {}
+    assert leave_out(ABC, depth=1, epochs=1, seen=["b"]).leaks() == {"2": ("b",)}
+
+
 def test_variants_are_named_by_their_path() -> None:
     plan = leave_out(cut(8, 8), depth=3, epochs=1)
     names = ["1", "1.1", "1.1.1", "1.1.2", "1.2", "1.2.1", "1.2.2", "2", "2.1", "2.1.1", "2.1.2", "2.2", "2.2.1", "2.2.2"]
@@ -193,7 +200,9 @@ def test_no_stage_has_less_than_one_epoch(schedule: str) -> None:
         (lambda: kfold(3, epochs=1), "3 folds of nothing"),
         (lambda: kfold(ABC, epochs=1, samples=3), "both subsets and samples"),
         (lambda: kfold({"a": (0, 1), "b": (1, 2)}, epochs=1), "validated on 1 samples"),
-        (lambda: leave_out(ABC, depth=2, epochs=1), "3 subsets for 4 leaves"),
+        (lambda: leave_out(ABC, depth=2, epochs=1), "3 subsets to leave out, for 4 leaves"),
+        (lambda: leave_out(ABC, depth=1, epochs=1, always=["a", "b"]), "1 subsets to leave out, for 2 leaves"),
+        (lambda: leave_out(ABC, depth=1, epochs=1, always=["x"]), "always names 'x', which is no subset: there are 'a', 'b', 'c'"),
         (lambda: leave_out(ABC, depth=0, epochs=1), "a tree of depth 0"),
         (lambda: leave_out(ABC, depth=1, fan_out=1, epochs=1), "fan-out 1"),
         (lambda: leave_out(ABC, depth=1, epochs=1, schedule="cubic"), "no schedule 'cubic': choose one of flat, linear, log, sqrt"),  # type: ignore[arg-type]
