@@ -20,11 +20,13 @@ from datastates.lineage.states import State, Value
 
 from . import record, worker
 from .claim import Claim, holder
+from .describe import announce
 from .executors import Processes
 from .job import Assignment, Stop
 from .plan import Plan, Variant
 from .progress import Display, display_for
 from .result import Exploration, read_study
+from .work import prefix_epochs, work
 from .worker import Explorer, Outcome, Share, Task, Train
 
 if TYPE_CHECKING:
@@ -92,6 +94,8 @@ def explore(
         if executor is None:
             _check_pickles(train, stop)
         pool = stack.enter_context(_Pool(executor, workers=_room(len(plan), threads)))
+        if progress:
+            announce(study, plan, work(plan, prefix_epochs=prefix_epochs(repo, origin.uid)))
         display = stack.enter_context(display_for(study, plan, progress=progress))
         run = _Run(repo, study, plan, origin, known, pool, task, display, retries, presence.close)
         run.until_done()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -9,27 +10,32 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
 import datastates
-from datastates import Config, PermutationSampler, Repository
+from datastates import Config, PermutationSampler, Repository, Tracker
 from datastates.workflows import Plan, Variant
 from datastates.workflows.job import Job, seed_everything
+from datastates.workflows.record import make_durable
 
 ROWS = 400
 BATCH = 50
 FAULTS = "DATASTATES_TEST_FAULTS"
+EVERY_STATE = Config(memory_bytes=96 << 20, durable_every=1, durable_interval_s=None)
 CONFIG = Config(memory_bytes=96 << 20, durable_interval_s=None)
 
 
 @cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Images and labels."""
-    data = load_digits()
-    return torch.tensor(data.data[:ROWS] / 16, dtype=torch.float32), torch.tensor(data.target[:ROWS])
+    folder = (importlib.util.find_spec("sklearn") or pytest.skip("scikit-learn is not installed")).submodule_search_locations
+    assert folder is not None
+    data = np.loadtxt(Path(folder[0]) / "datasets" / "data" / "digits.csv.gz", delimiter=",", max_rows=ROWS)  # importing it takes seconds
+    return torch.tensor(data[:, :-1] / 16, dtype=torch.float32), torch.tensor(data[:, -1], dtype=torch.int64)
 
 
 def build(config: Any) -> tuple[nn.Module, torch.optim.Optimizer, PermutationSampler]:
@@ -71,12 +77,12 @@ def train(job: Job) -> None:
             group["lr"] = job.config.get("lr", 1e-2)
     for epoch in job.epochs():
         loss = one_epoch(model, optimizer, sampler, run)
-        meet(job.variant.name, epoch)
+        meet(job.variant.name, epoch, run)
         job.report(loss=loss)
 
 
-def meet(variant: str, epoch: int) -> None:
-    """The faults that ``faults`` planned for this place: once each, or always."""
+def meet(variant: str, epoch: int, run: Tracker) -> None:
+    """The faults that ``faults`` planned for this place: once each, or always. What was captured before is durable by then."""
     folder = os.environ.get(FAULTS)
     if folder is None:
         return
@@ -84,6 +90,8 @@ def meet(variant: str, epoch: int) -> None:
     what, is_always = plan.get(f"{variant}:{epoch}", (None, False))
     if what is None or not (first(Path(folder) / f"met-{variant}-{epoch}") or is_always):
         return
+    if run.head is not None:
+        make_durable(run._repository, run.head.uid)
     match what:
         case "raise":
             raise ValueError(f"planned for {variant}")

