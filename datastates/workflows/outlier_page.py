@@ -11,7 +11,7 @@ import numpy as np
 from .outlier_picture import thumbnail
 from .outlier_report import OutlierReport, SampleScore
 from .outlier_style import LEGEND, POLICY, STYLE
-from .outlier_table import number
+from .outlier_table import losses_of, number
 
 __all__ = ["page"]
 
@@ -26,7 +26,7 @@ def page(
         _facts(report),
         f"<h2>All samples by how far they stand out</h2>{_histogram(report)}",
         *([f"<h2>Most suspicious</h2>{_gallery(top, show, describe)}"] if show is not None else []),
-        f"<h2>The {len(top)} highest ranked</h2>{_samples(top, describe)}",
+        f"<h2>The {len(top)} highest ranked</h2>{_samples(top, losses_of(report), describe)}",
         LEGEND,
         *([f"<h2>Subsets</h2>{_subsets(report)}"] if report.subsets else []),
         f"<h2>What was read</h2>{_sources(report)}",
@@ -92,23 +92,15 @@ def _gallery(samples: Sequence[SampleScore], show: Callable[[int], object], desc
     return f'<div class="gallery">{"".join(figures)}</div>'
 
 
-def _samples(samples: Sequence[SampleScore], describe: Callable[[int], str] | None) -> str:
-    names = [
-        "rank",
-        "sample",
-        "percentile",
-        "± spread",
-        "lineage loss",
-        "held-out loss",
-        "suspect",
-        *(["what"] if describe is not None else []),
-    ]
+def _samples(samples: Sequence[SampleScore], losses: Sequence[tuple[str, str]], describe: Callable[[int], str] | None) -> str:
+    names = ["rank", "sample", "percentile", "± spread", *(heading for heading, _ in losses), "suspect"]
     rows = []
     for sample in samples:
         values = [str(sample.rank), str(sample.index), number(sample.score), number(sample.spread)]
-        values += [number(sample.lineage_loss), number(sample.held_out_loss), "yes" if sample.is_suspect else ""]
+        values += [number(getattr(sample, field)) for _, field in losses]
+        values.append("yes" if sample.is_suspect else "")
         rows.append([*values, *([describe(sample.index)] if describe is not None else [])])
-    return _table(names, rows, text={"what"}, hot={"suspect"})
+    return _table([*names, *(["what"] if describe is not None else [])], rows, text={"what"}, hot={"suspect"})
 
 
 def _subsets(report: OutlierReport) -> str:
@@ -129,8 +121,9 @@ def _sources(report: OutlierReport) -> str:
     rows = []
     for source in report.sources:
         held = "" if source.held_out is None else str(len(source.held_out))
-        rows.append([source.name, str(len(source.states)), f"{source.states[0].step} to {source.states[-1].step}", held])
-    return _table(["branch", "states", "steps", "samples held out"], rows, text={"branch"})
+        read = f"{len(source.states)} of {source.of}"
+        rows.append([source.name, read, str(source.gone), f"{source.states[0].step} to {source.states[-1].step}", held])
+    return _table(["branch", "states read", "bytes gone", "steps", "samples held out"], rows, text={"branch"})
 
 
 def _skipped(report: OutlierReport) -> str:

@@ -42,7 +42,7 @@ class SampleScore:
     is_suspect: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OutlierReport:
     """Printed by rich, it is a table. ``sources`` are the branches that were read, ``skipped`` what could not be."""
 
@@ -55,6 +55,9 @@ class OutlierReport:
 
     def __len__(self) -> int:
         return len(self.scores.score)
+
+    def __repr__(self) -> str:
+        return f"<OutlierReport: {int(self.selection.suspects.sum())} suspects among {len(self)} samples>"
 
     def samples(self) -> Iterator[SampleScore]:
         """Every sample, the most suspicious first."""
@@ -97,7 +100,7 @@ class OutlierReport:
             "count": len(self),
             "noise_rate": self.selection.noise_rate,
             "is_noise_rate_estimated": self.selection.is_estimated,
-            "cost_epochs": {**asdict(self.cost), "total": self.cost.total},
+            "cost_epochs": {**asdict(self.cost), "unrecorded": list(self.cost.unrecorded), "total": self.cost.total},
             "sources": [_source(source) for source in self.sources],
             "skipped": [asdict(skipped) for skipped in self.skipped],
             "subsets": [{key: _known(value) for key, value in asdict(subset).items()} for subset in self.subsets],
@@ -166,4 +169,5 @@ def _known(value: Any) -> Any:
 
 def _source(source: Source) -> dict[str, Any]:
     held_out = None if source.held_out is None else len(source.held_out)
-    return {"branch": source.name, "held_out": held_out, "states": [{"uid": state.uid, "step": state.step} for state in source.states]}
+    states = [{"uid": state.uid, "step": state.step} for state in source.states]
+    return {"branch": source.name, "held_out": held_out, "states": states, "of": source.of, "gone": source.gone}

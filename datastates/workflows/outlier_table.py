@@ -14,7 +14,7 @@ from .subset_scores import SubsetScore
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["number", "summary", "tables"]
+__all__ = ["losses_of", "number", "summary", "tables"]
 
 TOP = 15
 
@@ -22,7 +22,7 @@ TOP = 15
 def tables(report: OutlierReport, *, most: int = TOP, describe: Callable[[int], str] | None = None) -> Iterator[RenderableType]:
     """The summary, the highest ranked samples, the subsets. ``describe(index)`` adds a line to each sample."""
     yield Text("\n".join(summary(report)))
-    yield _samples(report.top(most), describe)
+    yield _samples(report.top(most), losses_of(report), describe)
     if report.subsets:
         yield _subsets(report.subsets[:most])
 
@@ -55,22 +55,30 @@ def _read(report: OutlierReport) -> str:
     for kind, held in (("along the lineage", False), ("of variants that held samples out", True)):
         sources = [source for source in report.sources if (source.held_out is not None) is held]
         if sources:
-            states = sum(len(source.states) for source in sources)
-            parts.append(f"{states} states {kind} ({len(sources)} {'branch' if len(sources) == 1 else 'branches'})")
-    return ", ".join(parts)
+            states, of = sum(len(source.states) for source in sources), sum(source.of for source in sources)
+            parts.append(f"{states} of {of} states {kind} ({len(sources)} {'branch' if len(sources) == 1 else 'branches'})")
+    gone = sum(source.gone for source in report.sources)
+    return ", ".join(parts) + (f"; {gone} have no bytes any more" if gone else "")
 
 
-def _samples(samples: Sequence[SampleScore], describe: Callable[[int], str] | None) -> Table:
+def losses_of(report: OutlierReport) -> list[tuple[str, str]]:
+    """The kinds of loss that the report has, as heading and field of a sample."""
+    held = any(source.held_out is not None for source in report.sources)
+    along = any(source.held_out is None for source in report.sources)
+    return [*([("lineage loss", "lineage_loss")] if along else []), *([("held-out loss", "held_out_loss")] if held else [])]
+
+
+def _samples(samples: Sequence[SampleScore], losses: Sequence[tuple[str, str]], describe: Callable[[int], str] | None) -> Table:
     table = Table(title="Most suspicious samples", title_justify="left")
-    for name in ("rank", "sample", "percentile", "± spread", "lineage loss", "held-out loss"):
+    for name in ("rank", "sample", "percentile", "± spread", *(heading for heading, _ in losses)):
         table.add_column(name, justify="right")
     table.add_column("suspect")
     if describe is not None:
         table.add_column("what", overflow="ellipsis", no_wrap=True)
     for sample in samples:
-        losses = (number(sample.lineage_loss), number(sample.held_out_loss))
+        values = (number(getattr(sample, field)) for _, field in losses)
         what = [] if describe is None else [Text(describe(sample.index))]
-        row = (str(sample.rank), str(sample.index), number(sample.score), number(sample.spread), *losses)
+        row = (str(sample.rank), str(sample.index), number(sample.score), number(sample.spread), *values)
         table.add_row(*row, "yes" if sample.is_suspect else "", *what)
     return table
 

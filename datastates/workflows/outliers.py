@@ -51,7 +51,8 @@ def outliers(
     ``batch`` indices at a time. ``subsets`` (the plan's, if not given) are scored too. ``steps_per_epoch`` tells what training cost where
     the states do not record an ``epoch``. ``on_progress`` is told how many states of how many are done.
 
-    What cannot be restored is skipped; the report says what and why.
+    What cannot be restored is skipped; the report says what and why. The more epochs have their bytes, the better: of a study whose
+    repository has ``Config(durable_every=1)`` every epoch is read, else often only the last of each variant.
 
     :raises NotFound: there is no such branch or study.
     :raises InvalidInput: an argument does not fit; the loss is not one number a sample.

@@ -20,11 +20,16 @@ __all__ = ["Gathered", "Skipped", "Source", "gather", "pick"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One branch: the states of it that are to be read, oldest first, and the samples that it held out, if it is known for that."""
+    """One branch: the states of it that are to be read, oldest first, and the samples that it held out, if it is known for that.
+
+    It has ``of`` states of its own; of ``gone`` ones the bytes are gone.
+    """
 
     name: str
     states: tuple[State, ...]
     held_out: Rows | None = None
+    of: int = 0
+    gone: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +63,15 @@ class Gathered:
         if epochs is None:
             self.unrecorded.append(name)
         self.training += epochs or 0.0
+        own = [state for state in own if state.step > 0]  # before the first step nothing was learned
+        gone = sum(not state.status.is_restorable for state in own)
         picked = pick(own, self.states, begin)
         if picked:
-            self.sources.append(Source(name, tuple(picked), held_out))
+            self.sources.append(Source(name, tuple(picked), held_out, len(own), gone))
         else:
-            why = f"none of its {len(own)} states has its bytes any more" if own else "all its states belong to the branches before it"
+            why = (
+                f"none of its {len(own)} states has its bytes any more" if own else "it has no state after step 0 that no other branch has"
+            )
             self.skipped.append(Skipped(name, why))
 
     def cost(self, passes: float) -> OutlierCost:
@@ -114,7 +123,7 @@ def _add_study(found: Gathered, repo: Repository, study: str, plan: Plan | None)
     names = [variant.name for variant in plan.variants] if plan is not None else _members(repo, refs, study)
     if f"start/{study}" in refs:
         log = repo.log(f"start/{study}")[::-1]
-        if any(state.uid not in found.seen for state in log):
+        if any(state.uid not in found.seen and state.step > 0 for state in log):
             found.add(f"start/{study}", log)
     elif not any(f"{study}/{name}" in refs for name in names):
         known = sorted({name.partition("/")[2] for name in refs if name.startswith("start/")})
