@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import datastates
-from datastates.workflows import Job, cut, describe, explore, leave_out, prefix_epochs, work, work_done
+from datastates.workflows import Job, cut, explore, leave_out, prefix_epochs, work, work_done
 
 STUDY = "tree"
 PREFIX = 5
@@ -75,8 +75,8 @@ def main(folder: str, count: int, depth: int, epochs: int) -> None:
         console.print(f"{name}; a prefix of {PREFIX} epochs on {len(base)} of them")
         train_prefix(repo, images[: len(base)], labels[: len(base)], samples)
         planned = work(plan, prefix_epochs=prefix_epochs(repo, "main"))
-        console.print(describe(plan, planned))
 
+        # on a terminal it shows the plan and its cost first
         report = explore(repo, "main", plan, train, study=STUDY, config={"samples": samples})
 
         console.print(report.table())

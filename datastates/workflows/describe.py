@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+import logging
+
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from .plan import Plan, Variant
 from .work import Work
 
-__all__ = ["describe"]
+__all__ = ["announce", "describe"]
+
+_log = logging.getLogger("datastates")
+
+
+def announce(study: str, plan: Plan, work: Work, console: Console | None = None) -> None:
+    """Say what is to be run before it is: all of it on a terminal, a line of the log elsewhere."""
+    console = console or Console(stderr=True)
+    if console.is_terminal:
+        console.print(Text(f"study {study}: ", style="bold"), end="")
+        console.print(describe(plan, work))
+        return
+    _log.info("study %s: %s; %s", study, _headline(plan), _cost(work))
+    if leaks := plan.leaks():
+        _log.warning("study %s: %s", study, _warning(plan, leaks))
 
 
 def describe(plan: Plan, work: Work, *, limit: int = 40) -> RenderableType:
