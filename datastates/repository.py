@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import networkx as nx
     from sqlalchemy.orm import Session
 
+    from .diff import Diff
     from .ensembles import Ensemble
     from .merging import MergeOptions
     from .serving import Server
@@ -375,6 +376,19 @@ class Repository:
             return view.graph(session, of=of, **options)
 
     # --- made of several states --------------------------------------------------------------------------------------------
+
+    def diff(
+        self, old: str, new: str, *, only: str | Sequence[str] | None = None, on_progress: Callable[[int, int], None] | None = None
+    ) -> Diff:
+        """What changed between two states: each tensor's norms, distance, cosine, largest change, changed fraction; metrics, config, code.
+
+        Needs memory for a few tensors only; what both hold in the same chunks is not read. ``only`` is as in ``load``.
+
+        :raises Unavailable: the bytes of one of them are gone.
+        """
+        from .diff import diff
+
+        return diff(self, old, new, only=only, on_progress=on_progress)
 
     def merge(
         self,

@@ -15,7 +15,7 @@ from .shell import AsJson, Repo, Shell
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["register"]
+__all__ = ["progress_of", "register"]
 
 Rev = Annotated[str, typer.Argument(metavar="REV", help="A state: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)]
 
@@ -56,7 +56,7 @@ def restore(
         taken = [str(path) for path in plan if path.exists()]
         if taken and not force:
             raise InvalidInput(f"{', '.join(taken)} would be replaced: name another place, or add --force")
-        with _progress(shell) as progress:
+        with progress_of(shell) as progress:
             total = 2 * sum(file.bytes_total for file in plan.values())
             bar = progress.add_task(f"restoring {state.uid[:10]}", total=total)
             export(plan, on_progress=lambda count: progress.advance(bar, count))
@@ -83,7 +83,7 @@ def verify(context: typer.Context, rev: Rev, repo: Repo = None, as_json: AsJson 
     shell.write(f"state {state.uid} (step {state.step}): {size_text(state.bytes_total)}, every byte as it was captured")
 
 
-def _progress(shell: Shell) -> Progress:
+def progress_of(shell: Shell) -> Progress:
     """On standard error, and only for people."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
