@@ -16,7 +16,7 @@ from .manifest import Manifest
 if TYPE_CHECKING:
     from .repository import Repository
 
-__all__ = ["abandon", "lacks_parents", "land", "make_room", "missing_ancestry"]
+__all__ = ["abandon", "lacks_parents", "land", "make_room", "make_tag", "missing_ancestry"]
 
 _log = logging.getLogger("datastates")
 
@@ -95,12 +95,13 @@ def land(
             memory.remove(state.uid)
         raise
     for tag in tags:
-        _make_tag(repository, tag)
+        make_tag(repository, tag)
     repository._runner().adopt(state.uid)
     return now
 
 
-def _make_tag(repository: Repository, tag: Ref) -> None:
+def make_tag(repository: Repository, tag: Ref) -> None:
+    """Take over a tag; one whose name is taken, or that names nothing here, is left out with a warning. Branches are not taken over."""
     if tag.kind is not RefKind.TAG:
         return
     try:

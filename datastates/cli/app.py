@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from datastates.errors import DatastatesError
 
-from . import clone, doctor, history, payload, refs, serve, setup
+from . import bundle, clone, diff, doctor, history, payload, refs, serve, setup
 from .exits import INTERRUPTED, code_of, complain
 from .shell import AsJson, Globals, Repo
 
@@ -79,7 +79,17 @@ def _begin(
     context.obj = Globals(repo, packs, as_json)
 
 
-for _register in (setup.register, history.register, refs.register, payload.register, serve.register, clone.register, doctor.register):
+for _register in (
+    setup.register,
+    history.register,
+    refs.register,
+    diff.register,
+    payload.register,
+    bundle.register,
+    serve.register,
+    clone.register,
+    doctor.register,
+):
     _register(app)
 
 
