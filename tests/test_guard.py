@@ -71,7 +71,7 @@ class Training:
         loss = F.cross_entropy(self.model(inputs), labels)
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)  # and let NaN through, as a training without a scaler does
-        found: dict[str, Any] = self.scaler._per_optimizer_states[id(self.optimizer)]
+        found: Any = self.scaler._per_optimizer_states[id(self.optimizer)]
         found["found_inf_per_device"] = {torch.device("cpu"): torch.zeros(())}
         rate = self.optimizer.param_groups[0]["lr"]
         if self.seen in self.hot:
@@ -93,7 +93,7 @@ class Training:
                     after(run, guard)
                     continue
                 self.losses.append(float(loss))
-                run.capture(metrics={"loss": loss})
+                run.capture(metrics={"loss": float(loss)})
                 if run.step >= steps:
                     break
         return guard

@@ -21,9 +21,12 @@ from .describe import describe
 from .executors import Processes, RayExecutor, SerialExecutor
 from .explorer import explore
 from .job import Job
+from .members import Member, Population
 from .outlier_report import OutlierReport, SampleScore
 from .outliers import outliers
 from .plan import Plan, Variant
+from .population import Perturb, perturbed, population
+from .reconfigure import reconfigure
 from .result import Exploration, Progress, Result, read_study
 from .storage import Storage, storage
 from .work import Work, prefix_epochs, work, work_done
@@ -34,8 +37,11 @@ __all__ = [
     "Exploration",
     "Job",
     "LogUniform",
+    "Member",
     "OutlierReport",
+    "Perturb",
     "Plan",
+    "Population",
     "Processes",
     "Progress",
     "RayExecutor",
@@ -56,8 +62,11 @@ __all__ = [
     "kfold",
     "leave_out",
     "outliers",
+    "perturbed",
+    "population",
     "prefix_epochs",
     "read_study",
+    "reconfigure",
     "repeat",
     "sample",
     "storage",
