@@ -158,12 +158,12 @@ def test_work_in_the_lineage_is_the_formula(tmp_path: Path, schedule: str) -> No
 
 
 def failing(job: Job) -> None:
-    """Variant ``2`` ends after an epoch."""
+    """Variants ``1.2`` and ``2`` end after an epoch."""
     images, labels, _ = load(COUNT)
     model, optimizer = build(images[0].numel())
     job.track(model=model, optimizer=optimizer)
     for epoch in job.epochs():
-        if job.variant.name == "2" and epoch == 1:
+        if job.variant.name in ("1.2", "2") and epoch == 1:
             raise ValueError("enough")
         one_epoch(model, optimizer, images, labels)
         job.report(val_loss=0.0)
@@ -174,8 +174,11 @@ def test_study_that_is_not_over_has_the_work_done_so_far(tmp_path: Path) -> None
     with begin(tmp_path, epochs=2) as repo:
         assert not explore(repo, "main", plan, failing, SerialExecutor(), study="tree", retries=0, progress=False)
         repo.branch("tree/2.1", "main")  # forked, and nothing reported yet
-        # 1 and its children as planned, one epoch of 2, nothing of its children
-        assert work_done(repo, "tree") == Work(2 + 3 / 2 + 2 * 3 * 3 / 4 + 1 / 2, 5 / 2 + 2 * 8 * 3 / 4 + 3 / 2, 2.0)
+        begun = Work(2 + 3 / 2 + 4 * 3 / 4 + 1 / 2, 5 / 2 + (8 + 6) * 3 / 4 + 3 / 2, 2.0)
+        assert work_done(repo, "tree") == begun, "1 and 1.1 as planned, one epoch of 1.2 and of 2, nothing below 2"
+
+        repo.move("tree/1.2", "done/tree/1", expected="tree/1.2")  # as when its worker died and what it reported is lost
+        assert work_done(repo, "tree") == Work(begun.tree_epochs - 3 / 4, begun.scratch_epochs - 6 * 3 / 4, 2.0)
 
 
 def test_study_from_another_study_counts_its_path_as_the_prefix(tmp_path: Path) -> None:
