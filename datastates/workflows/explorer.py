@@ -26,6 +26,7 @@ from .job import Assignment, Stop
 from .plan import Plan, Variant
 from .progress import Display, display_for
 from .result import Exploration, read_study
+from .storage import storage
 from .work import prefix_epochs, work
 from .worker import Explorer, Outcome, Share, Task, Train
 
@@ -99,7 +100,8 @@ def explore(
         display = stack.enter_context(display_for(study, plan, progress=progress))
         run = _Run(repo, study, plan, origin, known, pool, task, display, retries, presence.close)
         run.until_done()
-        return read_study(repo, study, plan, config=config, errors=run.errors, reused=run.reused)
+        report = read_study(repo, study, plan, config=config, errors=run.errors, reused=run.reused)
+        return replace(report, storage=storage(repo, study))
 
 
 class _Run:
@@ -157,7 +159,7 @@ class _Run:
         name = variant.name
         self._attempts[name] += 1
         parent = self._origin if variant.parent is None else self._done[variant.parent]
-        flight = _Flight(self._head(name))
+        flight = _Flight(parent, self._epochs_behind(name, parent))
         self._display.begun(name, self._attempts[name])
         try:
             future = self._pool.submit(self._task(variant, parent))
@@ -205,7 +207,7 @@ class _Run:
         if not self._pool.mend():
             self._attempts[name] = self._retries + 1
             what += "; the executor is broken: pass a function that makes one"
-        elif self._head(name) != flight.head:
+        elif self._epochs_behind(name, flight.parent) > flight.epochs:
             self._attempts[name] -= 1
         self._failed(name, f"{what}: {error}", "")
 
@@ -214,9 +216,8 @@ class _Run:
 
         recover(self._repo._database, self._repo._local, self._repo.node)
 
-    def _head(self, name: str) -> str | None:
-        ref = record.refs_of(self._repo).get(record.branch_of(self._study, name))
-        return None if ref is None else ref.state
+    def _epochs_behind(self, name: str, parent: State) -> int:
+        return len(record.reports(self._repo, self._study, name, parent))
 
     def _look(self) -> None:
         """Tell the display what was reported since the last look."""
@@ -252,9 +253,10 @@ class _Run:
 
 @dataclass(slots=True)
 class _Flight:
-    """A variant that is at work: where its branch stood when it was submitted, and what the display has seen."""
+    """A variant that is at work: what it comes from, what it had reported when it was submitted, what the display has seen."""
 
-    head: str | None
+    parent: State
+    epochs: int
     shown: str | None = None
     future: Future[Outcome] | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -98,16 +99,17 @@ class _Row:
 
 
 class Screen:
-    """A table that is kept up to date."""
+    """A table that is kept up to date; ``clock`` counts seconds."""
 
-    def __init__(self, study: str, plan: Plan, console: Console) -> None:
+    def __init__(self, study: str, plan: Plan, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._study, self._rows = study, {variant.name: _Row(variant.epochs) for variant in plan.variants}
         self._live = Live(self._table(), console=console, refresh_per_second=4)
 
     def begun(self, variant: str, attempt: int) -> None:
         """Its clock runs from here."""
         row = self._rows[variant]
-        row.how, row.began, row.began_at = "training", time.monotonic(), row.epoch
+        row.how, row.began, row.began_at = "training", self._clock(), row.epoch
         row.seen.clear()
         self._live.update(self._table())
 
@@ -115,7 +117,7 @@ class Screen:
         """Its epoch and metrics, and so what is left."""
         row = self._rows[variant]
         row.epoch, row.metrics = int(state.attributes.get(record.EPOCH) or 0), _metrics(state)
-        row.seen[row.epoch] = time.monotonic()
+        row.seen[row.epoch] = self._clock()
         self._live.update(self._table())
 
     def ended(self, variant: str, how: str) -> None:

@@ -14,6 +14,7 @@ from datastates.lineage.states import State, Value
 
 from . import record
 from .plan import Plan
+from .storage import Storage
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
@@ -50,13 +51,17 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """A study as the lineage has it; ``results`` are in the order of the plan. It is true when all variants are done."""
+    """A study as the lineage has it; ``results`` are in the order of the plan. It is true when all variants are done.
+
+    ``storage`` says what its states take on disk, when ``explore`` made it.
+    """
 
     study: str
     start: State
     plan: Plan
     results: Mapping[str, Result]
     config: Mapping[str, Value] = field(default_factory=dict)
+    storage: Storage | None = None
 
     def __bool__(self) -> bool:
         return all(result.progress is Progress.DONE for result in self.results.values())
@@ -94,6 +99,7 @@ class Exploration:
     def table(self) -> Table:
         """What a terminal shows."""
         table = Table("variant", "from", "progress", "epochs", "state", title=f"study {self.study}", title_justify="left")
+        table.caption = None if self.storage is None else str(self.storage)
         names = sorted({key for each in self for key in each.metrics})
         for name in names:
             table.add_column(name, justify="right")

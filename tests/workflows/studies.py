@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -17,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import datastates
-from datastates import Config, PermutationSampler, Repository, Tracker
+from datastates import Config, PermutationSampler, Repository, State, Tracker
+from datastates.tree import flatten
 from datastates.workflows import Plan, Variant
 from datastates.workflows.job import Job, seed_everything
 from datastates.workflows.record import make_durable
@@ -140,13 +142,30 @@ def tree(epochs: int = 2) -> Plan:
 
 def essence(repo: Repository, study: str, plan: Plan) -> dict[str, list[tuple[str, int, dict[str, float]]]]:
     """What two runs of a study must have in common, bit for bit: by variant its states' digests, steps and metrics since the start."""
-    start = repo.state(f"start/{study}")
-    found = {}
-    for variant in plan.variants:
-        path = repo.log(f"done/{study}/{variant.name}")
-        own = path[: [state.uid for state in path].index(start.uid)]
-        found[variant.name] = [(state.digest, state.step, state.metrics) for state in own]
-    return found
+    return {name: [(state.digest, state.step, state.metrics) for state in path] for name, path in _paths(repo, study, plan).items()}
+
+
+def contents(repo: Repository, study: str, plan: Plan) -> dict[str, list[tuple[str, int, dict[str, float]]]]:
+    """As ``essence``, but for Python's own generator of random numbers, from which other threads of a process may draw."""
+    return {
+        name: [(_content(repo.load(state.uid)), state.step, state.metrics) for state in path]
+        for name, path in _paths(repo, study, plan).items()
+    }
+
+
+def _paths(repo: Repository, study: str, plan: Plan) -> dict[str, list[State]]:
+    start = repo.state(f"start/{study}").uid
+    found = {variant.name: repo.log(f"done/{study}/{variant.name}") for variant in plan.variants}
+    return {name: path[: [state.uid for state in path].index(start)] for name, path in found.items()}
+
+
+def _content(tree: dict[str, Any]) -> str:
+    del tree["rng"]["python"]
+    flat = flatten(tree)
+    found = hashlib.sha256(repr((flat.values, [leaf.path for leaf in flat.tensors])).encode())
+    for leaf in flat.tensors:
+        found.update(leaf.tensor.numpy().tobytes())
+    return found.hexdigest()
 
 
 def counts(repo: Repository) -> dict[str, int]:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import datastates
-from datastates import InvalidInput
-from datastates.workflows import RayExecutor, SerialExecutor, explore
-from tests.workflows.studies import EVERY_STATE, counts, essence, prefix, train, tree
+from datastates import InvalidInput, Repository
+from datastates.workflows import Plan, RayExecutor, SerialExecutor, explore
+from tests.workflows.studies import EVERY_STATE, contents, counts, essence, faults, prefix, train, tree
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
@@ -33,14 +33,26 @@ def need(module: str, install: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed: pip install {install}")
 
 
+Essence = Callable[[Repository, str, Plan], dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the plan gives in this process."""
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository of the plan in this process."""
+    folder = tmp_path_factory.mktemp("expected")
     with SerialExecutor() as executor:
-        return explored(tmp_path_factory.mktemp("expected"), executor)
+        explored(folder, executor)
+    return folder / "runs"
 
 
-def explored(folder: Path, executor: Executor) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def expected(reference: Path) -> dict[str, Any]:
+    """What the plan gives in this process."""
+    with datastates.open(reference) as repo:
+        return essence(repo, "s", PLAN)
+
+
+def explored(folder: Path, executor: Executor, of: Essence = essence) -> dict[str, Any]:
     """What the plan gives on an executor; a second call there finds all of it done."""
     with prefix(folder / "runs", config=EVERY_STATE) as repo:
         report = explore(repo, "main", PLAN, train, executor, study="s", progress=False)
@@ -48,7 +60,7 @@ def explored(folder: Path, executor: Executor) -> dict[str, Any]:
         before = counts(repo)
         assert explore(repo, "main", PLAN, train, executor, study="s", progress=False)
         assert counts(repo) == before
-        return essence(repo, "s", PLAN)
+        return of(repo, "s", PLAN)
 
 
 @pytest.mark.slow
@@ -95,24 +107,29 @@ def dask(folder: Path, *, workers: int, threads: int) -> Iterator[Executor]:
 
 @pytest.mark.slow
 @need("distributed", "distributed")
-def test_dask(tmp_path: Path, expected: dict[str, Any]) -> None:
-    with dask(tmp_path, workers=2, threads=1) as executor:
-        assert explored(tmp_path, executor) == expected
+def test_dask(tmp_path: Path, reference: Path) -> None:
+    """Threads of Dask's own draw from Python's generator meanwhile."""
+    with dask(tmp_path, workers=2, threads=1) as executor, datastates.open(reference) as repo:
+        assert explored(tmp_path, executor, contents) == contents(repo, "s", PLAN)
 
 
 @pytest.mark.slow
 @need("distributed", "distributed")
-def test_workers_of_several_threads_are_refused(tmp_path: Path) -> None:
+def test_workers_of_several_threads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in faults(tmp_path / "faults", low="0:hang", high="0:hang").items():
+        monkeypatch.setenv(key, value)
     with (
         dask(tmp_path, workers=1, threads=2) as executor,
-        pytest.raises(InvalidInput, match=r"two variants at once in one process .* threads_per_worker=1"),
+        pytest.raises(InvalidInput, match=r"two variants at once in one process .*threads_per_worker=1"),
     ):
         explored(tmp_path, executor)
 
 
 @pytest.mark.slow
 @need("parsl", "parsl")
-def test_parsl(tmp_path: Path, expected: dict[str, Any]) -> None:
+def test_parsl(tmp_path: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # its interchange is a program there
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     parsl: Any = importlib.import_module("parsl")
     pools, providers = importlib.import_module("parsl.concurrent"), importlib.import_module("parsl.providers")
     provider = providers.LocalProvider(init_blocks=1, max_blocks=1)

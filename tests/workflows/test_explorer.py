@@ -323,6 +323,9 @@ def test_a_result_is_found_by_name_and_by_metric(repo: Repository) -> None:
         report["x"]
     assert [result.variant for result in report] == [variant.name for variant in PLAN.variants]
     assert report.table().row_count == len(report) == 5
+    assert report.storage is not None
+    assert report.table().caption == str(report.storage)
+    assert report.storage.states >= 6, "the start and what the tags name are on disk"
 
 
 def test_a_study_is_read_back_by_another_process_s_repository(repo: Repository, tmp_path: Path) -> None:
