@@ -181,15 +181,15 @@ def compile_plan(
 def _lay_out(
     flat: Flat, specs: list[TensorSpec], sources: list[_Source], aliases: list[tuple[int, torch.Tensor, object]], frozen: Collection[int]
 ) -> Plan:
-    still = [source for source in sources if id(source.tensor) in frozen]
-    moving = [source for source in sources if id(source.tensor) not in frozen]
+    # Large ones in the order of the leaves, whether still or not: what a prefix trained and a variant freezes then fills the same chunks,
+    # up to the first that the variant trains.
+    still_small, still_large = _by_size([source for source in sources if id(source.tensor) in frozen])
     # Small tensors together: what is copied before ``capture`` returns then takes one ``split`` of one chunk or two.
-    small = [source for source in moving if source.flat.numel() < DEFER_BYTES]
-    large = [source for source in moving if source.flat.numel() >= DEFER_BYTES]
+    small, large = _by_size([source for source in sources if id(source.tensor) not in frozen])
     sizes: list[list[int]] = []
     eager: list[list[tuple[int, torch.Tensor]]] = []
     deferred: list[list[tuple[int, torch.Tensor]]] = []
-    for group in (still, small, large):
+    for group in (still_small, still_large, small, large):
         # Falling item size keeps every tensor aligned to its item without padding.
         group.sort(key=lambda source: (-source.tensor.element_size(), source.leaf))
         position = len(sizes) * CHUNK_BYTES
@@ -220,6 +220,12 @@ def _lay_out(
         is_on_device=any(source.flat.is_cuda for source in sources),
         eager_bytes=sum(source.flat.numel() for source in sources if not source.is_deferred),
     )
+
+
+def _by_size(sources: list[_Source]) -> tuple[list[_Source], list[_Source]]:
+    """The small and the large ones."""
+    small = [source for source in sources if source.flat.numel() < DEFER_BYTES]
+    return small, [source for source in sources if source.flat.numel() >= DEFER_BYTES]
 
 
 def _place(

@@ -13,12 +13,12 @@ from datastates import Config, Tracker
 STUDY = "fine"
 
 
-def make(seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """20 MiB of parameters, of which the last layer's 4 MiB are trained."""
+def make(seed: int, *, is_frozen: bool = True) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """20 MiB of parameters, of which the last layer's 4 MiB are trained; or all."""
     torch.manual_seed(seed)
-    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(5)))
-    model[:4].requires_grad_(False)
-    return model, torch.optim.SGD(model[4].parameters(), lr=0.1)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(5)))
+    model[:4].requires_grad_(not is_frozen)
+    return model, torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -33,10 +33,10 @@ def open_at(folder: Path) -> datastates.Repository:
     return datastates.open(folder, config=Config(memory_bytes=128 << 20, durable_interval_s=None))
 
 
-def begin(folder: Path) -> None:
+def begin(folder: Path, *, is_frozen: bool = True) -> None:
     """The start, as the study's tag."""
     with open_at(folder) as repo:
-        model, optimizer = make(0)
+        model, optimizer = make(0, is_frozen=is_frozen)
         with repo.track(model=model, optimizer=optimizer) as run:
             step(model, optimizer)
             run.capture().wait("durable")
@@ -46,7 +46,7 @@ def begin(folder: Path) -> None:
 def fork(repo: datastates.Repository, number: int, start: str = f"start/{STUDY}") -> Tracker:
     """One variant with one epoch reported."""
     model, optimizer = make(100 + number)
-    run = repo.track(model=model, optimizer=optimizer, branch=f"{STUDY}/{number}", start=start)
+    run = repo.track(model=model, optimizer=optimizer, branch=f"{STUDY}/{number}", start=start, strict=False)
     torch.manual_seed(number)
     step(model, optimizer)
     run.capture(attributes={"study": STUDY, "variant": str(number), "epoch": 1})

@@ -42,6 +42,14 @@ def test_sixteen_variants_of_a_model_frozen_to_four_fifths_take_a_quarter_of_ful
     assert str(found).startswith("17 states in 84.")
 
 
+def test_variants_share_what_the_prefix_trained_and_they_freeze(tmp_path: Path) -> None:
+    begin(tmp_path, is_frozen=False)
+    for number in range(3):
+        fork_alone(tmp_path, number)
+    with open_at(tmp_path) as repo:
+        assert storage(repo, "fine").ratio == pytest.approx((1 + 3 * 0.2) / 4, rel=0.02)
+
+
 def test_variants_forked_from_memory_before_it_is_on_disk_share_it_too(tmp_path: Path) -> None:
     with open_at(tmp_path) as repo:
         model, optimizer = make(0)
