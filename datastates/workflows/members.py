@@ -92,13 +92,13 @@ class Population:
 
     def picture(self) -> Text:
         """The lineage, newest round first, as ``datastates log --graph`` draws it, with one line for each member and round."""
-        alive = [(member, member.state) for member in self.members if member.state is not None]
-        uids = {member.variant: state.uid for member, state in alive}
-        rows: list[tuple[State, str]] = [(replace(self.start, parents=()), f"start  {self.start.uid[:10]}")]
-        for member, state in alive:
-            parent = self.start.uid if member.parent is None else uids[member.parent]
-            rows.append((replace(state, parents=(parent,)), self._line(member)))
-        rows.reverse()
+        uids = {member.variant: member.state.uid for member in self.members if member.state is not None}
+        rows: list[tuple[State, str]] = []
+        for member in sorted(self.members, key=lambda each: (-each.round, each.number)):
+            if member.state is not None:
+                parent = self.start.uid if member.parent is None else uids[member.parent]
+                rows.append((replace(member.state, parents=(parent,)), self._line(member)))
+        rows.append((replace(self.start, parents=()), f"start  {self.start.uid[:10]}"))
         lines: list[str] = []
         for drawn, (_, text) in zip(draw(lanes(state for state, _ in rows)), rows, strict=True):
             lines += [*drawn.before, f"{drawn.node}  {text}", *drawn.after]
