@@ -17,7 +17,7 @@ from datastates import Conflict, InvalidInput, NotFound, Repository, State, Stat
 from datastates.workflows import Exploration, Job, Plan, Progress, SerialExecutor, Variant, explore, read_study
 from datastates.workflows.claim import Claim
 from datastates.workflows.record import claim_name, claims_folder
-from tests.workflows.studies import FAULTS, build, counts, essence, faults, prefix, train, tree
+from tests.workflows.studies import FAULTS, build, counts, essence, faults, meet, one_epoch, prefix, train, tree
 
 PLAN = tree()
 
@@ -260,6 +260,20 @@ def test_a_seed_counts_at_the_fork_only(repo: Repository) -> None:
     assert draws["child"] == float(torch.rand(()))  # it goes on where its parent's generator stands
 
 
+def test_what_the_start_has_not_begins_the_same_everywhere_and_is_restored_whole_later(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan((Variant("a", None, 2),))
+    with prefix(tmp_path / "other") as other:
+        torch.manual_seed(99)
+        assert go(other, plan, with_a_new_head)
+        for key, value in faults(tmp_path / "faults", a="1:raise").items():
+            monkeypatch.setenv(key, value)
+        torch.manual_seed(7)
+        assert go(repo, plan, with_a_new_head)
+        assert essence(repo, "s", plan) == essence(other, "s", plan)
+
+
 def test_only_one_explorer_at_a_time(repo: Repository) -> None:
     with Claim.take(claims_folder(repo), claim_name(repo, "s"), "process 7 on moon") or pytest.fail("it is free"):
         with pytest.raises(Conflict, match="study 's' is being explored by process 7 on moon"):
@@ -336,6 +350,19 @@ def test_a_study_is_read_back_by_another_process_s_repository(repo: Repository, 
 
 def refuse(job: Job) -> None:
     raise AssertionError(f"{job.variant.name} is trained again")
+
+
+def with_a_new_head(job: Job) -> None:
+    """Of the start it takes the model alone; the head and its optimizer are new."""
+    model, _, sampler = build(job.config)
+    head = torch.nn.Linear(10, 10)
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=1e-2)
+    both = torch.nn.Sequential(model, head)
+    run = job.track(model=model, head=head, optimizer=optimizer, sampler=sampler, only="model", strict=False)
+    for epoch in job.epochs():
+        loss = one_epoch(both, optimizer, sampler, run)
+        meet(job.variant.name, epoch, run)
+        job.report(loss=loss)
 
 
 def reports_nothing(job: Job) -> None:

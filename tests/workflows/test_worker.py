@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -180,6 +181,20 @@ def test_a_claim_is_one_process_s_and_ends_with_it(tmp_path: Path) -> None:
             assert Claim.take(tmp_path, "thing", "ours again") is None
     assert holder(tmp_path, "thing") is None
     assert not (tmp_path / "thing").exists()
+
+
+def test_a_claim_is_on_the_file_that_others_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last holder takes the file away between our open and our lock."""
+    lock = fcntl.lockf
+
+    def late(fd: int, how: int) -> None:
+        monkeypatch.undo()
+        (tmp_path / "thing").unlink()
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    with Claim.take(tmp_path, "thing", "ours") or pytest.fail("it is free"):
+        assert (tmp_path / "thing").read_text() == "ours"
 
 
 def test_what_a_task_shows_holds_no_secret(repo: Repository) -> None:
