@@ -1,7 +1,8 @@
 """The main job: capture every step of a real training, fork three variants of it, and prove that a resume is bit-exact.
 
 A small byte-level GPT learns the Python standard library's own source. The end of a shared prefix is tagged ``warm``; ``main``
-goes on past it, three variants fork from it, and a fresh process resumes from it and must repeat the losses of ``main``.
+goes on past it, three variants fork from it, and a fresh process resumes from it and must repeat the losses of ``main``. Last,
+two runs on pictures, of which some labels were made wrong on purpose, tell by their lineage which these are.
 
     python -m datastates.demo [FOLDER] [--short]
 """
@@ -28,6 +29,7 @@ from torch.optim.lr_scheduler import LinearLR
 import datastates
 from datastates import PermutationSampler, Repository
 from datastates.demo_model import FULL, GPT, SHORT, Size, Text, read_text
+from datastates.demo_outliers import find_outliers, show_outliers
 from datastates.demo_report import Cost, Outcome, examine, show
 from datastates.errors import InvalidInput
 
@@ -107,6 +109,7 @@ def run_demo(root: Path, *, short: bool = False, console: Console | None = None)
             resume_afresh(root, partial(progress.advance, bar), short=short)
         outcome = examine(repo, root / "losses.png", costs)
         show(outcome, repo, console)
+    show_outliers(find_outliers(root / "pictures", size), console)
     return outcome
 
 

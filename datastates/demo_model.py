@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much the main job trains; the steps are counted from the root of the lineage."""
+    """How much the main job trains, in steps from the root of the lineage; on how many pictures, and for how many epochs, it ends."""
 
     shape: Shape
     batch: int
@@ -38,10 +38,22 @@ class Size:
     variants: int
     resumed: int
     evaluate_every: int
+    pictures: int
+    epochs: int
 
 
-FULL = Size(Shape(layers=5), batch=8, warm=100, main=200, variants=180, resumed=140, evaluate_every=10)
-SHORT = Size(Shape(layers=1, heads=2, width=32, context=32), batch=4, warm=6, main=12, variants=10, resumed=12, evaluate_every=2)
+FULL = Size(Shape(layers=5), batch=8, warm=100, main=200, variants=180, resumed=140, evaluate_every=10, pictures=6000, epochs=8)
+SHORT = Size(
+    Shape(layers=1, heads=2, width=32, context=32),
+    batch=4,
+    warm=6,
+    main=12,
+    variants=10,
+    resumed=12,
+    evaluate_every=2,
+    pictures=800,
+    epochs=4,
+)
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from fashion import load
+from fashion import CLOTHES, load
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,8 +20,6 @@ from torch.nn import functional as F
 import datastates
 from datastates import Config, Repository
 from datastates.workflows import outliers
-
-CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 
 def build(pixels: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import shutil
 import signal
 import subprocess
@@ -75,6 +76,21 @@ def test_demo_prints_the_graph_the_proof_the_best_state_the_cost_and_the_picture
     for name in ("main", "warm", "low-lr", "no-dropout", "other-order", "resumed"):
         assert name in output
     assert (root / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_ends_with_the_labels_that_were_made_wrong(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    root, done = demo
+    last = re.search(r"(\d+) of (\d+) suspects are among the (\d+) that were made wrong", done.stdout)
+
+    assert last is not None
+    found, suspects, wrong = map(int, last.groups())
+    assert wrong == SHORT.pictures // 10
+    assert found / suspects > 0.7
+    assert found / wrong > 0.4
+    assert "1/3 epoch each" in done.stdout
+    assert (root / "outliers.html").read_text().count("data:image/png") == 100
+    with datastates.open(root / "pictures") as repo:
+        assert [len(repo.log(f"seed-{seed}")) for seed in (0, 1)] == [SHORT.epochs, SHORT.epochs]
 
 
 def test_lanes_are_cut_and_not_folded_on_a_narrow_terminal(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

@@ -1,7 +1,11 @@
-"""Every example runs as a user runs it: as a script, in its own process. ``demo.py`` in test_demo, the clone in test_clone_example."""
+"""Every example runs as a user runs it: as a script, in its own process.
+
+``demo.py`` in test_demo, the clone in test_clone_example, the soup in test_soup_example.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,15 +44,32 @@ def test_leave_out_tree_saves_what_its_plan_said_and_is_not_trained_twice(tmp_pa
     assert first == again, "the same states"
 
 
+@pytest.mark.slow
+def test_find_outliers_finds_labels_that_were_made_wrong_and_is_not_trained_twice(tmp_path: Path) -> None:
+    first, again = (run("find_outliers.py", "found", 800, 4, 2, cwd=tmp_path) for _ in range(2))
+    found = re.search(r"(\d+) of (\d+) suspects are among the 80 labels that were made wrong", first)
+
+    assert first.startswith("800 pictures of ")
+    assert found is not None
+    assert int(found[1]) / int(found[2]) > 0.7
+    assert int(found[1]) > 32
+    assert first == again, "the same states"
+    assert all((tmp_path / "found" / f"outliers.{suffix}").stat().st_size > 1000 for suffix in ("html", "png", "csv"))
+
+
 def test_demo_example_is_the_code_that_the_demo_command_runs() -> None:
     assert (EXAMPLES / "demo.py").resolve() == Path(datastates.demo.__file__).resolve()
 
 
 def test_every_example_is_run_here() -> None:
-    shared = {"fashion.py"}  # what examples import: tests/workflows/test_fashion
+    shared = {"docstrings.py", "fashion.py", "minilm.py"}  # what examples import
     assert {path.name for path in EXAMPLES.glob("*.py")} - shared == {
         "clone_between_processes.py",
         "demo.py",
+        "find_outliers.py",
         "leave_out_tree.py",
+        "pbt.py",
         "resume.py",
+        "rewind.py",
+        "soup.py",
     }

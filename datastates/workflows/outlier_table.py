@@ -70,11 +70,10 @@ def losses_of(report: OutlierReport) -> list[tuple[str, str]]:
 
 def _samples(samples: Sequence[SampleScore], losses: Sequence[tuple[str, str]], describe: Callable[[int], str] | None) -> Table:
     table = Table(title="Most suspicious samples", title_justify="left")
-    for name in ("rank", "sample", "percentile", "± spread", *(heading for heading, _ in losses)):
-        table.add_column(name, justify="right")
-    table.add_column("suspect")
+    for name in ("rank", "sample", "percentile", "± spread", *(heading for heading, _ in losses), "suspect"):
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     if describe is not None:
-        table.add_column("what", overflow="ellipsis", no_wrap=True)
+        table.add_column("what", overflow="ellipsis", no_wrap=True, min_width=12)
     for sample in samples:
         values = (number(getattr(sample, field)) for _, field in losses)
         what = [] if describe is None else [Text(describe(sample.index))]
