@@ -39,9 +39,12 @@ class Claim:
             fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except (BlockingIOError, PermissionError):  # the two that POSIX has for a lock that is held
                 os.close(fd)
                 return None
+            except BaseException:
+                os.close(fd)
+                raise
             if _is_at(fd, path):
                 return cls(path, fd, note)
             os.close(fd)  # its last holder took the file away between our open and our lock
@@ -71,7 +74,7 @@ def holder(folder: Path, name: str) -> str | None:
     except FileNotFoundError:
         return None
     try:
-        with suppress(OSError):
+        with suppress(BlockingIOError, PermissionError):
             fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: those who ask at once do not take each other for the holder
             return None
         return os.pread(fd, 4096, 0).decode()

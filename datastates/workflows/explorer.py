@@ -203,7 +203,10 @@ class _Run:
     def _broke(self, name: str, flight: _Flight, error: BrokenExecutor) -> None:
         """The worker died, or another one of the same pool: who came on meanwhile is not to blame."""
         self._repo_recovers()
-        what = "its worker process died (a crash, the kernel's out-of-memory killer, or a script without `if __name__ == '__main__'`)"
+        what = (
+            "its worker process died (a crash, the kernel's out-of-memory killer, a script without `if __name__ == '__main__'`,"
+            " or a train function that no module has, as in a notebook)"
+        )
         if not self._pool.mend():
             self._attempts[name] = self._retries + 1
             what += "; the executor is broken: pass a function that makes one"

@@ -191,7 +191,10 @@ def _watched(repository: Repository, explorer: Explorer) -> Iterator[Callable[[]
             raise Cancelled(f"the explorer ({explorer.note}) has ended: what was captured stays; explore again to go on")
 
     def is_alive() -> bool:
-        return holder(folder, explorer.claim) == explorer.note
+        try:
+            return holder(folder, explorer.claim) == explorer.note
+        except OSError:  # a file system that stumbles is no news of the explorer
+            return True
 
     if not is_alive():
         if explorer.node == node_name():

@@ -133,7 +133,7 @@ def tree(epochs: int = 2) -> Plan:
         (
             Variant("low", None, epochs, {"lr": 1e-3}),
             Variant("high", None, epochs, {"lr": 3e-2}),
-            Variant("low-a", "low", 1, {"seed": 1}),
+            Variant("low-a", "low", 2, {"seed": 1}),
             Variant("low-b", "low", 1, {"seed": 2}),
             Variant("high-a", "high", 1, {}),
         )

@@ -156,10 +156,10 @@ def test_the_start_is_durable_before_anything_forks(repo: Repository) -> None:
 def test_a_variant_that_was_stopped_half_way_ends_bit_for_bit_as_one_that_was_not(
     repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, Any], how: str
 ) -> None:
-    for key, value in faults(tmp_path / "faults", low=f"1:{how}", high_a=f"0:{how}").items():
+    for key, value in faults(tmp_path / "faults", low=f"1:{how}", low_a=f"1:{how}", high_a=f"0:{how}").items():
         monkeypatch.setenv(key, value)
     if how == "interrupt":
-        for _ in range(2):
+        for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 go(repo)
     else:

@@ -197,6 +197,15 @@ def test_a_claim_is_on_the_file_that_others_see(tmp_path: Path, monkeypatch: pyt
         assert (tmp_path / "thing").read_text() == "ours"
 
 
+@pytest.mark.usefixtures("presence")
+def test_workers_share_the_memory_that_is_free(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "available_memory_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    given = replace(task(repo, "a", "main"), config=replace(CONFIG, memory_bytes=None), threads=2)
+    assert run(given).error is None
+    assert [opened.config.memory_bytes for opened in worker._repositories.values()] == [(1 << 30) // 4 // 4]
+
+
 def test_what_a_task_shows_holds_no_secret(repo: Repository) -> None:
     given = replace(
         task(repo, "a", "main"),
