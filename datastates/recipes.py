@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 import torch
@@ -50,7 +51,7 @@ class Recipe:
     """
 
     method: Method
-    weights: tuple[float, ...]
+    weights: Annotated[tuple[float, ...], msgspec.Meta(min_length=1)]
     only: tuple[str, ...] | None
     rest: str
     decay: float | None = None
@@ -274,13 +275,18 @@ def _limit(part: torch.Tensor, base: torch.Tensor, density: float) -> float:
 def _disjoint(
     parts: Sequence[torch.Tensor], base: torch.Tensor, weights: Sequence[float], limits: Sequence[float], scale: float
 ) -> torch.Tensor:
-    """Of the changes that are kept, the mean of those whose sign has won; where they cancel, or there is none, the base stays."""
+    """Of the changes that are kept, the mean of those whose sign has won; where they cancel, or there is none, the base stays.
+
+    A NaN of any part stays one: it must not pass for a change that was trimmed.
+    """
     changes = [part - base for part in parts]
-    changes = [torch.where(change.abs() >= limit, change, 0.0) for change, limit in zip(changes, limits, strict=True)]
-    elected = _sum(changes, weights).sign()
+    changes = [torch.where(change.abs() < limit, 0.0, change) for change, limit in zip(changes, limits, strict=True)]
+    votes = _sum(changes, weights)
+    elected = votes.sign()
     total, share = torch.zeros_like(base), torch.zeros_like(base)
     for change, weight in zip(changes, weights, strict=True):
         agrees = (change.sign() == elected) & (change != 0)
         total += torch.where(agrees, change * weight, 0.0)
         share += torch.where(agrees, weight, 0.0)
-    return base + torch.where(share > 0, total / share, 0.0) * scale
+    merged = base + torch.where(share > 0, total / share, 0.0) * scale
+    return torch.where(votes.isnan(), math.nan, merged)

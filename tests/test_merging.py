@@ -196,6 +196,16 @@ def test_ties_of_any_numbers(data: st.DataObject, count: int, size: int, density
     assert np.allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("options", [{}, {"method": "slerp"}, {"method": "ties", "base": "base", "density": 0.2}], ids=str)
+def test_what_is_not_a_number_stays_so(repo: Repository, options: dict[str, Any]) -> None:
+    for name, value in (("base", 0.0), ("a", 1.0), ("b", 2.0)):
+        weights = torch.linspace(0.5, 1.5, 20) * value
+        weights[7] = math.nan if name == "b" else 0.0
+        track(repo, name, model={"w": weights})
+    found = arrays(repo, repo.merge(["a", "b"], **options))["w"]
+    assert np.flatnonzero(np.isnan(found)).tolist() == [7]
+
+
 @settings(max_examples=60)
 @given(data=st.data(), count=st.integers(2, 5), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
 def test_a_mean_lies_among_its_parts_and_knows_no_order_of_pieces(data: st.DataObject, count: int, dtype: torch.dtype) -> None:
@@ -530,7 +540,7 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", METHODS, ids=str)
+@pytest.mark.parametrize("options", METHODS, ids=["mean", "weighted", "ema", "ties", "greedy", "all", "part"])
 def test_a_merge_is_made_again_from_its_parents(repo: Repository, options: dict[str, Any]) -> None:
     merged = repo.merge(fork(repo), tag="m", **options)
     assert repo.verify_merge("m").uid == merged.uid
