@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import queue
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.states import State, Value
 
-from . import record, worker
+from . import record
 from .claim import Claim, holder
 from .describe import announce
-from .executors import Processes
 from .job import Assignment, Stop
 from .plan import Plan, Variant
+from .pool import Pool, check_executor, check_pickles
 from .progress import Display, display_for
 from .result import Exploration, read_study
 from .storage import storage
@@ -71,7 +70,7 @@ def explore(
     :raises InvalidInput: the executor, the train function or a name cannot be used; says why.
     :raises KeyboardInterrupt: the study was interrupted; what is there stays, and the same call goes on.
     """
-    _check(plan, study, train, executor, retries=retries, threads=threads)
+    _check(plan, study, train, executor, stop, retries=retries, threads=threads)
     with ExitStack() as stack:
         presence = stack.enter_context(_Presence(repo, study))
         origin = record.tag_start(repo, study, start)
@@ -92,9 +91,7 @@ def explore(
             )
             return Task(repo.location, worker_config, assignment, train, stop, presence.explorer, shared, threads)
 
-        if executor is None:
-            _check_pickles(train, stop)
-        pool = stack.enter_context(_Pool(executor, workers=_room(len(plan), threads)))
+        pool = stack.enter_context(Pool(executor, workers=_room(len(plan), threads)))
         if progress:
             announce(study, plan, work(plan, prefix_epochs=prefix_epochs(repo, origin.uid)))
         display = stack.enter_context(display_for(study, plan, progress=progress))
@@ -114,7 +111,7 @@ class _Run:
         plan: Plan,
         origin: State,
         known: Exploration,
-        pool: _Pool,
+        pool: Pool,
         task: Callable[[Variant, State], Task],
         display: Display,
         retries: int,
@@ -287,46 +284,7 @@ class _Presence:
         self.close()
 
 
-class _Pool:
-    """The executor of a study: the caller's, the caller's recipe for one, or processes of our own."""
-
-    def __init__(self, executor: Executor | Callable[[], Executor] | None, *, workers: int) -> None:
-        self._make: Callable[[], Executor] | None
-        if isinstance(executor, Executor):
-            self._make, self._executor = None, executor
-        else:
-            self._make = executor or (lambda: Processes(workers))
-            self._executor = _checked(self._make())
-        self._is_broken = False
-
-    def submit(self, task: Task) -> Future[Outcome]:
-        """Hand a task over."""
-        if self._is_broken and self._make is not None:
-            self._executor.shutdown(wait=False)
-            self._executor, self._is_broken = _checked(self._make()), False
-        return self._executor.submit(worker.run, task)
-
-    def mend(self) -> bool:
-        """After a worker died: whether tasks can be submitted again."""
-        if not isinstance(self._executor, Processes):  # those mend themselves
-            self._is_broken = True
-        return self._make is not None or not self._is_broken
-
-    def stop(self) -> None:
-        """Ask every worker to stop."""
-        if isinstance(self._executor, Processes):
-            self._executor.terminate()
-
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._make is not None:
-            self._executor.shutdown(wait=kind is None, cancel_futures=True)
-        worker.close_repositories()  # of calls that ran in this process
-
-
-def _check(plan: Plan, study: str, train: Train, executor: object, *, retries: int, threads: int) -> None:
+def _check(plan: Plan, study: str, train: Train, executor: object, stop: Stop | None, *, retries: int, threads: int) -> None:
     for variant in plan.variants:
         record.branch_of(study, variant.name)
         record.done_tag(study, variant.name)
@@ -337,33 +295,12 @@ def _check(plan: Plan, study: str, train: Train, executor: object, *, retries: i
         raise InvalidInput(f"threads is {threads}: a worker needs at least 1")
     if not callable(train):
         raise InvalidInput(f"train is a {type(train).__name__}: pass a function that takes a Job")
-    if isinstance(executor, Executor):
-        _checked(executor)
-    elif executor is not None and not callable(executor):
+    if executor is None:
+        check_pickles(train, stop)
+    elif isinstance(executor, Executor):
+        check_executor(executor)
+    elif not callable(executor):
         raise InvalidInput(f"the executor is a {type(executor).__name__}: pass a concurrent.futures.Executor, or a function that makes one")
-
-
-def _checked(executor: Executor) -> Executor:
-    if isinstance(executor, ThreadPoolExecutor):
-        raise InvalidInput(
-            "variants cannot be trained by threads of one process: they would draw from the same random number generators;"
-            " leave the executor out for processes, or pass SerialExecutor() for one after the other in this process"
-        )
-    context: Any = getattr(executor, "_mp_context", None)
-    if isinstance(executor, ProcessPoolExecutor) and context is not None and context.get_start_method() == "fork":
-        raise InvalidInput(
-            "forked workers would share this process's threads and connections:"
-            " pass ProcessPoolExecutor(…, mp_context=multiprocessing.get_context('spawn')), or leave the executor out"
-        )
-    return executor
-
-
-def _check_pickles(train: Train, stop: Stop | None) -> None:
-    for what, value in (("train", train), ("stop", stop)):
-        try:
-            pickle.dumps(value)
-        except Exception as exc:
-            raise InvalidInput(f"{what} does not pickle, so no other process can call it ({exc}): define it in a module") from exc
 
 
 def _room(variants: int, threads: int) -> int:

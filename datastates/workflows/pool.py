@@ -1,0 +1,87 @@
+"""The executor of a study: what may be one, how tasks reach it, and what is done when it breaks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
+
+from datastates.errors import InvalidInput
+
+from . import worker
+from .executors import Processes
+from .job import Stop
+from .worker import Outcome, Task, Train
+
+__all__ = ["Pool", "check_executor", "check_pickles"]
+
+
+class Pool:
+    """The executor of a study: the caller's, the caller's recipe for one, or processes of our own."""
+
+    def __init__(self, executor: Executor | Callable[[], Executor] | None, *, workers: int) -> None:
+        self._make: Callable[[], Executor] | None
+        if isinstance(executor, Executor):
+            self._make, self._executor = None, executor
+        else:
+            self._make = executor or (lambda: Processes(workers))
+            self._executor = check_executor(self._make())
+        self._is_broken = False
+
+    def submit(self, task: Task) -> Future[Outcome]:
+        """Hand a task over."""
+        if self._is_broken and self._make is not None:
+            self._executor.shutdown(wait=False)
+            self._executor, self._is_broken = check_executor(self._make()), False
+        return self._executor.submit(worker.run, task)
+
+    def mend(self) -> bool:
+        """After a worker died: whether tasks can be submitted again."""
+        if not isinstance(self._executor, Processes):  # those mend themselves
+            self._is_broken = True
+        return self._make is not None or not self._is_broken
+
+    def stop(self) -> None:
+        """Ask every worker to stop."""
+        if isinstance(self._executor, Processes):
+            self._executor.terminate()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._make is not None:
+            self._executor.shutdown(wait=kind is None, cancel_futures=True)
+        worker.close_repositories()  # of calls that ran in this process
+
+
+def check_executor(executor: Executor) -> Executor:
+    """The executor itself, if variants may be trained by it.
+
+    :raises InvalidInput: its workers would share random number generators, or this process's connections.
+    """
+    if isinstance(executor, ThreadPoolExecutor):
+        raise InvalidInput(
+            "variants cannot be trained by threads of one process: they would draw from the same random number generators;"
+            " leave the executor out for processes, or pass SerialExecutor() for one after the other in this process"
+        )
+    context: Any = getattr(executor, "_mp_context", None)
+    if isinstance(executor, ProcessPoolExecutor) and context is not None and context.get_start_method() == "fork":
+        raise InvalidInput(
+            "forked workers would share this process's threads and connections:"
+            " pass ProcessPoolExecutor(…, mp_context=multiprocessing.get_context('spawn')), or leave the executor out"
+        )
+    return executor
+
+
+def check_pickles(train: Train, stop: Stop | None) -> None:
+    """Nothing, if another process can be given these.
+
+    :raises InvalidInput: it cannot; says why.
+    """
+    for what, value in (("train", train), ("stop", stop)):
+        try:
+            pickle.dumps(value)
+        except Exception as exc:
+            raise InvalidInput(f"{what} does not pickle, so no other process can call it ({exc}): define it in a module") from exc
