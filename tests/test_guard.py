@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 import datastates
 from datastates import Config, Guard, InvalidInput, PermutationSampler, Repository, Tracker, Unavailable
+from datastates import guard as guard_module
 from datastates.lineage.states import RefKind
 from datastates.policy.spikes import Spikes
 
@@ -204,13 +205,29 @@ def test_reshuffle_begins_a_new_iteration_of_a_loader(repo: Repository) -> None:
         guard = run.guard(data="reshuffle")
         for batch in run.steps(loader):
             seen.append(batch.tolist())
+            weight.grad = torch.ones(1)
             if guard.rewound(math.nan if len(seen) == 5 else 1.0):
+                assert weight.grad is None, "what only the optimizer knows too"
                 continue
             run.capture()
         assert run.step == 10
     assert len(seen) == 12
     assert sorted(number for batch in (*seen[:3], *seen[5:]) for number in batch) == list(range(40))
     assert seen[5:7] != seen[3:5]
+
+
+def test_reshuffle_never_tries_the_same_order_twice(repo: Repository) -> None:
+    sampler = PermutationSampler(40, seed=1)
+    orders: list[list[int]] = []
+    with repo.track(model=nn.Linear(1, 1), sampler=sampler) as run:
+        guard = run.guard(data="reshuffle", limit=4)
+        for rows in run.steps(sampler.batches(4)):
+            if guard.rewound(math.nan if sampler.position == 12 and len(orders) < 4 else 1.0):
+                orders.append(sampler._permutation().tolist())
+                continue
+            run.capture(attributes={"first": rows[0]})
+    assert len({tuple(order) for order in orders}) == 4
+    assert all(sorted(order) == list(range(40)) for order in orders)
 
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning")  # by torchdata
@@ -343,6 +360,54 @@ def test_no_good_state_at_all_is_an_error_that_says_where_the_bad_one_is(repo: R
         guard = run.guard()
         with pytest.raises(Unavailable, match=r"no good state before it can be restored.*'abandoned/main/1'"):
             guard.rewound(math.nan)
+
+
+def test_a_loss_that_comes_late_is_judged_a_call_later_and_the_last_one_on_demand(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one on a CUDA device; here only the order of things."""
+
+    class Event:
+        def synchronize(self) -> None:
+            pass
+
+    event: Any = Event()
+    of = guard_module._Loss.of
+    monkeypatch.setattr(guard_module._Loss, "of", lambda loss, run: replace(of(loss, run), is_copied=event))
+    with repo.track(weight=nn.Parameter(torch.zeros(1))) as run:
+        guard = run.guard()
+        for number in range(1, 10):
+            if guard.rewound(math.nan if number == 6 else 1.0):
+                assert number == 7
+                continue
+            run.capture()
+        (rewind,) = guard.rewinds
+        assert (rewind.step, rewind.good.step, rewind.branch) == (6, 4, "abandoned/main/6")
+        assert [state.step for state in repo.log(rewind.branch, limit=4)] == [7, 6, 5, 4]
+        assert not guard.rewound(math.inf)
+        assert guard.rewound()
+        assert not guard.rewound()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_loss_on_a_device_is_read_without_stopping_it(repo: Repository) -> None:
+    model = nn.Linear(8, 1).cuda()
+    with repo.track(model=model) as run:
+        guard = run.guard()
+        for number in range(1, 10):
+            loss = model(torch.ones(4, 8, device="cuda")).square().mean() * (math.nan if number == 6 else 1.0)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                is_late = number != 7 and guard.rewound(loss)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert not is_late
+            if number == 7:
+                assert guard.rewound(loss)
+                continue
+            run.capture()
+        assert (guard.rewinds[0].step, guard.rewinds[0].good.step) == (6, 4)
 
 
 def test_a_half_accumulated_step_is_no_place_to_go_back_to(repo: Repository) -> None:
