@@ -17,10 +17,11 @@ from torch import Tensor, nn
 import datastates
 from datastates import Repository
 from datastates.errors import InvalidInput, NotFound, Unavailable
-from datastates.workflows import OutlierReport, Plan, Variant, outliers
+from datastates.workflows import Job, OutlierReport, Plan, SerialExecutor, Variant, explore, kfold, outliers
 from datastates.workflows.losses import LossOf
 from datastates.workflows.scores import Floats, percentiles
 
+from . import planted
 from .planted import COUNT, EPOCHS, FLIPPED, LATER, WARM, build, digits, loss, make, plan, thirds
 
 
@@ -253,3 +254,29 @@ def test_arguments_that_do_not_fit_are_refused_with_what_would(repo: Repository)
         options: dict[str, Any] = {**wrong}
         with pytest.raises(InvalidInput, match=f"{next(iter(wrong))} is 0:"):
             asked("seed-0", **options)
+
+
+def test_what_explore_trained_is_read_by_its_plan(tmp_path: Path) -> None:
+    folds = kfold(2, epochs=2, samples=COUNT)
+
+    def train(job: Job) -> None:
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        job.track(model=model, optimizer=optimizer)
+        for _ in job.epochs():
+            for batch in torch.tensor(job.train).split(32):
+                optimizer.zero_grad()
+                loss(model, batch).mean().backward()
+                optimizer.step()
+            job.report()
+
+    with datastates.open(tmp_path, config=datastates.Config(durable_every=1)) as repo:
+        planted.train(repo, "main", torch.arange(COUNT), 2)
+        explore(repo, "main", folds, train, SerialExecutor(), study="folds", progress=False)
+        report = outliers(repo, study="folds", plan=folds, model=build(), loss=loss, count=COUNT)
+
+    assert [(source.name, len(source.states)) for source in report.sources][1:] == [(f"folds/{each.name}", 2) for each in folds.variants]
+    assert not report.skipped
+    assert not np.isnan(report.scores.held_out).any()
+    assert report.cost.training == pytest.approx(2 + 2), "the prefix, and two epochs of each half"
+    assert found_among_all(report.scores.score) > 0.9
