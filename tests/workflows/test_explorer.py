@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from datastates import Conflict, InvalidInput, NotFound, Repository, State, Stat
 from datastates.workflows import Exploration, Job, Plan, Progress, SerialExecutor, Variant, explore, read_study
 from datastates.workflows.claim import Claim
 from datastates.workflows.record import claim_name, claims_folder
-from tests.workflows.studies import FAULTS, build, counts, essence, faults, meet, one_epoch, prefix, train, tree
+from tests.workflows.studies import CONFIG, FAULTS, build, counts, essence, faults, meet, one_epoch, prefix, train, tree
 
 PLAN = tree()
 
@@ -138,17 +140,23 @@ def test_a_start_that_moved_on_is_refused(repo: Repository) -> None:
     assert go(repo, Plan((Variant("a"), Variant("b"))), start="start/s")
 
 
-def test_the_start_is_durable_before_anything_forks(repo: Repository) -> None:
-    model, optimizer, sampler = build({})
+def test_the_start_is_durable_before_anything_forks(tmp_path: Path) -> None:
+    forked = threading.Event()
     statuses = []
 
     def looking(job: Job) -> None:
-        statuses.append(repo.state("start/s").status)
+        forked.set()
+        statuses.append(opened.state("start/s").status)
         train(job)
 
-    with repo.track(model=model, optimizer=optimizer, sampler=sampler) as run:
-        assert run.capture().wait().status is Status.CAPTURED
-        go(repo, Plan((Variant("a"),)), looking)
+    def slow(step: str) -> None:
+        forked.wait(0.3)
+
+    with prefix(tmp_path / "runs", config=replace(CONFIG, on_step=slow)) as opened:
+        model, optimizer, sampler = build({})
+        with opened.track(model=model, optimizer=optimizer, sampler=sampler) as run:
+            assert run.capture().wait().status is Status.CAPTURED
+            go(opened, Plan((Variant("a"),)), looking)
     assert statuses == [Status.DURABLE]
 
 
