@@ -130,9 +130,7 @@ def _lay_out(specs: list[TensorSpec], lengths: Sequence[int]) -> tuple[list[Tens
         if its_group != group or position % dtype_of(spec.dtype).itemsize:
             group, position = its_group, len(ends) * CHUNK_BYTES
         placed[at] = msgspec.structs.replace(spec, shards=(Shard((0,) * len(spec.shape), spec.shape, position, length),))
+        for chunk in range(position // CHUNK_BYTES, -(-(position + length) // CHUNK_BYTES) if length else 0):
+            ends[chunk:] = [min(CHUNK_BYTES, position + length - chunk * CHUNK_BYTES)]
         position += length
-        while len(ends) * CHUNK_BYTES < position:
-            ends.append(min(CHUNK_BYTES, position - len(ends) * CHUNK_BYTES))
-        if length:
-            ends[(position - 1) // CHUNK_BYTES] = position - (position - 1) // CHUNK_BYTES * CHUNK_BYTES
     return placed, tuple(ends)
