@@ -101,6 +101,10 @@ def test_nothing_is_a_suspect_where_all_are_alike() -> None:
     assert not select(bare(np.zeros(100))).suspects.any()
 
 
+def test_most_samples_are_never_suspects() -> None:
+    assert estimate(np.concatenate([np.zeros(5), np.linspace(100, 101, 95)])) == 0.5
+
+
 def test_given_rate_takes_that_share_of_what_is_known() -> None:
     scores = bare(np.array([5.0, NAN, 1.0, 4.0, 2.0]))
 
