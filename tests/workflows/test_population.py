@@ -104,6 +104,12 @@ def test_a_copy_has_the_state_of_the_better_one_and_a_changed_configuration(repo
         assert rates[-1] != rates[-2]
         assert each.config["seed"] != donor.config["seed"]
         assert 1e-3 <= rates[-1] <= 1e-1
+    moved = [
+        each
+        for each in copies
+        if each.config["lr"] in {float(str(known[str(each.parent)].config["lr"])) * factor for factor in (0.8, 1.25)}
+    ]
+    assert len(moved) >= 3, "of the donor's, but for the quarter that is drawn anew"
 
 
 def test_the_best_gets_further_than_the_best_of_as_many_that_copy_nobody(repo: Repository) -> None:
