@@ -311,6 +311,24 @@ def test_a_dropped_rest_leaves_the_model_alone(repo: Repository) -> None:
     assert bits(model.state_dict()) == bits(repo.load("lone")["model"])
 
 
+def test_what_is_left_of_a_large_state_is_laid_out_again(repo: Repository) -> None:
+    def parts(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = {"a": torch.randn(700_001), "b": torch.randn(2 * MIB), "c": torch.randn(7), "d": torch.arange(5, dtype=torch.uint8)}
+        return {"first": torch.randn(300_000), "model": model, "other": {"x": torch.randn(MIB), "y": torch.ones(3).double()}}
+
+    heads = [track(repo, f"h{seed}", **parts(seed)) for seed in range(2)]
+
+    merged = repo.merge(heads, rest="drop", tag="m")
+
+    ours = [parts(seed)["model"] for seed in range(2)]
+    for name, value in repo.load("m")["model"].items():
+        expected = (ours[0][name].double() + ours[1][name].double()) / 2
+        assert torch.equal(value, ours[0]["d"] if name == "d" else expected.float())
+    assert merged.bytes_total == sum(tensor.nbytes for tensor in ours[0].values())
+    repo.verify_merge("m")
+
+
 def test_optimizer_state_is_averaged_when_it_is_asked_for_but_its_step_is_counted(repo: Repository) -> None:
     heads = fork(repo)
     merged = repo.merge(heads, only=["model", "optimizer"])
