@@ -123,7 +123,8 @@ class Repository:
         A branch that exists is resumed at its newest restorable state (``resume=False``: Conflict). A branch that does not
         begins a root, or forks from ``start``. ``objects`` are anything with ``state_dict`` and ``load_state_dict``, nested
         containers of those, of tensors and of plain values. ``rng`` captures the random number generators too, ``gradients``
-        the gradients. ``only`` and ``strict`` are as in ``restore``. ``defer=False`` copies everything before ``capture`` returns.
+        the gradients. ``only`` and ``strict`` are as in ``restore``; with ``start``, ``only`` says what a fork takes of it: resumed
+        later it gets back all that it captured. ``defer=False`` copies everything before ``capture`` returns.
 
         :raises Conflict: the branch exists and was not to be resumed, or does not descend from ``start``.
         :raises NotFound: ``start`` names no state.
@@ -134,7 +135,9 @@ class Repository:
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
         if rng:
             objects["rng"] = RngState()
-        begin = self._begin(branch, start, resume=resume)
+        begin, is_resumed = self._begin(branch, start, resume=resume)
+        if is_resumed and start is not None:
+            only = None  # it said what the fork takes of its start; what the fork captured is all its own
         values: dict[str, object] = {name: value for name, value in objects.items() if value is None or isinstance(value, _PLAIN)}
         line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
         config = self.config
@@ -159,15 +162,15 @@ class Repository:
         self._trackers.append(tracker)
         return tracker
 
-    def _begin(self, branch: str, start: str | None, *, resume: bool) -> State | None:
-        """The state that a tracker sets out from; makes the branch of a fork."""
+    def _begin(self, branch: str, start: str | None, *, resume: bool) -> tuple[State | None, bool]:
+        """The state that a tracker sets out from, and whether the branch has come beyond ``start``; makes the branch of a fork."""
         with self._database.read() as session:
             ref = _find_ref(session, branch)
             origin = None if start is None else revision.resolve(session, start)
             if ref is None:
                 if origin is None:
                     lineage_refs.check_name(branch)
-                    return None
+                    return None, False
                 if not origin.status.is_restorable:
                     raise self._gone(session, origin)
             else:
@@ -178,15 +181,17 @@ class Repository:
                 if origin is not None and not walk.is_ancestor(session, origin.uid, ref.state):
                     raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
                 head = walk.state(session, ref.state)
+                begun = origin
                 found = head if head.status.is_restorable else walk.nearest_restorable(session, head.uid)
                 if found is None:
                     raise self._gone(session, head)
                 origin = found
         if ref is None:
             self.branch(branch, origin.uid)
-        elif origin.uid != ref.state:
+            return origin, False
+        if origin.uid != ref.state:
             self.move(branch, origin.uid, expected=ref.state)
-        return origin
+        return origin, begun is None or begun.uid != origin.uid
 
     def _set_out(self, tracker: Tracker, state: State, *, only: str | Sequence[str] | None, strict: bool) -> None:
         tracker._restore_objects(state, only=only, strict=strict)

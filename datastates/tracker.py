@@ -162,7 +162,7 @@ class Tracker:
                 created_at=datetime.now(UTC),
                 message=message,
                 metrics=staged_metrics,
-                attributes=dict(attributes or {}),
+                attributes=_checked(attributes or {}),
             )
             job = staged.job = CopyJob(plan, slots, on_done=lambda _: None)
         except BaseException:
@@ -305,3 +305,11 @@ class Tracker:
             raise Closed(f"the tracker of branch {self.branch} was closed: call repo.track(...) again")
         if threading.current_thread().name.startswith("datastates-"):
             raise InvalidInput("captures are taken on the training thread, not from callbacks of the engine")
+
+
+def _checked(attributes: Mapping[str, Value]) -> dict[str, Value]:
+    """A copy, for the background: what cannot be recorded is refused here, where the caller is."""
+    for key, value in attributes.items():
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            raise InvalidInput(f"attribute {key!r} is {value}, which has more than 64 bits: record it as text")
+    return dict(attributes)

@@ -117,6 +117,29 @@ def test_only_what_is_asked_for_is_restored_and_the_report_says_so(repo: Reposit
     assert sorted(forked.report.restored) == ["model/bias", "model/weight"]
 
 
+def test_a_fork_of_a_part_is_resumed_as_a_whole(repo: Repository) -> None:
+    model = nn.Linear(4, 4)
+    with repo.track(model=model, extra=torch.ones(3)) as run:
+        run.capture()
+    extra = torch.zeros(3)
+    for _ in range(2):  # the second time the fork has no state of its own yet
+        repo.track(model=model, extra=extra, branch="part", start="main", only="model").close()
+        assert extra.tolist() == [0, 0, 0]
+    with repo.track(model=model, extra=extra, branch="part", start="main", only="model") as run:
+        extra += 5
+        run.capture()
+    fresh = torch.zeros(3)
+    repo.track(model=nn.Linear(4, 4), extra=fresh, branch="part", start="main", only="model")
+    assert fresh.tolist() == [5, 5, 5]
+
+
+def test_an_attribute_that_no_manifest_can_hold_is_refused_at_once(repo: Repository) -> None:
+    with repo.track(weight=torch.zeros(3)) as run:
+        with pytest.raises(InvalidInput, match="64 bits"):
+            run.capture(attributes={"seed": 2**64})
+        run.capture(attributes={"seed": 2**64 - 1, "low": -(2**63)}).wait()
+
+
 def test_a_model_that_fits_only_in_part_is_refused_or_reported(repo: Repository) -> None:
     with repo.track(model=nn.Sequential(nn.Linear(4, 4)), rng=False) as run:
         run.capture()
