@@ -135,7 +135,7 @@ def by_both(repo: Repository, data: Data) -> tuple[Found, OutlierReport]:
 def by_cleanlab(data: Data, folds: int = 5) -> Found | None:
     """Confidence in the given label, out of sample; nothing where cleanlab is not installed."""
     try:
-        from cleanlab.rank import get_label_quality_scores  # type: ignore[import-untyped] # it has no types
+        from cleanlab.rank import get_label_quality_scores
     except ImportError:
         out("cleanlab is not installed, and left out: pip install cleanlab")
         return None
