@@ -255,7 +255,7 @@ def test_what_is_half_new_is_not_captured_until_another_clone_heals_it(start: St
 
 def test_of_two_sources_the_other_finishes_what_the_first_began(start: Start) -> None:
     first = start("first", pace_s=PACE_S)
-    second = start("second", pace_s=PACE_S, twin_of=first.url)
+    second = start("second", pace_s=4 * PACE_S, twin_of=first.url)  # so that what comes before the kill comes from the first, too
     mine = make(7, CHUNKS)
     with datastates.connect([first.url, second.url], timeout_s=TIMEOUT_S) as peer, bounded(TIMEOUT_S + 2):
         cloned = peer.clone(first.uid, into={"weights": mine}, atomic=False, on_progress=at_chunk(4, lambda: first.signal(signal.SIGKILL)))
