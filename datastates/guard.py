@@ -26,9 +26,10 @@ from torch.utils.data import DataLoader, Sampler
 from .errors import InvalidInput, NotFound, Unavailable
 from .lineage.refs import check_name
 from .lineage.states import State
+from .objects import parts
 from .policy.spikes import Spikes
 from .sampler import PermutationSampler
-from .soundness import is_sound, parts
+from .soundness import is_sound
 
 if TYPE_CHECKING:
     from .tracker import Tracker

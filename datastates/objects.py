@@ -19,7 +19,7 @@ from .names import Owner, canonical_name, join, parameter_names, split_wrappers
 from .optimizer_state import OptimizerState
 from .rng import RngState
 
-__all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state"]
+__all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state", "parts"]
 
 GRADIENTS = "gradients"
 """The top-level name under which gradients stand: ``gradients/<module>/<parameter>``."""
@@ -40,7 +40,7 @@ class Adapted:
     """
 
     def __init__(self, objects: Mapping[str, object], *, gradients: bool = False) -> None:
-        for path, found in _walk(objects):
+        for path, found in parts(objects):
             _check_trackable(path, found)
         if gradients and GRADIENTS in objects:
             raise InvalidInput(f"the name {GRADIENTS!r} is taken by the gradients: rename that object")
@@ -53,12 +53,12 @@ class Adapted:
     @property
     def modules(self) -> list[nn.Module]:
         """Every tracked module, and what wrappers among them wrap."""
-        return [part for _, found in _walk(self.objects) if isinstance(found, nn.Module) for part in split_wrappers(found)]
+        return [part for _, found in parts(self.objects) if isinstance(found, nn.Module) for part in split_wrappers(found)]
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Every tracked optimizer."""
-        return [found for _, found in _walk(self.objects) if isinstance(found, Optimizer)]
+        return [found for _, found in parts(self.objects) if isinstance(found, Optimizer)]
 
     def tree(self) -> dict[str, object]:
         """Nested plain containers of everything tracked, as it is now; tensors are the live ones, not copies.
@@ -98,7 +98,7 @@ class Adapted:
 
     def models(self) -> list[tuple[str, ModelState]]:
         """The tracked modules by path."""
-        return [(path, self.model_state(path, found)) for path, found in _walk(self.objects) if isinstance(found, nn.Module)]
+        return [(path, self.model_state(path, found)) for path, found in parts(self.objects) if isinstance(found, nn.Module)]
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """The name of each parameter of each group, as ``tree`` writes them."""
@@ -110,7 +110,7 @@ class Adapted:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 found.update((id(parameter), parameter) for parameter in group["params"])
-            for _, value in _walk({"": list(optimizer.state.values())}):
+            for _, value in parts({"": list(optimizer.state.values())}):
                 if isinstance(value, torch.Tensor):
                     found[id(value)] = value
         return list(found.values())
@@ -128,7 +128,7 @@ class Adapted:
         return parameter_names(owners, self._loose, optimizer.param_groups)
 
     def _loose(self) -> dict[int, str]:
-        return {id(found): path for path, found in _walk(self.objects) if isinstance(found, torch.Tensor)}
+        return {id(found): path for path, found in parts(self.objects) if isinstance(found, torch.Tensor)}
 
 
 class _Walk:
@@ -171,14 +171,14 @@ def has_state(found: object) -> bool:
     return is_stateful and not isinstance(found, type)
 
 
-def _walk(objects: Mapping[Any, object], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything that is no container, with its path."""
+def parts(objects: Mapping[Any, object], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything tracked that is no container, with its path."""
     for key, found in objects.items():
         here = join(path, key)
         if isinstance(found, dict):
-            yield from _walk(found, here)
+            yield from parts(found, here)
         elif isinstance(found, list | tuple):
-            yield from _walk(dict(enumerate(found)), here)
+            yield from parts(dict(enumerate(found)), here)
         else:
             yield here, found
 
@@ -202,9 +202,9 @@ def _check_trackable(path: str, found: object) -> None:
 
 def _with_hidden_optimizers(objects: Mapping[str, object]) -> dict[str, object]:
     """The objects, and the optimizers that step in backward where nobody tracks them."""
-    tracked = {id(found) for _, found in _walk(objects) if isinstance(found, Optimizer)}
+    tracked = {id(found) for _, found in parts(objects) if isinstance(found, Optimizer)}
     hidden: dict[str, dict[str, list[Optimizer]]] = {}
-    for path, module in _walk(objects):
+    for path, module in parts(objects):
         for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
             optimizers = [item for item in getattr(parameter, "_in_backward_optimizers", ()) if id(item) not in tracked]
             if optimizers:

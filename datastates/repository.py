@@ -18,14 +18,15 @@ from .capture.runner import Line, Runner
 from .capture.shutdown import close_at_exit
 from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name
-from .errors import Closed, Conflict, InvalidInput, NotFound, Unavailable
+from .errors import Closed, InvalidInput, NotFound, Unavailable
 from .lease import Lease
 from .lineage import refs as lineage_refs
 from .lineage import revision, runs, search, walk
 from .lineage.database import Database
-from .lineage.states import Ref, RefEvent, RefKind, State
+from .lineage.states import Ref, RefEvent, State
 from .location import Location, locate
 from .manifest import CHUNK_BYTES
+from .outset import origin_of, set_out
 from .policy.cadence import Cadence
 from .reading import read_tree
 from .recovery import LEASES, PACKS, recover
@@ -135,7 +136,7 @@ class Repository:
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
         if rng:
             objects["rng"] = RngState()
-        begin, is_resumed = self._begin(branch, start, resume=resume)
+        begin, is_resumed = origin_of(self, branch, start, resume=resume)
         if is_resumed and start is not None:
             only = None  # it said what the fork takes of its start; what the fork captured is all its own
         values: dict[str, object] = {name: value for name, value in objects.items() if value is None or isinstance(value, _PLAIN)}
@@ -155,53 +156,12 @@ class Repository:
         )
         try:
             if begin is not None:
-                self._set_out(tracker, begin, only=only, strict=strict)
+                set_out(self, tracker, begin, only=only, strict=strict)
         except BaseException:
             tracker._fence.remove()
             raise
         self._trackers.append(tracker)
         return tracker
-
-    def _begin(self, branch: str, start: str | None, *, resume: bool) -> tuple[State | None, bool]:
-        """The state that a tracker sets out from, and whether the branch has come beyond ``start``; makes the branch of a fork."""
-        with self._database.read() as session:
-            ref = _find_ref(session, branch)
-            origin = None if start is None else revision.resolve(session, start)
-            if ref is None:
-                if origin is None:
-                    lineage_refs.check_name(branch)
-                    return None, False
-                if not origin.status.is_restorable:
-                    raise self._gone(session, origin)
-            else:
-                if ref.kind is not RefKind.BRANCH:
-                    raise Conflict(f"{branch!r} is a tag: choose another name for the branch")
-                if not resume:
-                    raise Conflict(f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or go on there with resume=True")
-                if origin is not None and not walk.is_ancestor(session, origin.uid, ref.state):
-                    raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
-                head = walk.state(session, ref.state)
-                begun = origin
-                found = head if head.status.is_restorable else walk.nearest_restorable(session, head.uid)
-                if found is None:
-                    raise self._gone(session, head)
-                origin = found
-        if ref is None:
-            self.branch(branch, origin.uid)
-            return origin, False
-        if origin.uid != ref.state:
-            self.move(branch, origin.uid, expected=ref.state)
-        return origin, begun is None or begun.uid != origin.uid
-
-    def _set_out(self, tracker: Tracker, state: State, *, only: str | Sequence[str] | None, strict: bool) -> None:
-        tracker._restore_objects(state, only=only, strict=strict)
-        tracker.resumed_from = state
-        try:
-            with self._local.open(state.uid, verify=False) as reader:
-                tracker._line.base = reader.manifest
-        except NotFound:
-            tracker._line.kin = self._runner().line_of(state.uid)  # in memory only: what they share is written with the first of them
-        _log.info("branch %s goes on from state %s, step %d", tracker.branch, state.uid[:10], state.step)
 
     def _runner(self) -> Runner:
         """The threads behind captures; made when the first tracker is."""
@@ -592,10 +552,3 @@ class Repository:
             raise Closed("this repository was opened by the parent process: open it again in the child")
         if self._is_closed:
             raise Closed("the repository is closed: open it again")
-
-
-def _find_ref(session: Session, name: str) -> Ref | None:
-    try:
-        return lineage_refs.get(session, name)
-    except NotFound:
-        return None

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from .names import join
-from .objects import Adapted
+from .objects import Adapted, parts
 from .reading import read_tree
 from .store.tier import Reader
 from .tree import flatten
 
-__all__ = ["is_sound", "parts"]
+__all__ = ["is_sound"]
 
 
 def is_sound(reader: Reader, adapted: Adapted) -> bool:
@@ -30,18 +27,6 @@ def is_sound(reader: Reader, adapted: Adapted) -> bool:
     watched = finite | {path for path, _ in models}
     tree = read_tree(reader, wants=lambda path: _is_under(path, watched), is_borrowing=True)
     return all(_is_good(leaf.tensor, may_be_infinite=not _is_under(leaf.path, finite)) for leaf in flatten(tree).tensors)
-
-
-def parts(objects: Mapping[Any, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """Everything tracked that is no container, with its path."""
-    for key, found in objects.items():
-        here = join(path, key)
-        if isinstance(found, dict):
-            yield from parts(found, here)
-        elif isinstance(found, list | tuple):
-            yield from parts(dict(enumerate(found)), here)
-        else:
-            yield here, found
 
 
 def _is_under(path: str, roots: set[str]) -> bool:

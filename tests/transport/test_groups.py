@@ -29,9 +29,13 @@ need_mpi = pytest.mark.skipif(
 
 def mpiexec(count: int, job: str, timeout_s: float = 60, program: str = "tests.transport.test_groups") -> list[str]:
     """The lines that ranks of a program's ``job`` say, sorted."""
-    command = [str(MPIEXEC), "-n", str(count), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
-    command += [sys.executable, "-m", program, job]
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    return sorted(ranks(count, "-m", program, job, timeout_s=timeout_s).splitlines())
+
+
+def ranks(count: int, *arguments: str, timeout_s: float) -> str:
+    """What that many Pythons with these arguments say under mpiexec; they must end well."""
+    command = [str(MPIEXEC), "-n", str(count), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", sys.executable, *arguments]
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -47,9 +51,9 @@ def mpiexec(count: int, job: str, timeout_s: float = 60, program: str = "tests.t
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             said, errors = process.communicate()
-            pytest.fail(f"{job} did not end in {timeout_s} s: {said}{errors}")
+            pytest.fail(f"{arguments} did not end in {timeout_s} s: {said}{errors}")
     assert process.returncode == 0, said + errors
-    return sorted(said.splitlines())
+    return said
 
 
 def say(*words: object) -> None:

