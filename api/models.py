@@ -1,0 +1,219 @@
+"""What the API answers with, and what ``--json`` writes: plain values, one shape for both. The lineage's own are used as they are.
+
+Numbers that JSON cannot say (NaN, infinities) are written as null.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from datastates.lineage.holders import Replica
+from datastates.lineage.states import Ref, RefEvent, RefKind, Run, State, Value
+
+__all__ = [
+    "Annotations",
+    "Evicted",
+    "Fork",
+    "GraphPage",
+    "GraphRow",
+    "KeyStats",
+    "NewRef",
+    "Page",
+    "Ref",
+    "RefEvent",
+    "RefMove",
+    "Replica",
+    "RepositoryInfo",
+    "Run",
+    "Series",
+    "SeriesLine",
+    "State",
+    "StateDetail",
+    "Stats",
+    "StoredPack",
+    "TensorInfo",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """Some of many, in order. ``next`` is the cursor of those that follow; None after the last."""
+
+    items: tuple[T, ...]
+    next: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryInfo:
+    """One of the repositories that a server serves. ``scope`` is what the asker's token allows: read, write or admin."""
+
+    name: str
+    uid: str
+    scope: str
+
+
+# States
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPack:
+    """A file of tensor bytes that a state needs."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDetail(State):
+    """All that is known of one state. ``children`` are uids, oldest first; ``run_record`` is the process that captured it."""
+
+    refs: tuple[Ref, ...]
+    children: tuple[str, ...]
+    replicas: tuple[Replica, ...]
+    packs: tuple[StoredPack, ...]
+    run_record: Run | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a state. ``tied_to`` is the path of the tensor whose bytes it shares; ``norm`` is there when it was asked for."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    tied_to: str | None = None
+    norm: float | None = None
+
+
+# The graph
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRow:
+    """One state, and the lines around it, as ``lineage.lanes.Row`` has them: all but ``state`` are columns, counted from 0.
+
+    ``lane`` is the state's column; ``above`` and ``below`` have a line just above and just below it; ``joins`` are other columns whose
+    lines end here, and lead to children; ``parents`` are where its parents will stand, the first parent's first.
+    """
+
+    state: State
+    lane: int
+    above: tuple[int, ...]
+    below: tuple[int, ...]
+    joins: tuple[int, ...]
+    parents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPage:
+    """A window of the history of ``heads``, newest first. ``first`` is the index of its first row, ``total`` how many rows there are.
+
+    ``lanes`` is how many columns the whole graph needs. ``version`` changes when the graph does: rows of two versions do not fit together.
+    """
+
+    heads: tuple[str, ...]
+    version: str
+    first: int
+    total: int
+    lanes: int
+    rows: tuple[GraphRow, ...]
+
+
+# Curves
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesLine:
+    """One metric along the first parents of ``head``, steps rising. ``total`` points there are; these are those that a curve needs."""
+
+    head: str
+    state: str
+    key: str
+    steps: tuple[int, ...]
+    values: tuple[float | None, ...]
+    uids: tuple[str, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """The state where the paths of some heads part."""
+
+    state: str
+    step: int
+    heads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Curves of several heads, and where they fork."""
+
+    lines: tuple[SeriesLine, ...]
+    forks: tuple[Fork, ...]
+
+
+# The whole
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStats:
+    """One metric: how many states have it, and between which values."""
+
+    key: str
+    count: int
+    least: float | None
+    most: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a repository holds. ``statuses`` counts the states of each; keys are those that a query or a column may name."""
+
+    states: int
+    statuses: dict[str, int]
+    branches: int
+    tags: int
+    runs: int
+    bytes_stored: int
+    metrics: tuple[KeyStats, ...]
+    attributes: tuple[str, ...]
+    config: tuple[str, ...]
+    newest: State | None
+
+
+# What is sent
+
+
+@dataclass(frozen=True, slots=True)
+class NewRef:
+    """A branch or a tag to make at ``rev``."""
+
+    kind: RefKind
+    rev: str
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefMove:
+    """Where a ref is to point."""
+
+    rev: str
+
+
+@dataclass(frozen=True, slots=True)
+class Annotations:
+    """Attributes to set; None takes one away."""
+
+    attributes: dict[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A state whose bytes were dropped here, and how many of them nobody else needed."""
+
+    uid: str
+    bytes: int

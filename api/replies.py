@@ -1,0 +1,67 @@
+"""Answers: values as JSON, with only the fields that were asked for, and not sent again to who has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+
+from datastates.errors import InvalidInput
+
+__all__ = ["etag_of", "reply"]
+
+_encoder = msgspec.json.Encoder(enc_hook=str)
+
+
+def reply(
+    value: object,
+    *,
+    request: Request | None = None,
+    fields: str | None = None,
+    etag: str | None = None,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """``value`` as JSON. ``fields`` are names separated by commas, of the value or of each item of a page: ``uid,step,metrics.loss``.
+
+    With ``etag`` and ``request`` who has it already gets 304 and no body.
+
+    :raises InvalidInput: there is no such field; lists those that are.
+    """
+    sent = dict(headers or {})
+    if etag is not None:
+        sent["ETag"] = etag
+        if request is not None and etag in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
+            return Response(status_code=304, headers=sent)
+    chosen = value if not fields else _project(msgspec.to_builtins(value, enc_hook=str), fields.split(","))
+    return Response(_encoder.encode(chosen), status_code=status, headers=sent, media_type="application/json")
+
+
+def etag_of(*parts: object) -> str:
+    """A strong tag of what an answer depends on."""
+    import blake3
+
+    return f'"{blake3.blake3(_encoder.encode(parts)).hexdigest(16)}"'
+
+
+def _project(value: Any, fields: Sequence[str]) -> Any:
+    if isinstance(value, dict) and set(value) == {"items", "next"}:
+        return {"items": [_pick(item, fields) for item in value["items"]], "next": value["next"]}
+    return _pick(value, fields)
+
+
+def _pick(item: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    picked: dict[str, Any] = {}
+    for field in fields:
+        name, _, key = field.strip().partition(".")
+        if name not in item:
+            raise InvalidInput(f"there is no field {name!r}: choose among {', '.join(item)}")
+        if not key:
+            picked[name] = item[name]
+        elif isinstance(item[name], dict):
+            picked.setdefault(name, {}).update({key: item[name][key]} if key in item[name] else {})
+        else:
+            raise InvalidInput(f"the field {name!r} has no parts: write {name}, not {field}")
+    return picked

@@ -1,0 +1,66 @@
+"""Routes that say who may use them. Every route of the API is made here, so that none can forget to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Depends, Request
+
+from datastates.errors import Unauthorized
+
+__all__ = ["Routes", "Scope"]
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+class Scope(IntEnum):
+    """What a token allows; each allows what those below it do."""
+
+    NONE = 0
+    READ = 1
+    WRITE = 2
+    ADMIN = 3
+
+
+class Routes:
+    """The routes of one noun. ``tag`` groups them in the OpenAPI document; ``prefix`` stands before their paths."""
+
+    def __init__(self, tag: str, *, prefix: str = "/repositories/{repository}") -> None:
+        self.router = APIRouter(prefix=prefix, tags=[tag])
+
+    def add(self, method: str, path: str, *, scope: Scope, returns: Any, status: int = 200, **options: Any) -> Callable[[Handler], Handler]:
+        """Make the function below answer ``method`` at ``path`` for who has ``scope``.
+
+        ``returns`` is the type of the body, for the document; the function gives a ``Response`` (see ``replies``). Its first
+        line of documentation is the summary, its name the operation's id. Functions that touch the database are plain ``def``.
+        """
+
+        def register(handler: Handler) -> Handler:
+            self.router.add_api_route(
+                path,
+                handler,
+                methods=[method],
+                response_model=returns,
+                status_code=status,
+                summary=(handler.__doc__ or handler.__name__).strip().splitlines()[0].rstrip("."),
+                operation_id=handler.__name__,
+                dependencies=[Depends(_needs(scope))],
+                openapi_extra={"x-scope": scope.name.lower()},
+                **options,
+            )
+            return handler
+
+        return register
+
+
+def _needs(scope: Scope) -> Callable[[Request], None]:
+    """``security`` has put into the request what its token allows; without that nothing is allowed."""
+
+    def check(request: Request) -> None:
+        granted = request.scope.get("state", {}).get("granted", Scope.NONE)
+        if granted < scope:
+            raise Unauthorized(f"this needs a token that may {scope.name.lower()}: send it as 'Authorization: Bearer TOKEN'")
+
+    return check

@@ -1,0 +1,56 @@
+"""A repository that is served: by what name, and what the server keeps of it between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Depends, Path, Request
+
+from datastates.errors import NotFound
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+    from datastates.repository import Repository
+
+__all__ = ["Chosen", "Served", "Uid"]
+
+Uid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A state's uid, whole: `/resolve` finds it for a revision")]
+
+
+class Served:
+    """One repository of a server. Safe from any thread; ``close`` ends what it began, not the repository."""
+
+    def __init__(self, name: str, repository: Repository) -> None:
+        self.name, self.repository = name, repository
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A session that sees every capture made so far by this process."""
+        with self.repository._reading() as session:
+            yield session
+
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A durable transaction; captures of this process see it at once."""
+        self.repository._check_open()
+        with self.repository._database.write(durable=True) as session:
+            yield session
+        if self.repository._running is not None:
+            self.repository._running.refs_changed()
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+def _choose(request: Request, repository: Annotated[str, Path(description="The repository's name on this server")]) -> Served:
+    served: dict[str, Served] = request.app.state.served
+    if repository not in served:
+        raise NotFound(f"this server has no repository {repository!r}: it has {', '.join(sorted(served))}")
+    return served[repository]
+
+
+Chosen = Annotated[Served, Depends(_choose)]
+"""The repository that a route's path names."""
