@@ -6,12 +6,11 @@ from typing import Annotated
 
 from fastapi import Query, Request, Response
 
-from datastates.lineage import revision
-
 from datastates.api.models import State
 from datastates.api.replies import etag_of, reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen
+from datastates.lineage import revision
 
 __all__ = ["routes"]
 
