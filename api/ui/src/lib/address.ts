@@ -1,0 +1,67 @@
+/** The view as an address and back: what is shown is what the query says, so that a link shows it again. */
+
+export type Panel = "none" | "detail" | "curves" | "diff";
+export type Theme = "auto" | "light" | "dark";
+
+export interface View {
+  repository: string;
+  /** Revisions whose history is shown; none: every branch and tag. */
+  heads: string[];
+  /** The filter, in the search grammar. */
+  query: string;
+  /** Ids of columns, in order; none: chosen by what the repository has. */
+  columns: string[];
+  /** What a click on a header asked for: `metrics.loss desc`; empty: history, newest first. */
+  sort: string;
+  selected: string | null;
+  /** The state that a diff compares with. */
+  marked: string | null;
+  panel: Panel;
+  /** Metrics whose curves are drawn; none: the first that the repository has. */
+  keys: string[];
+  theme: Theme;
+}
+
+export const DEFAULTS: Readonly<View> = {
+  repository: "", heads: [], query: "", columns: [], sort: "", selected: null, marked: null, panel: "none", keys: [], theme: "auto",
+};
+
+const PANELS: readonly string[] = ["none", "detail", "curves", "diff"];
+const THEMES: readonly string[] = ["auto", "light", "dark"];
+
+/** The view that an address's query asks for. What it does not know or cannot be is left at its default. */
+export function parseAddress(search: string): View {
+  const said = new URLSearchParams(search);
+  const one = (name: string) => said.get(name) ?? "";
+  const uid = (name: string) => (/^[0-9a-f]{24}$/.test(one(name)) ? one(name) : null);
+  return {
+    repository: one("repo"),
+    heads: said.getAll("head").filter(Boolean),
+    query: one("q"),
+    columns: one("columns").split(",").filter(Boolean).map(decodeURIComponent),
+    sort: one("sort"),
+    selected: uid("state"),
+    marked: uid("mark"),
+    panel: PANELS.includes(one("panel")) ? (one("panel") as Panel) : "none",
+    keys: said.getAll("key").filter(Boolean),
+    theme: THEMES.includes(one("theme")) ? (one("theme") as Theme) : "auto",
+  };
+}
+
+/** The query of a view's address, without what is as it would be anyway. */
+export function writeAddress(view: View): string {
+  const said = new URLSearchParams();
+  const put = (name: string, value: string | null) => value && said.append(name, value);
+  put("repo", view.repository);
+  for (const head of view.heads) put("head", head);
+  put("q", view.query);
+  put("columns", view.columns.map(encodeURIComponent).join(","));
+  put("sort", view.sort);
+  put("state", view.selected);
+  put("mark", view.marked);
+  put("panel", view.panel === "none" ? null : view.panel);
+  for (const key of view.keys) put("key", key);
+  put("theme", view.theme === "auto" ? null : view.theme);
+  const text = said.toString();
+  return text && `?${text}`;
+}

@@ -1,0 +1,140 @@
+/** The history of the chosen heads: rows of the server's graph, fetched a block at a time, of one version at a time. */
+import { getGraph } from "./api";
+import { BLOCK, Rows } from "./blocks";
+import { asProblem, type Problem } from "./problem";
+import type { GraphPage, GraphRow, State } from "./types";
+import { view } from "./view.svelte";
+
+/** What the reader looks at: it stays where it is when rows appear above it. */
+export interface Anchor {
+  uid: string;
+  index: number;
+}
+
+class History {
+  total = $state(0);
+  lanes = $state(0);
+  /** How many states have appeared above what is shown. */
+  fresh = $state(0);
+  problem = $state<Problem | null>(null);
+  isLoading = $state(true);
+  /** Changes whenever a row does: who draws rows reads it. */
+  tick = $state(0);
+  /** Given by who shows the rows: what to hold still, and by how many rows it moved. */
+  anchor: () => Anchor | null = () => null;
+  moved: (rows: number) => void = () => {};
+
+  #rows = new Rows<GraphRow>();
+  #indexes = new Map<string, number>();
+  #version = "";
+  #asked = new Set<number>();
+  #ending = new AbortController();
+
+  rowAt(index: number): GraphRow | undefined {
+    return this.#rows.at(index);
+  }
+
+  stateAt(index: number): State | undefined {
+    return this.#rows.at(index)?.state;
+  }
+
+  /** Where a state stands, if its row is here. */
+  indexOf(uid: string): number | undefined {
+    const index = this.#indexes.get(uid);
+    return index !== undefined && this.#rows.at(index)?.state.uid === uid ? index : undefined;
+  }
+
+  /** Begin anew: another repository, or other heads. */
+  async open(): Promise<void> {
+    this.#ending.abort();
+    this.#ending = new AbortController();
+    this.#forget("");
+    this.total = this.lanes = this.fresh = 0;
+    this.isLoading = true;
+    this.problem = null;
+    await this.#try(async () => this.#take(await this.#get({ first: 0 })));
+    this.isLoading = false;
+  }
+
+  /** Have the rows from `start` to before `end` fetched. */
+  show(start: number, end: number): void {
+    for (const first of this.#rows.missing(start, end, this.total)) {
+      if (this.#asked.has(first)) continue;
+      this.#asked.add(first);
+      const version = this.#version;
+      void this.#try(async () => {
+        const page = await this.#get({ first });
+        if (page.version === this.#version) this.#take(page);
+        else if (version === this.#version) await this.refresh();
+      }).finally(() => this.#asked.delete(first));
+    }
+  }
+
+  /** Take the newest version. What is looked at stays where it is, unless that is the top: then the newest is shown. */
+  async refresh(follow = false): Promise<void> {
+    await this.#try(async () => {
+      const held = follow ? null : this.anchor();
+      const page = await this.#get(held ? { around: held.uid } : { first: 0 });
+      this.#forget(page.version);
+      this.#take(page);
+      this.fresh = 0;
+      const now = held ? this.indexOf(held.uid) : undefined;
+      if (held && now !== undefined && now !== held.index) this.moved(now - held.index);
+    });
+  }
+
+  /** Ask whether there is anything new, and count it, without showing it. */
+  async check(): Promise<void> {
+    await this.#try(async () => {
+      const page = await this.#get({ first: 0, count: 1 });
+      if (page.version !== this.#version) this.fresh = Math.max(0, page.total - this.total);
+    });
+  }
+
+  /** Where a state stands, asking the server if need be; null when it is not in this history. */
+  async locate(uid: string): Promise<number | null> {
+    const known = this.indexOf(uid);
+    if (known !== undefined) return known;
+    let found: number | undefined;
+    await this.#try(async () => {
+      const page = await this.#get({ around: uid });
+      if (page.version !== this.#version) this.#forget(page.version);
+      this.#take(page);
+      found = this.indexOf(uid);
+    });
+    return found ?? null;
+  }
+
+  #get(window: { first?: number; around?: string; count?: number }): Promise<GraphPage> {
+    return getGraph({ heads: view.heads, count: BLOCK, ...window }, this.#ending.signal);
+  }
+
+  #take(page: GraphPage): void {
+    this.#version = page.version;
+    this.#rows.put(page.first, page.rows);
+    page.rows.forEach((row, offset) => this.#indexes.set(row.state.uid, page.first + offset));
+    this.total = page.total;
+    this.lanes = page.lanes;
+    this.problem = null;
+    this.tick += 1;
+  }
+
+  #forget(version: string): void {
+    this.#version = version;
+    this.#rows.clear();
+    this.#indexes.clear();
+    this.#asked.clear();
+    this.tick += 1;
+  }
+
+  async #try(act: () => Promise<void>): Promise<void> {
+    const { signal } = this.#ending;
+    try {
+      await act();
+    } catch (error) {
+      if (!signal.aborted) this.problem = asProblem(error);
+    }
+  }
+}
+
+export const history = new History();

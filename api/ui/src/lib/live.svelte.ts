@@ -1,0 +1,91 @@
+/** What happens in the repository, as it happens: the event stream, begun again wherever it broke off. */
+import { openEvents } from "./api";
+import { asProblem } from "./problem";
+import { backoff, EventReader } from "./stream";
+import type { RefEvent } from "./types";
+
+export type Light = "connecting" | "live" | "off";
+type Listener = (events: RefEvent[]) => void;
+
+export const live = $state<{ light: Light; detail: string; last: RefEvent | null }>({ light: "connecting", detail: "", last: null });
+
+const listeners = new Set<Listener>();
+let ending: AbortController | null = null;
+
+/** Call `listener` with each batch of events; with none when the stream was begun anew and something may have been missed. Returns how to stop. */
+export function onEvents(listener: Listener): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+/** Follow the chosen repository's events, and no other's. */
+export function follow(): void {
+  stop();
+  ending = new AbortController();
+  void run(ending.signal);
+}
+
+export function stop(): void {
+  ending?.abort();
+  ending = null;
+}
+
+async function run(signal: AbortSignal): Promise<void> {
+  let lastId: string | null = null;
+  for (let attempt = 0; !signal.aborted; attempt++) {
+    live.light = "connecting";
+    try {
+      const response = await openEvents(lastId, signal);
+      live.light = "live";
+      live.detail = "";
+      tell([]);
+      attempt = 0;
+      lastId = await readAll(response, lastId, signal);
+    } catch (error) {
+      if (signal.aborted) return;
+      live.detail = asProblem(error).detail;
+    }
+    live.light = "off";
+    await pause(backoff(attempt), signal);
+  }
+}
+
+async function readAll(response: Response, lastId: string | null, signal: AbortSignal): Promise<string | null> {
+  if (!response.body) return lastId;
+  const pieces = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = new EventReader();
+  try {
+    while (!signal.aborted) {
+      const { done, value } = await pieces.read();
+      if (done) break;
+      const events = reader.read(value);
+      lastId = events.findLast((event) => event.id !== null)?.id ?? lastId;
+      const told = events.filter((event) => event.event === "ref").map((event) => JSON.parse(event.data) as RefEvent);
+      if (told.length) tell(told);
+    }
+  } catch (error) {
+    if (!signal.aborted) live.detail = asProblem(error).detail;
+  }
+  return lastId;
+}
+
+function tell(events: RefEvent[]): void {
+  live.last = events.at(-1) ?? live.last;
+  for (const listener of listeners) listener(events);
+}
+
+/** A pause that ends early when the machine is online again or the page is looked at again. */
+function pause(ms: number, signal: AbortSignal): Promise<void> {
+  return new Promise((resolve) => {
+    const end = () => {
+      clearTimeout(timer);
+      removeEventListener("online", end);
+      document.removeEventListener("visibilitychange", end);
+      resolve();
+    };
+    const timer = setTimeout(end, ms);
+    addEventListener("online", end);
+    document.addEventListener("visibilitychange", end);
+    signal.addEventListener("abort", end, { once: true });
+  });
+}

@@ -1,0 +1,79 @@
+/** What is shown, in one place: read `view`, change it by `change`. The address always says the same. */
+import { DEFAULTS, parseAddress, writeAddress, type Panel, type Theme, type View } from "./address";
+
+export type { Panel, Theme, View };
+export type Dialog = "none" | "help" | "ref" | "goto";
+
+export const view = $state<View>({ ...DEFAULTS });
+
+/** Small windows over the page; not part of the address. The token's dialog has a store of its own. */
+export const dialog = $state<{ open: Dialog }>({ open: "none" });
+
+/** Show something else. `push` adds a step that "back" undoes; `replace` is for typing and moving. */
+export function change(patch: Partial<View>, how: "push" | "replace" = "push"): void {
+  Object.assign(view, patch);
+  const address = location.pathname + writeAddress(view) + location.hash;
+  if (address === location.pathname + location.search + location.hash) return;
+  if (how === "push") history.pushState(null, "", address);
+  else history.replaceState(null, "", address);
+  if ("columns" in patch || "query" in patch || "sort" in patch) remember();
+}
+
+/** Select a state, and open what shows it. */
+export function openState(uid: string): void {
+  change({ selected: uid, panel: "detail" });
+}
+
+/** Close the innermost thing that is open: a dialog, then the panel. False when nothing was. */
+export function close(): boolean {
+  if (dialog.open !== "none") {
+    dialog.open = "none";
+    return true;
+  }
+  if (view.panel === "none") return false;
+  change({ panel: "none" });
+  return true;
+}
+
+/** Read the address, and go on reading it when the user goes back or forth. Called once. */
+export function followAddress(): void {
+  const read = () => Object.assign(view, parseAddress(location.search));
+  read();
+  addEventListener("popstate", read);
+}
+
+/** Choose a repository. What its last visitor here had set comes back, unless the address says otherwise. */
+export function enterRepository(name: string, how: "push" | "replace" = "push"): void {
+  const isNew = view.repository !== "" && view.repository !== name;
+  const kept = recall(name);
+  const asked = isNew ? { ...DEFAULTS, theme: view.theme } : view;
+  change({
+    ...asked,
+    repository: name,
+    columns: asked.columns.length ? asked.columns : kept.columns,
+    ...(location.search.length > 1 && !isNew ? {} : { query: kept.query, sort: kept.sort }),
+  }, how);
+}
+
+interface Kept {
+  columns: string[];
+  query: string;
+  sort: string;
+}
+
+const keyOf = (name: string) => `datastates.view.${name}`;
+
+function recall(name: string): Kept {
+  const nothing = { columns: [], query: "", sort: "" };
+  try {
+    return { ...nothing, ...(JSON.parse(localStorage.getItem(keyOf(name)) ?? "{}") as Partial<Kept>) };
+  } catch {
+    return nothing;
+  }
+}
+
+function remember(): void {
+  if (!view.repository) return;
+  const kept: Kept = { columns: view.columns, query: view.query, sort: view.sort };
+  localStorage.setItem(keyOf(view.repository), JSON.stringify(kept));
+}

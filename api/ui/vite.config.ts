@@ -1,0 +1,19 @@
+import { svelte } from "@sveltejs/vite-plugin-svelte";
+import { defineConfig } from "vitest/config";
+
+// Where `npm run dev` finds the API: `datastates serve` elsewhere, or its default.
+const server = process.env.DATASTATES_SERVER ?? "http://127.0.0.1:8642";
+
+export default defineConfig({
+  base: "./", // a server may stand behind a path prefix
+  plugins: [svelte()],
+  build: {
+    outDir: "../static",
+    emptyOutDir: true,
+    target: "es2022",
+    assetsInlineLimit: 0, // the page's content policy allows no data: addresses
+    modulePreload: { polyfill: false },
+  },
+  server: { proxy: { "/api": server, "/healthz": server } },
+  test: { include: ["src/**/*.test.ts"], environment: "node" },
+});
