@@ -19,6 +19,7 @@ from .capture.shutdown import close_at_exit
 from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name
 from .errors import Closed, InvalidInput, NotFound, Unavailable
+from .frames import States
 from .lease import Lease
 from .lineage import refs as lineage_refs
 from .lineage import revision, runs, search, walk
@@ -306,31 +307,31 @@ class Repository:
 
     # --- lineage ---------------------------------------------------------------------------------------------------------
 
-    def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> list[State]:
-        """A state and its ancestors, newest first."""
+    def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> States:
+        """A state and its ancestors, newest first: a list, which ``frame`` makes a pandas frame of."""
         uid = self._uid(rev)
         with self._reading() as session:
-            return walk.log(session, uid, limit=limit)
+            return States(walk.log(session, uid, limit=limit))
 
-    def find(self, query: str) -> list[State]:
+    def find(self, query: str) -> States:
         """All states that a query asks for, in its order (see ``lineage.query`` for the grammar); ``limit`` in it bounds them.
 
         :raises SyntaxProblem: it does not parse; points at the column.
         """
         with self._reading() as session:
-            return list(search.find_all(session, query))
+            return States(search.find_all(session, query))
 
-    def ancestors(self, rev: str | State, *, limit: int | None = None) -> list[State]:
+    def ancestors(self, rev: str | State, *, limit: int | None = None) -> States:
         """All ancestors, further parents' included, newest generation first."""
         uid = self._uid(rev)
         with self._reading() as session:
-            return walk.ancestors(session, uid, limit=limit)
+            return States(walk.ancestors(session, uid, limit=limit))
 
-    def descendants(self, rev: str | State, *, limit: int | None = None) -> list[State]:
+    def descendants(self, rev: str | State, *, limit: int | None = None) -> States:
         """All states that come from this one."""
         uid = self._uid(rev)
         with self._reading() as session:
-            return walk.descendants(session, uid, limit=limit)
+            return States(walk.descendants(session, uid, limit=limit))
 
     def graph(self, rev: str | State | None = None, **options: Any) -> nx.DiGraph[str]:
         """The lineage as a networkx graph, edges from parent to child; see ``lineage.view.graph``."""
@@ -495,6 +496,11 @@ class Repository:
 
     def __repr__(self) -> str:
         return f"<Repository {self.location}>"
+
+    def _repr_html_(self) -> str:
+        from .html import repository_html  # only notebooks ask
+
+        return repository_html(self)
 
     def _let_go(self) -> None:
         if self._running is None or self._memory is None or self._arena is None or self._lease is None or self._run_uid is None:

@@ -90,6 +90,11 @@ class State:
     bytes_new: int
     world_size: int = 1
 
+    def _repr_html_(self) -> str:
+        from .html import state_html  # only notebooks ask
+
+        return state_html(self)
+
 
 @dataclass(frozen=True, slots=True)
 class NewState:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 
 from rich.table import Table
 from rich.text import Text
 
 from datastates.lineage import Ref, RefEvent, RefKind, State, Status
+from datastates.lineage.texts import age_text, clean, common_keys, first_line, metrics_text, short, size_text, step_text, time_text
 
 __all__ = [
     "age_text",
@@ -24,11 +24,11 @@ __all__ = [
     "state_text",
     "states_table",
     "status_text",
+    "step_text",
     "table",
     "time_text",
 ]
 
-_SHORT = 10
 _METRIC_COLUMNS = 6
 _STATUS_STYLES = {
     Status.CAPTURED: "cyan",
@@ -41,49 +41,9 @@ _STATUS_STYLES = {
 _REF_STYLES = {RefKind.BRANCH: "bold green", RefKind.TAG: "bold yellow"}
 
 
-def short(uid: str | None) -> str:
-    """The beginning of a uid that people read and type."""
-    return "-" if uid is None else uid[:_SHORT]
-
-
-def clean(text: str) -> str:
-    """What others wrote, without anything that a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
-
-
-def size_text(count: int) -> str:
-    """A number of bytes in powers of 1024: ``1.2 GiB``."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def time_text(moment: datetime) -> str:
-    """A time in the local zone, to the second."""
-    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def age_text(moment: datetime, now: datetime | None = None) -> str:
-    """How long ago: ``3 minutes ago``."""
-    seconds = max(0, int(((now or datetime.now(UTC)) - moment).total_seconds()))
-    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            count = seconds // length
-            return f"{count} {unit}{'s' if count > 1 else ''} ago"
-    return f"{seconds} second{'s' if seconds != 1 else ''} ago"
-
-
 def status_text(status: Status) -> Text:
     """The status in its colour."""
     return Text(status.value, style=_STATUS_STYLES[status])
-
-
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    """``loss=0.31 val_loss=0.4``, by name."""
-    return clean(" ".join(f"{key}={value:.6g}" for key, value in sorted(metrics.items())))
 
 
 def by_state(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
@@ -110,13 +70,8 @@ def state_text(state: State, refs: Sequence[Ref] = ()) -> Text:
     if not state.status.is_restorable:
         line.append("  ").append(status_text(state.status))
     if state.message:
-        line.append(f"  {_first_line(state.message)}", style="italic")
+        line.append(f"  {first_line(state.message)}", style="italic")
     return line
-
-
-def step_text(state: State) -> str:
-    """The step, with the batch of an accumulation that is not complete."""
-    return f"{state.step}+{state.micro_step}" if state.micro_step else str(state.step)
 
 
 def table(*columns: str) -> Table:
@@ -129,11 +84,7 @@ def table(*columns: str) -> Table:
 
 def states_table(states: Sequence[State], refs: Mapping[str, Sequence[Ref]]) -> Table:
     """One state a row; the metrics that most of them have are columns."""
-    counts: dict[str, int] = {}
-    for state in states:
-        for key in state.metrics:
-            counts[key] = counts.get(key, 0) + 1
-    keys = sorted(sorted(counts, key=lambda key: (-counts[key], key))[:_METRIC_COLUMNS])
+    keys = common_keys((state.metrics for state in states), _METRIC_COLUMNS)
     made = table("state", "step", *keys, "status", "captured", "refs", "message")
     for state in states:
         made.add_row(
@@ -143,7 +94,7 @@ def states_table(states: Sequence[State], refs: Mapping[str, Sequence[Ref]]) -> 
             status_text(state.status),
             age_text(state.created_at),
             Text(str(refs_text(refs.get(state.uid, ()))).strip(" ()")),
-            Text(_first_line(state.message or "")),
+            Text(first_line(state.message or "")),
         )
     return made
 
@@ -160,7 +111,7 @@ def refs_table(refs: Sequence[Ref], states: Mapping[str, State]) -> Table:
             step_text(state),
             status_text(state.status),
             age_text(state.created_at),
-            Text(_first_line(ref.message or "")),
+            Text(first_line(ref.message or "")),
         )
     return made
 
@@ -188,7 +139,3 @@ def facts_table(facts: Iterable[tuple[str, object]]) -> Table:
         if value is not None and value != "":
             made.add_row(name, value if isinstance(value, Text) else Text(clean(str(value))))
     return made
-
-
-def _first_line(text: str) -> str:
-    return clean(text.strip().partition("\n")[0])
