@@ -10,6 +10,8 @@ from fastapi import Depends, Path, Request
 
 from datastates.errors import NotFound
 
+from .feed import Feed
+
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
@@ -25,6 +27,7 @@ class Served:
 
     def __init__(self, name: str, repository: Repository) -> None:
         self.name, self.repository = name, repository
+        self.feed = Feed(repository._database.read, name=name)
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
@@ -40,9 +43,11 @@ class Served:
             yield session
         if self.repository._running is not None:
             self.repository._running.refs_changed()
+        self.feed.look()
 
     def close(self) -> None:
         """Idempotent."""
+        self.feed.close()
 
 
 def _choose(request: Request, repository: Annotated[str, Path(description="The repository's name on this server")]) -> Served:

@@ -1,0 +1,246 @@
+"""Live events: one poller for all who listen to a repository.
+
+The poller is a thread, as the database is read in threads only, and listeners may belong to several event loops. It looks while
+somebody listens, and keeps the newest events. A listener is no more than the id of the last event that it has: who falls behind
+what is kept reads pages from the database, so that nothing is missed or repeated, and no queue can grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+
+from datastates.errors import Closed, DatastatesError, Unavailable
+from datastates.lineage import events
+from datastates.lineage.refs import last_event
+from datastates.lineage.states import RefEvent
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Feed", "Listener"]
+
+_log = logging.getLogger("datastates.api")
+
+_KEPT = 1000
+_PAGE = 200
+_PATIENCE_S = 10.0
+_AGAIN_S = 1.0
+
+
+class Feed:
+    """The events of one repository. Safe from any thread; ``close`` ends every listener."""
+
+    def __init__(
+        self, read: Callable[[], AbstractContextManager[Session]], *, name: str = "", poll_s: float = 0.1, listeners_max: int = 100
+    ) -> None:
+        self._read, self._name, self._poll_s, self._listeners_max = read, name, poll_s, listeners_max
+        self._lock = threading.Condition()
+        self._listeners: set[Listener] = set()
+        self._thread: threading.Thread | None = None
+        self._look = threading.Event()
+        self._newest: int | None = None
+        self._kept: deque[RefEvent] = deque()
+        self._kept_after = 0
+        self._is_closed = False
+
+    def listen(self, after: int | None = None) -> Listener:
+        """Listen to what comes after an id; without one, or with one that there never was, to what comes from now on.
+
+        Waits until the newest event is known. Close the listener.
+
+        :raises Unavailable: as many listen as may, or the database does not answer.
+        """
+        listener = Listener(self)
+        self._enter(listener)
+        try:
+            newest = self._wait_for_newest()
+            if after is not None and after > newest:
+                with self._read() as session:
+                    after = None if after > last_event(session) else after
+            listener.position = newest if after is None else after
+            listener.newest = max(newest, listener.position)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def look(self) -> None:
+        """Look for events now: this process has written some."""
+        self._look.set()
+
+    @property
+    def listeners(self) -> int:
+        """How many listen."""
+        return len(self._listeners)
+
+    def close(self) -> None:
+        """End every listener; idempotent."""
+        with self._lock:
+            self._is_closed = True
+            for listener in self._listeners:
+                listener._wake()
+            self._lock.notify_all()
+        self._look.set()
+
+    # --- what listeners ask ------------------------------------------------------------------------------------------------
+
+    def _since(self, position: int) -> tuple[RefEvent, ...] | None:
+        """What is kept of the events after one, some of them if there are many; None: the database has them."""
+        with self._lock:
+            if self._newest is None or self._newest <= position:
+                return ()
+            if position < self._kept_after:
+                return None
+            found: deque[RefEvent] = deque(maxlen=_PAGE)
+            for event in reversed(self._kept):
+                if event.id <= position:
+                    break
+                found.appendleft(event)
+            return tuple(found)
+
+    def _page(self, position: int) -> tuple[RefEvent, ...]:
+        """The same from the database."""
+        with self._read() as session:
+            return events.read(session, position, horizon=events.Horizon(self._newest or 0, frozenset()), limit=_PAGE).items
+
+    def _leave(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.discard(listener)
+
+    # --- the thread --------------------------------------------------------------------------------------------------------
+
+    def _enter(self, listener: Listener) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("the server is about to end: connect again later")
+            if len(self._listeners) >= self._listeners_max:
+                raise Unavailable(f"{self._listeners_max} clients listen to events of {self._name!r}, no more may: try again later")
+            self._listeners.add(listener)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"datastates-events-{self._name}", daemon=True)
+                self._thread.start()
+
+    def _wait_for_newest(self) -> int:
+        with self._lock:
+            self._lock.wait_for(lambda: self._newest is not None or self._is_closed, _PATIENCE_S)
+            if self._newest is None:
+                raise Unavailable(f"the events of {self._name!r} could not be read within {_PATIENCE_S:.0f} s: try again later")
+            return self._newest
+
+    def _run(self) -> None:
+        """The poller: ends with the last listener."""
+        horizon: events.Horizon | None = None
+        failed: str | None = None
+        while not self._is_done():
+            pause_s = self._poll_s
+            self._look.clear()
+            try:
+                horizon, is_more = self._poll(horizon)
+                failed = None
+                if is_more:
+                    continue
+            except Closed:
+                self.close()
+            except DatastatesError as error:
+                if str(error) != failed:
+                    failed = str(error)
+                    _log.warning("the events of %r cannot be read: %s", self._name, error)
+                pause_s = _AGAIN_S
+            except Exception:
+                _log.exception("the events of %r cannot be read", self._name)
+                pause_s = _AGAIN_S
+            self._look.wait(pause_s)
+
+    def _is_done(self) -> bool:
+        with self._lock:
+            if self._listeners and not self._is_closed:
+                return False
+            self._thread, self._newest = None, None
+            self._kept.clear()
+            return True
+
+    def _poll(self, horizon: events.Horizon | None) -> tuple[events.Horizon | None, bool]:
+        """Look once: what is waited for, and whether there is more at once."""
+        with self._read() as session:
+            if self._newest is None:
+                horizon = events.newest(session) if horizon is None else events.settle(session, horizon)
+                found = None
+            else:
+                found = events.read(session, self._newest, horizon=horizon, limit=_PAGE)
+        if found is None:
+            assert horizon is not None, "the branch above made it"
+            if not horizon.is_settled:
+                return horizon, False
+            self._begin(horizon.id)
+            return None, True
+        self._take(found.items)
+        return found.horizon, len(found.items) == _PAGE or (found.horizon is not None and found.horizon.is_settled)
+
+    def _begin(self, newest: int) -> None:
+        with self._lock:
+            self._newest = self._kept_after = newest
+            self._lock.notify_all()
+
+    def _take(self, found: tuple[RefEvent, ...]) -> None:
+        if not found:
+            return
+        with self._lock:
+            self._kept.extend(found)
+            while len(self._kept) > _KEPT:
+                self._kept_after = self._kept.popleft().id
+            self._newest = found[-1].id
+            for listener in self._listeners:
+                listener._wake()
+
+
+class Listener:
+    """One who listens: ``position`` is the id of the last event that it got. ``next`` belongs to one task of an event loop."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.position = 0
+        self.newest = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will come any more: the server ends."""
+        return self._feed._is_closed
+
+    async def next(self, timeout_s: float) -> tuple[RefEvent, ...]:
+        """The events that come next, at least one; none when there was none for so long, or all is over."""
+        self._loop = asyncio.get_running_loop()
+        deadline = self._loop.time() + timeout_s
+        while not self.is_over:
+            self._woken.clear()
+            found = self._feed._since(self.position)
+            if found is None:
+                found = await run_in_threadpool(self._feed._page, self.position)
+            if found:
+                self.position = found[-1].id
+                return found
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._woken.wait()
+            except TimeoutError:
+                break
+        return ()
+
+    def close(self) -> None:
+        """Listen no more; idempotent."""
+        self._feed._leave(self)
+
+    def _wake(self) -> None:
+        """From any thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # its loop ended
+                self._loop.call_soon_threadsafe(self._woken.set)
