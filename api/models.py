@@ -113,6 +113,7 @@ class GraphPage:
     """A window of the history of ``heads``, newest first. ``first`` is the index of its first row, ``total`` how many rows there are.
 
     ``lanes`` is how many columns the whole graph needs. ``version`` changes when the graph does: rows of two versions do not fit together.
+    Where ``is_current`` is false the heads have moved on meanwhile, and a large graph is being drawn anew: ask again in some seconds.
     """
 
     heads: tuple[str, ...]
@@ -121,6 +122,7 @@ class GraphPage:
     total: int
     lanes: int
     rows: tuple[GraphRow, ...]
+    is_current: bool = True
 
 
 # Curves

@@ -11,6 +11,7 @@ from fastapi import Depends, Path, Request
 from datastates.errors import NotFound
 
 from .feed import Feed
+from .windows import Windows
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -28,6 +29,7 @@ class Served:
     def __init__(self, name: str, repository: Repository) -> None:
         self.name, self.repository = name, repository
         self.feed = Feed(repository._database.read, name=name)
+        self.windows = Windows()
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
@@ -48,6 +50,7 @@ class Served:
     def close(self) -> None:
         """Idempotent."""
         self.feed.close()
+        self.windows.close()
 
 
 def _choose(request: Request, repository: Annotated[str, Path(description="The repository's name on this server")]) -> Served:

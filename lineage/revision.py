@@ -36,7 +36,7 @@ from .states import State
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Range", "resolve", "resolve_range"]
+__all__ = ["Range", "resolve", "resolve_id", "resolve_range"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,11 @@ def resolve(session: Session, text: str, *, now: datetime | None = None) -> Stat
     :raises NotFound: nothing has this name (lists the nearest), or it goes beyond the root or the reflog.
     :raises Ambiguous: several uids begin so; lists them.
     """
+    return _state_of(session, resolve_id(session, text, now=now))
+
+
+def resolve_id(session: Session, text: str, *, now: datetime | None = None) -> int:
+    """The row id of ``resolve``, for queries of this folder and what is kept of them."""
     parsed = _parse(text)
     if isinstance(parsed, _Span):
         raise SyntaxProblem("one state is wanted here, not a range", text=text, column=parsed.column)
@@ -75,7 +80,7 @@ def resolve_range(session: Session, text: str, *, now: datetime | None = None) -
     parsed = _parse(text)
     if not isinstance(parsed, _Span):
         raise SyntaxProblem("a range is wanted here", text=text, column=len(text) + 1, expected=("'..'", "'...'"))
-    left, right = _resolve(session, parsed.left, now), _resolve(session, parsed.right, now)
+    left, right = (_state_of(session, _resolve(session, side, now)) for side in (parsed.left, parsed.right))
     only_left, only_right = difference(session, id_of(session, left.uid), id_of(session, right.uid))
     between = sorted(only_left + only_right, reverse=True) if parsed.is_symmetric else only_right
     return Range(left, right, parsed.is_symmetric, tuple(_uids(session, between)))
@@ -215,11 +220,11 @@ def _column(token: Token) -> int:
 # From names to states: row ids on the way, the state itself only at the end
 
 
-def _resolve(session: Session, revision: _Revision, now: datetime | None) -> State:
+def _resolve(session: Session, revision: _Revision, now: datetime | None) -> int:
     id_ = _base(session, revision.name) if revision.then is None else _stood(session, revision.name, revision.then, now)
     for suffix in revision.suffixes:
         id_ = _follow(session, id_, suffix)
-    return _state_of(session, id_)
+    return id_
 
 
 def _state_of(session: Session, id_: int) -> State:
