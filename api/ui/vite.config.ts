@@ -11,6 +11,7 @@ export default defineConfig({
     outDir: "../static",
     emptyOutDir: true,
     target: "es2022",
+    cssTarget: ["chrome123", "firefox120", "safari17.5"], // the first with light-dark()
     assetsInlineLimit: 0, // the page's content policy allows no data: addresses
     modulePreload: { polyfill: false },
   },

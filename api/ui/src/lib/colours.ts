@@ -8,8 +8,17 @@ export const laneColour = (lane: number): string => `var(--lane-${lane % COLOURS
 /** The colour of the n-th curve. */
 export const seriesColour = (index: number): string => laneColour(index);
 
-/** The colours themselves, for a canvas, which knows no variables. */
-export function readPalette(element: Element): string[] {
-  const style = getComputedStyle(element);
-  return Array.from({ length: COLOURS }, (_, lane) => style.getPropertyValue(`--lane-${lane}`).trim());
+/** What colours are in the present theme, such as `--text` or `--lane-3`: for a canvas, which knows no variables. */
+export function readColours(names: readonly string[]): string[] {
+  const probe = document.createElement("span");
+  document.body.append(probe);
+  const read = names.map((name) => {
+    probe.style.color = `var(${name})`;
+    return getComputedStyle(probe).color;
+  });
+  probe.remove();
+  return read;
 }
+
+/** The colours of all lanes, for a canvas. */
+export const readPalette = (): string[] => readColours(Array.from({ length: COLOURS }, (_, lane) => `--lane-${lane}`));

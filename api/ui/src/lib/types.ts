@@ -16,7 +16,7 @@ export interface State {
 }
 export interface Ref { name: string; kind: RefKind; state: string; version: number; message: string | null }
 export interface RefEvent { id: number; name: string; kind: RefKind; old: string | null; new: string | null; reason: string; created_at: string }
-export interface Replica { tier: string; node: string; status: Status; bytes: number }
+export interface Replica { rank: number; tier: string; node: string; status: "ok" | "gone"; bytes: number; run: string | null }
 export interface StoredPack { name: string; bytes: number }
 export interface StateDetail extends State { refs: Ref[]; children: string[]; replicas: Replica[]; packs: StoredPack[]; run_record: Run | null }
 export interface TensorInfo { path: string; dtype: string; shape: number[]; bytes: number; tied_to: string | null; norm: number | null }

@@ -1,0 +1,175 @@
+/** The search grammar, as far as a page must know it: where its words begin, what may follow, and how an order is added. */
+
+export interface Word {
+  kind: "name" | "text" | "operator" | "number" | "open" | "close" | "comma" | "other";
+  text: string;
+  from: number;
+  to: number;
+}
+
+const PATTERN =
+  /(?<text>"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?)|(?<operator>==|!=|<=|>=|=|<|>|~)|(?<open>\()|(?<close>\))|(?<comma>,)|(?<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?![\w./-]))|(?<name>[^\W\d][\w/-]*(?:\.(?:[\w/-]+|"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?)?)*)|(?<other>[^\s()"',=<>!~]+|.)/gsu;
+
+/** The words of a query, also of one that is not finished. */
+export function wordsOf(query: string): Word[] {
+  const words: Word[] = [];
+  for (const match of query.matchAll(PATTERN)) {
+    if (!match[0].trim()) continue;
+    const kind = Object.entries(match.groups ?? {}).find(([, value]) => value !== undefined)?.[0] as Word["kind"];
+    words.push({ kind, text: match[0], from: match.index, to: match.index + match[0].length });
+  }
+  return words;
+}
+
+const isWord = (word: Word | undefined, ...texts: string[]) => word?.kind === "name" && texts.includes(word.text.toLowerCase());
+
+/** Where the clause `order by` begins and ends, which is before `limit`; null when there is none. */
+export function orderOf(query: string): { from: number; to: number } | null {
+  const words = wordsOf(query);
+  const at = words.findIndex((word, index) => isWord(word, "order") && isWord(words[index + 1], "by"));
+  if (at < 0) return null;
+  const limit = words.findIndex((word, index) => index > at && isWord(word, "limit"));
+  return { from: words[at]!.from, to: limit < 0 ? query.length : words[limit]!.from };
+}
+
+/** A query without its order: what a click on a header replaces. */
+export function withoutOrder(query: string): string {
+  const order = orderOf(query);
+  return order ? `${query.slice(0, order.from).trimEnd()} ${query.slice(order.to)}`.trim() : query;
+}
+
+/** A query in the order that a header asks for, unless it has an order of its own. What stands in it stays at its column. */
+export function withOrder(query: string, sort: string): string {
+  if (!sort || orderOf(query)) return query;
+  const limit = wordsOf(query).find((word, index, words) => isWord(word, "limit") && words[index + 1]?.kind === "number");
+  if (!limit) return `${query.trimEnd()} order by ${sort}`.trimStart();
+  return `${query.slice(0, limit.from).trimEnd()} order by ${sort} ${query.slice(limit.from)}`.trimStart();
+}
+
+/** What a click on a header makes of the present sort: first down, then up, then none. */
+export function nextSort(sort: string, field: string): string {
+  if (sort === `${field} desc`) return `${field} asc`;
+  return sort === `${field} asc` ? "" : `${field} desc`;
+}
+
+// Completion
+
+export interface Vocabulary {
+  metrics: readonly { key: string; hint: string }[];
+  attributes: readonly string[];
+  config: readonly string[];
+  refs: readonly string[];
+  statuses: readonly string[];
+}
+
+export interface Option {
+  /** What is put in place of the word; a caret after it is where one writes on. */
+  text: string;
+  hint: string;
+}
+
+export interface Completion {
+  from: number;
+  to: number;
+  options: Option[];
+}
+
+const FIELDS: readonly Option[] = [
+  { text: "step", hint: "number of the step" },
+  { text: "created", hint: "2026-11-21, now-2h" },
+  { text: "status", hint: "durable, evicted, …" },
+  { text: "branch", hint: "states on a branch" },
+  { text: "tag", hint: "states with a tag" },
+  { text: "message", hint: "text of the capture" },
+  { text: "uid", hint: "beginning of a uid" },
+  { text: "micro_step", hint: "within an accumulated step" },
+  { text: "run.host", hint: "machine" },
+  { text: "run.user", hint: "who" },
+  { text: "run.git_commit", hint: "code" },
+  { text: "run.uid", hint: "process" },
+];
+const RELATIONS: readonly Option[] = [
+  { text: "ancestor_of(", hint: "of a revision" },
+  { text: "descendant_of(", hint: "of a revision" },
+  { text: "not ", hint: "the opposite" },
+];
+const AFTER: readonly Option[] = [
+  { text: "and ", hint: "both" }, { text: "or ", hint: "either" }, { text: "order by ", hint: "sort" }, { text: "limit ", hint: "at most" },
+];
+const OPERATORS = ["=", "!=", "<", "<=", ">", ">="];
+
+/** What may stand at the caret: fields, operators, values or connectives, with what has been typed of it. */
+export function complete(query: string, caret: number, known: Vocabulary): Completion {
+  const words = wordsOf(query.slice(0, caret));
+  const last = words.at(-1);
+  const isTyping = last !== undefined && last.to === caret && (last.kind === "name" || last.kind === "text" || last.kind === "other");
+  const before = isTyping ? words.slice(0, -1) : words;
+  const typed = isTyping ? last.text : "";
+  const from = isTyping ? last.from : caret;
+  const options = optionsAfter(before, known).filter((option) => matches(option.text, typed));
+  return { from, to: caret, options: options.filter((option) => option.text.trim() !== typed).slice(0, 40) };
+}
+
+function matches(option: string, typed: string): boolean {
+  const [whole, part] = [option.toLowerCase(), typed.toLowerCase().replace(/^["']/, "")];
+  return whole.startsWith(part) || whole.includes(`.${part}`) || (part.length > 1 && whole.includes(part));
+}
+
+function optionsAfter(words: readonly Word[], known: Vocabulary): Option[] {
+  const last = words.at(-1);
+  const previous = words.at(-2);
+  if (isWord(last, "by") || (last?.kind === "comma" && isOrdering(words))) return fields(known);
+  if (isWord(last, "order")) return [{ text: "by ", hint: "" }];
+  if (isWord(last, "limit")) return [10, 50, 100].map((count) => ({ text: String(count), hint: "states" }));
+  if (last === undefined || isWord(last, "and", "or", "not")) return [...fields(known), ...RELATIONS];
+  if (last.kind === "open") return isWord(previous, "ancestor_of", "descendant_of") ? names(known) : isWord(previous, "in") ? [] : [...fields(known), ...RELATIONS];
+  if (last.kind === "operator") return values(previous, known);
+  if (isField(last) && !isValue(words)) return isOrdering(words) ? directions() : operators(last);
+  return AFTER.slice();
+}
+
+/** A name after an operator is a value, not a field. */
+const isValue = (words: readonly Word[]) => words.at(-2)?.kind === "operator" || (words.at(-2)?.kind === "open" && isWord(words.at(-3), "ancestor_of", "descendant_of"));
+
+const isOrdering = (words: readonly Word[]) => words.some((word, index) => isWord(word, "order") && isWord(words[index + 1], "by"));
+const isField = (word: Word) => word.kind === "name" && !isWord(word, "and", "or", "not", "asc", "desc", "exists", "true", "false", "inf", "now");
+const directions = (): Option[] => [{ text: "desc", hint: "highest first" }, { text: "asc", hint: "lowest first" }, { text: "limit ", hint: "at most" }];
+const names = (known: Vocabulary): Option[] => known.refs.map((name) => ({ text: name, hint: "" }));
+
+function fields(known: Vocabulary): Option[] {
+  const keyed = (prefix: string, key: string, hint: string): Option => ({ text: `${prefix}.${quoteKey(key)}`, hint });
+  return [
+    ...known.metrics.map((one) => keyed("metrics", one.key, one.hint)),
+    ...FIELDS,
+    ...known.attributes.map((key) => keyed("attr", key, "attribute")),
+    ...known.config.map((key) => keyed("run.config", key, "configuration")),
+  ];
+}
+
+function operators(field: Word): Option[] {
+  const exists = { text: "exists ", hint: "has it at all" };
+  const of = (texts: readonly string[]) => texts.map((text) => ({ text: `${text} `, hint: "" }));
+  if (field.text === "branch" || field.text === "tag") return [...of(["=", "!=", "~", "in ("])];
+  if (field.text === "status" || field.text === "uid") return of(["=", "!=", "in ("]);
+  const isText = field.text === "message" || field.text.startsWith("run.") || field.text.startsWith("attr.");
+  return [...of(isText ? [...OPERATORS, "~", "in ("] : [...OPERATORS, "in ("]), exists];
+}
+
+function values(field: Word | undefined, known: Vocabulary): Option[] {
+  switch (field?.text) {
+    case "branch":
+    case "tag":
+      return names(known);
+    case "status":
+      return known.statuses.map((text) => ({ text, hint: "" }));
+    case "created":
+      return ["now-1h", "now-1d", "now-1w"].map((text) => ({ text, hint: "" }));
+  }
+  const metric = known.metrics.find((one) => field?.text === `metrics.${quoteKey(one.key)}`);
+  return metric ? [{ text: "", hint: metric.hint }].filter((one) => one.text) : [];
+}
+
+/** A key as the grammar wants it: quoted when it is not plain. */
+export function quoteKey(key: string): string {
+  return /^[\w/-]+(\.[\w/-]+)*$/u.test(key) ? key : `"${key.replaceAll("\\", "\\\\").replaceAll('"', '\\"')}"`;
+}

@@ -1,0 +1,113 @@
+/** The lines and dots of a row of the graph: what the server's lanes mean in pixels. */
+import { COLOURS } from "../lib/colours";
+import type { GraphRow, State } from "../lib/types";
+import { ROW } from "./scroll";
+
+/** A line within a row. It begins and ends at the row's top (0), middle (0.5) or bottom (1); `colour` is a lane. */
+export interface Line {
+  from: number;
+  to: number;
+  begins: 0 | 0.5;
+  ends: 0.5 | 1;
+  colour: number;
+}
+
+/** Every line of a row: those that pass, those that end at the state from its children, those that go on to its parents. */
+export function linesOf(row: GraphRow): Line[] {
+  const lines: Line[] = [];
+  for (const lane of row.above) {
+    if (lane === row.lane) lines.push({ from: lane, to: lane, begins: 0, ends: 0.5, colour: lane });
+    else if (row.joins.includes(lane)) lines.push({ from: lane, to: row.lane, begins: 0, ends: 0.5, colour: lane });
+    else lines.push({ from: lane, to: lane, begins: 0, ends: 1, colour: lane });
+  }
+  row.parents.forEach((lane, index) => {
+    lines.push({ from: row.lane, to: lane, begins: 0.5, ends: 1, colour: index === 0 ? row.lane : lane });
+  });
+  return lines;
+}
+
+/** How the lanes share a width: never closer than 4 pixels nor wider apart than 14. */
+export interface Spread {
+  width: number;
+  gap: number;
+}
+
+const MARGIN = 12;
+
+export function spread(lanes: number, widest: number): Spread {
+  const gap = Math.max(4, Math.min(14, (widest - 2 * MARGIN) / Math.max(1, lanes - 1)));
+  return { gap, width: Math.ceil(Math.min(widest, Math.max(40, 2 * MARGIN + gap * (lanes - 1)))) };
+}
+
+export const xOf = (lane: number, { gap }: Spread): number => MARGIN + lane * gap;
+
+/** The lane at a place of the graph; null beside all of them. */
+export function laneAt(x: number, { gap }: Spread): number | null {
+  const lane = Math.round((x - MARGIN) / gap);
+  return lane >= 0 && Math.abs(x - MARGIN - lane * gap) <= Math.max(4, gap / 2) ? lane : null;
+}
+
+/** What is drawn with: the theme's colours. */
+export interface Paint {
+  lanes: readonly string[];
+  ground: string;
+  text: string;
+  accent: string;
+  muted: string;
+}
+
+export interface Dot {
+  state: State;
+  lane: number;
+  isNamed: boolean;
+  isSelected: boolean;
+  isMarked: boolean;
+}
+
+/** Draw the lines of a row whose top is at `y`. */
+export function drawLines(on: CanvasRenderingContext2D, row: GraphRow, y: number, at: Spread, paint: Paint, lit: number | null): void {
+  for (const line of linesOf(row)) {
+    const [x0, x1] = [xOf(line.from, at), xOf(line.to, at)];
+    const [y0, y1] = [y + line.begins * ROW, y + line.ends * ROW];
+    on.strokeStyle = paint.lanes[line.colour % COLOURS] ?? paint.text;
+    on.lineWidth = line.colour === lit ? 3 : 1.75;
+    on.beginPath();
+    on.moveTo(x0, y0);
+    if (x0 === x1) on.lineTo(x1, y1);
+    else on.bezierCurveTo(x0, y0 + (y1 - y0) * 0.75, x1, y0 + (y1 - y0) * 0.25, x1, y1);
+    on.stroke();
+  }
+}
+
+/** Draw a state: full when its bytes are somewhere, hollow when they are gone; a ring when a branch or a tag names it. */
+export function drawDot(on: CanvasRenderingContext2D, dot: Dot, y: number, at: Spread, paint: Paint): void {
+  const x = xOf(dot.lane, at);
+  const middle = y + ROW / 2;
+  const colour = paint.lanes[dot.lane % COLOURS] ?? paint.text;
+  const isGone = dot.state.status === "evicted" || dot.state.status === "lost";
+  const radius = Math.min(4.5, at.gap / 2 + 1.5);
+  circle(on, x, middle, radius + 2, paint.ground, null, 0);
+  circle(on, x, middle, radius, isGone ? paint.ground : colour, isGone ? colour : null, 1.5);
+  if (dot.state.status === "captured") circle(on, x, middle, radius - 2.5, paint.ground, null, 0);
+  if (dot.isNamed) circle(on, x, middle, radius + 2.5, null, colour, 1.5);
+  if (dot.isMarked) circle(on, x, middle, radius + 5, null, paint.accent, 2, [3, 2]);
+  if (dot.isSelected) circle(on, x, middle, radius + 4.5, null, paint.text, 1.5);
+}
+
+function circle(
+  on: CanvasRenderingContext2D, x: number, y: number, radius: number, fill: string | null, stroke: string | null, width: number, dash: number[] = [],
+): void {
+  on.beginPath();
+  on.arc(x, y, Math.max(0, radius), 0, 2 * Math.PI);
+  if (fill) {
+    on.fillStyle = fill;
+    on.fill();
+  }
+  if (stroke) {
+    on.strokeStyle = stroke;
+    on.lineWidth = width;
+    on.setLineDash(dash);
+    on.stroke();
+    on.setLineDash([]);
+  }
+}

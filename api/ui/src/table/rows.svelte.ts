@@ -1,0 +1,56 @@
+/** What the table shows: the history, or what a filter finds. One way to ask for both. */
+import { facts } from "../lib/facts.svelte";
+import { found } from "../lib/found.svelte";
+import { history } from "../lib/history.svelte";
+import { withOrder } from "../lib/query";
+import type { GraphRow, State } from "../lib/types";
+import { change, view } from "../lib/view.svelte";
+
+class Shown {
+  /** A filter or a sort makes a search of it. */
+  readonly isSearch = $derived(view.query.trim() !== "" || view.sort !== "");
+  readonly query = $derived(withOrder(view.query, view.sort));
+  readonly total = $derived(this.isSearch ? found.states.length : history.total);
+  readonly problem = $derived(this.isSearch ? found.problem : history.problem);
+  readonly isLoading = $derived(this.isSearch ? found.isLoading : history.isLoading);
+  readonly isEmpty = $derived(!this.isLoading && this.total === 0 && this.problem === null);
+
+  stateAt(index: number): State | undefined {
+    return this.isSearch ? found.states[index] : history.stateAt(index);
+  }
+
+  rowAt(index: number): GraphRow | undefined {
+    return this.isSearch ? undefined : history.rowAt(index);
+  }
+
+  /** The column of the graph that a state stands in, as far as it is known. */
+  laneOf(uid: string): number | null {
+    const index = history.indexOf(uid);
+    return (index === undefined ? undefined : history.rowAt(index)?.lane) ?? null;
+  }
+
+  indexOf(uid: string): number | null {
+    const index = this.isSearch ? found.states.findIndex((state) => state.uid === uid) : history.indexOf(uid);
+    return index === undefined || index < 0 ? null : index;
+  }
+
+  /** Have rows fetched. */
+  show(start: number, end: number): void {
+    if (!this.isSearch) history.show(start, end);
+    else if (end >= found.states.length - 50) found.more();
+  }
+
+  /** Begin anew, as after an error. */
+  reload(): void {
+    if (this.isSearch) void found.open(this.query);
+    else void history.open();
+    facts.reload().catch(() => {}); // what the rows' own request met is shown
+  }
+}
+
+export const shown = new Shown();
+
+/** Leave the filter and the sort, and show a state among its neighbours. */
+export function showInHistory(uid: string): void {
+  change({ query: "", sort: "", selected: uid });
+}
