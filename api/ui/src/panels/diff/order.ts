@@ -1,0 +1,47 @@
+/** Which rows of a diff are shown, and in what order. Pure. */
+import type { Change, TensorChange } from "./types";
+
+export type Column = "path" | "change" | "old_norm" | "norm" | "distance" | "relative" | "cosine" | "largest" | "fraction";
+
+export interface Wanted {
+  filter: string;
+  withSame: boolean;
+  column: Column;
+  descending: boolean;
+}
+
+const RANK: Record<Change, number> = { removed: 0, added: 1, recast: 2, changed: 3, same: 4 };
+
+/** What fits, sorted; what has no number in the column stands last either way. */
+export function arrange(tensors: readonly TensorChange[], wanted: Wanted): TensorChange[] {
+  const filter = wanted.filter.toLowerCase();
+  const fitting = tensors.filter((one) => (wanted.withSame || one.change !== "same") && one.path.toLowerCase().includes(filter));
+  const sign = wanted.descending ? -1 : 1;
+  return fitting.sort((one, other) => compare(one, other, wanted.column, sign) || one.path.localeCompare(other.path));
+}
+
+function compare(one: TensorChange, other: TensorChange, column: Column, sign: number): number {
+  if (column === "path") return sign * one.path.localeCompare(other.path);
+  if (column === "change") return sign * (RANK[one.change] - RANK[other.change]);
+  const [left, right] = [one[column], other[column]];
+  if (left === null || right === null) return Number(left === null) - Number(right === null);
+  return sign * (left - right);
+}
+
+/** How many tensors became what, the most telling first; none that is 0. */
+export function counts(tensors: readonly TensorChange[]): [Change, number][] {
+  const found = new Map<Change, number>();
+  for (const { change } of tensors) found.set(change, (found.get(change) ?? 0) + 1);
+  return (["changed", "added", "removed", "recast", "same"] as const).filter((change) => found.has(change)).map((change) => [change, found.get(change)!]);
+}
+
+/** How long a bar is, of 1: by the logarithm, since relative changes differ by many orders; 1e-6 of the largest is nothing. */
+export function barLength(value: number | null, largest: number): number {
+  if (value === null || value <= 0 || largest <= 0) return 0;
+  return Math.max(0, 1 + Math.log10(value / largest) / 6);
+}
+
+/** The difference of two metrics, when both are numbers. */
+export function delta(old: unknown, now: unknown): number | null {
+  return typeof old === "number" && typeof now === "number" ? now - old : null;
+}

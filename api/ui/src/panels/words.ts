@@ -1,0 +1,21 @@
+/** What panels write beyond `lib/format`. */
+
+export const shapeText = (shape: readonly number[]): string => (shape.length === 0 ? "scalar" : shape.join(" × "));
+
+/** A part of 1 in per cent; a part so small that it would read as nothing keeps its digits. */
+export function percent(part: number | null): string {
+  if (part === null) return "–";
+  const value = part * 100;
+  if (value === 0 || value >= 0.1) return `${Number(value.toFixed(value >= 100 ? 0 : 1))} %`;
+  return `${Number(value.toPrecision(2))} %`;
+}
+
+/** Anything that a configuration or a state's values may hold. */
+export function plain(value: unknown): string {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "number") return String(Number(value.toPrecision(8)));
+  return typeof value === "string" ? value : JSON.stringify(value);
+}
+
+/** One or many of a thing. */
+export const counted = (count: number, one: string, many = `${one}s`): string => `${count} ${count === 1 ? one : many}`;
