@@ -10,7 +10,7 @@ from fastapi import Request, Response
 
 from datastates.errors import InvalidInput
 
-__all__ = ["etag_of", "reply"]
+__all__ = ["etag_of", "is_known", "reply"]
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
@@ -33,10 +33,16 @@ def reply(
     sent = dict(headers or {})
     if etag is not None:
         sent["ETag"] = etag
-        if request is not None and etag in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
+        if request is not None and is_known(request, etag):
             return Response(status_code=304, headers=sent)
     chosen = value if not fields else _project(msgspec.to_builtins(value, enc_hook=str), fields.split(","))
     return Response(_encoder.encode(chosen), status_code=status, headers=sent, media_type="application/json")
+
+
+def is_known(request: Request, etag: str) -> bool:
+    """Whether who asks has the answer with this tag: ``If-None-Match``. A proxy may have made the tag a weak one."""
+    tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    return etag in tags or "*" in tags
 
 
 def etag_of(*parts: object) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from .encoding import decode_values
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from .repository import Repository
     from .store.tier import Reader
 
-__all__ = ["Change", "Diff", "TensorChange", "diff"]
+__all__ = ["Change", "Diff", "TensorChange", "diff", "pieces", "to_plain", "untied"]
 
 _PIECE = 1 << 20  # elements that are compared at once, as float64
 
@@ -101,13 +102,21 @@ def diff(
     new: str,
     *,
     only: str | Sequence[str] | None = None,
+    with_tensors: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
-    """Compare two states; see ``Repository.diff``. ``on_progress`` gets the bytes of ``new`` that were compared, and all of them."""
+    """Compare two states; see ``Repository.diff``. ``on_progress`` gets the bytes of ``new`` that were compared, and all of them.
+
+    Without ``with_tensors`` no payload is opened: no tensors, and no values, which are stored beside them. What ``on_progress``
+    raises ends the comparison.
+    """
     one, other = repository.state(old), repository.state(new)
-    with repository._open_payload(one) as before, repository._open_payload(other) as after:
-        tensors = tuple(_tensors(before, after, Selection(only).wants, on_progress or (lambda done, total: None)))
-        values = _delta(_values(before.manifest), _values(after.manifest))
+    tensors: tuple[TensorChange, ...] = ()
+    values: Mapping[str, Pair] = {}
+    if with_tensors:
+        with repository._open_payload(one) as before, repository._open_payload(other) as after:
+            tensors = tuple(_tensors(before, after, Selection(only).wants, on_progress or (lambda done, total: None)))
+            values = _delta(_values(before.manifest), _values(after.manifest))
     with repository._database.read() as session:
         base = walk.merge_base(session, one.uid, other.uid)
         ran = [None if state.run is None else runs.get(session, state.run) for state in (one, other)]
@@ -126,13 +135,21 @@ def diff(
     )
 
 
+def to_plain(found: Diff) -> dict[str, object]:
+    """What ``--json`` and the API say: plain values, with ``relative`` of each tensor."""
+    plain: dict[str, object] = msgspec.to_builtins(found, enc_hook=str)
+    for tensor, made in zip(found.tensors, plain["tensors"], strict=True):  # type: ignore[call-overload] # a list of dicts
+        made["relative"] = tensor.relative
+    return plain
+
+
 # Tensors
 
 
 def _tensors(
     before: Reader, after: Reader, wants: Callable[[str], bool], on_progress: Callable[[int, int], None]
 ) -> Iterator[TensorChange]:
-    olds, news = ({spec.path: spec for spec in _untied(reader) if wants(spec.path)} for reader in (before, after))
+    olds, news = ({spec.path: spec for spec in untied(reader) if wants(spec.path)} for reader in (before, after))
     total = sum(spec.shards[0].length for spec in news.values())
     done = 0
     for path, new in news.items():
@@ -144,8 +161,8 @@ def _tensors(
             yield TensorChange(path, Change.REMOVED, old.shape, old.dtype)
 
 
-def _untied(reader: Reader) -> list[TensorSpec]:
-    """Each tensor with its place; one that is tied has that of the tensor it is tied to."""
+def untied(reader: Reader) -> list[TensorSpec]:
+    """Each tensor of a state with its place; one that is tied has that of the tensor it is tied to."""
     specs = specs_of(reader)
     return [spec if spec.alias is None else _placed(spec, specs[spec.alias]) for spec in specs]
 
@@ -162,7 +179,7 @@ def _compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorS
     if _is_same_bytes(before.manifest, old, after.manifest, new):
         return TensorChange(new.path, Change.SAME, new.shape, new.dtype)
     sums = _Sums()
-    for left, right in zip(_pieces(before, old), _pieces(after, new), strict=True):
+    for left, right in zip(pieces(before, old), pieces(after, new), strict=True):
         sums.add(left, right)
     is_recast = old.dtype != new.dtype
     change = Change.RECAST if is_recast else Change.CHANGED if sums.differing else Change.SAME
@@ -199,7 +216,7 @@ def _last(start: int, length: int) -> int:
     return (start + length - 1) // CHUNK_BYTES
 
 
-def _pieces(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
+def pieces(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
     """The elements in the order of the indices, as float64; complex ones as pairs."""
     if 0 in spec.shape:
         return

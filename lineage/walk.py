@@ -34,6 +34,8 @@ __all__ = [
     "children",
     "descendant_ids",
     "descendants",
+    "first_meeting",
+    "first_parent_at",
     "is_ancestor",
     "log",
     "merge_base",
@@ -51,6 +53,7 @@ _state, _edge = table(StateRow), table(EdgeRow)
 _jump, _next, _other = _state.alias("jump"), _state.alias("next"), _state.alias("other")
 
 _PLACE = select(_state.c.id, _state.c.generation).where(_state.c.uid == bindparam("uid"))
+_GENERATIONS = select(_state.c.id, _state.c.generation).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
 _ANY_EDGE = select(_edge.c.child_id).limit(1)
 _CHILDREN = union_all(
     select(_state.c.id).where(_state.c.parent_id == bindparam("start")),
@@ -203,6 +206,22 @@ def nth_ancestor_id(session: Session, id_: int, n: int) -> int:
     return int(found)
 
 
+def first_parent_at(session: Session, id_: int, other: int) -> int | None:
+    """The row id of the state or first parent of ``id_`` that has the generation of ``other``; None if it is younger. O(log n)."""
+    new, old = _generations(session, id_, other)
+    if old > new:
+        return None
+    return int(session.execute(_CLIMB, {"start": id_, "target": old}).scalar_one())
+
+
+def first_meeting(session: Session, one: int, other: int) -> int | None:
+    """The newest state that is on the paths of first parents of both, as row ids; None when they never meet. O(log n)."""
+    level = min(_generations(session, one, other))
+    one, other = (session.execute(_CLIMB, {"start": id_, "target": level}).scalar_one() for id_ in (one, other))
+    found = session.execute(_MEET, {"one": one, "other": other}).scalar()
+    return None if found is None else int(found)
+
+
 def is_ancestor(session: Session, a: str, b: str) -> bool:
     """Whether ``a`` is ``b`` or one of its ancestors through any parent.
 
@@ -229,9 +248,7 @@ def merge_base(session: Session, a: str, b: str) -> State | None:
     if _has_edges(session):
         base = _first_common(_walk(session, one.id), _walk(session, other.id))
     else:
-        level = min(one.generation, other.generation)
-        one_id, other_id = (session.execute(_CLIMB, {"start": each.id, "target": level}).scalar_one() for each in (one, other))
-        base = session.execute(_MEET, {"one": one_id, "other": other_id}).scalar()
+        base = first_meeting(session, one.id, other.id)
     return None if base is None else states(session, [int(base)])[0]
 
 
@@ -340,6 +357,11 @@ def _place(session: Session, uid: str) -> Any:
     if row is None:
         raise unknown(uid)
     return row
+
+
+def _generations(session: Session, *ids: int) -> list[int]:
+    found = {row.id: row.generation for row in session.execute(_GENERATIONS, {"ids": list(ids)})}
+    return [found[id_] for id_ in ids]
 
 
 def _has_edges(session: Session) -> bool:

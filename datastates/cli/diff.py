@@ -55,21 +55,14 @@ def diff(
             old, new, only=only or None, on_progress=lambda done, total: progress.update(bar, completed=done, total=total)
         )
     if shell.as_json:
-        shell.write_json(_plain(found))
+        from datastates.diff import to_plain
+
+        shell.write_json(to_plain(found))
         return
     tensors = [] if stat else [tensor for tensor in found.tensors if show_same or tensor.change != "same"]
     if order is Order.CHANGE:
         tensors.sort(key=lambda tensor: -(tensor.relative or 0.0))
     shell.write(*_heading(found), *([_tensors_table(tensors)] if tensors else []), *_rest(found))
-
-
-def _plain(found: Diff) -> dict[str, object]:
-    import msgspec
-
-    plain: dict[str, object] = msgspec.to_builtins(found, enc_hook=str)
-    for tensor, made in zip(found.tensors, plain["tensors"], strict=True):  # type: ignore[call-overload] # a list of dicts
-        made["relative"] = tensor.relative
-    return plain
 
 
 def _heading(found: Diff) -> list[RenderableType]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from sqlalchemy.orm import Session
 
+    from datastates.api.models import StateDetail
     from datastates.lineage import Ref, Run, State
 
 __all__ = ["register"]
@@ -73,28 +74,17 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show all that is known of one state."""
-    from datastates.lineage import refs, replicas, revision, runs, walk
-    from datastates.lineage.holders import replicas_of
+    from datastates.api.details import detail_of
+    from datastates.lineage import revision, walk
 
     shell = Shell(context, repo, as_json)
     with shell.reading() as session:
-        state = revision.resolve(session, rev)
-        known: dict[str, Any] = {
-            "refs": [ref for ref in refs.refs(session) if ref.state == state.uid],
-            "children": walk.children(session, state.uid),
-            "replicas": replicas_of(session, state.uid),
-            "packs": [{"name": name, "bytes": size} for name, size in replicas.packs_of(session, state.uid)],
-            "run": None if state.run is None else runs.get(session, state.run),
-        }
-        parents = walk.states(session, list(state.parents))
+        known = detail_of(session, revision.resolve(session, rev).uid)
+        parents, children = walk.states(session, known.parents), walk.states(session, known.children)
     if shell.as_json:
-        import msgspec
-
-        known["children"] = [child.uid for child in known["children"]]
-        known["run_record"] = known.pop("run")
-        shell.write_json({**msgspec.to_builtins(state), **known})
+        shell.write_json(known)
     else:
-        shell.write(_facts(state, parents, known))
+        shell.write(_facts(known, parents, children))
 
 
 def find(
@@ -167,10 +157,10 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
     return [state for _, state in order[:limit]]
 
 
-def _facts(state: State, parents: list[State], known: dict[str, Any]) -> Table:
+def _facts(state: StateDetail, parents: list[State], children: list[State]) -> Table:
     from .render import age_text, facts_table, refs_text, short, size_text, state_text, status_text, step_text, time_text
 
-    named = str(refs_text(known["refs"])).strip(" ()")
+    named = str(refs_text(state.refs)).strip(" ()")
     kinds = {edge.parent: f"  {edge.kind.value}, weight {edge.weight:g}" for edge in state.edges}
     facts: list[tuple[str, object]] = [
         ("state", state.uid),
@@ -183,13 +173,13 @@ def _facts(state: State, parents: list[State], known: dict[str, Any]) -> Table:
     facts += [("metric", f"{key} = {value:.9g}") for key, value in sorted(state.metrics.items())]
     facts += [("attribute", f"{key} = {value!r}") for key, value in sorted(state.attributes.items())]
     facts += [("parent", state_text(parent).append(kinds.get(parent.uid, ""))) for parent in parents]
-    facts += [("child", state_text(child)) for child in known["children"]]
+    facts += [("child", state_text(child)) for child in children]
     facts += [("size", f"{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"), ("generation", state.generation)]
     facts += [("ranks", state.world_size if state.world_size > 1 else None)]
-    facts += [("replica", f"{one.tier} on {one.node or '?'}, rank {one.rank}, {size_text(one.bytes)}") for one in known["replicas"]]
-    facts += [("pack", f"{pack['name']}, {size_text(pack['bytes'])}") for pack in known["packs"]]
-    if known["run"] is not None:
-        facts += _run_facts(known["run"], short(known["run"].uid))
+    facts += [("replica", f"{one.tier} on {one.node or '?'}, rank {one.rank}, {size_text(one.bytes)}") for one in state.replicas]
+    facts += [("pack", f"{pack.name}, {size_text(pack.bytes)}") for pack in state.packs]
+    if state.run_record is not None:
+        facts += _run_facts(state.run_record, short(state.run_record.uid))
     return facts_table(facts)
 
 

@@ -1,0 +1,34 @@
+"""All that is known of one state, for the API and for ``datastates show --json``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from datastates.lineage import lookup, replicas, runs
+from datastates.lineage.detail import child_uids, refs_at
+from datastates.lineage.holders import replicas_of
+from datastates.lineage.states import State
+
+from .models import StateDetail, StoredPack
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["detail_of"]
+
+
+def detail_of(session: Session, uid: str) -> StateDetail:
+    """The state of this uid, and all that refers to it.
+
+    :raises NotFound: there is none.
+    """
+    state = lookup.state(session, uid)
+    return StateDetail(
+        **{field.name: getattr(state, field.name) for field in fields(State)},
+        refs=tuple(refs_at(session, uid)),
+        children=tuple(child_uids(session, uid)),
+        replicas=tuple(replicas_of(session, uid)),
+        packs=tuple(StoredPack(name, size) for name, size in replicas.packs_of(session, uid)),
+        run_record=None if state.run is None else runs.get(session, state.run),
+    )

@@ -1,0 +1,61 @@
+"""Requests that read payload: a few at a time, and none for a client that is gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import anyio.from_thread
+
+from datastates.errors import Cancelled, Unavailable
+
+if TYPE_CHECKING:
+    from fastapi import Request
+
+__all__ = ["PayloadReads", "stop_when_gone"]
+
+_AT_ONCE = 4
+_WAIT_S = 2.0
+_LOOK_S = 0.25
+
+
+class PayloadReads:
+    """How many requests of one repository may read payload at once: each holds a thread, and the disk."""
+
+    def __init__(self, at_once: int = _AT_ONCE, wait_s: float = _WAIT_S) -> None:
+        self._free = threading.BoundedSemaphore(at_once)
+        self._at_once, self._wait_s = at_once, wait_s
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Hold one of the places.
+
+        :raises Unavailable: none became free in time.
+        """
+        if not self._free.acquire(timeout=self._wait_s):
+            raise Unavailable(f"{self._at_once} requests read states of this repository just now: try again in a few seconds")
+        try:
+            yield
+        finally:
+            self._free.release()
+
+
+def stop_when_gone(request: Request) -> Callable[[], None]:
+    """A function to be called often on the thread of a request.
+
+    :raises Cancelled: the client has hung up.
+    """
+    looked = time.monotonic()
+
+    def look() -> None:
+        nonlocal looked
+        if time.monotonic() - looked < _LOOK_S:
+            return
+        looked = time.monotonic()
+        if anyio.from_thread.run(request.is_disconnected):
+            raise Cancelled("the client hung up")
+
+    return look

@@ -1,0 +1,61 @@
+"""What changed from one state to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Query, Request, Response
+
+from datastates.api.reads import stop_when_gone
+from datastates.api.replies import etag_of, is_known, reply
+from datastates.api.routing import Routes, Scope
+from datastates.api.served import Chosen
+from datastates.diff import Diff, TensorChange, to_plain
+from datastates.diff import diff as compare
+from datastates.lineage import revision
+
+__all__ = ["routes"]
+
+routes = Routes("diff")
+
+Revision = Annotated[str, Query(max_length=500, description="A revision")]
+Pattern = Annotated[str, Query(max_length=500)]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport(TensorChange):
+    """One tensor of two states; ``relative`` is the distance in units of the old norm."""
+
+    relative: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffReport(Diff):
+    """From ``old`` to ``new``, as ``datastates.diff.to_plain`` says it."""
+
+    tensors: tuple[TensorReport, ...]
+
+
+@routes.add("GET", "/diff", scope=Scope.READ, returns=DiffReport)
+def diff(
+    served: Chosen,
+    request: Request,
+    old: Revision,
+    new: Revision,
+    only: Annotated[list[Pattern] | None, Query(max_length=64, description="Names or patterns of paths: `model`, `model/*.weight`")] = None,
+    tensors: Annotated[bool, Query(description="False: the lineage only, no payload is read")] = True,
+) -> Response:
+    """Compare two states: each tensor, metrics, values, configuration and code; as `datastates diff --json`."""
+    with served.reading() as session:
+        one, other = revision.resolve(session, old), revision.resolve(session, new)
+    etag = etag_of(one, other, only, tensors)
+    if is_known(request, etag):
+        return Response(status_code=304, headers={"ETag": etag})
+    if not tensors:
+        found = compare(served.repository, one.uid, other.uid, with_tensors=False)
+    else:
+        look = stop_when_gone(request)
+        with served.payload_reads.one():
+            found = compare(served.repository, one.uid, other.uid, only=only, on_progress=lambda done, total: look())
+    return reply(to_plain(found), request=request, etag=etag)
