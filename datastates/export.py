@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from .errors import Corrupt, InvalidInput
 from .lineage.states import State
 from .tree import flatten
 
-__all__ = ["ExportFile", "export", "plan_export"]
+__all__ = ["Entry", "ExportFile", "export", "header_of", "in_order", "plan_export", "words_about"]
 
 _PIECE_BYTES = 16 << 20
 _CODES = {
@@ -36,6 +37,20 @@ _CODES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 """What readers have long known; tensors of other dtypes are written as bytes, and the metadata names their dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file, by its description."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in the file, where each element is written out."""
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +81,12 @@ def plan_export(tree: object, state: State, into: Path) -> dict[Path, ExportFile
         groups.setdefault(path, {})[name] = leaf.tensor
     if not groups:
         raise InvalidInput(f"state {state.uid} has no such tensors: name others with --only, or leave it out")
-    about = {"format": "pt", "datastates.state": state.uid, "datastates.digest": state.digest, "datastates.step": str(state.step)}
-    return {path: ExportFile(tensors, about) for path, tensors in groups.items()}
+    return {path: ExportFile(tensors, words_about(state)) for path, tensors in groups.items()}
+
+
+def words_about(state: State) -> dict[str, str]:
+    """What a file says of the state that its tensors are from."""
+    return {"format": "pt", "datastates.state": state.uid, "datastates.digest": state.digest, "datastates.step": str(state.step)}
 
 
 def export(plan: Mapping[Path, ExportFile], *, on_progress: Callable[[int], object] = lambda count: None) -> None:
@@ -97,7 +116,7 @@ def _file_name(top: str) -> str:
 def _write(path: Path, file: ExportFile, on_progress: Callable[[int], object]) -> dict[str, list[bytes]]:
     digests: dict[str, list[bytes]] = {}
     with path.open("wb") as out:
-        out.write(_header(file))
+        out.write(header_of(in_order(_entries(file.tensors)), file.metadata))
         for name, tensor in _in_order(file.tensors):
             digests[name] = []
             for piece in _pieces(tensor):
@@ -123,28 +142,37 @@ def _read_back(path: Path, file: ExportFile, digests: Mapping[str, list[bytes]],
                 on_progress(len(piece))
 
 
-def _header(file: ExportFile) -> bytes:
-    entries: dict[str, object] = {}
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """By falling item size, so that each is aligned without holes, which the format does not allow."""
+    return sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+
+
+def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with whose tensors follow each other in this order, its own length included."""
+    described: dict[str, object] = {}
     others: dict[str, str] = {}
     end = 0
-    for name, tensor in _in_order(file.tensors):
-        code, shape = _CODES.get(tensor.dtype), list(tensor.shape)
+    for entry in entries:
+        code, shape = _CODES.get(entry.dtype), list(entry.shape)
         if code is None:
-            code, shape = "U8", [*shape, tensor.element_size()]
-            others[name] = str(tensor.dtype).removeprefix("torch.")
-        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.nbytes]}
-        end += tensor.nbytes
-    metadata = dict(file.metadata)
+            code, shape = "U8", [*shape, entry.dtype.itemsize]
+            others[entry.name] = str(entry.dtype).removeprefix("torch.")
+        described[entry.name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + entry.bytes]}
+        end += entry.bytes
+    about = dict(metadata)
     if others:
-        metadata["datastates.dtypes"] = msgspec.json.encode(others).decode()
-    body = msgspec.json.encode({"__metadata__": metadata, **entries})
+        about["datastates.dtypes"] = msgspec.json.encode(others).decode()
+    body = msgspec.json.encode({"__metadata__": about, **described})
     body += b" " * (-len(body) % 8)
     return len(body).to_bytes(8, "little") + body
 
 
 def _in_order(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """By falling item size, so that each is aligned without holes, which the format does not allow."""
-    return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    return [(entry.name, tensors[entry.name]) for entry in in_order(_entries(tensors))]
+
+
+def _entries(tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
+    return [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -92,7 +92,7 @@ def test_a_stream_is_resumed_after_the_last_event_by_header_or_query(url: str, r
         {"after": newest - 3},
         {"headers": {"Last-Event-ID": str(newest - 3)}, "after": 0},
     ):
-        with listening(url, **resumed) as stream:  # type: ignore[arg-type] # one of both
+        with listening(url, **resumed) as stream:
             assert stream.next() == (newest - 3, "hello", {"newest": newest})
             assert [stream.next()[0] for _ in range(3)] == [newest - 2, newest - 1, newest]
 

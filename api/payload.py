@@ -1,0 +1,143 @@
+"""A state as one safetensors file that lies nowhere: its header is computed, its bytes are read and checked as they are asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from datastates.errors import InvalidInput
+from datastates.export import Entry, header_of, in_order, words_about
+from datastates.geometry import dtype_of, rebuild
+from datastates.lineage.states import State
+from datastates.manifest import CHUNK_BYTES, TensorSpec
+from datastates.reading import read_flat, specs_of
+from datastates.report import Selection
+from datastates.store.tier import Reader
+
+__all__ = ["StateFile"]
+
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor at ``start`` of the file; ``spec`` says where its bytes are stored."""
+
+    start: int
+    bytes: int
+    spec: TensorSpec
+
+
+class StateFile:
+    """The file of one open state: every tensor that ``only`` asks for under its path, as ``plan_export`` has it, tied ones each.
+
+    :raises InvalidInput: ``only`` asks for what is not there.
+    """
+
+    def __init__(self, reader: Reader, state: State, only: Sequence[str] | None) -> None:
+        self._reader = reader
+        specs = specs_of(reader)
+        chosen = _choose(specs, only, state)
+        entries = in_order(Entry(spec.path, dtype_of(spec.dtype), spec.shape) for spec in chosen.values())
+        self._header = header_of(entries, words_about(state))
+        self._parts: list[_Part] = []
+        self.size = len(self._header)
+        for entry in entries:
+            spec = chosen[entry.name]
+            self._parts.append(_Part(self.size, entry.bytes, spec if spec.alias is None else specs[spec.alias]))
+            self.size += entry.bytes
+
+    def pieces(self, start: int, end: int) -> Iterator[bytes]:
+        """The bytes ``[start, end)`` of the file in pieces of about a MiB, none of them empty.
+
+        :raises Corrupt: a chunk fails its digest; nothing of it was given.
+        """
+        gathered, count = [], 0
+        for small in self._pieces(start, end):
+            gathered.append(small)
+            count += len(small)
+            if count >= PIECE_BYTES:
+                yield b"".join(gathered)
+                gathered, count = [], 0
+        if count:
+            yield b"".join(gathered)
+
+    def close(self) -> None:
+        """Let go of the state."""
+        self._reader.close()
+
+    def _pieces(self, start: int, end: int) -> Iterator[bytes]:
+        if start < len(self._header):
+            yield self._header[start:end]
+        for part in self._parts:
+            first, last = max(start - part.start, 0), min(end - part.start, part.bytes)
+            if first < last:
+                yield from (
+                    _plain(self._reader, part.spec, first, last) if _is_plain(part) else _turned(self._reader, part.spec, first, last)
+                )
+
+
+def _choose(specs: Sequence[TensorSpec], only: Sequence[str] | None, state: State) -> dict[str, TensorSpec]:
+    selection = Selection(only or None)
+    chosen = {spec.path: spec for spec in specs if selection.wants(spec.path)}
+    selection.refuse_unused(spec.path for spec in specs)
+    if not chosen:
+        raise InvalidInput(f"state {state.uid} has no tensors: there is nothing to download")
+    return chosen
+
+
+def _is_plain(part: _Part) -> bool:
+    """Whether the bytes are stored in row-major order."""
+    expected = 1
+    for size, stride in zip(reversed(part.spec.shape), reversed(part.spec.strides), strict=True):
+        if size != 1 and stride != expected:
+            return part.bytes == 0
+        expected *= size
+    return True
+
+
+def _plain(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator[bytes]:
+    (shard,) = spec.shards
+    at, end = shard.start + first, shard.start + last
+    while at < end:
+        chunk, offset = divmod(at, CHUNK_BYTES)
+        piece = reader.chunk(chunk)[offset : min(offset + PIECE_BYTES, offset + end - at)]
+        yield bytes(piece)
+        at += piece.nbytes
+
+
+def _turned(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator[bytes]:
+    """The bytes of a tensor that is stored in another order, or once for many elements: block by block from where it is mapped.
+
+    Needs memory for the whole tensor where its chunks do not lie together.
+    """
+    tensor = rebuild(read_flat(reader, spec), spec)
+    item, dim, inner = tensor.element_size(), tensor.dim(), 1
+    while dim > 1 and inner * tensor.shape[dim - 1] * item <= PIECE_BYTES:
+        dim -= 1
+        inner *= tensor.shape[dim]
+    # Blocks are rows [at, at + rows) of the dimension ``dim - 1``, at each index of those before it.
+    size, row = tensor.shape[dim - 1], inner * item
+    rows = max(1, PIECE_BYTES // row)
+    for outer in range(first // (size * row), -(-last // (size * row))):
+        base = outer * size * row
+        block = tensor[_indices(outer, tensor.shape[: dim - 1])]
+        for at in range(max(first - base, 0) // row // rows * rows, size, rows):
+            begin = base + at * row
+            if begin >= last:
+                return
+            dense = block[at : at + rows].contiguous().reshape(-1).view(torch.uint8)
+            yield dense.numpy()[max(first - begin, 0) : last - begin].tobytes()
+
+
+def _indices(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The indices of an element by its number in row-major order."""
+    found = []
+    for position, size in enumerate(shape):
+        number, flat = divmod(flat, math.prod(shape[position + 1 :]))
+        assert number < size
+        found.append(number)
+    return tuple(found)

@@ -1,0 +1,26 @@
+"""The range of bytes that a request asks for (RFC 9110, 14)."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["range_of"]
+
+_RANGE = re.compile(r"bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*", re.ASCII | re.IGNORECASE)
+
+
+def range_of(header: str | None, size: int) -> tuple[int, int] | None:
+    """``[start, end)`` of what has ``size`` bytes; None for the whole: nothing was asked, several ranges, or no range at all.
+
+    An empty one (``start == end``) is a range that there is not: 416.
+    """
+    found = _RANGE.fullmatch(header or "")
+    if found is None or found.groups() == ("", ""):
+        return None
+    first, last = found.groups()
+    if not first:
+        return max(size - int(last), 0), size
+    if last and int(last) < int(first):
+        return None
+    start = min(int(first), size)
+    return start, max(min(int(last) + 1, size) if last else size, start)

@@ -1,0 +1,135 @@
+"""Payload: the tensors of a state as a file that any safetensors reader opens."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack
+from typing import Annotated
+
+from fastapi import Header, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from datastates.api.payload import StateFile
+from datastates.api.ranges import range_of
+from datastates.api.replies import etag_of
+from datastates.api.routing import Routes, Scope
+from datastates.api.served import Chosen, Served, Uid
+from datastates.api.streaming import Streamed
+from datastates.errors import DatastatesError, Unavailable
+from datastates.lineage import walk
+from datastates.lineage.states import State
+
+__all__ = ["routes"]
+
+DIGESTED_BYTES = 32 << 20
+MEDIA_TYPE = "application/octet-stream"
+_log = logging.getLogger("datastates.api")
+
+_FILE = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+_ANSWERS: dict[int | str, dict[str, object]] = {
+    200: {"description": "The file", "content": _FILE},
+    206: {"description": "The range of it that was asked for", "content": _FILE},
+    304: {"description": "Who asks has it: `If-None-Match`"},
+    416: {"description": "There is no such range"},
+}
+
+routes = Routes("payload")
+_Only = Annotated[list[str] | None, Query(max_length=100, description="Objects or tensors, or patterns: `model`, `model/*.weight`")]
+_Range = Annotated[str | None, Header(description="One range; several are answered by the whole")]
+_IfRange = Annotated[str | None, Header(description="An ETag: with another one the whole is sent")]
+_Want = Annotated[str | None, Header(description="`sha-256=1`: a digest of what is sent, when it is a range of at most 32 MiB")]
+
+
+class File(Response):
+    """For the document."""
+
+    media_type = MEDIA_TYPE
+
+
+@routes.add("GET", "/states/{uid}/payload", scope=Scope.READ, returns=None, response_class=File, responses=_ANSWERS)
+def payload(
+    served: Chosen,
+    uid: Uid,
+    request: Request,
+    only: _Only = None,
+    range: _Range = None,  # the header's name
+    if_range: _IfRange = None,
+    want_content_digest: _Want = None,
+) -> Response:
+    """A state's tensors as one safetensors file, or those that `only` asks for.
+
+    Each chunk is checked when it is read. Should one be damaged, the connection breaks: nothing wrong is ever sent.
+    """
+    state, etag = _state(served, uid, only)
+    if _has(request, etag):
+        return Response(status_code=304, headers={"ETag": etag})
+    with ExitStack() as stack:
+        file = _open(served, state, only, stack)
+        wanted = None if if_range is not None and if_range.strip() != etag else range_of(range, file.size)
+        start, end = wanted or (0, file.size)
+        if start == end:
+            return Response(status_code=416, headers={"Content-Range": f"bytes */{file.size}", "ETag": etag})
+        headers = _headers(state, etag, end - start)
+        if wanted:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
+        status = 206 if wanted else 200
+        if want_content_digest and "sha-256" in want_content_digest and end - start <= DIGESTED_BYTES:
+            body = b"".join(file.pieces(start, end))
+            headers["Content-Digest"] = f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
+            return Response(body, status_code=status, headers=headers, media_type=MEDIA_TYPE)
+        pieces = file.pieces(start, end)
+        first = next(pieces)  # what is wrong already is said in words
+        close: Callable[[], None] = stack.pop_all().close
+    return Streamed(_body(first, pieces, state), close=close, headers=headers, media_type=MEDIA_TYPE, status=status)
+
+
+@routes.add("HEAD", "/states/{uid}/payload", scope=Scope.READ, returns=None, response_class=File, responses={304: _ANSWERS[304]})
+def payload_head(served: Chosen, uid: Uid, request: Request, only: _Only = None) -> Response:
+    """The size and the ETag of that file."""
+    state, etag = _state(served, uid, only)
+    if _has(request, etag):
+        return Response(status_code=304, headers={"ETag": etag})
+    with ExitStack() as stack:
+        return Response(headers=_headers(state, etag, _open(served, state, only, stack).size), media_type=MEDIA_TYPE)
+
+
+def _state(served: Served, uid: str, only: list[str] | None) -> tuple[State, str]:
+    with served.reading() as session:
+        state = walk.state(session, uid)
+    return state, etag_of("safetensors-1", state.uid, state.digest, sorted(set(only or ())))
+
+
+def _has(request: Request, etag: str) -> bool:
+    return etag in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
+
+
+def _open(served: Served, state: State, only: list[str] | None, stack: ExitStack) -> StateFile:
+    if not served.downloads.acquire(blocking=False):
+        raise Unavailable("as many downloads as may be are under way: try again in a moment")
+    stack.callback(served.downloads.release)
+    reader = stack.enter_context(served.repository._open_payload(state, verify=True))
+    return StateFile(reader, state, only)
+
+
+def _headers(state: State, etag: str, length: int) -> dict[str, str]:
+    return {
+        "Accept-Ranges": "bytes",
+        "Cache-Control": "private, no-cache",
+        "Content-Disposition": f'attachment; filename="state-{state.uid[:10]}-step{state.step}.safetensors"',
+        "Content-Length": str(length),
+        "ETag": etag,
+    }
+
+
+async def _body(first: bytes, pieces: Iterator[bytes], state: State) -> AsyncGenerator[bytes]:
+    piece = first
+    try:
+        while piece:
+            yield piece
+            piece = await run_in_threadpool(next, pieces, b"")
+    except DatastatesError as error:
+        _log.error("the download of state %s was broken off: %s", state.uid, error)  # no trace of the web's own
+        raise
