@@ -11,6 +11,8 @@ class Found {
   isLoading = $state(false);
   /** Whether more follow those that are here. */
   hasMore = $state(false);
+  /** Whether a filter has been answered: until then what was there before stays. */
+  isActive = $state(false);
 
   #query = "";
   #next: string | null = null;
@@ -30,7 +32,7 @@ class Found {
     this.#ending.abort();
     this.states = [];
     this.problem = null;
-    this.isLoading = this.hasMore = false;
+    this.isLoading = this.hasMore = this.isActive = false;
   }
 
   more(): void {
@@ -47,6 +49,7 @@ class Found {
       this.#next = page.next;
       this.hasMore = page.next !== null;
       this.problem = null;
+      this.isActive = true;
     } catch (error) {
       if (signal.aborted) return;
       this.problem = asProblem(error);

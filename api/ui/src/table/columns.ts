@@ -14,9 +14,9 @@ export interface Column {
 }
 
 const FIXED: Readonly<Record<string, Omit<Column, "id">>> = {
-  refs: { title: "Names", width: "minmax(90px, 1.2fr)", isNumber: false, sortBy: null },
+  refs: { title: "Names", width: "minmax(110px, 1fr)", isNumber: false, sortBy: null },
   step: { title: "Step", width: "76px", isNumber: true, sortBy: "step" },
-  status: { title: "Status", width: "88px", isNumber: false, sortBy: "status" },
+  status: { title: "Status", width: "96px", isNumber: false, sortBy: "status" },
   age: { title: "Age", width: "68px", isNumber: true, sortBy: "created" },
   message: { title: "Message", width: "minmax(120px, 2fr)", isNumber: false, sortBy: "message" },
   uid: { title: "Uid", width: "86px", isNumber: false, sortBy: "uid" },

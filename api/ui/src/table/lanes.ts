@@ -32,7 +32,7 @@ export interface Spread {
   gap: number;
 }
 
-const MARGIN = 12;
+const MARGIN = 15;
 
 export function spread(lanes: number, widest: number): Spread {
   const gap = Math.max(4, Math.min(14, (widest - 2 * MARGIN) / Math.max(1, lanes - 1)));
@@ -86,7 +86,7 @@ export function drawDot(on: CanvasRenderingContext2D, dot: Dot, y: number, at: S
   const colour = paint.lanes[dot.lane % COLOURS] ?? paint.text;
   const isGone = dot.state.status === "evicted" || dot.state.status === "lost";
   const radius = Math.min(4.5, at.gap / 2 + 1.5);
-  circle(on, x, middle, radius + 2, paint.ground, null, 0);
+  if (dot.isNamed) circle(on, x, middle, radius + 3, paint.ground, null, 0);
   circle(on, x, middle, radius, isGone ? paint.ground : colour, isGone ? colour : null, 1.5);
   if (dot.state.status === "captured") circle(on, x, middle, radius - 2.5, paint.ground, null, 0);
   if (dot.isNamed) circle(on, x, middle, radius + 2.5, null, colour, 1.5);

@@ -8,10 +8,12 @@ import { change, view } from "../lib/view.svelte";
 
 class Shown {
   /** A filter or a sort makes a search of it. */
-  readonly isSearch = $derived(view.query.trim() !== "" || view.sort !== "");
+  readonly isWanted = $derived(view.query.trim() !== "" || view.sort !== "");
+  /** What the search found is shown. Until its first answer the history stays. */
+  readonly isSearch = $derived(this.isWanted && found.isActive);
   readonly query = $derived(withOrder(view.query, view.sort));
   readonly total = $derived(this.isSearch ? found.states.length : history.total);
-  readonly problem = $derived(this.isSearch ? found.problem : history.problem);
+  readonly problem = $derived(this.isWanted ? (found.problem ?? history.problem) : history.problem);
   readonly isLoading = $derived(this.isSearch ? found.isLoading : history.isLoading);
   readonly isEmpty = $derived(!this.isLoading && this.total === 0 && this.problem === null);
 
@@ -42,8 +44,8 @@ class Shown {
 
   /** Begin anew, as after an error. */
   reload(): void {
-    if (this.isSearch) void found.open(this.query);
-    else void history.open();
+    if (this.isWanted) void found.open(this.query);
+    if (history.problem || !this.isWanted) void history.open();
     facts.reload().catch(() => {}); // what the rows' own request met is shown
   }
 }
