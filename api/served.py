@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,8 @@ from fastapi import Depends, Path, Request
 from datastates.errors import NotFound
 
 from .feed import Feed
+from .norms import Norms
+from .reads import PayloadReads
 from .windows import Windows
 
 if TYPE_CHECKING:
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from datastates.repository import Repository
 
 __all__ = ["Chosen", "Served", "Uid"]
+
+DOWNLOADS = 8
+"""How many may be under way at once."""
 
 Uid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A state's uid, whole: `/resolve` finds it for a revision")]
 
@@ -29,7 +35,9 @@ class Served:
     def __init__(self, name: str, repository: Repository) -> None:
         self.name, self.repository = name, repository
         self.feed = Feed(repository._database.read, name=name)
+        self.downloads = threading.BoundedSemaphore(DOWNLOADS)
         self.windows = Windows()
+        self.payload_reads, self.norms = PayloadReads(), Norms()
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
