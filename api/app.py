@@ -2,26 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
+from . import problems
+from .document import document
 from .routes import diff, events, graph, payload, states
+from .security import Guard, Hosts, Shield, Tokens
 from .served import Served
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
 
-__all__ = ["create_app"]
+    from .routing import Scope
+
+__all__ = ["API", "create_app"]
 
 API = "/api/v1"
 
 
-def create_app(repositories: Mapping[str, Repository]) -> FastAPI:
-    """The application that serves repositories by name. It closes none of them."""
-    app = FastAPI(title="datastates", openapi_url=f"{API}/openapi.json")
+def create_app(
+    repositories: Mapping[str, Repository],
+    *,
+    tokens: Mapping[str, Scope] | None = None,
+    allowed_hosts: Sequence[str] = (),
+    prefix: str = "",
+    cors: Sequence[str] = (),
+) -> FastAPI:
+    """The application that serves repositories by name. It closes none of them.
+
+    ``tokens`` say what each allows; without any everybody may read, and nobody write. ``allowed_hosts`` are the names that it goes by,
+    beside those of the loopback. ``prefix`` is the path below which a proxy serves it. ``cors`` are origins whose pages may ask.
+    """
+    app = FastAPI(
+        title="datastates", openapi_url=f"{API}/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=_lifespan
+    )
     app.state.served = {name: Served(name, repository) for name, repository in repositories.items()}
     for routes in (states.routes, graph.routes, diff.routes, events.routes, payload.routes):
         app.include_router(routes.router, prefix=API)
+    problems.install(app)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]  # as FastAPI's manual has it
+    app.add_middleware(Guard, tokens=Tokens(tokens or {}), hosts=Hosts(allowed_hosts), prefix=prefix.rstrip("/"))
+    app.add_middleware(Shield)
+    if cors:
+        app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"], expose_headers=["ETag"])
     return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
+    yield
+    for served in app.state.served.values():
+        served.close()

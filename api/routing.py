@@ -35,6 +35,7 @@ class Routes:
 
         ``returns`` is the type of the body, for the document; the function gives a ``Response`` (see ``replies``). Its first
         line of documentation is the summary, its name the operation's id. Functions that touch the database are plain ``def``.
+        HEAD is answered like GET, except where a ``response_class`` says that the answer is a stream.
         """
 
         def register(handler: Handler) -> Handler:
@@ -50,6 +51,8 @@ class Routes:
                 openapi_extra={"x-scope": scope.name.lower()},
                 **options,
             )
+            if method == "GET" and "response_class" not in options:
+                self.router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False, dependencies=[Depends(_needs(scope))])
             return handler
 
         return register

@@ -1,0 +1,147 @@
+"""Errors as ``application/problem+json`` (RFC 9457): one table says which kind has which HTTP status.
+
+- What the caller can mend is 4xx, what only we can is 5xx. A damaged chunk (``corrupt``) is 500: no other request would help.
+- ``ambiguous`` is 404 like ``not-found``, whose kind it is: nothing is addressed yet, and the message lists what could be.
+- ``unavailable`` is 410 when a state's bytes are gone for good and an ancestor is named in their stead, else 503: try again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from datastates.errors import DatastatesError, SyntaxProblem, Unavailable
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import Scope
+
+__all__ = ["MEDIA_TYPE", "STATUSES", "Problem", "Refusal", "install", "problem_of", "respond"]
+
+MEDIA_TYPE = "application/problem+json"
+_SHOWN = 100
+
+_log = logging.getLogger("datastates.api")
+
+STATUSES = {
+    "ambiguous": 404,
+    "cancelled": 503,
+    "closed": 503,
+    "conflict": 409,
+    "corrupt": 500,
+    "dirty": 500,
+    "disconnected": 503,
+    "error": 500,
+    "invalid-input": 400,
+    "not-found": 404,
+    "over-budget": 503,
+    "peer-fault": 502,
+    "syntax": 400,
+    "torn": 500,
+    "unauthorized": 401,
+    "unavailable": 503,
+    "unsupported": 400,
+}
+"""By the kind of an error. ``unauthorized`` is 403 for a token that is good for less, ``unavailable`` 410 as said above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Why a request failed. ``kind`` is stable; ``column`` (from 1) and ``expected`` point into a text that does not parse,
+    ``nearest`` is the uid of the nearest ancestor that can be restored, ``parameter`` what the request gets wrong."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    kind: str
+    text: str | None = None
+    column: int | None = None
+    expected: tuple[str, ...] | None = None
+    nearest: str | None = None
+    parameter: str | None = None
+
+
+class Refusal(Exception):
+    """What only the web refuses, with a status of its own; ``kind`` is one of the errors'."""
+
+    def __init__(self, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(detail)
+        self.problem = Problem(title=_title(status), status=status, detail=detail, kind=kind)
+        self.headers = dict(headers or {})
+
+
+def install(app: FastAPI) -> None:
+    """Make the framework's own errors problems too: unknown paths, wrong methods, parameters that do not fit."""
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+
+
+def respond(error: Exception, scope: Scope) -> Response:
+    """The answer to a request that ended in ``error``. What nobody raised on purpose is logged, and not told."""
+    if isinstance(error, Refusal):
+        return _response(error.problem, error.headers)
+    problem = problem_of(error)
+    if problem.kind == "unauthorized":
+        is_known = scope.get("state", {}).get("is_known", False)
+        problem = problem if not is_known else _with(problem, 403)
+    if problem.status >= 500:
+        _log.error("%s %s: %s", scope["method"], scope["path"], error, exc_info=error if problem.status == 500 else None)
+    return _response(problem)
+
+
+def problem_of(error: Exception) -> Problem:
+    """What is told of an error."""
+    if not isinstance(error, DatastatesError):
+        return Problem(title=_title(500), status=500, detail="this failed unexpectedly: the server's log says why", kind="error")
+    status = STATUSES.get(error.kind, 500)
+    if isinstance(error, Unavailable) and error.nearest is not None:
+        status = 410
+    problem = Problem(title=_title(status), status=status, detail=str(error), kind=error.kind)
+    if isinstance(error, SyntaxProblem):
+        return _with(problem, status, text=error.text, column=error.column, expected=error.expected)
+    return _with(problem, status, nearest=error.nearest) if isinstance(error, Unavailable) else problem
+
+
+def _with(problem: Problem, status: int, **more: Any) -> Problem:
+    said = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    return Problem(**{**said, "status": status, "title": _title(status), **more})
+
+
+def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+    said = {field.name: value for field in fields(problem) if (value := getattr(problem, field.name)) is not None}
+    sent = {**({"WWW-Authenticate": "Bearer"} if problem.status == 401 else {}), "Cache-Control": "no-store", **(headers or {})}
+    return Response(msgspec.json.encode(said), status_code=problem.status, headers=sent, media_type=MEDIA_TYPE)
+
+
+def _title(status: int) -> str:
+    return HTTPStatus(status).phrase
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "it is installed for no other"
+    path = request.url.path[:_SHOWN]
+    kind, detail = {
+        404: ("not-found", f"there is nothing at {path}: /api/v1/openapi.json lists what there is"),
+        405: ("unsupported", f"{path} does not answer {request.method}: the header Allow says what it does"),
+    }.get(error.status_code, ("invalid-input", str(error.detail)))
+    return respond(Refusal(error.status_code, kind, detail, error.headers), request.scope)
+
+
+async def _on_validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), "it is installed for no other"
+    first = error.errors()[0]
+    where, *names = first["loc"]
+    name = ".".join(map(str, names))
+    found = "" if first["type"] == "missing" else f", not {str(first.get('input'))[:_SHOWN]!r}"
+    detail = f"{where} {name!r}: {first['msg']}{found}" if name else f"{where}: {first['msg']}"
+    problem = Problem(title=_title(400), status=400, detail=detail, kind="invalid-input", parameter=name or str(where))
+    return _response(problem)

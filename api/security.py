@@ -1,0 +1,253 @@
+"""Who may do what: the layers around the application that every request passes before any route is looked at.
+
+- ``Shield``, outermost: whatever goes wrong is answered as a problem, and every answer has the headers that browsers need.
+- ``Guard``: Host, sizes, token. Denied by default: only the page's own files and ``/healthz`` are open, all else needs ``read``, and
+  any method but GET, HEAD and OPTIONS ``write``, whatever the route says; it may ask for more.
+
+They are plain ASGI, so that streams flow through them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import RedirectResponse
+
+from datastates.errors import DatastatesError
+
+from .problems import Refusal, respond
+from .routing import Scope
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Send
+    from starlette.types import Scope as Request
+
+__all__ = ["BODY_BYTES", "OPEN", "QUERY_BYTES", "Guard", "Hosts", "Shield", "Tokens", "is_open"]
+
+_log = logging.getLogger("datastates.api")
+
+BODY_BYTES = 64 << 10
+QUERY_BYTES = 32 << 10
+_PATH_BYTES = 4 << 10
+_TOKEN_BYTES = 1 << 10
+_READING = ("GET", "HEAD", "OPTIONS")
+
+OPEN = ("/", "/healthz", "/icon.svg", "/favicon.ico", "/favicon.svg")
+"""What anybody may read, with all below ``/assets/``: it holds no data."""
+
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; connect-src 'self'; "
+    "manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_POLICY = "default-src 'none'; frame-ancestors 'none'"
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cross-Origin-Opener-Policy": "same-origin"}
+
+
+def is_open(method: str, path: str) -> bool:
+    """Whether anybody may ask for this; ``path`` is without the server's prefix."""
+    return method in ("GET", "HEAD") and (path in OPEN or path.startswith("/assets/"))
+
+
+class Tokens:
+    """Tokens and what each allows. Only their digests are kept; all are compared, in constant time."""
+
+    def __init__(self, tokens: Mapping[str, Scope]) -> None:
+        self._digests = [(_digest(token.encode()), Scope(scope)) for token, scope in tokens.items()]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def scope_of(self, token: bytes) -> Scope:
+        """What a token allows; an unknown one nothing."""
+        presented, granted = _digest(token), Scope.NONE
+        for digest, scope in self._digests:
+            if hmac.compare_digest(presented, digest):
+                granted = scope
+        return granted
+
+
+class Hosts:
+    """The names that this server goes by. A page of another site whose name was pointed here (DNS rebinding) says another one.
+
+    The address ``0.0.0.0`` or ``::`` allows every address: only names can be pointed elsewhere.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = {"localhost", "127.0.0.1", "::1", *(name.strip("[]").lower().rstrip(".") for name in names)}
+        self._is_any_address = bool(self._names & {"0.0.0.0", "::"})
+
+    def allow(self, header: str) -> bool:
+        """Whether a Host header, with or without a port, names this server."""
+        name = _without_port(header.strip().lower())
+        return name in self._names or (self._is_any_address and _is_address(name))
+
+
+class Shield:
+    """Answers what goes wrong, and puts the headers on every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def guarded(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                _dress(MutableHeaders(raw=message["headers"]), scope)
+                message = {**message, "headers": message["headers"]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, guarded)
+        except Exception as error:
+            if not has_begun:
+                await respond(error, scope)(scope, receive, guarded)
+            elif not isinstance(error.__cause__ or error, DatastatesError):  # those were logged where they came
+                _log.exception("%s %s broke off", scope["method"], scope["path"])
+
+
+class Guard:
+    """Lets in what may come in, and notes in ``scope["state"]`` what its token allows: ``granted``, ``is_known``.
+
+    A path with or without ``prefix`` is understood: some proxies take it away, some leave it.
+    """
+
+    def __init__(self, app: ASGIApp, *, tokens: Tokens, hosts: Hosts, prefix: str = "") -> None:
+        self._app, self._tokens, self._hosts, self._prefix = app, tokens, hosts, prefix
+
+    async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # there are no web sockets: the server refuses them
+        headers = Headers(scope=scope)
+        _check_size(scope)
+        self._check_host(headers)
+        path = scope["path"].removeprefix(self._prefix) if scope["path"].startswith(f"{self._prefix}/") else scope["path"]
+        if self._prefix and path == self._prefix:
+            await RedirectResponse(f"{self._prefix}/", status_code=308)(scope, receive, send)
+            return
+        scope.update({"path": self._prefix + path, "root_path": self._prefix})  # in place: Shield reads them too
+        scope["state"] = {**scope.get("state", {}), **self._admit(scope["method"], path, headers)}
+        if scope["method"] not in _READING:
+            receive = await _bounded(headers, receive)
+        await self._app(scope, receive, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        names = headers.getlist("host")
+        if len(names) != 1 or not self._hosts.allow(names[0]):
+            said = names[0][:100] if names else ""
+            raise Refusal(421, "invalid-input", f"this server does not go by the name {said!r}: start it with --allowed-host NAME")
+
+    def _admit(self, method: str, path: str, headers: Headers) -> dict[str, object]:
+        """What the request may do.
+
+        :raises Refusal: nothing, or not this.
+        """
+        presented = _token(headers)
+        granted = Scope.NONE if presented is None else self._tokens.scope_of(presented)
+        is_known = granted > Scope.NONE
+        if not self._tokens:
+            granted = Scope.READ
+        needed = Scope.NONE if is_open(method, path) else Scope.READ if method in _READING else Scope.WRITE
+        if needed > Scope.NONE and self._tokens and not is_known:
+            why = "this server wants a token" if presented is None else "this server does not know the token"
+            raise _unauthorized(f"{why}: send it as 'Authorization: Bearer TOKEN'")
+        if granted < needed and not is_known:
+            raise _unauthorized("this server only reads: start it with --write, or with tokens")
+        if granted < needed:
+            raise Refusal(403, "unauthorized", f"this token may {granted.name.lower()}, this needs one that may {needed.name.lower()}")
+        return {"granted": granted, "is_known": is_known}
+
+
+def _check_size(scope: Request) -> None:
+    if len(scope.get("query_string", b"")) > QUERY_BYTES:
+        raise Refusal(414, "invalid-input", f"the query has more than {QUERY_BYTES} bytes: ask in several")
+    if len(scope["path"]) > _PATH_BYTES:
+        raise Refusal(414, "invalid-input", f"the path has more than {_PATH_BYTES} characters: none that is served has")
+
+
+async def _bounded(headers: Headers, receive: Receive) -> Receive:
+    """Take in the body, which is small, before anything is done."""
+    with suppress(ValueError):
+        if int(headers.get("content-length", "0")) > BODY_BYTES:
+            raise _too_large()
+    body, has_more = b"", True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            break
+        body += message.get("body", b"")
+        has_more = message.get("more_body", False)
+        if len(body) > BODY_BYTES:
+            raise _too_large()
+    is_given = False
+
+    async def replay() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _too_large() -> Refusal:
+    return Refusal(413, "invalid-input", f"the body has more than {BODY_BYTES} bytes: no route takes as many", {"Connection": "close"})
+
+
+def _unauthorized(detail: str) -> Refusal:
+    return Refusal(401, "unauthorized", detail, {"WWW-Authenticate": "Bearer"})
+
+
+def _token(headers: Headers) -> bytes | None:
+    """The token of a request: from its one header, never from its address."""
+    said = headers.getlist("authorization")
+    if not said:
+        return None
+    scheme, _, token = said[0].partition(" ")
+    is_one = len(said) == 1 and scheme.lower() == "bearer" and len(token) <= _TOKEN_BYTES
+    return token.strip().encode("latin-1") if is_one else b""
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
+
+
+def _dress(headers: MutableHeaders, scope: Request) -> None:
+    root = scope.get("root_path", "")
+    is_page = is_open("GET", scope["path"].removeprefix(root)) if "path" in scope else False
+    headers.setdefault("Content-Security-Policy", _PAGE_POLICY if is_page else _POLICY)
+    for name, value in _HEADERS.items():
+        headers.setdefault(name, value)
+    headers.setdefault("Cache-Control", "private, no-cache" if "etag" in headers else "no-store")
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
