@@ -9,10 +9,8 @@ round. MLflow is measured beside it at 2,000 runs when PATH names a Python that 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import random
 import secrets
 import sqlite3
 import statistics
@@ -20,21 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import machine, out, table
+from many_states import BRANCHES, METRICS, RARE, fill
 
 from datastates.lineage import Database, NewState, Status, record, revision, search, walk
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
-
-BRANCHES = 50
-METRICS = ("loss", "val_loss", "acc", "grad_norm")
-RARE = 10
-"""How many states have a metric ``rare`` above 0.5: what a rare filter finds."""
 
 FILTER_AND_SORT = "metrics.loss < 0.1 and metrics.acc > 0.5 order by metrics.loss limit 20"
 
@@ -114,50 +108,6 @@ def prepare(folder: Path, count: int) -> str:
         unfinished.rename(path)
         out(f"built {count:,} states in {time.monotonic() - began:.0f} s, {path.stat().st_size >> 20} MiB")
     return url
-
-
-def fill(connection: sqlite3.Connection, count: int) -> None:
-    """Chains of equal length: ``main``, and branches that fork from it at random; every state has five metrics."""
-    connection.execute("pragma synchronous=off")
-    connection.executemany(
-        "insert into state (id, uid, digest, parent_id, generation, jump_id, jump_step, step, micro_step, created_at, status, bytes_total,"
-        " bytes_new, world_size) values (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, 'evicted', 0, 0, 1)",
-        states(count),
-    )
-    connection.executemany("insert into metric (state_id, key, value) values (?, ?, ?)", metrics(count))
-    length = count // BRANCHES
-    heads = [("main" if branch == 0 else f"branch-{branch}", "branch", (branch + 1) * length, 1) for branch in range(BRANCHES)]
-    connection.executemany("insert into ref (name, kind, state_id, version) values (?, ?, ?, ?)", heads)
-    connection.commit()
-    connection.execute("analyze")
-
-
-def states(count: int) -> Iterator[tuple[object, ...]]:
-    """Rows in order of id, with the jump pointers that ``record`` would make: over two equal jumps, else one up."""
-    rng, length = random.Random(0), count // BRANCHES
-    generation, jump = [0] * (count + 1), [0] * (count + 1)
-    for id_ in range(1, length * BRANCHES + 1):
-        branch, place = divmod(id_ - 1, length)
-        parent = id_ - 1 if place else (rng.randrange(length // 2, length) if branch else 0)
-        if parent:
-            generation[id_] = generation[parent] + 1
-            one = jump[parent] or parent
-            far = jump[one] or one
-            is_even = generation[parent] - generation[one] == generation[one] - generation[far]
-            jump[id_] = far if is_even else parent
-        uid = hashlib.blake2b(id_.to_bytes(8), digest_size=12).hexdigest()
-        lowest = generation[jump[id_]] if parent else None  # steps are generations here: the lowest up to there is the jump's own
-        yield id_, uid, "0" * 40 + uid, parent or None, generation[id_], jump[id_] or None, lowest, generation[id_], id_
-
-
-def metrics(count: int) -> Iterator[tuple[int, str, float]]:
-    """Rows in the order of their key."""
-    rng = random.Random(1)
-    every = max(1, count // RARE)
-    for id_ in range(1, count // BRANCHES * BRANCHES + 1):
-        for key in METRICS:
-            yield id_, key, rng.random()
-        yield id_, "rare", 0.9 if id_ % every == 0 else 0.1
 
 
 def measure(url: str, rounds: int) -> dict[str, list[float]]:

@@ -1,0 +1,109 @@
+"""How a page feels: when something is first painted, when the rows are there, and how many frames a second scrolling makes."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from common import out, spread, table
+from web_mlflow import RUNS
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+__all__ = ["pages"]
+
+WIDTH, HEIGHT = 1280, 800
+ROWS = 10
+SCROLLED_S = 3.0
+OURS, THEIRS = '[role="row"]', ".ag-row"
+GOALS = {"first paint": 1500.0, "frames a second": 30.0}
+
+READY = """([rows, least]) => document.querySelectorAll(rows).length > least && performance.now()"""
+PAINT = """() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? NaN"""
+RECORD = """() => {
+  const frames = (window.__frames = []);
+  const tick = (now) => { frames.push(now); window.__recording = requestAnimationFrame(tick); };
+  window.__recording = requestAnimationFrame(tick);
+}"""
+FRAMES = """() => { cancelAnimationFrame(window.__recording); return window.__frames; }"""
+UNDER = """([x, y]) => [...document.elementsFromPoint(x, y)].map((each) => each.textContent).join('|')"""
+
+
+def pages(ours: str, states: int, mlflow: str | None, *, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Prints and gives what was measured of our page, and of MLflow's where it runs; each load has a browser profile of its own."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        out("the page was not measured: pip install playwright")
+        return {}
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        out("the page was not measured: there is no chromium on the PATH")
+        return {}
+    asked = {f"datastates, {states:,} states": (ours, OURS)}
+    if mlflow:
+        asked[f"MLflow, {RUNS:,} runs"] = (f"{mlflow}/#/experiments/1/runs", THEIRS)
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in asked}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        for _ in range(rounds):
+            for name, (url, rows) in asked.items():
+                for what, value in _visit(browser, url, rows).items():
+                    found[name].setdefault(what, []).append(value)
+        version = browser.version
+        browser.close()
+    out(_report(found, rounds, version))
+    return found
+
+
+def _visit(browser: Browser, url: str, rows: str) -> dict[str, float]:
+    """One load and one scroll, in milliseconds since the navigation began, and frames a second."""
+    context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
+    page = context.new_page()
+    try:
+        page.goto(url, wait_until="commit")
+        drawn = page.wait_for_function(READY, arg=[rows, ROWS], timeout=60_000).json_value()
+        seen = {"first paint": float(page.evaluate(PAINT)), "rows drawn": float(drawn)}
+        return seen | _scroll(page, rows)
+    finally:
+        context.close()
+
+
+def _scroll(page: Page, rows: str) -> dict[str, float]:
+    """Turn the wheel over a row, as fast as the page takes it."""
+    box = page.locator(rows).nth(ROWS // 2).bounding_box()
+    if box is None:
+        raise SystemExit(f"{page.url} has rows that are not to be seen")
+    at = [min(box["x"] + box["width"] / 2, WIDTH - 50), box["y"] + box["height"] / 2]
+    before = page.evaluate(UNDER, at)
+    page.mouse.move(*at)
+    page.evaluate(RECORD)
+    until = time.perf_counter() + SCROLLED_S
+    while time.perf_counter() < until:
+        page.mouse.wheel(0, 120)
+        page.wait_for_timeout(8)
+    frames: list[float] = page.evaluate(FRAMES)
+    gaps = [later - earlier for earlier, later in pairwise(frames)]
+    if page.evaluate(UNDER, at) == before:
+        raise SystemExit(f"the wheel did not move {page.url}: what is measured would say nothing")
+    if not gaps:
+        return {"frames a second": 0.0, "longest frame": SCROLLED_S * 1e3}
+    return {"frames a second": 1e3 * len(gaps) / sum(gaps), "longest frame": max(gaps)}
+
+
+def _report(found: dict[str, dict[str, list[float]]], rounds: int, version: str) -> str:
+    columns = ("first paint", "rows drawn", "frames a second", "longest frame")
+    rows = [[name, *(spread(measured[column]) for column in columns), _judge(name, measured)] for name, measured in found.items()]
+    head = ["page", "first paint ms", "rows drawn ms", "frames a second while scrolled", "longest frame ms", "goals"]
+    return f"\nthe page, Chromium {version} without a GPU, {WIDTH} x {HEIGHT}, median [min .. max] of {rounds} loads\n\n{table(head, rows)}"
+
+
+def _judge(name: str, measured: dict[str, list[Any]]) -> str:
+    if not name.startswith("datastates"):
+        return ""
+    paint, frames = (sorted(measured[what])[len(measured[what]) // 2] for what in GOALS)
+    said = [f"1.5 s: {'met' if paint <= GOALS['first paint'] else 'MISSED'}"]
+    return ", ".join([*said, f"30 a second: {'met' if frames >= GOALS['frames a second'] else 'MISSED'}"])

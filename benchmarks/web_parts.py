@@ -1,0 +1,151 @@
+"""The processes of the web's benchmark: the repository and its server, trainings that capture into it, a server that does nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from common import out
+from many_states import fill
+
+from datastates.lineage import Database
+
+__all__ = ["bare", "capturing", "copied", "repository", "served", "uids"]
+
+BARE = """
+import socket, uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+answer = {"uid": "0" * 24, "metrics": {f"m{n}": n / 7 for n in range(5)}, "parents": ["0" * 24], "message": None, "digest": "0" * 64}
+def route(request):
+    return JSONResponse(answer)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+app = Starlette(routes=[Route("/", route)])
+uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listener])
+"""
+
+
+def repository(folder: Path, count: int) -> Path:
+    """A repository of ``count`` states with five metrics each, made now unless it is there. It is copied, not changed."""
+    root = folder / f"web-{count}"
+    if not (root / "lineage.db").exists():
+        began, unfinished = time.monotonic(), folder / f"unfinished-{os.getpid()}"
+        unfinished.mkdir(parents=True)
+        Database(f"sqlite:///{unfinished}/lineage.db").close()
+        with sqlite3.connect(unfinished / "lineage.db") as connection:
+            fill(connection, count)
+        connection.close()
+        unfinished.rename(root)
+        out(f"built {count:,} states in {time.monotonic() - began:.0f} s, {(root / 'lineage.db').stat().st_size >> 20} MiB")
+    return root
+
+
+@contextmanager
+def copied(root: Path) -> Iterator[Path]:
+    """A copy that a run may change: ``runs`` in a folder that goes away."""
+    with tempfile.TemporaryDirectory(prefix="datastates-web-", dir=root.parent, ignore_cleanup_errors=True) as name:
+        shutil.copytree(root, Path(name) / "runs")
+        yield Path(name) / "runs"
+
+
+def uids(root: Path, count: int) -> list[str]:
+    """Of states spread over the whole lineage."""
+    connection = sqlite3.connect(root / "lineage.db")
+    last = connection.execute("select max(id) from state").fetchone()[0]
+    wanted = ",".join(str(1 + number * last // count) for number in range(count))
+    found = [uid for (uid,) in connection.execute(f"select uid from state where id in ({wanted})")]
+    connection.close()
+    return found
+
+
+@contextmanager
+def served(root: Path) -> Iterator[str]:
+    """The address of ``datastates serve`` on a repository."""
+    command = [sys.executable, "-m", "datastates", "serve", "http://127.0.0.1:0", "--repo", str(root), "--json"]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process, ended(process):
+        assert process.stdout is not None
+        yield str(json.loads(process.stdout.readline())["url"]).rstrip("/")
+
+
+@contextmanager
+def bare() -> Iterator[str]:
+    """The address of a server that answers with one small JSON and asks nobody: the floor."""
+    with subprocess.Popen([sys.executable, "-c", BARE], stdout=subprocess.PIPE, text=True) as process, ended(process):
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+
+
+@contextmanager
+def capturing(root: Path, *, processes: int, interval_s: float) -> Iterator[Synchronized[int]]:
+    """Trainings that capture into the repository, each about every ``interval_s``; how many states they have captured."""
+    context = multiprocessing.get_context("spawn")
+    stop, done = context.Event(), context.Value("q", 0)
+    ready = [context.Event() for _ in range(processes)]
+    trainings = [
+        context.Process(target=_train, args=(str(root), n, interval_s, stop, ready[n], done), daemon=True) for n in range(processes)
+    ]
+    for training in trainings:
+        training.start()
+    try:
+        for training, each in zip(trainings, ready, strict=True):
+            while not each.wait(1):
+                if not training.is_alive():
+                    raise SystemExit("a training ended before its first capture: see above")
+        yield done
+    finally:
+        stop.set()
+        for training in trainings:
+            training.join(60)
+
+
+def _train(root: str, number: int, interval_s: float, stop: Event, ready: Event, done: Synchronized[int]) -> None:
+    import torch
+
+    import datastates
+
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with (
+        datastates.open(root, memory_bytes=64 << 20) as repo,
+        repo.track(model=model, optimizer=optimizer, branch=f"training-{number}") as run,
+    ):
+        while not stop.is_set():
+            optimizer.zero_grad()
+            loss = model(torch.randn(16, 256)).square().mean()
+            loss.backward()
+            optimizer.step()
+            value = float(loss.detach())
+            run.capture(metrics={"loss": value, "val_loss": value, "acc": 0.5, "grad_norm": 1.0, "rare": 0.1})
+            with done.get_lock():
+                done.value += 1
+            ready.set()
+            stop.wait(interval_s)
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Ends a process with the block, by force when it does not go."""
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
