@@ -1,0 +1,275 @@
+"""A typed client of the web API: what it returns are the values of ``models`` and of the lineage, what it raises are our errors.
+
+with Client("http://127.0.0.1:8642", token="…") as client:
+    for state in client.find("metrics.loss < 0.2 order by metrics.loss"):
+        ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from datastates.errors import InvalidInput
+from datastates.lineage.states import RefKind, Value
+
+from .answers import checked, disconnected, parsed
+from .downloads import download
+from .following import RefEvents
+from .models import Evicted, GraphPage, Page, Ref, RefEvent, RepositoryInfo, Run, Series, State, StateDetail, Stats, TensorInfo
+
+if TYPE_CHECKING:
+    from datastates.diff import Diff
+
+__all__ = ["Client"]
+
+T = TypeVar("T")
+_PAGE = 500
+
+
+class Client:
+    """What a server of ``datastates serve`` has and does. Safe from any thread; a context manager.
+
+    ``repository`` is one of ``repositories()``; without it the server's only one. Wherever a revision stands a ``State`` may too.
+
+    :raises Disconnected: (every method) the server does not answer.
+    :raises Unauthorized: (every method) it wants a token, or one that may do more.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, repository: str | None = None, timeout_s: float = 30.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidInput(f"{url!r} is no address of a web server: it begins with http:// or https://")
+        self.url = url.rstrip("/").removesuffix("/api/v1")
+        self._repository = repository
+        headers = {"Accept": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
+
+    # --- the server ----------------------------------------------------------------------------------------------------------
+
+    def repositories(self) -> tuple[RepositoryInfo, ...]:
+        """What is served, and what one may do there."""
+        return self._ask("GET", "/api/v1/repositories", Page[RepositoryInfo]).items
+
+    @property
+    def repository(self) -> str:
+        """The name of the repository that everything below is asked of.
+
+        :raises InvalidInput: there are several, and none was chosen.
+        """
+        if self._repository is None:
+            names = [info.name for info in self.repositories()]
+            if len(names) != 1:
+                raise InvalidInput(f"{self.url} serves {', '.join(names) or 'nothing'}: choose one with Client(…, repository=…)")
+            self._repository = names[0]
+        return self._repository
+
+    def is_healthy(self) -> bool:
+        """Whether the server says that it is; False too when it does not answer."""
+        try:
+            return self._http.get("/healthz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def metrics(self) -> str:
+        """Numbers about the server, in the text format of Prometheus."""
+        return self._send("GET", "/metrics").text
+
+    # --- states --------------------------------------------------------------------------------------------------------------
+
+    def state(self, rev: str) -> State:
+        """The state that a revision names.
+
+        :raises NotFound: it names none.
+        :raises SyntaxProblem: it does not parse; has the column.
+        """
+        return self._get("/resolve", State, {"rev": rev})
+
+    def show(self, rev: str | State) -> StateDetail:
+        """All that is known of one state."""
+        return self._get(f"/states/{self._uid(rev)}", StateDetail)
+
+    def find(self, query: str = "", *, limit: int | None = None) -> Iterator[State]:
+        """The states that a query asks for, in its order; at most ``limit``. Reads page by page as it is iterated.
+
+        :raises SyntaxProblem: it does not parse; has the column.
+        """
+        return self._pages("/states", State, {"q": query}, limit)
+
+    def log(self, rev: str | State = "main", *, limit: int | None = None) -> Iterator[State]:
+        """A state and its first parents, newest first; page by page."""
+        return self._pages(f"/states/{self._uid(rev)}/log", State, {}, limit)
+
+    def tensors(self, rev: str | State, *, norms: bool = False) -> tuple[TensorInfo, ...]:
+        """The tensors of a state; their norms cost the server a reading of every byte, once."""
+        return self._get(f"/states/{self._uid(rev)}/tensors", Page[TensorInfo], {"norms": norms}).items
+
+    def annotate(self, rev: str | State, /, **attributes: Value) -> State:
+        """Set attributes of a state; None takes one away."""
+        return self._change("PATCH", f"/states/{self._uid(rev)}/attributes", State, {"attributes": attributes})
+
+    def evict(self, rev: str | State, *, force: bool = False) -> Evicted:
+        """Drop the bytes of a state on the server; it stays in the lineage. ``force`` even when a ref names it.
+
+        :raises Conflict: a ref names it.
+        """
+        return self._ask("DELETE", self._at(f"/states/{self._uid(rev)}/payload"), Evicted, params={"force": force})
+
+    def download(
+        self, rev: str | State, path: str | os.PathLike[str], *, only: str | Sequence[str] | None = None, patience_s: float = 30.0
+    ) -> Path:
+        """Write the tensors of a state, or what ``only`` asks for, to a safetensors file. It is whole and verified, or not there.
+
+        Interrupted and called again it goes on where it stopped. ``patience_s`` is how long it waits for a server that went away.
+
+        :raises Conflict: somebody else is downloading to the same path.
+        :raises Corrupt: what arrives is not what was sent, or the server found damage.
+        """
+        uid = self._uid(rev)
+        params = {} if only is None else {"only": [only] if isinstance(only, str) else list(only)}
+        return download(self._http, self._at(f"/states/{uid}/payload"), params, Path(path), patience_s=patience_s)
+
+    # --- names ---------------------------------------------------------------------------------------------------------------
+
+    def refs(self, kind: RefKind | str | None = None) -> tuple[Ref, ...]:
+        """Every branch and tag, by name."""
+        return self._get("/refs", Page[Ref], {} if kind is None else {"kind": str(kind)}).items
+
+    def ref(self, name: str) -> Ref:
+        """One of them.
+
+        :raises NotFound: there is no such name.
+        """
+        return self._get(f"/refs/{quote(name)}", Ref)
+
+    def tag(self, name: str, rev: str | State, *, message: str | None = None) -> Ref:
+        """Name a state for good.
+
+        :raises Conflict: the name is taken.
+        """
+        return self._make(RefKind.TAG, name, rev, message)
+
+    def branch(self, name: str, rev: str | State) -> Ref:
+        """Make a branch at a state.
+
+        :raises Conflict: the name is taken.
+        """
+        return self._make(RefKind.BRANCH, name, rev, None)
+
+    def move(self, name: str, rev: str | State, *, expected: Ref) -> Ref:
+        """Point a ref at another state, if it still is as ``expected``.
+
+        :raises Conflict: it moved meanwhile.
+        """
+        return self._change("PATCH", f"/refs/{quote(name)}", Ref, {"rev": _text(rev)}, {"If-Match": f'"{expected.version}"'})
+
+    def delete_ref(self, ref: Ref) -> None:
+        """Take a name away, if it still is as it was seen; its reflog stays.
+
+        :raises Conflict: it moved meanwhile.
+        """
+        self._send("DELETE", self._at(f"/refs/{quote(ref.name)}"), headers={"If-Match": f'"{ref.version}"'})
+
+    def reflog(self, name: str, *, limit: int | None = None) -> Iterator[RefEvent]:
+        """Where a ref stood, newest first, also of one that was deleted; page by page."""
+        return self._pages(f"/reflog/{quote(name)}", RefEvent, {}, limit)
+
+    # --- the whole -----------------------------------------------------------------------------------------------------------
+
+    def runs(self, *, limit: int | None = None) -> Iterator[Run]:
+        """The processes that tracked; page by page."""
+        return self._pages("/runs", Run, {}, limit)
+
+    def run(self, uid: str) -> Run:
+        """One of them."""
+        return self._get(f"/runs/{quote(uid, safe='')}", Run)
+
+    def graph(self, *heads: str, first: int = 0, count: int = 200, around: str | State | None = None) -> GraphPage:
+        """A window of the history of some revisions, or of every branch and tag, with the lanes of its lines."""
+        params: dict[str, Any] = {"head": list(heads), "first": first, "count": count}
+        return self._get("/graph", GraphPage, params if around is None else params | {"around": self._uid(around)})
+
+    def series(self, heads: str | Sequence[str], keys: str | Sequence[str], *, points: int | None = None) -> Series:
+        """Curves of metrics along the first parents of some revisions, thinned to ``points`` each."""
+        params: dict[str, Any] = {"head": heads, "key": keys}
+        return self._get("/series", Series, params if points is None else params | {"points": points})
+
+    def diff(self, old: str | State, new: str | State, *, only: str | Sequence[str] | None = None, tensors: bool = True) -> Diff:
+        """What changed between two states; without ``tensors`` the server reads no payload."""
+        from datastates.diff import Diff  # knows torch, which takes a while to import
+
+        params: dict[str, Any] = {"old": _text(old), "new": _text(new), "tensors": tensors}
+        return self._get("/diff", Diff, params if only is None else params | {"only": only})
+
+    def stats(self) -> Stats:
+        """What the repository holds."""
+        return self._get("/stats", Stats)
+
+    def events(self, after: int | None = None, *, patience_s: float = 60.0) -> RefEvents:
+        """What happens to any ref, as it happens: after the id of an event (0: from the first on), or from now on.
+
+        The iterator connects at once, and again whenever the server went away, for as long as ``patience_s``; no event is missed or
+        comes twice. Close it, or use ``with``.
+
+        :raises Disconnected: the server stayed away for longer.
+        """
+        return RefEvents(self._http, self._at("/events"), after, patience_s=patience_s)
+
+    # --- the end -------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the connections; idempotent."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Client {self.url}{f' {self._repository}' if self._repository else ''}>"
+
+    def _at(self, path: str) -> str:
+        return f"/api/v1/repositories/{quote(self.repository, safe='')}{path}"
+
+    def _uid(self, rev: str | State) -> str:
+        return rev.uid if isinstance(rev, State) else self.state(rev).uid
+
+    def _get(self, path: str, type_: type[T], params: Mapping[str, Any] | None = None) -> T:
+        return self._ask("GET", self._at(path), type_, params=params)
+
+    def _change(self, method: str, path: str, type_: type[T], body: object, headers: Mapping[str, str] | None = None) -> T:
+        return self._ask(method, self._at(path), type_, json=body, headers=headers)
+
+    def _make(self, kind: RefKind, name: str, rev: str | State, message: str | None) -> Ref:
+        return self._change("PUT", f"/refs/{quote(name)}", Ref, {"kind": str(kind), "rev": _text(rev), "message": message})
+
+    def _pages(self, path: str, type_: type[T], params: Mapping[str, Any], limit: int | None) -> Iterator[T]:
+        after: dict[str, str] = {}
+        while limit is None or limit > 0:
+            size = _PAGE if limit is None else min(limit, _PAGE)
+            page: Page[T] = self._get(path, Page[type_], {**params, **after, "limit": size})  # type: ignore[valid-type] # known only here
+            yield from page.items
+            if page.next is None:
+                return
+            limit = None if limit is None else limit - len(page.items)
+            after = {"after": page.next}
+
+    def _ask(self, method: str, path: str, type_: type[T], **options: Any) -> T:
+        return parsed(self._send(method, path, **options), type_)
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            return checked(self._http.request(method, path, **options))
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise disconnected(self.url, error) from error
+
+
+def _text(rev: str | State) -> str:
+    return rev.uid if isinstance(rev, State) else rev
