@@ -21,7 +21,7 @@ __all__ = ["download"]
 
 PIECE_BYTES = 16 << 20
 _WAIT_S = 0.2
-_BUSY = {429, 502, 503, 504}
+_AWAY = {502, 504}
 
 
 def download(http: httpx.Client, path: str, params: Mapping[str, Any], target: Path, *, patience_s: float) -> Path:
@@ -58,7 +58,7 @@ def _patiently(
             problem: DatastatesError = disconnected(str(http.base_url), error)
             problem.__cause__ = error
         else:
-            if answer.status_code not in _BUSY:
+            if answer.status_code not in _AWAY and "retry-after" not in answer.headers:
                 return checked(answer)
             problem = error_of(answer)
         if time.monotonic() - began + _WAIT_S > patience_s:

@@ -22,6 +22,8 @@ from datastates.lineage import events
 from datastates.lineage.refs import last_event
 from datastates.lineage.states import RefEvent
 
+from .problems import Refusal
+
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
@@ -33,6 +35,7 @@ _KEPT = 1000
 _PAGE = 200
 _PATIENCE_S = 10.0
 _AGAIN_S = 1.0
+_RETRY_S = 5
 
 
 class Feed:
@@ -56,7 +59,8 @@ class Feed:
 
         Waits until the newest event is known. Close the listener.
 
-        :raises Unavailable: as many listen as may, or the database does not answer.
+        :raises Refusal: as many listen as may.
+        :raises Unavailable: the database does not answer.
         """
         listener = Listener(self)
         self._enter(listener)
@@ -120,9 +124,9 @@ class Feed:
     def _enter(self, listener: Listener) -> None:
         with self._lock:
             if self._is_closed:
-                raise Unavailable("the server is about to end: connect again later")
+                raise _refusal("the server is about to end: connect again later")
             if len(self._listeners) >= self._listeners_max:
-                raise Unavailable(f"{self._listeners_max} clients listen to events of {self._name!r}, no more may: try again later")
+                raise _refusal(f"{self._listeners_max} clients listen to events of {self._name!r}, no more may: try again later")
             self._listeners.add(listener)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"datastates-events-{self._name}", daemon=True)
@@ -199,6 +203,10 @@ class Feed:
             self._newest = found[-1].id
             for listener in self._listeners:
                 listener._wake()
+
+
+def _refusal(detail: str) -> Refusal:
+    return Refusal(503, "unavailable", detail, {"Retry-After": str(_RETRY_S)})
 
 
 class Listener:

@@ -13,12 +13,13 @@ from fastapi import Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from datastates.api.payload import StateFile
+from datastates.api.problems import Refusal
 from datastates.api.ranges import range_of
-from datastates.api.replies import etag_of
+from datastates.api.replies import etag_of, is_known
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen, Served, Uid
 from datastates.api.streaming import Streamed
-from datastates.errors import DatastatesError, Unavailable
+from datastates.errors import DatastatesError
 from datastates.lineage import walk
 from datastates.lineage.states import State
 
@@ -34,10 +35,12 @@ _ANSWERS: dict[int | str, dict[str, object]] = {
     206: {"description": "The range of it that was asked for", "content": _FILE},
     304: {"description": "Who asks has it: `If-None-Match`"},
     416: {"description": "There is no such range"},
+    410: {},
 }
 
 routes = Routes("payload")
-_Only = Annotated[list[str] | None, Query(max_length=100, description="Objects or tensors, or patterns: `model`, `model/*.weight`")]
+_Pattern = Annotated[str, Query(max_length=500)]
+_Only = Annotated[list[_Pattern] | None, Query(max_length=64, description="Objects or tensors, or patterns: `model`, `model/*.weight`")]
 _Range = Annotated[str | None, Header(description="One range; several are answered by the whole")]
 _IfRange = Annotated[str | None, Header(description="An ETag: with another one the whole is sent")]
 _Want = Annotated[str | None, Header(description="`sha-256=1`: a digest of what is sent, when it is a range of at most 32 MiB")]
@@ -64,14 +67,15 @@ def payload(
     Each chunk is checked when it is read. Should one be damaged, the connection breaks: nothing wrong is ever sent.
     """
     state, etag = _state(served, uid, only)
-    if _has(request, etag):
+    if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})
     with ExitStack() as stack:
         file = _open(served, state, only, stack)
         wanted = None if if_range is not None and if_range.strip() != etag else range_of(range, file.size)
         start, end = wanted or (0, file.size)
         if start == end:
-            return Response(status_code=416, headers={"Content-Range": f"bytes */{file.size}", "ETag": etag})
+            headers = {"Content-Range": f"bytes */{file.size}", "ETag": etag}
+            raise Refusal(416, "invalid-input", f"the file has {file.size} bytes, none of them are {range!r}: ask for others", headers)
         headers = _headers(state, etag, end - start)
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
@@ -86,11 +90,11 @@ def payload(
     return Streamed(_body(first, pieces, state), close=close, headers=headers, media_type=MEDIA_TYPE, status=status)
 
 
-@routes.add("HEAD", "/states/{uid}/payload", scope=Scope.READ, returns=None, response_class=File, responses={304: _ANSWERS[304]})
+@routes.add("HEAD", "/states/{uid}/payload", scope=Scope.READ, returns=None, response_class=File, responses={304: _ANSWERS[304], 410: {}})
 def payload_head(served: Chosen, uid: Uid, request: Request, only: _Only = None) -> Response:
     """The size and the ETag of that file."""
     state, etag = _state(served, uid, only)
-    if _has(request, etag):
+    if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})
     with ExitStack() as stack:
         return Response(headers=_headers(state, etag, _open(served, state, only, stack).size), media_type=MEDIA_TYPE)
@@ -102,13 +106,9 @@ def _state(served: Served, uid: str, only: list[str] | None) -> tuple[State, str
     return state, etag_of("safetensors-1", state.uid, state.digest, sorted(set(only or ())))
 
 
-def _has(request: Request, etag: str) -> bool:
-    return etag in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
-
-
 def _open(served: Served, state: State, only: list[str] | None, stack: ExitStack) -> StateFile:
     if not served.downloads.acquire(blocking=False):
-        raise Unavailable("as many downloads as may be are under way: try again in a moment")
+        raise Refusal(503, "unavailable", "as many downloads as may be are under way: try again in a moment", {"Retry-After": "1"})
     stack.callback(served.downloads.release)
     reader = stack.enter_context(served.repository._open_payload(state, verify=True))
     return StateFile(reader, state, only)

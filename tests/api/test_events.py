@@ -19,6 +19,7 @@ import datastates
 from datastates import Repository
 from datastates.api import feed as module
 from datastates.api.feed import Feed
+from datastates.api.problems import Refusal
 from datastates.errors import Unavailable
 from datastates.lineage import Database
 from datastates.lineage.events import read
@@ -168,13 +169,22 @@ def test_many_listeners_share_one_thread_that_ends_with_them(repo: Repository) -
 def test_no_more_listen_than_may(repo: Repository) -> None:
     feed = Feed(repo._database.read, listeners_max=2)
     first, _ = feed.listen(), feed.listen()
-    with pytest.raises(Unavailable, match="2 clients listen"):
+    with pytest.raises(Refusal, match="2 clients listen"):
         feed.listen()
     first.close()
     feed.listen()
     feed.close()
-    with pytest.raises(Unavailable, match="about to end"):
+    with pytest.raises(Refusal, match="about to end"):
         feed.listen()
+
+
+def test_one_too_many_is_told_when_to_come_again(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    with live({NAME: repo}) as url:
+        with listening(url) as stream:
+            stream.next()
+            monkeypatch.setattr(Feed, "_enter", lambda *_: (_ for _ in ()).throw(module._refusal("full")))
+            answer = httpx.get(f"{url}{BASE}/events", headers=AUTHORIZED)
+        assert (answer.status_code, answer.json()["kind"], answer.headers["retry-after"]) == (503, "unavailable", "5")
 
 
 def test_a_client_that_leaves_frees_its_place(repo: Repository) -> None:

@@ -170,6 +170,7 @@ def test_a_range_is_answered_by_it_alone(served: str, client: httpx.Client, whol
     assert (tail.status_code, tail.content) == (206, whole[-77:])
     beyond = client.get(served, headers={"Range": f"bytes={len(whole)}-"})
     assert (beyond.status_code, beyond.headers["content-range"]) == (416, f"bytes */{len(whole)}")
+    assert beyond.json()["kind"] == "invalid-input"
     for headers in ({"Range": "bytes=0-9", "If-Range": '"another"'}, {"Range": "bytes=0-9,20-29"}):
         assert client.get(served, headers=headers).content == whole
 
@@ -231,7 +232,7 @@ def test_downloads_are_bounded_and_those_that_are_left_end(odd_repo: Repository,
                 opened.append(stream)
                 if answer.status_code != 200:
                     break
-            assert (len(opened), answer.status_code) == (9, 503)
+            assert (len(opened), answer.status_code, answer.headers["retry-after"]) == (9, 503, "1")
             for stream in opened:  # without reading: the server sees that they are gone
                 stream.__exit__(None, None, None)
             while client.head(address).status_code == 503:
