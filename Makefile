@@ -2,11 +2,12 @@
 PYTHON ?= python3
 BENCHMARK ?=
 
-.PHONY: help test demo bench format clean
+.PHONY: help test demo bench ui format clean
 
 help:
 	@echo "make test    set up, then run the whole gate: format, lint, types, imports, tests"
 	@echo "make demo    set up, then run the main job: train, fork, resume and prove (under 2 minutes)"
+	@echo "make ui      set up, then build the page into api/static"
 	@echo "make bench   set up, then run every benchmark, or BENCHMARK=lineage only"
 	@echo "make format  format the code and fix what ruff can fix"
 	@echo "make clean   remove .venv, caches and what was built"
@@ -17,7 +18,12 @@ test:
 
 demo:
 	@PYTHON="$(PYTHON)" scripts/setup demo
+	@.venv/bin/python scripts/ui --install
 	@.venv/bin/python -m datastates demo
+
+ui:
+	@PYTHON="$(PYTHON)" scripts/setup demo
+	@.venv/bin/python scripts/ui --install
 
 bench:
 	@PYTHON="$(PYTHON)" scripts/setup dev
@@ -29,5 +35,5 @@ format:
 	@.venv/bin/python -m ruff check --fix .
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist api/static api/ui/node_modules api/ui/src/generated *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -160,10 +160,26 @@ def test_wheel_holds_exactly_the_listed_packages_and_their_data(built: tuple[Pat
     expected = set()
     for package, folder in FOLDERS.items():
         for path in (source / folder).rglob("*"):
-            if path.suffix in {".py", ".lark", ".mako"} or path.name == "py.typed":
+            is_source = "node_modules" not in path.parts and (path.suffix in {".py", ".lark", ".mako"} or path.name == "py.typed")
+            is_page = path.is_relative_to(source / "api" / "static") and path.is_file() and path.name != "made-from"
+            if is_source or is_page:
                 expected.add("/".join((*package.split("."), *path.relative_to(source / folder).parts)))
     assert names == expected
     assert "datastates/py.typed" in names
+
+
+@pytest.mark.slow
+def test_wheel_carries_the_page_and_the_page_is_small(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as archive:
+        page = {info.filename: info for info in archive.infolist() if info.filename.startswith("datastates/api/static/")}
+        index = archive.read("datastates/api/static/index.html").decode()
+
+    named = set(re.findall(r'(?:src|href)="\./([^"]+)"', index))
+    assert len(named) == 3, "a script, a style and an icon, each relative to where the page is served"
+    assert {f"datastates/api/static/{name}" for name in named} <= set(page)
+    assert sum(info.file_size for info in page.values()) <= 1_000_000
+    assert "<style" not in index, "the page's content policy lets only files of its own in"
+    assert "<script>" not in index
 
 
 @pytest.mark.slow
@@ -181,7 +197,16 @@ def test_sdist_holds_what_the_gate_needs(built: tuple[Path, Path]) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
 
     needed = {"LICENSE", "README.md", "Makefile", "constraints.txt", "scripts/gate", "tests/test_packaging.py", "lineage/schema.py"}
-    assert needed <= names
+    page = {
+        "scripts/ui",
+        "scripts/backend.py",
+        "api/ui/package-lock.json",
+        "api/ui/.npmrc",
+        "api/ui/src/App.svelte",
+        "api/static/index.html",
+    }
+    assert needed | page <= names
+    assert not {name for name in names if "node_modules" in name or "generated" in name.split("/")}
     assert not {name for name in names if name.startswith(("datastates/lineage/", "datastates/transport/", "datastates/api/"))}
 
 

@@ -27,7 +27,7 @@ class History {
   #rows = new Rows<GraphRow>();
   #indexes = new Map<string, number>();
   #version = "";
-  #asked = new Set<number>();
+  #asked = new Map<number, Promise<void>>();
   #ending = new AbortController();
 
   rowAt(index: number): GraphRow | undefined {
@@ -57,17 +57,22 @@ class History {
   }
 
   /** Have the rows from `start` to before `end` fetched. */
-  show(start: number, end: number): void {
-    for (const first of this.#rows.missing(start, end, this.total)) {
-      if (this.#asked.has(first)) continue;
-      this.#asked.add(first);
-      const version = this.#version;
-      void this.#try(async () => {
-        const page = await this.#get({ first });
-        if (page.version === this.#version) this.#take(page);
-        else if (version === this.#version) await this.refresh();
-      }).finally(() => this.#asked.delete(first));
-    }
+  async show(start: number, end: number): Promise<void> {
+    await Promise.all(this.#rows.missing(start, end, this.total).map((first) => this.#block(first)));
+  }
+
+  /** A block of rows; asked for once, however often it is wanted meanwhile. */
+  #block(first: number): Promise<void> {
+    const asked = this.#asked.get(first);
+    if (asked) return asked;
+    const version = this.#version;
+    const answer = this.#try(async () => {
+      const page = await this.#get({ first });
+      if (page.version === this.#version) this.#take(page);
+      else if (version === this.#version) await this.refresh();
+    }).finally(() => this.#asked.get(first) === answer && this.#asked.delete(first));
+    this.#asked.set(first, answer);
+    return answer;
   }
 
   /** Take the newest version. What is looked at stays where it is, unless that is the top: then the newest is shown. */

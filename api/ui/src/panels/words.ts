@@ -17,5 +17,10 @@ export function plain(value: unknown): string {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
+const LONG = 120; // letters; a generator's state has thousands
+
+/** What is too long to read, by its beginning and its length. */
+export const clipped = (text: string): string => (text.length <= LONG ? text : `${text.slice(0, 24)}… (${text.length} characters)`);
+
 /** One or many of a thing. */
 export const counted = (count: number, one: string, many = `${one}s`): string => `${count} ${count === 1 ? one : many}`;

@@ -37,8 +37,8 @@ class Shown {
   }
 
   /** Have rows fetched. */
-  show(start: number, end: number): void {
-    if (!this.isSearch) history.show(start, end);
+  async show(start: number, end: number): Promise<void> {
+    if (!this.isSearch) await history.show(start, end);
     else if (end >= found.states.length - 50) found.more();
   }
 

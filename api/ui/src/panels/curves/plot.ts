@@ -3,17 +3,13 @@ import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import { nearestPlace, type Aligned, type Y } from "./points";
 
-export interface Mark {
-  step: number;
-  text: string;
-}
-
 export interface Drawn {
   aligned: Aligned;
   /** The lines again, smoothed; null when they are shown as they are. */
   smoothed: Y[][] | null;
   colours: string[];
-  forks: Mark[];
+  /** Steps. */
+  forks: number[];
   selected: { uid: string; step: number } | null;
   ink: string;
   faint: string;
@@ -103,7 +99,7 @@ export class Plot {
     ctx.beginPath();
     ctx.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
     ctx.clip();
-    for (const { step } of forks) stroke(plot, step, ink, [3, 4]);
+    for (const step of forks) stroke(plot, step, ink, [3, 4]);
     if (selected) {
       stroke(plot, selected.step, accent, []);
       aligned.uids.forEach((uids, line) => {

@@ -1,0 +1,31 @@
+import { describe, expect, it } from "vitest";
+import { DEFAULTS, parseAddress, writeAddress, type View } from "./address";
+
+const UID = "0123456789abcdef01234567";
+
+describe("address", () => {
+  it("says nothing of a view that is as it would be anyway", () => {
+    expect(writeAddress({ ...DEFAULTS })).toBe("");
+  });
+
+  it("brings a whole view back", () => {
+    const view: View = {
+      repository: "runs & more",
+      heads: ["main~3", "without/3"],
+      query: 'metrics."val loss" < 0.2 or step > 5',
+      columns: ["step", "metrics.a,b", "attr.x=y"],
+      sort: "metrics.loss desc",
+      selected: UID,
+      marked: UID.replace("0", "f"),
+      panel: "diff",
+      keys: ["val/loss", "lr"],
+      theme: "dark",
+    };
+    expect(parseAddress(writeAddress(view))).toEqual(view);
+  });
+
+  it("takes nothing that cannot be", () => {
+    const view = parseAddress("?state=../../etc&mark=12&panel=everything&theme=pink&head=&key=");
+    expect(view).toEqual(DEFAULTS);
+  });
+});
