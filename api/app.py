@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from . import problems
 from .document import document
-from .routes import diff, events, graph, payload, states
+from .routes import diff, events, graph, payload, runs, series, states, stats
 from .security import Guard, Hosts, Shield, Tokens
 from .served import Served
 
@@ -42,8 +42,8 @@ def create_app(
         title="datastates", openapi_url=f"{API}/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=_lifespan
     )
     app.state.served = {name: Served(name, repository) for name, repository in repositories.items()}
-    for routes in (states.routes, graph.routes, diff.routes, events.routes, payload.routes):
-        app.include_router(routes.router, prefix=API)
+    for noun in (states, graph, series, diff, payload, runs, stats, events):
+        app.include_router(noun.routes.router, prefix=API)
     problems.install(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]  # as FastAPI's manual has it
     app.add_middleware(Guard, tokens=Tokens(tokens or {}), hosts=Hosts(allowed_hosts), prefix=prefix.rstrip("/"))

@@ -11,9 +11,11 @@ from fastapi import Depends, Path, Request
 
 from datastates.errors import NotFound
 
+from .curves import Curves
 from .feed import Feed
 from .norms import Norms
 from .reads import PayloadReads
+from .statistics import Statistics
 from .windows import Windows
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class Served:
         self.feed = Feed(repository._database.read, name=name)
         self.downloads = threading.BoundedSemaphore(DOWNLOADS)
         self.windows = Windows()
+        self.curves = Curves()
+        self.statistics = Statistics(self.reading)
         self.payload_reads, self.norms = PayloadReads(), Norms()
 
     @contextmanager
@@ -59,6 +63,7 @@ class Served:
         """Idempotent."""
         self.feed.close()
         self.windows.close()
+        self.statistics.close()
 
 
 def _choose(request: Request, repository: Annotated[str, Path(description="The repository's name on this server")]) -> Served:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import BigInteger, Integer, bindparam, literal, select, union
 
-from datastates.errors import InvalidInput
+from datastates.errors import InvalidInput, NotFound
 
 from .lookup import id_of, states
 from .schema import EdgeRow, RefRow, StateRow, table
@@ -63,9 +63,16 @@ def first_parents(session: Session, uid: str, *, limit: int, after: str | None =
     start, skipped = id_of(session, uid), 0
     if after is not None:
         last = id_of(session, after)
-        if first_parent_at(session, start, last) != last:
+        if not _is_first_parent(session, last, start):
             raise InvalidInput(f"{after} is not among the first parents of {uid}: pass the uid of the last state that came")
         start, skipped = last, 1
     ids = list(session.execute(_FIRST_PARENTS, {"start": start, "count": limit + skipped + 1}).scalars())[skipped:]
     found = states(session, ids[:limit])
     return found, found[-1].uid if len(ids) > limit else None
+
+
+def _is_first_parent(session: Session, old: int, new: int) -> bool:
+    try:
+        return first_parent_at(session, new, old) == old
+    except NotFound:
+        return False

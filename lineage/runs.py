@@ -22,7 +22,7 @@ from .walk import nearest_restorable
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Recovered", "finish", "get", "in_memory", "recover", "start", "unfinished"]
+__all__ = ["Recovered", "finish", "get", "in_memory", "listing", "recover", "start", "unfinished"]
 
 _run, _state, _replica, _ref, _clone = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow))
 _GONE = [status.value for status in Status if not status.is_restorable]
@@ -82,6 +82,21 @@ def get(session: Session, uid: str) -> Run:
     if row is None:
         raise NotFound(f"there is no run {uid!r}")
     return _to_run(row)
+
+
+def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[list[Run], str | None]:
+    """Runs, the last begun first; and the uid to go on ``after``, None when there are no more.
+
+    :raises NotFound: ``after`` is no run.
+    """
+    query = select(_run).order_by(_run.c.id.desc()).limit(limit + 1)
+    if after is not None:
+        last = session.execute(select(_run.c.id).where(_run.c.uid == after)).scalar()
+        if last is None:
+            raise NotFound(f"there is no run {after!r} to go on after: pass the uid of the last one that came")
+        query = query.where(_run.c.id < last)
+    found = [_to_run(row) for row in session.execute(query)]
+    return found[:limit], found[limit - 1].uid if len(found) > limit else None
 
 
 def unfinished(session: Session, host: str) -> list[Run]:

@@ -206,12 +206,16 @@ def nth_ancestor_id(session: Session, id_: int, n: int) -> int:
     return int(found)
 
 
-def first_parent_at(session: Session, id_: int, other: int) -> int | None:
-    """The row id of the state or first parent of ``id_`` that has the generation of ``other``; None if it is younger. O(log n)."""
+def first_parent_at(session: Session, id_: int, other: int, *, younger: int = 0) -> int:
+    """The row id of the state or first parent of ``id_`` that has the generation of ``other``, or is so much younger. O(log n).
+
+    :raises NotFound: it is older itself.
+    """
     new, old = _generations(session, id_, other)
-    if old > new:
-        return None
-    return int(session.execute(_CLIMB, {"start": id_, "target": old}).scalar_one())
+    found = session.execute(_CLIMB, {"start": id_, "target": old + younger}).scalar() if new >= old + younger else None
+    if found is None:
+        raise NotFound(f"{states(session, [id_])[0].uid} has {new} first parents up to its root: none of them has {old + younger}")
+    return int(found)
 
 
 def first_meeting(session: Session, one: int, other: int) -> int | None:

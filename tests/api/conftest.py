@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,9 +89,8 @@ def serve() -> Iterator[Serve]:
 
         def serve(repositories: dict[str, Repository], *, token: str | None = None, **options: Any) -> TestClient:
             app = create_app(repositories, **options)
-            made = app if "tokens" in inspect.signature(create_app).parameters else _granting(app)
             headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-            return stack.enter_context(TestClient(made, base_url="http://127.0.0.1:8642", headers=headers, raise_server_exceptions=False))
+            return stack.enter_context(TestClient(app, base_url="http://127.0.0.1:8642", headers=headers, raise_server_exceptions=False))
 
         yield serve
 
@@ -101,13 +99,3 @@ def serve() -> Iterator[Serve]:
 def client(repo: Repository, serve: Serve) -> TestClient:
     """Who reads the repository without a token; none is configured."""
     return serve({NAME: repo})
-
-
-def _granting(app: Any) -> Callable[..., Any]:
-    """Stands in for ``security`` until ``create_app`` takes tokens: everybody may do everything."""
-
-    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
-        scope.setdefault("state", {})["granted"] = Scope.ADMIN
-        await app(scope, receive, send)
-
-    return wrapped

@@ -1,0 +1,94 @@
+"""Curves of a repository, as they were read: metrics never change, so a branch that grew is read from where it stood before."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from datastates.lineage.lookup import states
+from datastates.lineage.order import uids_of
+from datastates.lineage.series import Curve, curve, partings
+from datastates.lineage.walk import first_meeting
+
+from .models import Fork, Series, SeriesLine
+from .thinning import thin
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Curves"]
+
+_POINTS = 2_000_000  # kept in memory, 24 bytes each
+_TRIED = 4  # curves of which one may share a path with the one that is wanted
+
+
+class Curves:
+    """What was read of one repository. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, int], Curve] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def series(self, session: Session, heads: Sequence[str], ids: Sequence[int], keys: Sequence[str], points: int) -> Series:
+        """Each metric of ``keys`` along the first parents of each head; ``ids`` are the states that ``heads`` name."""
+        uids = dict(zip(ids, uids_of(session, ids), strict=True))
+        lines = (
+            _line(session, head, uids[id_], key, self._of(session, id_, key), points)
+            for head, id_ in zip(heads, ids, strict=True)
+            for key in keys
+        )
+        return Series(tuple(lines), tuple(_forks(session, heads, ids)))
+
+    def _of(self, session: Session, head: int, key: str) -> Curve:
+        with self._lock:
+            found = self._kept.get((key, head))
+            if found is not None:
+                self._kept.move_to_end((key, head))
+                return found
+            near = [(other, one) for (name, other), one in reversed(self._kept.items()) if name == key][:_TRIED]
+        above, base, passed = 0, None, None
+        for other, one in near:
+            met = first_meeting(session, head, other) or 0
+            if met > above:
+                above, base, passed = met, one, other
+            if met == other:
+                break
+        made = curve(session, head, key, base=base, above=above)
+        self._keep(key, head, made, passed if passed == above else None)
+        return made
+
+    def _keep(self, key: str, head: int, made: Curve, passed: int | None) -> None:
+        """``passed`` is a head that is on the way to this one: its curve is part of this one's."""
+        with self._lock:
+            if passed is not None:
+                self._kept.pop((key, passed), None)
+            self._kept[key, head] = made
+            while len(self._kept) > 1 and sum(len(one.ids) for one in self._kept.values()) > _POINTS:
+                self._kept.popitem(last=False)
+
+
+def _line(session: Session, head: str, state: str, key: str, found: Curve, points: int) -> SeriesLine:
+    steps = np.asarray(found.steps)
+    values = np.asarray(found.values)
+    order = np.argsort(steps, kind="stable")  # a guard that went back, or a user who counts anew
+    kept = order[thin(values[order], points)]
+    ids = np.asarray(found.ids)[kept].tolist()
+    return SeriesLine(
+        head=head,
+        state=state,
+        key=key,
+        steps=tuple(steps[kept].tolist()),
+        values=tuple(values[kept].tolist()),
+        uids=tuple(uids_of(session, ids)),
+        total=len(found.ids),
+    )
+
+
+def _forks(session: Session, heads: Sequence[str], ids: Sequence[int]) -> list[Fork]:
+    found = partings(session, ids)
+    parted = states(session, [one.id for one in found])
+    return [Fork(state.uid, state.step, tuple(heads[place] for place in one.heads)) for state, one in zip(parted, found, strict=True)]

@@ -1,0 +1,42 @@
+"""Runs: the processes that tracked."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Path, Query, Request, Response
+
+from datastates.api.models import Page, Run
+from datastates.api.replies import etag_of, reply
+from datastates.api.routing import Routes, Scope
+from datastates.api.served import Chosen
+from datastates.lineage import runs
+
+__all__ = ["routes"]
+
+routes = Routes("runs")
+
+RunUid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A run's uid, whole")]
+
+
+@routes.add("GET", "/runs", scope=Scope.READ, returns=Page[Run])
+def list_runs(
+    served: Chosen,
+    request: Request,
+    after: Annotated[str | None, Query(pattern="^[0-9a-f]{24}$", description="The uid of the last run that came")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="At most so many")] = 100,
+    fields: Annotated[str | None, Query(max_length=1000, description="Only these fields, separated by commas")] = None,
+) -> Response:
+    """The processes that tracked, the last begun first."""
+    with served.reading() as session:
+        found, following = runs.listing(session, limit=limit, after=after)
+    page = Page(tuple(found), following)
+    return reply(page, request=request, fields=fields, etag=etag_of(page, fields))
+
+
+@routes.add("GET", "/runs/{uid}", scope=Scope.READ, returns=Run)
+def run_detail(served: Chosen, request: Request, uid: RunUid) -> Response:
+    """One process that tracked: where, by whom, with which code and configuration."""
+    with served.reading() as session:
+        run = runs.get(session, uid)
+    return reply(run, request=request, etag=etag_of(run))

@@ -1,0 +1,46 @@
+"""Curves: metrics along branches."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query, Request, Response
+
+from datastates.api.models import Series
+from datastates.api.replies import etag_of, is_known, reply
+from datastates.api.routing import Routes, Scope
+from datastates.api.served import Chosen
+from datastates.errors import InvalidInput
+from datastates.lineage import revision
+
+__all__ = ["routes"]
+
+routes = Routes("series")
+
+POINTS_MAX = 200_000
+"""Of all lines of an answer together."""
+
+Revision = Annotated[str, Query(max_length=500)]
+Key = Annotated[str, Query(min_length=1, max_length=255)]
+
+
+@routes.add("GET", "/series", scope=Scope.READ, returns=Series)
+def series(
+    served: Chosen,
+    request: Request,
+    head: Annotated[list[Revision], Query(min_length=1, max_length=32, description="Revisions: a line follows the first parents of each")],
+    key: Annotated[list[Key], Query(min_length=1, max_length=32, description="Metrics")],
+    points: Annotated[int, Query(ge=10, le=10_000, description="At most so many a line: extremes are kept (M4)")] = 1000,
+) -> Response:
+    """Metrics along the first parents of some heads, and where these paths part."""
+    heads, keys = list(dict.fromkeys(head)), list(dict.fromkeys(key))
+    if len(heads) * len(keys) * points > POINTS_MAX:
+        least = POINTS_MAX // (len(heads) * len(keys))
+        raise InvalidInput(f"{len(heads)} heads and {len(keys)} metrics with {points} points each are too many: at most {least} points fit")
+    with served.reading() as session:
+        ids = [revision.resolve_id(session, one) for one in heads]
+        etag = etag_of(ids, heads, keys, points)  # metrics never change
+        if is_known(request, etag):
+            return Response(status_code=304, headers={"ETag": etag})
+        found = served.curves.series(session, heads, ids, keys, points)
+    return reply(found, etag=etag)

@@ -1,0 +1,74 @@
+"""Numbers about a whole repository: what is costly to count is kept, and counted anew in the background."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from datastates.lineage import stats
+
+from .background import SHARE, Background
+from .models import KeyStats, Stats
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Statistics"]
+
+_AT_ONCE_S = 0.02  # who asks waits for so much counting
+
+
+class Statistics:
+    """The numbers of one repository. Safe from any thread.
+
+    What takes long to count is counted for ``SHARE`` of the time at most: a million states are counted every quarter of a minute.
+    """
+
+    def __init__(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
+        self._reading = reading
+        self._background = Background("statistics")
+        self._lock = threading.Lock()
+        self._counts: stats.Counts | None = None
+        self._counted_at = self._took_s = 0.0
+
+    def of(self, session: Session) -> Stats:
+        """What is known now; the newest state is always the newest."""
+        counts = self._counts
+        if counts is None or self._took_s <= _AT_ONCE_S:
+            with self._lock:  # who comes meanwhile need not count again
+                if self._counts is counts:
+                    self._count(session)
+                counts = self._counts
+        elif time.monotonic() - self._counted_at > self._took_s / SHARE:
+            self._background.start("count", self._recount)
+        assert counts is not None
+        return Stats(
+            states=counts.states,
+            statuses=counts.statuses,
+            branches=counts.branches,
+            tags=counts.tags,
+            runs=counts.runs,
+            bytes_stored=counts.bytes_stored,
+            metrics=tuple(KeyStats(one.key, one.count, one.least, one.most) for one in counts.metrics),
+            attributes=counts.attributes,
+            config=counts.config,
+            newest=stats.newest(session),
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._background.close()
+
+    def _count(self, session: Session) -> None:
+        began = time.monotonic()
+        self._counts = stats.count(session)
+        self._counted_at = time.monotonic()
+        self._took_s = self._counted_at - began
+
+    def _recount(self) -> None:
+        """On a thread of its own."""
+        with self._reading() as session:
+            self._count(session)

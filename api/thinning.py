@@ -1,0 +1,39 @@
+"""Curves with fewer points that look the same: M4.
+
+Of each stretch of a curve the first, the last, the least and the greatest point are kept, after Jugel, Jerzak, Hackenbroich and Markl,
+"M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014. Stretches have equally many points here rather than equally many
+steps, so that one far step does not use up all of them. What is not finite is a gap in a curve: of each stretch the first gap is kept.
+"""
+
+from __future__ import annotations
+
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["thin"]
+
+_KEPT = 5  # of each stretch
+
+
+def thin(values: npt.ArrayLike, points: int) -> npt.NDArray[np.intp]:
+    """The places of at most ``points`` values that show what all of them do, rising."""
+    given = np.asarray(values, dtype=np.float64)
+    if len(given) <= points:
+        return np.arange(len(given))
+    is_gap = ~np.isfinite(given)
+    size = -(-len(given) // max(1, points // (_KEPT if is_gap.any() else _KEPT - 1)))
+    stretches = -(-len(given) // size)
+    padding = stretches * size - len(given)
+
+    def rows(array: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.pad(array, (0, padding), constant_values=np.nan).reshape(stretches, size)
+
+    starts = np.arange(stretches) * size
+    low, high = rows(np.where(is_gap, np.inf, given)), rows(np.where(is_gap, -np.inf, given))
+    low[np.isnan(low)], high[np.isnan(high)] = np.inf, -np.inf
+    kept = [starts, np.minimum(starts + size, len(given)) - 1, starts + low.argmin(axis=1), starts + high.argmax(axis=1)]
+    if is_gap.any():
+        kept.append(starts + rows(is_gap.astype(np.float64)).argmax(axis=1))
+    places = np.unique(np.concatenate(kept))
+    return places[places < len(given)]
