@@ -3,10 +3,10 @@ import { arrange, barLength, counts, delta, type Wanted } from "./order";
 import type { Change, TensorChange } from "./types";
 
 const tensor = (path: string, change: Change, relative: number | null = null): TensorChange => ({
-  path, change, shape: [], dtype: "float32", old_shape: null, old_dtype: null, old_norm: null, norm: null, distance: null, cosine: null, largest: null, at: null,
+  path, change, shape: [2], dtype: "float32", old_shape: null, old_dtype: null, old_norm: null, norm: null, distance: null, cosine: null, largest: null, at: null,
   fraction: null, relative,
 });
-const wanted: Wanted = { filter: "", withSame: false, column: "relative", descending: true };
+const wanted: Wanted = { filter: "", withSame: false, withScalars: false, column: "relative", descending: true };
 const all = [tensor("b", "changed", 0.1), tensor("a", "same"), tensor("d", "added"), tensor("c", "changed", 0.5)];
 const paths = (asked: Partial<Wanted>) => arrange(all, { ...wanted, ...asked }).map((one) => one.path);
 
@@ -16,6 +16,12 @@ it("shows the most changed first, without those that are the same", () => {
 
 it("keeps what has no number last in both directions", () => {
   expect(paths({ descending: false })).toEqual(["b", "c", "d"]);
+});
+
+it("leaves single numbers out unless they are wanted", () => {
+  const counted = [...all, { ...tensor("step", "changed", 9), shape: [] }];
+  expect(arrange(counted, wanted)).toHaveLength(3);
+  expect(arrange(counted, { ...wanted, withScalars: true })[0]?.path).toBe("step");
 });
 
 it("filters by path and sorts by it", () => {

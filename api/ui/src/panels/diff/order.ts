@@ -6,6 +6,8 @@ export type Column = "path" | "change" | "old_norm" | "norm" | "distance" | "rel
 export interface Wanted {
   filter: string;
   withSame: boolean;
+  /** Also single numbers, such as the steps that optimizers count: there are many, and they change most. */
+  withScalars: boolean;
   column: Column;
   descending: boolean;
 }
@@ -15,7 +17,8 @@ const RANK: Record<Change, number> = { removed: 0, added: 1, recast: 2, changed:
 /** What fits, sorted; what has no number in the column stands last either way. */
 export function arrange(tensors: readonly TensorChange[], wanted: Wanted): TensorChange[] {
   const filter = wanted.filter.toLowerCase();
-  const fitting = tensors.filter((one) => (wanted.withSame || one.change !== "same") && one.path.toLowerCase().includes(filter));
+  const fits = (one: TensorChange) => (wanted.withSame || one.change !== "same") && (wanted.withScalars || !isScalar(one));
+  const fitting = tensors.filter((one) => fits(one) && one.path.toLowerCase().includes(filter));
   const sign = wanted.descending ? -1 : 1;
   return fitting.sort((one, other) => compare(one, other, wanted.column, sign) || one.path.localeCompare(other.path));
 }
@@ -27,6 +30,8 @@ function compare(one: TensorChange, other: TensorChange, column: Column, sign: n
   if (left === null || right === null) return Number(left === null) - Number(right === null);
   return sign * (left - right);
 }
+
+export const isScalar = (one: TensorChange): boolean => one.shape.every((size) => size === 1);
 
 /** How many tensors became what, the most telling first; none that is 0. */
 export function counts(tensors: readonly TensorChange[]): [Change, number][] {
