@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from . import problems
+from . import page, problems
 from .document import document
-from .routes import diff, events, graph, payload, runs, series, states, stats
+from .meter import Meter, Metered
+from .routes import diff, events, graph, payload, refs, runs, series, service, states, stats, writes
 from .security import Guard, Hosts, Shield, Tokens
 from .served import Served
 
@@ -41,13 +42,17 @@ def create_app(
     app = FastAPI(
         title="datastates", openapi_url=f"{API}/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=_lifespan
     )
+    app.state.meter = Meter()
     app.state.served = {name: Served(name, repository) for name, repository in repositories.items()}
-    for noun in (states, graph, series, diff, payload, runs, stats, events):
+    for noun in (service, states, writes, graph, series, diff, payload, refs, runs, stats, events):
         app.include_router(noun.routes.router, prefix=API)
+    app.include_router(service.root.router)
+    page.install(app)
     problems.install(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]  # as FastAPI's manual has it
     app.add_middleware(Guard, tokens=Tokens(tokens or {}), hosts=Hosts(allowed_hosts), prefix=prefix.rstrip("/"))
     app.add_middleware(Shield)
+    app.add_middleware(Metered, meter=app.state.meter)
     if cors:
         app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"], expose_headers=["ETag"])
     return app

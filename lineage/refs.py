@@ -43,20 +43,20 @@ def check_name(name: str) -> str:
     return name
 
 
-def tag(session: Session, name: str, uid: str, *, message: str | None = None) -> Ref:
+def tag(session: Session, name: str, uid: str, *, message: str | None = None, reason: str = "tag") -> Ref:
     """Name a state for good.
 
     :raises Conflict: the name is taken, even by a tag of the same state.
     """
-    return _make(session, Ref(name, RefKind.TAG, uid, 1, message))
+    return _make(session, Ref(name, RefKind.TAG, uid, 1, message), reason)
 
 
-def branch(session: Session, name: str, uid: str) -> Ref:
+def branch(session: Session, name: str, uid: str, *, reason: str = "branch") -> Ref:
     """A new branch with its head at a state.
 
     :raises Conflict: the name is taken.
     """
-    return _make(session, Ref(name, RefKind.BRANCH, uid, 1))
+    return _make(session, Ref(name, RefKind.BRANCH, uid, 1), reason)
 
 
 def move(session: Session, name: str, uid: str, *, expected: str, reason: str = "move") -> Ref:
@@ -74,7 +74,7 @@ def move(session: Session, name: str, uid: str, *, expected: str, reason: str = 
     return moved
 
 
-def delete(session: Session, name: str) -> Ref:
+def delete(session: Session, name: str, *, reason: str = "delete") -> Ref:
     """Forget a name; its states stay, and its reflog.
 
     :raises NotFound: there is no such ref; names the nearest.
@@ -83,7 +83,7 @@ def delete(session: Session, name: str) -> Ref:
     done = session.execute(sql_delete(_ref).where(_ref.c.name == name, _ref.c.version == found.version))
     if _changed(done) != 1:
         raise Conflict(f"{found.kind} {name!r} changed while it was deleted: look again, then delete it")
-    log_event(session, name, found.kind, id_of(session, found.state), None, "delete")
+    log_event(session, name, found.kind, id_of(session, found.state), None, reason)
     return found
 
 
@@ -104,13 +104,14 @@ def refs(session: Session, kind: RefKind | None = None) -> list[Ref]:
     return sorted((_to_ref(row) for row in session.execute(query)), key=lambda ref: ref.name)
 
 
-def reflog(session: Session, name: str, *, limit: int | None = None) -> list[RefEvent]:
-    """What happened to a name, newest first; also after it was deleted.
+def reflog(session: Session, name: str, *, limit: int | None = None, before: int | None = None) -> list[RefEvent]:
+    """What happened to a name, newest first, also after it was deleted; of ids below ``before`` only, when it is given.
 
     :raises NotFound: there never was such a ref; names the nearest that is.
     """
-    rows = session.execute(_EVENTS.limit(limit), {"ref": name}).all()
-    if not rows and limit != 0:
+    query = _EVENTS if before is None else _EVENTS.where(_event.c.id < before)
+    rows = session.execute(query.limit(limit), {"ref": name}).all()
+    if not rows and limit != 0 and before is None:
         raise NotFound(f"there never was a branch or tag {name!r}{_nearest(session, name)}")
     return [RefEvent(row.id, row.name, RefKind(row.kind), row.old, row.new, row.reason, from_us(row.created_at)) for row in rows]
 
@@ -126,8 +127,10 @@ def log_event(session: Session, name: str, kind: RefKind, old: int | None, new: 
     session.execute(_LOG, values)
 
 
-def _make(session: Session, ref: Ref) -> Ref:
+def _make(session: Session, ref: Ref, reason: str) -> Ref:
     check_name(ref.name)
+    if "\x00" in (ref.message or ""):
+        raise InvalidInput(f"the message of {ref.name!r} holds a NUL, which no database stores: leave it out")
     id_ = id_of(session, ref.state)
     dialect = session.get_bind().dialect.name
     values = {"name": ref.name, "kind": ref.kind.value, "state_id": id_, "version": ref.version, "message": ref.message}
@@ -137,7 +140,7 @@ def _make(session: Session, ref: Ref) -> Ref:
             f"{found.kind} {ref.name!r} already names {found.state}: choose another name,"
             f" or move it: move({ref.name!r}, {ref.state!r}, expected={found.state!r})"
         )
-    log_event(session, ref.name, ref.kind, None, id_, str(ref.kind))
+    log_event(session, ref.name, ref.kind, None, id_, reason)
     return ref
 
 

@@ -208,6 +208,16 @@ class Engine:
         self._entries.pop(uid, None)
         self._adopted.discard(uid)
 
+    def hold_of(self, uid: str, *, is_captured: bool) -> str | None:
+        """Why a state must stay in memory for now; None when it need not. ``is_captured``: a capture of this process made it."""
+        if is_captured and uid not in self._entries:
+            return "it is being recorded: try again in a moment"
+        if uid == self._writing or uid in self._queue or uid in self._asked:
+            return "it is on its way to disk: try again in a moment"
+        if uid in {line.head for line in self._lines.values()}:
+            return "a training of this process stands there: end that, or drop an older state"
+        return None
+
     @property
     def pending_writes(self) -> int:
         """How many states are being written or wait to be."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from datastates.config import BackPressure, Config
 from datastates.digest import chunk_digest, state_digest
-from datastates.errors import Closed, OverBudget
+from datastates.errors import Closed, Conflict, OverBudget
 from datastates.lineage import record as lineage_record
 from datastates.lineage import refs as lineage_refs
 from datastates.lineage.database import Database
@@ -231,6 +231,24 @@ class Runner:
             self._lines_of.setdefault(uid, Line(f"clone of {uid}", "", None, base))
         self._post(Adopted(uid))
         self.refs_changed()
+
+    def withdraw(self, uid: str) -> int:
+        """Let go of a state in memory that is not to be kept, and tell the lineage so with the next capture; the bytes set free.
+
+        :raises Conflict: a training stands there, or it is on its way into the lineage or to disk.
+        """
+        with self._lock:
+            reason = self._engine.hold_of(uid, is_captured=uid in self._handles)
+            if reason is not None:
+                raise Conflict(f"state {uid} cannot be dropped: {reason}")
+            freed = self._memory.remove(uid)
+            self._engine.forget(uid)
+            self._evicted.append(uid)
+            self._lines_of.pop(uid, None)
+            if (handle := self._handles.pop(uid, None)) is not None:
+                handle._give_up(f"state {uid} was dropped before it became durable")
+            self._lock.notify_all()
+        return freed
 
     def line_of(self, uid: str) -> Line | None:
         """The line of a state in memory."""

@@ -1,0 +1,121 @@
+"""What the server counts of itself, and how Prometheus reads it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Send
+    from starlette.types import Scope as Request
+
+__all__ = ["BUCKETS_S", "Meter", "Metered", "family"]
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+Labels = Mapping[str, object]
+
+
+class Meter:
+    """Counts of requests, by route; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: Counter[tuple[str, str, int]] = Counter()
+        self._buckets: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(BUCKETS_S) + 1))
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._bytes_sent = 0
+        self._under_way = 0
+
+    def begin(self) -> None:
+        """A request came."""
+        with self._lock:
+            self._under_way += 1
+
+    def sent(self, count: int) -> None:
+        """So many bytes of a body left."""
+        with self._lock:
+            self._bytes_sent += count
+
+    def end(self, route: str, method: str, status: int, first_byte_s: float) -> None:
+        """A request was answered; ``first_byte_s`` after it came, for a stream may go on for hours."""
+        with self._lock:
+            self._under_way -= 1
+            self._requests[route, method, status] += 1
+            self._buckets[route][bisect_left(BUCKETS_S, first_byte_s)] += 1
+            self._seconds[route] += first_byte_s
+
+    def lines(self) -> Iterator[str]:
+        """All of it in Prometheus' text format."""
+        with self._lock:
+            requests, seconds = dict(self._requests), dict(self._seconds)
+            buckets = {route: list(counts) for route, counts in self._buckets.items()}
+            bytes_sent, under_way = self._bytes_sent, self._under_way
+        counted = (({"route": route, "method": method, "status": status}, count) for (route, method, status), count in requests.items())
+        yield from family("datastates_http_requests_total", "counter", "Requests that were answered", counted)
+        yield from family("datastates_http_bytes_sent_total", "counter", "Bytes of bodies that were sent", [({}, bytes_sent)])
+        yield from family("datastates_http_requests_under_way", "gauge", "Requests that are being answered", [({}, under_way)])
+        name = "datastates_http_first_byte_seconds"
+        yield f"# HELP {name} From a request to the first byte of its answer"
+        yield f"# TYPE {name} histogram"
+        for route, counts in buckets.items():
+            total = 0
+            for bound, count in zip((*BUCKETS_S, "+Inf"), counts, strict=True):
+                total += count
+                yield _line(f"{name}_bucket", {"route": route, "le": bound}, total)
+            yield _line(f"{name}_sum", {"route": route}, seconds[route])
+            yield _line(f"{name}_count", {"route": route}, total)
+
+
+class Metered:
+    """Counts what passes; the outermost layer but one, so that refusals are counted too."""
+
+    def __init__(self, app: ASGIApp, meter: Meter) -> None:
+        self._app, self._meter = app, meter
+
+    async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, first_byte_s, status = time.perf_counter(), None, 500
+
+        async def counted(message: Message) -> None:
+            nonlocal first_byte_s, status
+            if message["type"] == "http.response.start":
+                first_byte_s, status = time.perf_counter() - began, message["status"]
+            elif message["type"] == "http.response.body":
+                self._meter.sent(len(message.get("body", b"")))
+            await send(message)
+
+        self._meter.begin()
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            route = getattr(scope.get("route"), "path", "") or "unknown"  # never what a client made up
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._meter.end(route, method, status, time.perf_counter() - began if first_byte_s is None else first_byte_s)
+
+
+_METHODS = frozenset(("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"))
+
+
+def family(name: str, kind: str, said: str, samples: Iterable[tuple[Labels, float]]) -> Iterator[str]:
+    """The lines of one metric."""
+    yield f"# HELP {name} {said}"
+    yield f"# TYPE {name} {kind}"
+    for labels, value in samples:
+        yield _line(name, labels, value)
+
+
+def _line(name: str, labels: Labels, value: float) -> str:
+    said = ",".join(f'{key}="{_escape(str(label))}"' for key, label in labels.items())
+    return f"{name}{{{said}}} {value}" if said else f"{name} {value}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

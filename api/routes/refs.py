@@ -1,0 +1,136 @@
+"""Branches and tags: read, made, moved and deleted, each change by compare-and-swap on the ref's version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Header, Path, Query, Request, Response
+
+from datastates.api.models import NewRef, Page, Ref, RefEvent, RefMove
+from datastates.api.problems import Refusal
+from datastates.api.replies import etag_of, reply
+from datastates.api.routing import Routes, Scope
+from datastates.api.served import Chosen, Served
+from datastates.errors import Conflict, InvalidInput
+from datastates.lineage import refs, revision
+from datastates.lineage.states import RefKind
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["routes"]
+
+routes = Routes("refs")
+
+Name = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f]+$", description="A branch or a tag; may have slashes")]
+IfMatch = Annotated[str | None, Header(description="The version that it must have: the ETag of `GET`")]
+_IfNoneMatch = Annotated[str | None, Header(description="`*`: with 412 instead of 409 when the name is taken")]
+_CHANGED: dict[int | str, dict[str, object]] = {412: {}, 428: {}}
+
+
+@routes.add("GET", "/refs", scope=Scope.READ, returns=Page[Ref])
+def list_refs(served: Chosen, request: Request, kind: RefKind | None = None) -> Response:
+    """Every branch and tag, by name, on one page."""
+    with served.reading() as session:
+        page = Page(tuple(refs.refs(session, kind)), None)
+    return reply(page, request=request, etag=etag_of(page))
+
+
+@routes.add("GET", "/refs/{name:path}", scope=Scope.READ, returns=Ref)
+def get_ref(served: Chosen, name: Name, request: Request) -> Response:
+    """One branch or tag. Its ETag is its version, for `If-Match`."""
+    with served.reading() as session:
+        ref = refs.get(session, name)
+    return reply(ref, request=request, etag=_tag(ref))
+
+
+@routes.add("PUT", "/refs/{name:path}", scope=Scope.WRITE, returns=Ref, status=201, responses={409: {}, 412: {}})
+def make_ref(served: Chosen, name: Name, body: NewRef, if_none_match: _IfNoneMatch = None) -> Response:
+    """Make a branch or a tag. A name that is taken is a conflict: it is moved by `PATCH`."""
+    if body.kind is RefKind.BRANCH and body.message is not None:
+        raise InvalidInput(f"a branch has no message: leave it out, or make {name!r} a tag")
+    uid = _resolve(served, body.rev)
+    try:
+        with served.writing() as session:
+            if body.kind is RefKind.TAG:
+                ref = refs.tag(session, name, uid, message=body.message, reason="tag (web)")
+            else:
+                ref = refs.branch(session, name, uid, reason="branch (web)")
+    except Conflict as error:
+        if if_none_match is None:
+            raise
+        raise Refusal(412, error.kind, str(error)) from error
+    return reply(ref, status=201, etag=_tag(ref))
+
+
+@routes.add("PATCH", "/refs/{name:path}", scope=Scope.WRITE, returns=Ref, responses=_CHANGED)
+def move_ref(served: Chosen, name: Name, body: RefMove, if_match: IfMatch = None) -> Response:
+    """Point a branch or a tag at another state, if it still has the version of `If-Match`."""
+    uid = _resolve(served, body.rev)
+    with _changing(served, name, if_match) as (session, ref):
+        moved = refs.move(session, name, uid, expected=ref.state, reason="move (web)")
+        if moved.version != ref.version + 1:
+            raise Conflict(f"{ref.kind} {name!r} changed meanwhile: look again, then move it")
+    return reply(moved, etag=_tag(moved))
+
+
+@routes.add("DELETE", "/refs/{name:path}", scope=Scope.WRITE, returns=None, status=204, responses=_CHANGED)
+def delete_ref(served: Chosen, name: Name, if_match: IfMatch = None) -> Response:
+    """Take a name away, if it still has the version of `If-Match`. The states stay, and the reflog."""
+    with _changing(served, name, if_match) as (session, ref):
+        deleted = refs.delete(session, name, reason="delete (web)")
+        if deleted.version != ref.version:
+            raise Conflict(f"{ref.kind} {name!r} changed meanwhile: look again, then delete it")
+    return Response(status_code=204)
+
+
+@routes.add("GET", "/reflog/{name:path}", scope=Scope.READ, returns=Page[RefEvent])
+def reflog(
+    served: Chosen,
+    name: Name,
+    request: Request,
+    after: Annotated[int | None, Query(ge=1, lt=2**63, description="The `next` of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    """Where a name stood, newest first; also of one that was deleted."""
+    with served.reading() as session:
+        found = refs.reflog(session, name, limit=limit + 1, before=after)
+    items = tuple(found[:limit])
+    page = Page(items, str(items[-1].id) if len(found) > limit else None)
+    return reply(page, request=request, etag=etag_of(page))
+
+
+@contextmanager
+def _changing(served: Served, name: str, if_match: str | None) -> Iterator[tuple[Session, Ref]]:
+    """A transaction that changes a ref, which has the version that was asked for; who was first answers with 412.
+
+    What is read and what is written are one on SQLite, whose writers queue. On PostgreSQL somebody may come in between: the change
+    compares the state, and afterwards, when the row is ours, the version is compared once more.
+    """
+    if if_match is None:
+        raise Refusal(428, "invalid-input", f"say which version of {name!r} is meant: send the ETag of GET as If-Match")
+    try:
+        with served.writing() as session:
+            ref = refs.get(session, name)
+            _compare(ref, if_match)
+            yield session, ref
+    except Conflict as error:
+        raise Refusal(412, error.kind, str(error)) from error
+
+
+def _compare(ref: Ref, if_match: str) -> None:
+    if if_match.strip() != "*" and _tag(ref) not in [tag.strip() for tag in if_match.split(",")]:
+        raise Conflict(f"{ref.kind} {ref.name!r} has the version {_tag(ref)} and is at {ref.state}, not {if_match[:50]}: look again")
+
+
+def _resolve(served: Served, rev: str) -> str:
+    if not rev:
+        raise InvalidInput("rev is empty: name a state by a revision such as main~3")
+    with served.reading() as session:
+        return revision.resolve(session, rev).uid
+
+
+def _tag(ref: Ref) -> str:
+    return f'"{ref.version}"'

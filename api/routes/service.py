@@ -1,0 +1,69 @@
+"""The server itself: what it serves, whether it lives, what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastapi import Request, Response
+from sqlalchemy import func, select
+
+from datastates.api.meter import Meter, family
+from datastates.api.models import Page, RepositoryInfo
+from datastates.api.replies import reply
+from datastates.api.routing import Routes, Scope
+from datastates.api.served import Served
+from datastates.lineage import clones
+from datastates.lineage.schema import StateRow
+
+__all__ = ["METRICS_TYPE", "root", "routes"]
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+routes = Routes("service", prefix="")
+root = Routes("service", prefix="")
+"""Those outside ``/api/v1``."""
+
+
+class Text(Response):
+    """For the document."""
+
+    media_type = "text/plain"
+
+
+@routes.add("GET", "/repositories", scope=Scope.READ, returns=Page[RepositoryInfo])
+def repositories(request: Request) -> Response:
+    """The repositories of this server, and what the asker may do with them."""
+    scope = Scope(request.scope["state"]["granted"]).name.lower()
+    items = []
+    for served in _served(request):
+        with served.repository._database.read() as session:
+            items.append(RepositoryInfo(served.name, clones.repository_uid(session), scope))
+    return reply(Page(tuple(items), None), request=request)
+
+
+@root.add("GET", "/healthz", scope=Scope.NONE, returns=None, response_class=Text)
+async def healthz() -> Response:
+    """Whether the server lives: `ok`, and nothing more."""
+    return Text("ok\n")
+
+
+@root.add("GET", "/metrics", scope=Scope.READ, returns=None, response_class=Text)
+def metrics(request: Request) -> Response:
+    """What the server counts, in Prometheus' text format."""
+    meter: Meter = request.app.state.meter
+    lines = [*meter.lines(), *_repository_lines(_served(request))]
+    return Response("\n".join(lines) + "\n", headers={"Content-Type": METRICS_TYPE})
+
+
+def _repository_lines(served: list[Served]) -> Iterator[str]:
+    states = []
+    for each in served:
+        with each.repository._database.read() as session:
+            states.append(({"repository": each.name}, int(session.execute(select(func.count()).select_from(StateRow)).scalar_one())))
+    yield from family("datastates_states", "gauge", "States of a repository", states)
+    clients = [({"repository": each.name}, each.feed.listeners) for each in served]
+    yield from family("datastates_event_stream_clients", "gauge", "Clients that listen to events", clients)
+
+
+def _served(request: Request) -> list[Served]:
+    return [served for _, served in sorted(request.app.state.served.items())]

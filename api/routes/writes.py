@@ -1,0 +1,40 @@
+"""What is written of a state after its capture: attributes; and its bytes, which may be dropped."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query, Response
+
+from datastates.api.models import Annotations, Evicted, State
+from datastates.api.replies import reply
+from datastates.api.routing import Routes, Scope
+from datastates.api.served import Chosen, Uid
+from datastates.eviction import evict
+from datastates.lineage.annotate import annotate
+
+__all__ = ["routes"]
+
+routes = Routes("states")
+
+_Force = Annotated[bool, Query(description="Drop it although a ref names it; never all that can be restored of a branch")]
+
+
+@routes.add("PATCH", "/states/{uid}/attributes", scope=Scope.WRITE, returns=State)
+def annotate_state(served: Chosen, uid: Uid, body: Annotations) -> Response:
+    """Set attributes of a state.
+
+    Those that are null are taken away, all others stay. The state's digest does not change: it says what was captured.
+    """
+    with served.writing() as session:
+        state = annotate(session, uid, body.attributes)
+    return reply(state)
+
+
+@routes.add("DELETE", "/states/{uid}/payload", scope=Scope.ADMIN, returns=Evicted, responses={409: {}})
+def evict_state(served: Chosen, uid: Uid, force: _Force = False) -> Response:
+    """Drop a state's bytes from the server's disk and memory.
+
+    What is known of the state stays, and what other states need of its bytes. The answer is how many bytes were set free.
+    """
+    return reply(Evicted(uid, evict(served.repository, uid, is_forced=force)))
