@@ -7,7 +7,6 @@ steps, so that one far step does not use up all of them. What is not finite is a
 
 from __future__ import annotations
 
-
 import numpy as np
 import numpy.typing as npt
 

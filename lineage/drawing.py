@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from .lanes import Front
 from .order import Topology, position
 
-__all__ = ["Drawing", "Placement", "draw_history", "redraw"]
+__all__ = ["Drawing", "Placement", "draw_history"]
 
 STRIDE = 256
 
@@ -114,7 +114,7 @@ def draw_history(
 
     None if more than ``budget_rows`` would have to be looked at; ``pause`` is called every few hundred.
     """
-    grown = None if old is None else redraw(old, heads, budget_rows=budget_rows, pause=pause)
+    grown = None if old is None else _redraw(topology, old, heads, budget_rows, pause)
     if grown is not None or (old is not None and budget_rows is not None and len(old.order) > budget_rows):
         return grown
     order = topology.history(heads, pause=pause)
@@ -123,11 +123,8 @@ def draw_history(
     return _draw_all(Drawing(topology, heads, order, {}, {}), None, budget_rows, pause)
 
 
-def redraw(
-    old: Drawing, heads: frozenset[int], *, budget_rows: int | None = None, pause: Callable[[], None] = lambda: None
-) -> Drawing | None:
+def _redraw(topology: Topology, old: Drawing, heads: frozenset[int], budget_rows: int | None, pause: Callable[[], None]) -> Drawing | None:
     """``old`` with what its heads, or new ones, have captured since on top; None if they did anything else, or it is too much."""
-    topology = old.topology
     new = topology.since(old.order, heads)
     if new is None:
         return None
@@ -136,7 +133,7 @@ def redraw(
         return None
     if not new:
         return replace(old, heads=heads)
-    return _draw_all(Drawing(topology, heads, old.order + new, _preferred(old, heads), {}), old, budget_rows, pause)
+    return _draw_all(Drawing(topology, heads, old.order + new, _preferred(topology, old, heads), {}), old, budget_rows, pause)
 
 
 def _draw_all(wanted: Drawing, old: Drawing | None, budget_rows: int | None, pause: Callable[[], None]) -> Drawing | None:
@@ -173,17 +170,15 @@ def _is_kept(place: int, lines: int) -> bool:
     return place // STRIDE % (1 << (lines // STRIDE).bit_length()) == 0
 
 
-def _preferred(old: Drawing, heads: frozenset[int]) -> dict[int, int]:
+def _preferred(topology: Topology, old: Drawing, heads: frozenset[int]) -> dict[int, int]:
     """The columns in which heads stood before, or what they were captured from did."""
-    first, last = old.topology.first, old.order[-1] if old.order else 0
+    first, last = topology.first, old.order[-1] if old.order else 0
     found: dict[int, int] = {}
-    taken: set[int] = set()
-    for head in sorted(heads):
+    for head in heads:
         id_ = head
         while id_ > last:
             id_ = first[id_]
-        if id_ in old.tips and id_ not in taken:
-            taken.add(id_)
+        if id_ in old.tips:
             found[head] = old.tips[id_]
     return found
 
