@@ -59,7 +59,11 @@ def train(repo: Repository, branch: str, steps: int, *, start: str | None = None
             metrics = {"loss": float(loss.detach()), "lr": lr}
             if step % 5 == 0:
                 metrics |= validate(model, inputs[200:], labels[200:])
-            run.capture(metrics=metrics, attributes={"variant": branch, "dropout": dropout}, message=f"epoch {step // 20}" if step % 20 == 0 else None)
+            run.capture(
+                metrics=metrics,
+                attributes={"variant": branch, "dropout": dropout},
+                message=f"epoch {step // 20}" if step % 20 == 0 else None,
+            )
 
 
 def validate(model: Net, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
@@ -68,11 +72,15 @@ def validate(model: Net, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str
     with torch.no_grad():
         logits = model(inputs)
     loss = float(nn.functional.cross_entropy(logits, labels))
-    return {"val/loss": loss, "val/accuracy": float((logits.argmax(1) == labels).double().mean()), "val/perplexity": math.exp(min(loss, 20))}
+    return {
+        "val/loss": loss,
+        "val/accuracy": float((logits.argmax(1) == labels).double().mean()),
+        "val/perplexity": math.exp(min(loss, 20)),
+    }
 
 
 def grow(folder: Path, length: int = 60) -> None:
-    """``main`` has ``length`` steps, a third of it tagged ``warm``; ``no-dropout`` and ``hot`` fork there, ``hot/cooler`` from ``hot``; a merge."""
+    """``main`` has ``length`` steps, ``warm`` at a third; ``no-dropout`` and ``hot`` fork there, ``hot/cooler`` from ``hot``; a merge."""
     torch.set_num_threads(1)
     third = length // 3
     with datastates.open(folder, memory_bytes=64 << 20) as repo:
@@ -84,5 +92,29 @@ def grow(folder: Path, length: int = 60) -> None:
         repo.merge(["main", "no-dropout"], into="soup", tag="best-of-two", message="mean of main and no-dropout")
 
 
+def obey(folder: Path, branch: str, start: str | None) -> None:
+    """A step for each line that comes in; says the uid of each state once it is recorded."""
+    torch.set_num_threads(1)
+    torch.manual_seed(11)
+    model = Net(0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    inputs, labels = samples(5, 256)
+    with (
+        datastates.open(folder, memory_bytes=64 << 20) as repo,
+        repo.track(model=model, optimizer=optimizer, branch=branch, start=start) as run,
+    ):
+        for _ in sys.stdin:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            taken = run.capture(metrics={"loss": float(loss.detach())}).wait("captured")
+            sys.stdout.write(f"{taken.uid}\n")
+            sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    grow(Path(sys.argv[1]), int(sys.argv[2]))
+    if len(sys.argv) == 2:
+        grow(Path(sys.argv[1]))
+    else:
+        obey(Path(sys.argv[1]), sys.argv[2], sys.argv[3] or None)
