@@ -19,10 +19,10 @@ __all__ = ["Forest", "plant"]
 
 
 class Forest:
-    """Records states one upon the other; the same seed makes the same lineage."""
+    """Records states one upon the other, in ``session``; the same seed makes the same lineage."""
 
     def __init__(self, session: Session, *, seed: int = 0, now: datetime | None = None) -> None:
-        self._session, self._random = session, random.Random(seed)
+        self.session, self._random = session, random.Random(seed)
         self._now = now or datetime.now(UTC) - timedelta(hours=9)
         self.heads: dict[str, str] = {}
         self.steps: dict[str, int] = {}
@@ -32,7 +32,7 @@ class Forest:
         parent = self.heads.get(branch) or start
         step = self.steps.get(parent or "", 0)
         if branch not in self.heads and start is not None:
-            refs.branch(self._session, branch, start)
+            refs.branch(self.session, branch, start)
         for place in range(count):
             step += 1
             state = self._state(branch, parent, step, lr, Status.DURABLE if place >= count - 2 else status)
@@ -49,10 +49,10 @@ class Forest:
         return self.heads[into]
 
     def tag(self, name: str, uid: str, message: str) -> None:
-        refs.tag(self._session, name, uid, message=message)
+        refs.tag(self.session, name, uid, message=message)
 
     def _add(self, state: NewState) -> str:
-        record.record(self._session, state)
+        record.record(self.session, state)
         self.steps[state.uid] = state.step
         return state.uid
 

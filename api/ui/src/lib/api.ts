@@ -1,55 +1,63 @@
 /** The API of the chosen repository, a function a route. Each throws `Problem`; a 401 asks for a token and tries again once. */
+import type { paths } from "../generated/openapi";
 import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
-import type { GraphPage, Page, Ref, RefEvent, RefKind, RepositoryInfo, Run, Series, State, StateDetail, Stats, TensorInfo, Value } from "./types";
+import type { Value } from "./types";
 import { view } from "./view.svelte";
 
-type Query = Record<string, string | number | boolean | null | undefined | readonly string[]>;
+type Method = "get" | "put" | "patch" | "delete";
+type Operation<P extends keyof paths, M extends Method> = NonNullable<paths[P][M]>;
+type Query<P extends keyof paths> = Operation<P, "get"> extends { parameters: { query?: infer Q } } ? ([NonNullable<Q>] extends [never] ? Record<string, never> : Q) : never;
+type Body<P extends keyof paths, M extends Method> = Operation<P, M> extends { requestBody: { content: { "application/json": infer B } } } ? B : never;
+type Answer<P extends keyof paths, M extends Method = "get"> = Operation<P, M> extends { responses: infer R } ? AnswerOf<R> : never;
+type AnswerOf<R> = R extends { 200: { content: { "application/json": infer A } } } ? A : R extends { 201: { content: { "application/json": infer A } } } ? A : null;
+
+type Words = Record<string, string | number | boolean | null | undefined | readonly string[]>;
 interface Options {
   method?: string;
-  query?: Query;
+  query?: Words;
   body?: unknown;
   headers?: Record<string, string>;
   signal?: AbortSignal | undefined;
 }
 
 const ROOT = "api/v1"; // relative to the page, which a proxy may serve below a prefix
+const HERE = "/api/v1/repositories/{repository}";
 
 /** Every repository of the server. */
-export const getRepositories = () => ask<Page<RepositoryInfo>>(`${ROOT}/repositories`);
+export const getRepositories = () => get("/api/v1/repositories", {}, {});
 
-export const resolve = (rev: string, signal?: AbortSignal) => get<State>("/resolve", { rev }, signal);
-export const getStates = (query: { q?: string; after?: string | null; limit?: number; fields?: string }, signal?: AbortSignal) =>
-  get<Page<State>>("/states", query, signal);
-export const getState = (uid: string, signal?: AbortSignal) => get<StateDetail>(`/states/${uid}`, {}, signal);
-export const getLog = (uid: string, query: { after?: string | null; limit?: number } = {}, signal?: AbortSignal) =>
-  get<Page<State>>(`/states/${uid}/log`, query, signal);
-export const getTensors = (uid: string, norms = false, signal?: AbortSignal) => get<Page<TensorInfo>>(`/states/${uid}/tensors`, { norms }, signal);
-export const getGraph = (query: { heads?: readonly string[]; first?: number; count?: number; around?: string }, signal?: AbortSignal) =>
-  get<GraphPage>("/graph", { head: query.heads, first: query.first, count: query.count, around: query.around }, signal);
-export const getSeries = (query: { heads: readonly string[]; keys: readonly string[]; points?: number }, signal?: AbortSignal) =>
-  get<Series>("/series", { head: query.heads, key: query.keys, points: query.points }, signal);
-export const getStats = (signal?: AbortSignal) => get<Stats>("/stats", {}, signal);
-export const getRun = (uid: string, signal?: AbortSignal) => get<Run>(`/runs/${uid}`, {}, signal);
-export const getRef = (name: string, signal?: AbortSignal) => get<Ref>(`/refs/${pathOf(name)}`, {}, signal);
-export const getReflog = (name: string, query: { after?: string | null; limit?: number } = {}, signal?: AbortSignal) =>
-  get<Page<RefEvent>>(`/reflog/${pathOf(name)}`, query, signal);
+export const resolve = (rev: string, signal?: AbortSignal) => get(`${HERE}/resolve`, {}, { rev }, signal);
+export const getStates = (query: Query<`${typeof HERE}/states`>, signal?: AbortSignal) => get(`${HERE}/states`, {}, query, signal);
+export const getState = (uid: string, signal?: AbortSignal) => get(`${HERE}/states/{uid}`, { uid }, {}, signal);
+export const getLog = (uid: string, query: Query<`${typeof HERE}/states/{uid}/log`> = {}, signal?: AbortSignal) =>
+  get(`${HERE}/states/{uid}/log`, { uid }, query, signal);
+export const getTensors = (uid: string, norms = false, signal?: AbortSignal) => get(`${HERE}/states/{uid}/tensors`, { uid }, { norms }, signal);
+export const getGraph = ({ heads, ...window }: { heads?: string[]; first?: number; count?: number; around?: string }, signal?: AbortSignal) =>
+  get(`${HERE}/graph`, {}, { ...(heads?.length ? { head: heads } : {}), ...window }, signal);
+export const getSeries = ({ heads, keys, points }: { heads: string[]; keys: string[]; points?: number }, signal?: AbortSignal) =>
+  get(`${HERE}/series`, {}, { head: heads, key: keys, ...(points ? { points } : {}) }, signal);
+export const getStats = (signal?: AbortSignal) => get(`${HERE}/stats`, {}, {}, signal);
+export const getRun = (uid: string, signal?: AbortSignal) => get(`${HERE}/runs/{uid}`, { uid }, {}, signal);
+export const getRef = (name: string, signal?: AbortSignal) => get(`${HERE}/refs/{name}`, { name }, {}, signal);
+export const getReflog = (name: string, query: Query<`${typeof HERE}/reflog/{name}`> = {}, signal?: AbortSignal) =>
+  get(`${HERE}/reflog/{name}`, { name }, query, signal);
 
 /** Every branch and tag. */
-export const getRefs = (signal?: AbortSignal) => get<Page<Ref>>("/refs", {}, signal);
+export const getRefs = (signal?: AbortSignal) => get(`${HERE}/refs`, {}, {}, signal);
 
 /** Two states compared; without `tensors` only steps, metrics, values and code. */
-export const getDiff = <T = unknown>(query: { old: string; new: string; only?: string; tensors?: boolean }, signal?: AbortSignal) =>
-  get<T>("/diff", query, signal);
+export const getDiff = <T = Answer<`${typeof HERE}/diff`>>(query: { old: string; new: string; only?: string[]; tensors?: boolean }, signal?: AbortSignal) =>
+  get(`${HERE}/diff`, {}, query, signal) as Promise<T>;
 
-export const makeRef = (name: string, ref: { kind: RefKind; rev: string; message?: string | null }) => send<Ref>("PUT", `/refs/${pathOf(name)}`, ref);
+export const makeRef = (name: string, ref: Body<`${typeof HERE}/refs/{name}`, "put">) => send("put", `${HERE}/refs/{name}`, { name }, ref);
 
 /** Move a ref that stands at `version`; a Problem with status 412 says that it no longer does. */
-export const moveRef = (name: string, version: number, rev: string) => send<Ref>("PATCH", `/refs/${pathOf(name)}`, { rev }, version);
-export const deleteRef = (name: string, version: number) => send<null>("DELETE", `/refs/${pathOf(name)}`, undefined, version);
+export const moveRef = (name: string, version: number, rev: string) => send("patch", `${HERE}/refs/{name}`, { name }, { rev }, version);
+export const deleteRef = (name: string, version: number) => send("delete", `${HERE}/refs/{name}`, { name }, undefined, version);
 
 /** Set attributes; null takes one away. */
-export const annotate = (uid: string, attributes: Record<string, Value>) => send<State>("PATCH", `/states/${uid}/attributes`, { attributes });
+export const annotate = (uid: string, attributes: Record<string, Value>) => send("patch", `${HERE}/states/{uid}/attributes`, { uid }, { attributes });
 
 /** Where a state's tensors are fetched from as one safetensors file. A link cannot send a token: with one, use `download`. */
 export const payloadAddress = (uid: string) => new URL(base() + `/states/${uid}/payload`, document.baseURI).href;
@@ -68,11 +76,22 @@ export const openEvents = (lastId: string | null, signal: AbortSignal): Promise<
   answer(base() + "/events", { signal, headers: { Accept: "text/event-stream", ...(lastId ? { "Last-Event-ID": lastId } : {}) } });
 
 const base = () => `${ROOT}/repositories/${encodeURIComponent(view.repository)}`;
-const pathOf = (name: string) => name.split("/").map(encodeURIComponent).join("/");
-const get = <T>(path: string, query: Query, signal?: AbortSignal) => ask<T>(base() + path, { query, signal });
 
-function send<T>(method: string, path: string, body?: unknown, version?: number): Promise<T> {
-  return ask<T>(base() + path, { method, body, headers: version === undefined ? {} : { "If-Match": `"${version}"` } });
+/** The address of a route; names keep their slashes, which is how the API has them. */
+function fill(path: string, parts: Record<string, string>): string {
+  const known: Record<string, string> = { repository: view.repository, ...parts };
+  return path.slice(1).replace(/\{(\w+)\}/g, (_, name: string) => (known[name] ?? "").split("/").map(encodeURIComponent).join("/"));
+}
+
+function get<P extends keyof paths>(path: P, parts: Record<string, string>, query: Query<P>, signal?: AbortSignal): Promise<Answer<P>> {
+  return ask<Answer<P>>(fill(path, parts), { query: query as Words, signal });
+}
+
+function send<P extends keyof paths, M extends Method>(
+  method: M, path: P, parts: Record<string, string>, body: Body<P, M> | undefined, version?: number,
+): Promise<Answer<P, M>> {
+  const headers: Record<string, string> = version === undefined ? {} : { "If-Match": `"${version}"` };
+  return ask<Answer<P, M>>(fill(path, parts), { method: method.toUpperCase(), body, headers });
 }
 
 async function ask<T>(path: string, options: Options = {}): Promise<T> {
@@ -102,7 +121,7 @@ function requestOf(options: Options): RequestInit {
   return { method: options.method ?? "GET", headers, credentials: "omit", ...(options.signal ? { signal: options.signal } : {}), ...body };
 }
 
-function addressOf(path: string, query: Query): URL {
+function addressOf(path: string, query: Words): URL {
   const address = new URL(path, document.baseURI);
   for (const [name, value] of Object.entries(query)) {
     if (value === undefined || value === null || value === "") continue;

@@ -1,0 +1,175 @@
+"""Graph and table: the same rows, in the lanes that the server gives them, also far down, also while states are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.page.conftest import Wood
+
+pytestmark = pytest.mark.slow
+
+ROW, HEAD = 28, 31
+Open = Callable[[str], Page]
+
+SCROLL = "(element, rows) => { element.scrollTop = rows * 28; }"
+OFFSET = "(element) => element.scrollTop"
+INK = """([x, y]) => {
+    const canvas = document.querySelector("canvas"), box = canvas.getBoundingClientRect(), scale = canvas.width / box.width;
+    const [red, green, blue, alpha] = canvas.getContext("2d").getImageData((x - box.left) * scale, (y - box.top) * scale, 1, 1).data;
+    return alpha < 128 ? null : [red, green, blue];
+}"""
+
+
+def grid(page: Page) -> Locator:
+    """Where one scrolls."""
+    return page.get_by_role("grid")
+
+
+def row(page: Page, uid: str) -> Locator:
+    """The row of a state."""
+    return page.locator(f"#state-{uid}")
+
+
+def graph_of(wood: Wood, **query: Any) -> dict[str, Any]:
+    """What the API says of the whole graph."""
+    found: dict[str, Any] = httpx.get(f"{wood.address}/api/v1/repositories/wood/graph", params={"count": 1000, **query}).json()
+    return found
+
+
+def test_rows_stand_in_the_order_of_the_history(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at())
+    rows = graph_of(woods)["rows"]
+    shown = page.locator("[role=row][id^=state-]").evaluate_all(
+        "rows => rows.map(row => [row.id, +row.ariaRowIndex]).sort((a, b) => a[1] - b[1]).map(one => one[0])"
+    )
+    assert len(shown) > 25
+    assert shown == [f"state-{one['state']['uid']}" for one in rows[: len(shown)]]
+
+
+def test_every_state_has_its_dot_in_its_lane(woods: Wood, open_page: Open) -> None:
+    rows = graph_of(woods)["rows"]
+    widest = max(range(len(rows) - 24), key=lambda index: len({one["lane"] for one in rows[index : index + 24]}))
+    page = open_page(woods.at())
+    grid(page).evaluate(SCROLL, widest)
+    row(page, rows[widest + 5]["state"]["uid"]).wait_for()
+    seen = set()
+    for one in rows[widest : widest + 24]:
+        box = row(page, one["state"]["uid"]).bounding_box()
+        assert box is not None
+        seen.add(one["lane"])
+        at = [box["x"] + 15 + 14 * one["lane"] + 3, box["y"] + ROW / 2]
+        assert page.evaluate(INK, at) is not None, f"no dot at {at} for {one['lane']}"
+        assert page.evaluate(INK, [box["x"] + 15 + 14 * 9, box["y"] + ROW / 2]) is None
+    assert len(seen) > 2
+
+
+def test_lines_of_two_lanes_have_two_colours(woods: Wood, open_page: Open) -> None:
+    rows = graph_of(woods)["rows"]
+    place = next(index for index, one in enumerate(rows) if {0, 1} <= set(one["above"]) and not one["joins"] and index > 40)
+    page = open_page(woods.at())
+    grid(page).evaluate(SCROLL, place - 3)
+    row(page, rows[place]["state"]["uid"]).wait_for()
+    box = row(page, rows[place]["state"]["uid"]).bounding_box()
+    assert box is not None
+    first, second = (page.evaluate(INK, [box["x"] + 15 + 14 * lane, box["y"] + 2]) for lane in (0, 1))
+    assert None not in (first, second)
+    assert first != second
+
+
+def test_rows_far_down_are_fetched_when_they_come_in_sight(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at())
+    total = graph_of(woods)["total"]
+    grid(page).evaluate(SCROLL, total)
+    root = woods.uid("warm~39")
+    expect(row(page, root)).to_be_in_viewport()
+    expect(grid(page)).to_have_attribute("aria-rowcount", str(total + 1))
+    assert page.locator("[role=row]").count() < 100, "rows out of sight are not in the page"
+
+
+def test_pointing_at_a_line_names_its_branch(woods: Wood, open_page: Open) -> None:
+    rows = graph_of(woods)["rows"]
+    place = next(
+        index for index, one in enumerate(rows) if one["lane"] == 1 and one["state"]["attributes"]["variant"].startswith("round-3/")
+    )
+    page = open_page(woods.at())
+    grid(page).evaluate(SCROLL, place - 3)
+    there = row(page, rows[place]["state"]["uid"])
+    there.wait_for()
+    there.hover(position={"x": 15 + 14, "y": 5})
+    expect(page.locator(".tip")).to_have_text(rows[place]["state"]["attributes"]["variant"])
+
+
+def test_only_the_chosen_heads_are_shown(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at())
+    page.get_by_role("button", name="Branches and tags to show").click()
+    page.get_by_role("checkbox", name="round-1/lr-0.03").check()
+    total = graph_of(woods, head="round-1/lr-0.03")["total"]
+    expect(grid(page)).to_have_attribute("aria-rowcount", str(total + 1))
+    assert "head=round-1" in page.url
+
+
+def test_a_link_to_a_state_far_down_shows_it_in_the_middle(woods: Wood, open_page: Open) -> None:
+    uid = woods.uid("main@step:45")
+    page = open_page(woods.at(f"state={uid}"))
+    expect(row(page, uid)).to_be_in_viewport()
+    expect(row(page, uid)).to_have_attribute("aria-selected", "true")
+    box = row(page, uid).bounding_box()
+    assert box is not None
+    assert 300 < box["y"] < 550
+
+
+def test_new_states_appear_at_the_top(wood: Wood, open_page: Open) -> None:
+    page = open_page(wood.at())
+    expect(page.get_by_text("live", exact=True)).to_be_visible()
+    made = wood.capture("main", 3)
+    expect(row(page, made[-1])).to_be_in_viewport()
+    expect(row(page, made[-1])).to_have_attribute("aria-rowindex", "2")
+    expect(row(page, made[-1])).to_contain_text("main")
+    assert grid(page).evaluate(OFFSET) == 0
+
+
+def test_what_one_reads_stays_where_it_is_while_states_are_captured(wood: Wood, open_page: Open) -> None:
+    page = open_page(wood.at())
+    grid(page).evaluate(SCROLL, 60)
+    reading = row(page, wood.history()[70])
+    reading.wait_for()
+    before = reading.bounding_box()
+    made = wood.capture("main", 4)
+    pill = page.get_by_role("button", name="4 new")
+    expect(pill).to_be_visible()
+    assert reading.bounding_box() == before
+    grid(page).evaluate(SCROLL, 230)  # rows that are not here: they come from the longer history
+    expect(page.locator(".skeleton")).to_have_count(0)
+    grid(page).evaluate(SCROLL, 0)
+    expect(row(page, made[-1])).to_be_in_viewport()
+    expect(pill).to_have_count(0)
+
+
+def test_the_pill_leads_to_what_is_new(wood: Wood, open_page: Open) -> None:
+    page = open_page(wood.at())
+    grid(page).evaluate(SCROLL, 60)
+    made = wood.capture("main", 2)
+    page.get_by_role("button", name="2 new").click()
+    expect(row(page, made[-1])).to_be_in_viewport()
+
+
+def test_panning_over_thousands_of_states_keeps_its_frames(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at())
+    frames = grid(page).evaluate(
+        """async (element) => {
+            let frames = 0;
+            const began = performance.now();
+            while (performance.now() - began < 2000) {
+                await new Promise(requestAnimationFrame);
+                element.scrollTop += 60;
+                frames += 1;
+            }
+            return frames / 2;
+        }"""
+    )
+    assert frames >= 30
