@@ -71,7 +71,7 @@ def error_of(response: httpx.Response) -> DatastatesError:
             tuple(problem.get("expected", ())),
         )
     if isinstance(error, Unavailable):
-        error.nearest = problem.get("nearest")
+        error.nearest, error.is_gone = problem.get("nearest"), response.status_code == 410
     if isinstance(error, errors.Torn):
         error.paths = ()
     return error

@@ -2,7 +2,7 @@
 
 - What the caller can mend is 4xx, what only we can is 5xx. A damaged chunk (``corrupt``) is 500: no other request would help.
 - ``ambiguous`` is 404 like ``not-found``, whose kind it is: nothing is addressed yet, and the message lists what could be.
-- ``unavailable`` is 410 when a state's bytes are gone for good and an ancestor is named in their stead, else 503: try again.
+- ``unavailable`` is 410 when a state's bytes are gone for good, or an ancestor is named in their stead, else 503: try again.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def problem_of(error: Exception) -> Problem:
     if not isinstance(error, DatastatesError):
         return Problem(title=_title(500), status=500, detail="this failed unexpectedly: the server's log says why", kind="error")
     status = STATUSES.get(error.kind, 500)
-    if isinstance(error, Unavailable) and error.nearest is not None:
+    if isinstance(error, Unavailable) and (error.is_gone or error.nearest is not None):
         status = 410
     problem = Problem(title=_title(status), status=status, detail=str(error), kind=error.kind)
     if isinstance(error, SyntaxProblem):

@@ -116,13 +116,13 @@ class Torn(DatastatesError):
 class Unavailable(DatastatesError):
     """A state whose bytes are gone (evicted, lost), or a service that does not answer.
 
-    ``nearest`` is the uid of the nearest ancestor that can be restored, when there is one.
+    ``nearest`` is the uid of the nearest ancestor that can be restored, when there is one. ``is_gone``: waiting does not help.
     """
 
     kind = "unavailable"
 
-    def __init__(self, message: str, *, nearest: str | None = None) -> None:
-        self.nearest = nearest
+    def __init__(self, message: str, *, nearest: str | None = None, is_gone: bool = False) -> None:
+        self.nearest, self.is_gone = nearest, is_gone
         super().__init__(message)
 
 

@@ -255,7 +255,8 @@ class Repository:
         near = None if nearest is None else nearest.uid
         why = f"is {state.status}" if not state.status.is_restorable else "is only in the memory of another process"
         hint = f"the nearest ancestor that can is {near[:10]} (step {nearest.step})" if nearest and near else "nor can any ancestor"
-        return Unavailable(f"state {state.uid[:10]} (step {state.step}) cannot be restored: it {why}; {hint}", nearest=near)
+        said = f"state {state.uid[:10]} (step {state.step}) cannot be restored: it {why}; {hint}"
+        return Unavailable(said, nearest=near, is_gone=not state.status.is_restorable)
 
     # --- refs ------------------------------------------------------------------------------------------------------------
 

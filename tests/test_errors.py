@@ -76,3 +76,4 @@ def test_details_travel_with_the_error() -> None:
     assert Torn("torn").paths == ()
     assert Unavailable("gone", nearest="ab12").nearest == "ab12"
     assert Unavailable("gone").nearest is None
+    assert Unavailable("gone", is_gone=True).is_gone

@@ -37,7 +37,7 @@ class DiffReport(Diff):
     tensors: tuple[TensorReport, ...]
 
 
-@routes.add("GET", "/diff", scope=Scope.READ, returns=DiffReport)
+@routes.add("GET", "/diff", scope=Scope.READ, returns=DiffReport, responses={410: {}})
 def diff(
     served: Chosen,
     request: Request,

@@ -72,7 +72,7 @@ def state_log(
     return reply(page, request=request, fields=fields, etag=etag_of(page, fields))
 
 
-@routes.add("GET", "/states/{uid}/tensors", scope=Scope.READ, returns=Page[TensorInfo])
+@routes.add("GET", "/states/{uid}/tensors", scope=Scope.READ, returns=Page[TensorInfo], responses={410: {}})
 def state_tensors(
     served: Chosen,
     request: Request,
