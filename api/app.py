@@ -60,6 +60,8 @@ def create_app(
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
+    for served in app.state.served.values():
+        served.warm()
     yield
     for served in app.state.served.values():
         served.close()

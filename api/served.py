@@ -59,6 +59,11 @@ class Served:
             self.repository._running.refs_changed()
         self.feed.look()
 
+    def warm(self) -> None:
+        """Look at the whole once, in the background: the first who asks about a million states would wait for seconds."""
+        self.windows.warm(self.reading)
+        self.statistics.warm()
+
     def close(self) -> None:
         """Idempotent."""
         self.feed.close()

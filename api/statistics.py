@@ -43,7 +43,7 @@ class Statistics:
                     self._count(session)
                 counts = self._counts
         elif time.monotonic() - self._counted_at > self._took_s / SHARE:
-            self._background.start("count", self._recount)
+            self.warm()
         assert counts is not None
         return Stats(
             states=counts.states,
@@ -58,6 +58,10 @@ class Statistics:
             newest=stats.newest(session),
         )
 
+    def warm(self) -> None:
+        """Begin to count, that the first who asks need not wait as long."""
+        self._background.start("count", self._recount)
+
     def close(self) -> None:
         """Idempotent."""
         self._background.close()
@@ -70,5 +74,5 @@ class Statistics:
 
     def _recount(self) -> None:
         """On a thread of its own."""
-        with self._reading() as session:
+        with self._lock, self._reading() as session:
             self._count(session)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from sqlalchemy import select
@@ -61,6 +62,15 @@ class Windows:
         states = lookup.states(session, [one.id for one in placed])
         rows = (GraphRow(state, one.lane, one.above, one.below, one.joins, one.parents) for state, one in zip(states, placed, strict=True))
         return GraphPage(uids, drawing.version, first, drawing.total, drawing.width, tuple(rows), is_current)
+
+    def warm(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
+        """Begin to draw what all refs name, that the first who asks need not wait as long."""
+
+        def draw() -> None:
+            with reading() as session:
+                self.page(session, (), first=0, count=1)
+
+        self.background.start("warm", draw)
 
     def close(self) -> None:
         """Idempotent."""

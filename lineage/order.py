@@ -14,7 +14,7 @@ from itertools import compress
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from sqlalchemy import BigInteger, bindparam, select
+from sqlalchemy import BigInteger, Row, bindparam, func, select
 
 from .schema import EdgeRow, StateRow, table
 
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Topology", "position", "uids_of"]
 
-_PAGE = 20_000
+_PAGE = 50_000
 _UNREAD = -1
 _OFTEN = 4096  # states between two calls of ``pause``
 
 _state, _edge = table(StateRow), table(EdgeRow)
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
-_NEXT = select(_state.c.id, _state.c.parent_id).where(_state.c.id > bindparam("last", type_=BigInteger)).order_by(_state.c.id).limit(_PAGE)
-_SOME = select(_state.c.id, _state.c.parent_id).where(_state.c.id.in_(_ids))
+_parent = func.coalesce(_state.c.parent_id, 0)
+_NEXT = select(_state.c.id, _parent).where(_state.c.id > bindparam("last", type_=BigInteger)).order_by(_state.c.id).limit(_PAGE)
+_SOME = select(_state.c.id, _parent).where(_state.c.id.in_(_ids))
 _UIDS = select(_state.c.id, _state.c.uid).where(_state.c.id.in_(_ids))
 _EDGES = select(_edge.c.child_id, _edge.c.parent_id).order_by(_edge.c.child_id, _edge.c.position)
 _NEXT_EDGES = _EDGES.where(_edge.c.child_id > bindparam("last", type_=BigInteger), _edge.c.child_id <= bindparam("upto", type_=BigInteger))
@@ -103,13 +104,15 @@ class Topology:
                 open_.extend(self.parents(id_))
         return array("q", sorted(found))
 
-    def _append(self, rows: Iterable[tuple[int, int | None]]) -> None:
+    def _append(self, rows: Sequence[Row[int, int]]) -> None:
         """Rows whose ids rise. Ids that nobody has, or not yet, are unread."""
         first = self.first
+        if rows[0][0] == len(first) and rows[-1][0] == len(first) + len(rows) - 1:
+            first.extend([row[1] for row in rows])
+            return
         for id_, parent in rows:
-            if id_ != len(first):
-                first.extend([_UNREAD] * (id_ - len(first)))
-            first.append(parent or 0)
+            first.extend([_UNREAD] * (id_ - len(first)))
+            first.append(parent)
 
     def _take_edges(self, edges: Iterable[tuple[int, int]]) -> None:
         found: dict[int, list[int]] = {}
@@ -122,7 +125,7 @@ class Topology:
         self._take_edges(session.execute(_SOME_EDGES, {"ids": ids}).all())
         rows = session.execute(_SOME, {"ids": ids}).all()
         for id_, parent in sorted(rows, key=itemgetter(0)):
-            self.first[id_] = parent or 0
+            self.first[id_] = parent
         return {parent for id_ in ids for parent in self.parents(id_) if self.first[parent] == _UNREAD}
 
 

@@ -1,0 +1,40 @@
+"""Numbers about a lineage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from datastates.lineage import Database, NewState, Run, Status, record, refs, runs, stats
+from datastates.lineage.stats import MetricRange
+
+
+def test_everything_is_counted(database: Database, new_state: Callable[..., NewState]) -> None:
+    run = Run("a" * 24, "host", "user", 1, ("train",), None, None, {"lr": 0.1, "seed": 1}, {}, datetime.now(UTC))
+    first = new_state(run=run.uid, branch="main", metrics={"loss": 2.0, "B": math.inf}, attributes={"note": "x", "tries": 2})
+    second = new_state(first.uid, branch="main", metrics={"loss": math.nan}, status=Status.DURABLE)
+    with database.write() as session:
+        runs.start(session, run)
+        for new in (first, second):
+            record.record(session, new)
+        refs.tag(session, "warm", first.uid)
+        record.mark(session, second.uid, Status.DURABLE, rank=0, tier="local", node="n", bytes=5, packs=(("p1", 30), ("p2", 12)))
+    with database.read() as session:
+        found, newest = stats.count(session), stats.newest(session)
+
+    assert (found.states, found.statuses, found.branches, found.tags, found.runs) == (2, {"captured": 1, "durable": 1}, 1, 1, 1)
+    assert found.metrics == (MetricRange("B", 1, math.inf, math.inf), MetricRange("loss", 2, 2.0, 2.0))
+    assert found.attributes == ("note", "tries")
+    assert found.config == ("lr", "seed")
+    assert found.bytes_stored == 42
+    assert newest is not None
+    assert newest.uid == second.uid
+
+
+def test_nothing_is_counted_too(database: Database) -> None:
+    with database.read() as session:
+        found, newest = stats.count(session), stats.newest(session)
+
+    assert (found.states, found.statuses, found.metrics, found.attributes, found.config, found.bytes_stored) == (0, {}, (), (), (), 0)
+    assert newest is None
