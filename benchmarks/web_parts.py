@@ -32,7 +32,9 @@ from starlette.routing import Route
 answer = {"uid": "0" * 24, "metrics": {f"m{n}": n / 7 for n in range(5)}, "parents": ["0" * 24], "message": None, "digest": "0" * 64}
 def route(request):
     return JSONResponse(answer)
-listener = socket.create_server(("127.0.0.1", 0))
+listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio turns Nagle's delay off by it
+listener.bind(("127.0.0.1", 0))
+listener.listen(128)
 print(listener.getsockname()[1], flush=True)
 app = Starlette(routes=[Route("/", route)])
 uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listener])
