@@ -14,5 +14,9 @@ export function recall(repository: string): string[] {
 
 export function remember(repository: string, query: string): void {
   const kept = [query, ...recall(repository).filter((one) => one !== query)].slice(0, MOST);
-  localStorage.setItem(keyOf(repository), JSON.stringify(kept));
+  try {
+    localStorage.setItem(keyOf(repository), JSON.stringify(kept));
+  } catch {
+    // a browser that keeps nothing
+  }
 }

@@ -71,9 +71,13 @@ export async function download(uid: string): Promise<void> {
   URL.revokeObjectURL(address);
 }
 
-/** The event stream, from after `lastId` on, or from now on. */
-export const openEvents = (lastId: string | null, signal: AbortSignal): Promise<Response> =>
-  answer(base() + "/events", { signal, headers: { Accept: "text/event-stream", ...(lastId ? { "Last-Event-ID": lastId } : {}) } });
+/** The event stream, from after `lastId` on, or from now on. It never asks for a token: what the user does will. */
+export async function openEvents(lastId: string | null, signal: AbortSignal): Promise<Response> {
+  const headers = { Accept: "text/event-stream", ...(lastId ? { "Last-Event-ID": lastId } : {}) };
+  const response = await fetch(addressOf(base() + "/events", {}), requestOf({ signal, headers }));
+  if (!response.ok) throw await problemOf(response);
+  return response;
+}
 
 const base = () => `${ROOT}/repositories/${encodeURIComponent(view.repository)}`;
 

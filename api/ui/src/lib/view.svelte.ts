@@ -45,13 +45,14 @@ export function followAddress(): void {
 /** Choose a repository. What its last visitor here had set comes back, unless the address says otherwise. */
 export function enterRepository(name: string, how: "push" | "replace" = "push"): void {
   const isNew = view.repository !== "" && view.repository !== name;
+  const isAsked = !isNew && [...new URLSearchParams(location.search).keys()].some((key) => key !== "repo" && key !== "theme");
   const kept = recall(name);
   const asked = isNew ? { ...DEFAULTS, theme: view.theme } : view;
   change({
     ...asked,
     repository: name,
     columns: asked.columns.length ? asked.columns : kept.columns,
-    ...(location.search.length > 1 && !isNew ? {} : { query: kept.query, sort: kept.sort }),
+    ...(isAsked ? {} : { query: kept.query, sort: kept.sort }),
   }, how);
 }
 
@@ -75,5 +76,9 @@ function recall(name: string): Kept {
 function remember(): void {
   if (!view.repository) return;
   const kept: Kept = { columns: view.columns, query: view.query, sort: view.sort };
-  localStorage.setItem(keyOf(view.repository), JSON.stringify(kept));
+  try {
+    localStorage.setItem(keyOf(view.repository), JSON.stringify(kept));
+  } catch {
+    // a browser that keeps nothing: the address still says it all
+  }
 }

@@ -74,9 +74,16 @@ export function drawLines(on: CanvasRenderingContext2D, row: GraphRow, y: number
     on.beginPath();
     on.moveTo(x0, y0);
     if (x0 === x1) on.lineTo(x1, y1);
-    else on.bezierCurveTo(x0, y0 + (y1 - y0) * 0.75, x1, y0 + (y1 - y0) * 0.25, x1, y1);
+    else if (line.begins === 0) turn(on, x0, y1, x1, y1, Math.abs(x1 - x0));
+    else turn(on, x1, y0, x1, y1, Math.abs(x1 - x0));
     on.stroke();
   }
+}
+
+/** Go on to the corner, round it, and to the end: a line leaves its lane at once and is level where it meets a state. */
+function turn(on: CanvasRenderingContext2D, xCorner: number, yCorner: number, x: number, y: number, width: number): void {
+  on.arcTo(xCorner, yCorner, x, y, Math.min(ROW / 2 - 4, width));
+  on.lineTo(x, y);
 }
 
 /** Draw a state: full when its bytes are somewhere, hollow when they are gone; a ring when a branch or a tag names it. */
