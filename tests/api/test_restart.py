@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from datastates.api.client import Client
+from datastates.api import Client
 from datastates.lineage import Database, RefEvent
 from datastates.lineage.events import read
 from tests.api import trainer
