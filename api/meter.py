@@ -7,17 +7,28 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Send
     from starlette.types import Scope as Request
 
-__all__ = ["BUCKETS_S", "Meter", "Metered", "family"]
+__all__ = ["BUCKETS_S", "Meter", "Metered", "Totals", "family"]
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 Labels = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of all routes: requests that were answered, those refused for their token, being answered, and bytes sent."""
+
+    requests: int
+    refused: int
+    under_way: int
+    bytes_sent: int
 
 
 class Meter:
@@ -48,6 +59,12 @@ class Meter:
             self._requests[route, method, status] += 1
             self._buckets[route][bisect_left(BUCKETS_S, first_byte_s)] += 1
             self._seconds[route] += first_byte_s
+
+    def totals(self) -> Totals:
+        """The whole in four numbers."""
+        with self._lock:
+            refused = sum(count for (_, _, status), count in self._requests.items() if status in (401, 403))
+            return Totals(self._requests.total(), refused, self._under_way, self._bytes_sent)
 
     def lines(self) -> Iterator[str]:
         """All of it in Prometheus' text format."""

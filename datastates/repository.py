@@ -437,6 +437,7 @@ class Repository:
 
         Port 0 takes any that is free: the server's ``url`` has it. A server that other machines can reach needs a token, here or as
         ``DATASTATES_TOKEN``. ``is_writable`` takes states that peers push. ``close`` of the repository closes it too.
+        ``http://127.0.0.1:0`` serves the page and the web API instead; ``is_writable`` then lets who has the token make and move names.
 
         :raises InvalidInput: other machines can reach it and there is no token.
         :raises Unavailable: the address is taken.
@@ -446,7 +447,13 @@ class Repository:
         from .transport.handshake import read_token
 
         self._check_open()
-        server = Server(self, url, token=read_token(token, token_file), tls=tls, is_writable=is_writable, timeout_s=timeout_s)
+        secret = read_token(token, token_file)
+        if url.startswith("http:"):
+            from .api.serve import serve_repository  # FastAPI is imported for who asks for it
+
+            server: Server = serve_repository(self, url, token=secret, tls=tls, is_writable=is_writable)
+        else:
+            server = Server(self, url, token=secret, tls=tls, is_writable=is_writable, timeout_s=timeout_s)
         self._servers.append(server)
         return server
 

@@ -1,12 +1,12 @@
-"""``serve``: a repository on disk, for other processes to clone from."""
+"""``serve``: repositories on disk, for people and programs to browse (see ``web``), and for other processes to clone from."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,8 @@ import typer
 from datastates.errors import InvalidInput
 
 from .exits import INTERRUPTED
-from .shell import AsJson, Shell
+from .shell import AsJson, Globals, Shell
+from .web import WebOptions, announce_web, opened, serve_web
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
@@ -35,43 +36,119 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     context: typer.Context,
-    url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="Where to listen (default: ucx://127.0.0.1:0, any free port).", show_default=False)
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[URL]...",
+            help="Where to listen: http://HOST:PORT for the page and the web API (default: http://127.0.0.1:8642), "
+            "ucx://HOST:PORT for other processes to clone from; or both. Port 0: any that is free.",
+            show_default=False,
+        ),
     ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option("--store", "--repo", "-r", metavar="REPO", help="The repository (default: as --repo elsewhere).", show_default=False),
+    repos: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--repo",
+            "-r",
+            "--store",
+            metavar="[NAME=]REPO",
+            help="A repository (default: as --repo elsewhere); may be repeated. Its name is its folder's unless it is given.",
+            show_default=False,
+        ),
     ] = None,
-    host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Instead of URL.", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="Instead of URL.", show_default=False)] = None,
+    host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="http:// here, instead of URL.", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="http:// there, instead of URL.", show_default=False)] = None,
+    write: Annotated[bool, typer.Option("--write", help="The page may write; makes a token if there is none, and prints it.")] = False,
+    web_tokens: Annotated[
+        Path | None,
+        typer.Option(
+            "--web-tokens", metavar="FILE", help="http: lines 'SCOPE TOKEN' (default: DATASTATES_WEB_TOKENS).", show_default=False
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option("--allowed-host", metavar="NAME", help="http: a name that this server goes by; may be repeated.", show_default=False),
+    ] = None,
+    prefix: Annotated[str, typer.Option("--prefix", metavar="PATH", help="http: the path below which a proxy serves it.")] = "",
+    cors: Annotated[
+        list[str] | None,
+        typer.Option("--cors", metavar="ORIGIN", help="http: an origin whose pages may ask; may be repeated.", show_default=False),
+    ] = None,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-proxy", metavar="ADDRESS", help="http: whose X-Forwarded headers are believed; may be repeated.", show_default=False
+        ),
+    ] = None,
+    access_log: Annotated[bool, typer.Option("--access-log", help="http: a line on standard error for each request.")] = False,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", metavar="FILE", help="Holds the token (default: DATASTATES_TOKEN).", show_default=False)
+        Path | None,
+        typer.Option("--token-file", metavar="FILE", help="ucx: holds the token (default: DATASTATES_TOKEN).", show_default=False),
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", metavar="FILE", help="TLS, with this certificate.", show_default=False)
+        Path | None, typer.Option("--tls-cert", metavar="FILE", help="ucx: TLS, with this certificate.", show_default=False)
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its key.", show_default=False)] = None,
-    writable: Annotated[bool, typer.Option("--writable", help="Take states that peers push, and make them durable.")] = False,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="ucx: its key.", show_default=False)] = None,
+    writable: Annotated[bool, typer.Option("--writable", help="ucx: take states that peers push, and make them durable.")] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="A peer that is silent for so long is gone.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="ucx: a peer that is silent for so long is gone.")
     ] = 10.0,
     as_json: AsJson = False,
 ) -> None:
-    """Let other processes browse a repository and clone its states, until Ctrl-C or SIGTERM. Beyond 127.0.0.1 a token is a must."""
-    shell = Shell(context, store, as_json)
-    where = _where(url, host, port)
+    """Serve repositories until Ctrl-C or SIGTERM: the page and the web API, or states to clone. Beyond 127.0.0.1 a token is a must."""
+    shell = Shell(context, None, as_json)
+    web_urls, clone_urls = _where(urls or [], host, port)
     if tls_key is not None and tls_cert is None:
         raise InvalidInput("--tls-key is of no use without --tls-cert: name the certificate too")
-    with _signals() as ended, shell.repository() as repository:
-        from datastates.transport.contract import Tls
-
-        tls = None if tls_cert is None else Tls(certificate=tls_cert, key=tls_key)
-        with repository.serve(where, token_file=token_file, tls=tls, is_writable=writable, timeout_s=timeout) as server:
-            _announce(shell, repository, server, has_tls=tls is not None, is_writable=writable)
-            with _status(shell) as show:
-                _attend(repository, server, ended, show)
+    web = WebOptions(web_tokens, write, allowed_host or (), prefix, cors or (), trusted_proxy or (), access_log)
+    with _signals() as ended, opened(shell, context.ensure_object(Globals), repos or []) as repositories, ExitStack() as stack:
+        for url in web_urls:
+            made, token = serve_web(repositories, url, web)
+            stack.callback(made.close)
+            announce_web(shell, repositories, made, token, _dialled)
+        servers: list[tuple[Repository, Server]] = []
+        for url in clone_urls:
+            repository = _only(repositories, url)
+            server = _serve_clones(repository, url, token_file, tls_cert, tls_key, is_writable=writable, timeout_s=timeout)
+            servers.append((repository, stack.enter_context(server)))
+            _announce(shell, repository, server, has_tls=tls_cert is not None, is_writable=writable)
+        sys.stdout.flush()
+        with _status(shell) as show:
+            _attend(servers, ended, show)
     if ended.number == signal.SIGINT:
         raise typer.Exit(INTERRUPTED)
+
+
+def _where(urls: Sequence[str], host: str | None, port: int | None) -> tuple[list[str], list[str]]:
+    """The addresses for people and those for peers."""
+    if urls and (host is not None or port is not None):
+        raise InvalidInput(f"{urls[0]} names host and port: leave out --host and --port, or the url")
+    if not urls:
+        host = "127.0.0.1" if host is None else host
+        return [f"http://{f'[{host}]' if ':' in host else host}:{8642 if port is None else port}"], []
+    return [url for url in urls if url.startswith("http:")], [url for url in urls if not url.startswith("http:")]
+
+
+def _only(repositories: Mapping[str, Repository], url: str) -> Repository:
+    if len(repositories) > 1:
+        raise InvalidInput(f"{url} serves the states of one repository, not of {', '.join(repositories)}: start a server for each")
+    return next(iter(repositories.values()))
+
+
+def _serve_clones(
+    repository: Repository,
+    url: str,
+    token_file: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    *,
+    is_writable: bool,
+    timeout_s: float,
+) -> Server:
+    from datastates.transport.contract import Tls
+
+    tls = None if tls_cert is None else Tls(certificate=tls_cert, key=tls_key)
+    return repository.serve(url, token_file=token_file, tls=tls, is_writable=is_writable, timeout_s=timeout_s)
 
 
 class _Ended(threading.Event):
@@ -101,15 +178,6 @@ def _signals() -> Iterator[_Ended]:
         restore()
 
 
-def _where(url: str | None, host: str | None, port: int | None) -> str:
-    if url is not None:
-        if host is not None or port is not None:
-            raise InvalidInput(f"{url} names host and port: leave out --host and --port, or the url")
-        return url
-    host = "127.0.0.1" if host is None else host
-    return f"ucx://{f'[{host}]' if ':' in host else host}:{port or 0}"
-
-
 def _announce(shell: Shell, repository: Repository, server: Server, *, has_tls: bool, is_writable: bool) -> None:
     """Say where it is, at once: who started this may wait for the line."""
     if shell.as_json:
@@ -123,7 +191,6 @@ def _announce(shell: Shell, repository: Repository, server: Server, *, has_tls: 
             f"clone with: datastates clone {_dialled(server.url)}/{rev} --into DIR{options}",
         ):
             shell.console.print(line, soft_wrap=True)  # to be copied: not folded
-    sys.stdout.flush()
 
 
 def _dialled(url: str) -> str:
@@ -135,14 +202,16 @@ def _dialled(url: str) -> str:
     return url
 
 
-def _attend(repository: Repository, server: Server, ended: _Ended, show: _Seen) -> None:
+def _attend(servers: Sequence[tuple[Repository, Server]], ended: _Ended, show: _Seen) -> None:
     """Wait for the end; meanwhile what peers push becomes durable, named or not, for this process's memory ends with it."""
     asked: set[str] = set()
     while not ended.wait(_LOOK_S):
+        for repository, server in servers:
+            _make_durable(repository, asked)
+            show(server.stats())
+    for repository, server in servers:
+        server.close()
         _make_durable(repository, asked)
-        show(server.stats())
-    server.close()
-    _make_durable(repository, asked)
 
 
 def _make_durable(repository: Repository, asked: set[str]) -> None:

@@ -63,9 +63,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def serving(store: Path, *options: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def serving(
+    store: Path, *options: str, url: str = "ucx://127.0.0.1:0", **environ: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """``datastates serve`` as a process, and what it says at first."""
-    command = [*TERMINAL, "serve", *options, "--store", str(store), "--json"]
+    command = [*TERMINAL, "serve", url, *options, "--repo", str(store), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**environ)) as process:
         try:
             assert process.stdout is not None
@@ -186,10 +188,10 @@ def test_name_that_is_taken_is_told_before_anything_moves(invoke: Invoke, url: s
 
 
 def test_server_for_other_machines_wants_a_token_and_refuses_who_has_none(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    assert "DATASTATES_TOKEN" in (refused := invoke("serve", "--host", "0.0.0.0", "--store", store)).err
+    assert "DATASTATES_TOKEN" in (refused := invoke("serve", "ucx://0.0.0.0:0", "--repo", store)).err
     assert refused.code == 5
     (tmp_path / "token").write_text(TOKEN)
-    with serving(store, "--host", "0.0.0.0", DATASTATES_TOKEN=TOKEN) as (process, said):
+    with serving(store, url="ucx://0.0.0.0:0", DATASTATES_TOKEN=TOKEN) as (process, said):
         source = said["url"].replace("0.0.0.0", "127.0.0.1") + "/main"
         without = invoke("clone", source, "--into", tmp_path / "to")
         assert (without.code, (tmp_path / "to").exists()) == (8, False)
@@ -235,8 +237,8 @@ def test_what_is_pushed_to_a_writable_server_outlives_it(invoke: Invoke, store: 
 
 
 def test_url_and_host_exclude_each_other(invoke: Invoke, store: Path) -> None:
-    assert invoke("serve", "ucx://127.0.0.1:0", "--port", "1", "--store", store).code == 5
-    assert invoke("serve", "--tls-key", "key", "--store", store).code == 5
+    assert invoke("serve", "ucx://127.0.0.1:0", "--port", "1", "--repo", store).code == 5
+    assert invoke("serve", "ucx://127.0.0.1:0", "--tls-key", "key", "--repo", store).code == 5
 
 
 class Stuck:

@@ -1,0 +1,215 @@
+"""The web server: uvicorn on a thread of its own, in ``datastates serve`` as beside a training."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import uvicorn
+
+from datastates.environment import node_name
+from datastates.errors import InvalidInput, Unavailable, Unsupported
+from datastates.repository import Repository
+from datastates.serving import Server, ServerStats
+
+from .app import create_app
+from .routing import Scope
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from datastates.transport.contract import Tls
+
+__all__ = ["DEFAULT_URL", "WebServer", "name_of", "serve_in_thread", "serve_repository"]
+
+DEFAULT_URL = "http://127.0.0.1:8642"
+_GRACE_S = 5
+_HEADER_BYTES = 64 << 10
+_BACKLOG = 512
+
+
+class WebServer(Server):
+    """Repositories by name, served over HTTP until ``close``. Safe from any thread.
+
+    ``url`` is ``http://HOST:PORT``; port 0 takes any that is free. The other arguments are those of ``create_app``;
+    ``trusted_proxies`` are addresses whose ``X-Forwarded-…`` headers are believed.
+
+    :raises InvalidInput: other machines can reach it and there is no token, or the address is none.
+    :raises Unavailable: the address is taken.
+    """
+
+    def __init__(
+        self,
+        repositories: Mapping[str, Repository],
+        url: str = DEFAULT_URL,
+        *,
+        tokens: Mapping[str, Scope] | None = None,
+        allowed_hosts: Sequence[str] = (),
+        prefix: str = "",
+        cors: Sequence[str] = (),
+        trusted_proxies: Sequence[str] = (),
+        has_access_log: bool = False,
+    ) -> None:
+        host, port = _address(url)
+        if not tokens and not _is_loopback(host):
+            raise InvalidInput(
+                f"{url} can be reached from other machines, and there is no token: give --web-tokens FILE or DATASTATES_WEB_TOKENS "
+                "(in Python token=), or serve on 127.0.0.1"
+            )
+        prefix = _prefix(prefix)
+        names = [*allowed_hosts, host, *([node_name()] if _is_wildcard(host) else [])]
+        self.app = create_app(repositories, tokens=tokens, allowed_hosts=names, prefix=prefix, cors=cors)
+        self._socket = _listen(host, port, url)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio forgets it here: 40 ms
+        taken = self._socket.getsockname()[1]
+        self._shown = f"http://{f'[{host}]' if ':' in host else host}:{taken}{prefix and prefix + '/'}"
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._uvicorn = _Uvicorn(self.app, trusted_proxies, has_access_log=has_access_log)
+        self._thread = threading.Thread(target=self._run, name="datastates-web", daemon=True)
+        self._thread.start()
+        self._uvicorn.is_ready.wait()
+
+    @property
+    def url(self) -> str:
+        """Where to connect, with the port that was taken, and the prefix."""
+        return self._shown
+
+    def stats(self) -> ServerStats:
+        """Bytes that left; ``peers`` are requests: those that are being answered, and all that were; chunks are not counted here."""
+        totals = self.app.state.meter.totals()
+        return ServerStats(totals.bytes_sent, 0, totals.under_way, totals.requests, totals.refused)
+
+    def close(self, *, grace_s: float = _GRACE_S) -> None:
+        """Take no more requests, end event streams, let answers that were begun be finished; idempotent."""
+        if self._is_closed or self._pid != os.getpid():
+            return
+        self._is_closed = True
+        self._uvicorn.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._uvicorn.should_exit = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._uvicorn.run(sockets=[self._socket])
+        except Exception:
+            logging.getLogger("datastates.api").exception("the server at %s ended", self._shown)
+        finally:
+            self._socket.close()
+            self._uvicorn.is_ready.set()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Says when it listens, leaves signals alone, and ends event streams first, which would never end by themselves."""
+
+    def __init__(self, app: FastAPI, trusted_proxies: Sequence[str], *, has_access_log: bool) -> None:
+        config = uvicorn.Config(
+            app,
+            lifespan="on",
+            ws="none",
+            http="h11",
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=has_access_log,
+            server_header=False,
+            proxy_headers=bool(trusted_proxies),
+            forwarded_allow_ips=list(trusted_proxies),
+            timeout_graceful_shutdown=_GRACE_S,
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+        )
+        if has_access_log:
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # all else stays at warnings
+        super().__init__(config)
+        self.is_ready = threading.Event()
+        self._application = app
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_ready.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for served in self._application.state.served.values():
+            await asyncio.to_thread(served.close)
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve_in_thread(repositories: Repository | Mapping[str, Repository], url: str = "http://127.0.0.1:0", **options: object) -> WebServer:
+    """A server beside whatever this process does; a context manager whose ``url`` says where. ``options`` are those of ``WebServer``."""
+    named = {name_of(repositories): repositories} if isinstance(repositories, Repository) else repositories
+    return WebServer(named, url, **options)  # type: ignore[arg-type]  # handed on as they are
+
+
+def serve_repository(repository: Repository, url: str, *, token: bytes, tls: Tls | None, is_writable: bool) -> WebServer:
+    """``Repository.serve`` of an ``http://`` address: the one token reads, or writes too if that is wanted.
+
+    :raises Unsupported: TLS, which is a proxy's here.
+    :raises InvalidInput: it is to be writable, and there is no token.
+    """
+    if tls is not None:
+        raise Unsupported(f"{url} speaks plain HTTP: leave out tls=, and put a proxy with TLS before it (docs/deployment.md)")
+    if is_writable and not token:
+        raise InvalidInput("who may write must show a token: give token= or token_file=, or leave out is_writable=True")
+    scope = Scope.WRITE if is_writable else Scope.READ
+    return serve_in_thread(repository, url, tokens={token.decode("latin-1"): scope} if token else None)
+
+
+def name_of(repository: Repository) -> str:
+    """What a repository is called when nobody says otherwise: its folder, or its database."""
+    root = repository.location.root
+    name = root.name if root is not None else urlsplit(repository.location.database_url).path.strip("/")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "repository"
+
+
+def _address(url: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        parts, host, port = urlsplit(""), None, None
+    if parts.scheme != "http" or not host or port is None or parts.path.strip("/") or parts.query or parts.username:
+        raise InvalidInput(f"{url} is no address to serve at: write http://HOST:PORT, such as {DEFAULT_URL}; a path goes with --prefix")
+    return host, port
+
+
+def _prefix(prefix: str) -> str:
+    stripped = prefix.strip("/")
+    if not re.fullmatch(r"[A-Za-z0-9._~/-]*", stripped) or ".." in stripped or "//" in stripped:
+        raise InvalidInput(f"{prefix!r} is no prefix: write a path such as /lineage")
+    return f"/{stripped}" if stripped else ""
+
+
+def _listen(host: str, port: int, url: str) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)  # with SO_REUSEADDR: a restart need not wait
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise Unavailable(
+                f"{url} is taken by another process: end that, or choose another port; port 0 takes one that is free"
+            ) from exc
+        raise Unavailable(f"{url} cannot be served at ({exc.strerror}): choose an address of this machine") from exc
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_wildcard(host: str) -> bool:
+    return host in ("0.0.0.0", "::")

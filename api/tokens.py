@@ -1,0 +1,58 @@
+"""Where a server's tokens come from: a file, the environment, or made for the occasion."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from datastates.errors import InvalidInput
+
+from .routing import Scope
+
+__all__ = ["VARIABLE", "make_token", "read_tokens"]
+
+VARIABLE = "DATASTATES_WEB_TOKENS"
+_CHARACTERS = 16
+_MAKE = "make one with: openssl rand -hex 24"
+_SCOPES = {scope.name.lower(): scope for scope in (Scope.READ, Scope.WRITE, Scope.ADMIN)}
+
+
+def make_token() -> str:
+    """One that cannot be guessed."""
+    return secrets.token_urlsafe(24)
+
+
+def read_tokens(path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Scope]:
+    """Each token and what it allows: from a file with lines ``SCOPE TOKEN``, else from ``DATASTATES_WEB_TOKENS``; none is fine.
+
+    :raises InvalidInput: the file cannot be read, or a line says no scope, or a token that can be guessed. Tokens are not shown.
+    """
+    if path is None:
+        said = (os.environ if environ is None else environ).get(VARIABLE, "")
+        return dict(_entry(*each.partition(":")[::2], where=f"{VARIABLE}, entry {n}") for n, each in enumerate(said.split(), 1))
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is no text"
+        raise InvalidInput(f"the tokens in {os.fspath(path)!r} cannot be read ({why}): name a file with lines SCOPE TOKEN") from exc
+    found: dict[str, Scope] = {}
+    for number, line in enumerate(lines, 1):
+        said = line.strip()
+        if said and not said.startswith("#"):
+            scope, _, token = said.partition(" ")
+            found.update([_entry(scope, token.strip(), where=f"{os.fspath(path)}, line {number}")])
+    if not found:
+        raise InvalidInput(f"{os.fspath(path)!r} holds no tokens: write lines SCOPE TOKEN; {_MAKE}")
+    return found
+
+
+def _entry(scope: str, token: str, *, where: str) -> tuple[str, Scope]:
+    if scope.lower() not in _SCOPES:
+        raise InvalidInput(f"{where}: it begins with no scope: write {', '.join(_SCOPES)}, then the token")
+    if len(token) < _CHARACTERS:
+        raise InvalidInput(f"{where}: the token has {len(token)} characters, and fewer than {_CHARACTERS} can be guessed: {_MAKE}")
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise InvalidInput(f"{where}: the token has characters that a header cannot carry: {_MAKE}")
+    return token, _SCOPES[scope.lower()]
