@@ -20,7 +20,6 @@ LOOKS: dict[str, dict[str, Any]] = {
     "light": {"color_scheme": "light"},
     "dark": {"color_scheme": "dark"},
     "phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 844}},
-    "phone-dark": {"color_scheme": "dark", "viewport": {"width": 390, "height": 844}},
 }
 PANELS = ("table", "detail", "tensors", "curves", "diff", "help", "ref", "edit-ref", "token")
 

@@ -35,7 +35,7 @@ def test_rows_and_points_appear_while_a_training_captures(site: Site, grown: Gro
 
 def test_the_detail_of_a_state_learns_of_its_children(site: Site, grown: Grown, page: Page, training: Callable[..., Training]) -> None:
     page.goto(site.address(f"state={grown['main'].uid}&panel=detail"))
-    expect(page.locator("[data-panel=detail] .kin")).to_contain_text("main")
+    expect(page.locator("[data-panel=detail] .kin")).to_contain_text("soup")
     uid = training(site.folder, "more", grown["main"].uid).step()
     expect(page.locator(f"[data-panel=detail] [data-child='{uid}']")).to_be_visible()
 

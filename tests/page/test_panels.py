@@ -64,7 +64,7 @@ def test_tensors_are_filtered_and_their_norms_read_when_asked(shared: Site, grow
     page.goto(shared.address(f"state={grown['main'].uid}&panel=detail"))
     tensors = panel(page, "detail").locator(".tensors")
     tensors.locator("summary").click()
-    expect(tensors.get_by_role("row", name="model/classes.weight")).to_contain_text(re.compile("4 . 32"))
+    expect(tensors.get_by_role("row", name="save model/classes.weight")).to_contain_text(re.compile("4 . 32"))
     expect(tensors.get_by_role("row", name="tied to")).to_have_count(1)
     tensors.get_by_role("searchbox").fill("CLASSES")
     expect(tensors.locator("tbody tr")).to_have_count(1 + 3)  # the weight, and what the optimizer keeps of it
@@ -77,7 +77,7 @@ def test_one_tensor_and_the_whole_state_are_downloaded(shared: Site, grown: Grow
     page.goto(shared.address(f"state={grown['main'].uid}&panel=detail"))
     tensors = panel(page, "detail").locator(".tensors")
     tensors.locator("summary").click()
-    for label, expected in (("Download model/classes.weight", {"model/classes.weight"}), ("Download the whole state", None)):
+    for label, expected in (("save model/classes.weight", {"model/classes.weight"}), ("download all tensors", None)):
         with page.expect_download() as coming:
             tensors.get_by_role("link", name=label).click()
         coming.value.save_as(tmp_path / "one.safetensors")
@@ -91,7 +91,7 @@ def test_what_needs_a_token_is_downloaded_with_it(writable: Site, grown: Grown, 
     tensors = panel(page, "detail").locator(".tensors")
     tensors.locator("summary").click()
     with page.expect_download() as coming:
-        tensors.get_by_role("button", name="Download model/classes.weight").click()
+        tensors.get_by_role("button", name="save model/classes.weight").click()
     coming.value.save_as(tmp_path / "one.safetensors")
     with safe_open(tmp_path / "one.safetensors", "np") as file:
         assert set(file.keys()) == {"model/classes.weight"}
@@ -185,3 +185,11 @@ def test_a_token_is_asked_for_and_kept_for_the_tab_only(writable: Site, grown: G
         assert page.evaluate("JSON.stringify(localStorage)").find(TOKEN) < 0
         assert TOKEN in page.evaluate("JSON.stringify(sessionStorage)")
         assert TOKEN not in page.url
+
+
+def test_curves_of_a_state_are_those_of_its_branches(shared: Site, grown: Grown, page: Page) -> None:
+    page.goto(shared.address(f"state={grown['hot@step:12'].uid}&panel=detail"))
+    page.locator(".actions").get_by_role("button", name="Curves").click()
+    rows = panel(page, "curves").locator("[data-key=loss] table.legend tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.filter(has_text="hot/cooler")).to_have_count(1)
