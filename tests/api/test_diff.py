@@ -1,0 +1,101 @@
+"""Diffs over the web."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from datastates import Repository
+from datastates.api.reads import PayloadReads
+from datastates.api.routes import diff as routes
+from datastates.cli import app as terminal
+from datastates.errors import Cancelled, Unavailable
+from tests.api.conftest import BASE, READ
+from tests.api.live import live
+
+if TYPE_CHECKING:
+    from fastapi.testclient import TestClient
+
+
+def diff(client: TestClient, **query: Any) -> Any:
+    answer = client.get(f"{BASE}/diff", params={"old": "warm", "new": "fork", **query})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("only", [[], ["model"], ["model/*.weight", "rate"]])
+def test_a_diff_is_that_of_the_terminal(client: TestClient, repo: Repository, only: list[str]) -> None:
+    options = [part for pattern in only for part in ("--only", pattern)]
+    done = CliRunner().invoke(terminal, ["--repo", str(repo.location.root), "diff", "warm", "fork", *options, "--json"])
+    assert done.exit_code == 0, done.output
+    assert diff(client, only=only) == json.loads(done.stdout)
+
+
+def test_without_tensors_no_payload_is_touched(client: TestClient, repo: Repository) -> None:
+    whole = diff(client)
+    for file in repo.location.packs.iterdir():
+        if file.is_file():
+            file.unlink()
+    found = diff(client, tensors=False)
+
+    assert found == {**whole, "tensors": [], "values": {}}
+    assert found["base"]["uid"] == repo.state("warm").uid
+    assert found["attributes"]["rate"] == [0.1, 0.3]
+    assert client.get(f"{BASE}/diff", params={"old": "warm", "new": "fork"}).json()["kind"] == "unavailable"
+
+
+def test_who_has_a_diff_gets_304_and_nothing_is_read(client: TestClient, repo: Repository) -> None:
+    query = {"old": "warm", "new": "main"}
+    etag = client.get(f"{BASE}/diff", params=query).headers["etag"]
+    repo._local.remove(repo.state("main").uid)
+    assert client.get(f"{BASE}/diff", params=query, headers={"If-None-Match": etag}).status_code == 304
+    assert client.get(f"{BASE}/diff", params={**query, "only": "model"}, headers={"If-None-Match": etag}).status_code != 304
+
+
+def test_a_diff_names_what_it_does_not_find(client: TestClient) -> None:
+    assert client.get(f"{BASE}/diff", params={"old": "warm", "new": "mian"}).json()["kind"] == "not-found"
+    assert client.get(f"{BASE}/diff", params={"old": "warm", "new": "x" * 501}).status_code == 400
+    assert client.get(f"{BASE}/diff", params={"old": "warm"}).status_code == 400
+
+
+def test_more_readers_than_places_are_turned_away(client: TestClient) -> None:
+    (served,) = client.app.state.served.values()  # type: ignore[attr-defined] # of a FastAPI application
+    served.payload_reads = PayloadReads(at_once=1, wait_s=0.01)
+    with served.payload_reads.one():
+        answer = client.get(f"{BASE}/diff", params={"old": "warm", "new": "main"})
+        assert (answer.status_code, answer.json()["kind"]) == (503, "unavailable")
+        assert client.get(f"{BASE}/diff", params={"old": "warm", "new": "main", "tensors": False}).status_code == 200
+        with pytest.raises(Unavailable, match="1 requests read states"), served.payload_reads.one():
+            pass
+    assert client.get(f"{BASE}/diff", params={"old": "warm", "new": "main"}).status_code == 200
+
+
+def test_a_diff_ends_when_its_client_hangs_up(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+    raised: list[BaseException] = []
+
+    def endless(*_: object, on_progress: Callable[[int, int], None], **__: object) -> None:
+        begun.set()
+        try:
+            while not ended.wait(0.01):
+                on_progress(1, 2)
+        except Cancelled as error:
+            raised.append(error)
+            raise
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(routes, "compare", endless)
+    with live({"repo": repo}) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+        request = f"GET {BASE}/diff?old=warm&new=main HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {READ}\r\n\r\n"
+        client.sendall(request.encode())
+        assert begun.wait(30)
+        client.close()
+        assert ended.wait(30)
+    assert "hung up" in str(raised[0])

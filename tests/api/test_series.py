@@ -1,0 +1,119 @@
+"""Curves over the web."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from datastates import Repository
+from datastates.api import curves
+from datastates.api.curves import Curves
+from datastates.lineage import revision
+from datastates.lineage.series import curve
+from tests.api.conftest import BASE, train
+
+if TYPE_CHECKING:
+    import pytest
+    from fastapi.testclient import TestClient
+
+
+def series(client: TestClient, *heads: str, key: list[str] | str = "loss", points: int = 1000) -> dict[str, Any]:
+    answer = client.get(f"{BASE}/series", params={"head": heads, "key": key, "points": points})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_line_for_each_head_and_metric(client: TestClient, repo: Repository) -> None:
+    found = series(client, "main", "fork", key=["loss", "val/loss"])
+    states = repo.log("main")[::-1]
+    line, nan_line, fork, _ = found["lines"]
+
+    assert [(one["head"], one["key"]) for one in found["lines"]] == [
+        (head, key) for head in ("main", "fork") for key in ("loss", "val/loss")
+    ]
+    assert line["values"] == [state.metrics["loss"] for state in states]
+    assert line["steps"] == [state.step for state in states]
+    assert line["uids"] == [state.uid for state in states]
+    assert (line["state"], line["total"]) == (repo.state("main").uid, 8)
+    assert nan_line["steps"] == [1, 3, 5, 7]
+    assert nan_line["values"][1] is None
+    assert fork["uids"][:3] == line["uids"][:3]
+    assert fork["uids"][3:] != line["uids"][3:6]
+
+
+def test_forks_are_marked(client: TestClient, repo: Repository) -> None:
+    found = series(client, "main", "fork", "warm", "lone")
+    assert found["forks"] == [{"state": repo.state("warm").uid, "step": 3, "heads": ["main", "fork"]}]
+
+
+def test_a_metric_that_nobody_has_is_an_empty_line(client: TestClient) -> None:
+    (line,) = series(client, "main", key="nope")["lines"]
+    assert (line["steps"], line["values"], line["total"]) == ([], [], 0)
+
+
+def test_long_lines_are_thinned(client: TestClient, repo: Repository) -> None:
+    train(repo, "main", 40)
+    (line,) = series(client, "main", points=16)["lines"]
+    assert line["total"] == 48
+    assert len(line["steps"]) <= 16
+    assert line["steps"] == sorted(line["steps"])
+    assert (line["steps"][0], line["steps"][-1]) == (1, 48)
+
+
+def test_a_branch_that_grows_is_read_from_where_it_stood(client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(*given: Any, **named: Any) -> Any:
+        made = curve(*given, **named)
+        asked.append(len(made.ids) - (0 if named["base"] is None else sum(id_ <= named["above"] for id_ in named["base"].ids)))
+        return made
+
+    monkeypatch.setattr(curves, "curve", counted)
+    series(client, "main")
+    series(client, "main")
+    train(repo, "main", 2)
+    (line,) = series(client, "main")["lines"]
+    series(client, "fork")
+    assert line["uids"] == [state.uid for state in repo.log("main")[::-1]]
+    assert asked == [8, 2, 3]
+
+
+def test_steps_rise_even_where_a_path_counts_anew(repo: Repository) -> None:
+    with repo.track(branch="main", rng=False, strict=False, value=1) as run:
+        run.capture(step=2, metrics={"loss": 9.0})
+    with repo._reading() as session:
+        (line,) = Curves().series(session, ["main"], [revision.resolve_id(session, "main")], ["loss"], 100).lines
+    assert line.steps == (1, 2, 2, 3, 4, 5, 6, 7, 8)
+    assert line.values[2] == 9.0
+
+
+def test_few_points_are_kept_in_memory(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "_POINTS", 12)
+    kept = Curves()
+    with repo._reading() as session:
+        for head in ("main", "fork", "lone", "main~3"):
+            (line,) = kept.series(session, [head], [revision.resolve_id(session, head)], ["loss"], 100).lines
+            assert line.total == len(repo.log(head))
+    assert sum(len(one.ids) for one in kept._kept.values()) <= 12
+
+
+def test_who_has_the_curves_gets_304_until_a_head_moves(client: TestClient, repo: Repository) -> None:
+    query = {"head": "main", "key": "loss"}
+    etag = client.get(f"{BASE}/series", params=query).headers["etag"]
+    again = client.get(f"{BASE}/series", params=query, headers={"If-None-Match": etag})
+    assert (again.status_code, again.content) == (304, b"")
+    train(repo, "main", 1)
+    assert client.get(f"{BASE}/series", params=query, headers={"If-None-Match": etag}).status_code == 200
+
+
+def test_too_much_is_refused(client: TestClient) -> None:
+    many: dict[str, Any] = {"head": [f"main~{number}" for number in range(8)], "key": [f"k{number}" for number in range(8)], "points": 10_000}
+    answer = client.get(f"{BASE}/series", params=many)
+    assert answer.status_code == 400
+    assert "at most 3125 points fit" in answer.json()["detail"]
+    wrongs: list[dict[str, Any]] = [
+        {"key": "loss"}, {"head": "main"}, {"head": "main", "key": "loss", "points": 1}, {"head": ["a"] * 33, "key": "loss"},
+    ]  # fmt: skip
+    for wrong in wrongs:
+        assert client.get(f"{BASE}/series", params=wrong).status_code == 400
+    assert client.get(f"{BASE}/series", params={"head": "nobody", "key": "loss"}).json()["kind"] == "not-found"
