@@ -87,6 +87,9 @@ class RefEvents(Iterator[RefEvent]):
                 problem.__cause__ = error
             except Unavailable as error:
                 problem = error
+            except BaseException:
+                self._drop()
+                raise
             self._drop()
             if time.monotonic() - began + wait_s > self._patience_s:
                 raise problem

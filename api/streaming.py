@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fastapi import Response
@@ -47,10 +46,11 @@ class Streamed(Response):
         finally:
             for task in (sending, leaving):
                 task.cancel()
-            with suppress(BaseException):
-                await asyncio.gather(sending, leaving, return_exceptions=True)
-            await self._pieces.aclose()
-            self._close()
+            try:
+                await asyncio.gather(sending, leaving, return_exceptions=True)  # a thread that reads for it ends first
+                await self._pieces.aclose()
+            finally:
+                self._close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Annotated
 
@@ -25,7 +25,7 @@ from datastates.lineage.states import State
 
 __all__ = ["routes"]
 
-DIGESTED_BYTES = 32 << 20
+DIGESTED_BYTES = 16 << 20
 MEDIA_TYPE = "application/octet-stream"
 _log = logging.getLogger("datastates.api")
 
@@ -43,7 +43,7 @@ _Pattern = Annotated[str, Query(max_length=500)]
 _Only = Annotated[list[_Pattern] | None, Query(max_length=64, description="Objects or tensors, or patterns: `model`, `model/*.weight`")]
 _Range = Annotated[str | None, Header(description="One range; several are answered by the whole")]
 _IfRange = Annotated[str | None, Header(description="An ETag: with another one the whole is sent")]
-_Want = Annotated[str | None, Header(description="`sha-256=1`: a digest of what is sent, when it is a range of at most 32 MiB")]
+_Want = Annotated[str | None, Header(description="`sha-256=1`: a digest of what is sent, when it is a range of at most 16 MiB")]
 
 
 class File(Response):
@@ -80,11 +80,11 @@ def payload(
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
         status = 206 if wanted else 200
-        if want_content_digest and "sha-256" in want_content_digest and end - start <= DIGESTED_BYTES:
-            body = b"".join(file.pieces(start, end))
-            headers["Content-Digest"] = f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
-            return Response(body, status_code=status, headers=headers, media_type=MEDIA_TYPE)
         pieces = file.pieces(start, end)
+        if want_content_digest and "sha-256" in want_content_digest and end - start <= DIGESTED_BYTES:
+            body = list(pieces)
+            headers["Content-Digest"] = _digest(body)
+            pieces = iter(body)
         first = next(pieces)  # what is wrong already is said in words
         close: Callable[[], None] = stack.pop_all().close
     return Streamed(_body(first, pieces, state), close=close, headers=headers, media_type=MEDIA_TYPE, status=status)
@@ -122,6 +122,14 @@ def _headers(state: State, etag: str, length: int) -> dict[str, str]:
         "Content-Length": str(length),
         "ETag": etag,
     }
+
+
+def _digest(pieces: Iterable[bytes]) -> str:
+    """As RFC 9530 writes it."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return f"sha-256=:{base64.b64encode(digest.digest()).decode()}:"
 
 
 async def _body(first: bytes, pieces: Iterator[bytes], state: State) -> AsyncGenerator[bytes]:
