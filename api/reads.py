@@ -12,6 +12,8 @@ import anyio.from_thread
 
 from datastates.errors import Cancelled, Unavailable
 
+from .problems import Refusal
+
 if TYPE_CHECKING:
     from fastapi import Request
 
@@ -33,10 +35,11 @@ class PayloadReads:
     def one(self) -> Iterator[None]:
         """Hold one of the places.
 
-        :raises Unavailable: none became free in time.
+        :raises Refusal: none became free in time.
         """
         if not self._free.acquire(timeout=self._wait_s):
-            raise Unavailable(f"{self._at_once} requests read states of this repository just now: try again in a few seconds")
+            detail = f"{self._at_once} requests read states of this repository just now: try again in a few seconds"
+            raise Refusal(503, Unavailable.kind, detail, {"Retry-After": "2"})
         try:
             yield
         finally:

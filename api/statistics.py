@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Statistics"]
 
-_AT_ONCE_S = 0.02  # who asks waits for so much counting
+_AT_ONCE_S = 0.05  # who asks waits for so much counting
 
 
 class Statistics:
