@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import hashlib
 import os
@@ -16,6 +15,7 @@ import httpx
 from datastates.errors import Conflict, Corrupt, DatastatesError, PeerFault
 
 from .answers import checked, disconnected, error_of
+from .content_digest import is_as_said
 
 __all__ = ["download"]
 
@@ -37,7 +37,7 @@ def download(http: httpx.Client, path: str, params: Mapping[str, Any], target: P
             out.seek(0)
         while out.tell() < size:
             start, end = out.tell(), min(out.tell() + PIECE_BYTES, size)
-            asked = {"Range": f"bytes={start}-{end - 1}", "If-Range": etag, "Want-Content-Digest": "sha-256=1"}
+            asked = {"Range": f"bytes={start}-{end - 1}", "If-Range": etag, "Want-Content-Digest": "blake3=10, sha-256=1"}
             out.write(_verified(_patiently(http, "GET", path, params, asked, patience_s), start, end))
         out.flush()
         os.fsync(out.fileno())
@@ -72,10 +72,10 @@ def _patiently(
 def _verified(answer: httpx.Response, start: int, end: int) -> bytes:
     if answer.status_code != 206 or not answer.headers.get("content-range", "").startswith(f"bytes {start}-{end - 1}/"):
         raise Conflict(f"{answer.url} is not what it was when the download began: begin it again")
-    said = answer.headers.get("content-digest", "")
-    if not said.startswith("sha-256=:"):
+    is_good = is_as_said(answer.content, answer.headers.get("content-digest", ""))
+    if is_good is None:
         raise PeerFault(f"{answer.url} came without a digest: is it datastates, of this version?")
-    if said != f"sha-256=:{base64.b64encode(hashlib.sha256(answer.content).digest()).decode()}:":
+    if not is_good:
         raise Corrupt(f"{answer.url}: bytes {start}-{end} did not arrive as they were sent: download again, it goes on from there")
     return answer.content
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack
 from typing import Annotated
 
 from fastapi import Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
+from datastates.api.content_digest import algorithm_of, digest_of
 from datastates.api.payload import StateFile
 from datastates.api.problems import Refusal
 from datastates.api.ranges import range_of
@@ -43,7 +42,9 @@ _Pattern = Annotated[str, Query(max_length=500)]
 _Only = Annotated[list[_Pattern] | None, Query(max_length=64, description="Objects or tensors, or patterns: `model`, `model/*.weight`")]
 _Range = Annotated[str | None, Header(description="One range; several are answered by the whole")]
 _IfRange = Annotated[str | None, Header(description="An ETag: with another one the whole is sent")]
-_Want = Annotated[str | None, Header(description="`sha-256=1`: a digest of what is sent, when it is a range of at most 16 MiB")]
+_Want = Annotated[
+    str | None, Header(description="`sha-256=1` or `blake3=1`: a digest of what is sent, when it is a range of at most 16 MiB")
+]
 
 
 class File(Response):
@@ -81,9 +82,10 @@ def payload(
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
         status = 206 if wanted else 200
         pieces = file.pieces(start, end)
-        if want_content_digest and "sha-256" in want_content_digest and end - start <= DIGESTED_BYTES:
+        algorithm = algorithm_of(want_content_digest)
+        if algorithm is not None and end - start <= DIGESTED_BYTES:
             body = list(pieces)
-            headers["Content-Digest"] = _digest(body)
+            headers["Content-Digest"] = digest_of(body, algorithm)
             pieces = iter(body)
         first = next(pieces)  # what is wrong already is said in words
         close: Callable[[], None] = stack.pop_all().close
@@ -122,14 +124,6 @@ def _headers(state: State, etag: str, length: int) -> dict[str, str]:
         "Content-Length": str(length),
         "ETag": etag,
     }
-
-
-def _digest(pieces: Iterable[bytes]) -> str:
-    """As RFC 9530 writes it."""
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return f"sha-256=:{base64.b64encode(digest.digest()).decode()}:"
 
 
 async def _body(first: bytes, pieces: Iterator[bytes], state: State) -> AsyncGenerator[bytes]:

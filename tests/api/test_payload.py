@@ -180,6 +180,9 @@ def test_a_digest_of_a_range_is_sent_when_it_is_wanted(served: str, client: http
     assert answer.content == whole[5:2000005]
     digest = base64.b64encode(hashlib.sha256(answer.content).digest()).decode()
     assert answer.headers["content-digest"] == f"sha-256=:{digest}:"
+    for wanted, sent in (("sha-256=1, blake3=5", "blake3"), ("md5=1", None), ("", None)):
+        again = client.get(served, headers={"Range": "bytes=5-20", "Want-Content-Digest": wanted})
+        assert again.headers.get("content-digest", "=").partition("=")[0] == (sent or "")
 
 
 def test_curl_resumes_a_download(served: str, whole: bytes, tmp_path: Path) -> None:
