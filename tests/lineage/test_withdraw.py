@@ -1,0 +1,85 @@
+"""Giving up bytes on purpose: nothing goes that a ref counts on."""
+
+from __future__ import annotations
+
+import pytest
+
+from datastates.errors import Conflict, NotFound, Unsupported
+from datastates.lineage import Database, Status, record, refs
+from datastates.lineage.holders import holder, replicas_of
+from datastates.lineage.replicas import packs_of
+from datastates.lineage.walk import state
+from datastates.lineage.withdraw import withdraw
+from tests.lineage.conftest import Grow
+
+HERE = [("local", "node"), ("memory", holder("node", None))]
+
+
+def placed(database: Database, grow: Grow, count: int, branch: str = "main") -> list[str]:
+    """The uids of durable states of a branch, oldest first; each needs a pack of its own and that of the first."""
+    head = grow(branch=branch, count=count, node="node")
+    with database.write() as session:
+        uids = [head.uid]
+        while (parents := state(session, uids[0]).parents) != ():
+            uids.insert(0, parents[0])
+        for uid in uids:
+            packs = [(f"{uid}.safetensors", 7), (f"{uids[0]}.safetensors", 7)]
+            record.mark(session, uid, Status.DURABLE, tier="local", node="node", bytes=7, packs=packs)
+    return uids
+
+
+def test_withdrawn_state_is_evicted_and_its_packs_are_not_needed_by_it(database: Database, grow: Grow) -> None:
+    first, second, _ = placed(database, grow, 3)
+    with database.write() as session:
+        withdrawn = withdraw(session, second, HERE)
+        assert (withdrawn.uid, withdrawn.status) == (second, Status.EVICTED)
+        assert packs_of(session, second) == []
+        assert withdraw(session, first, HERE).status is Status.EVICTED
+    with database.read() as session:
+        assert state(session, second).parents == (first,)
+        assert replicas_of(session, second) == []
+
+
+def test_state_that_others_hold_keeps_what_they_give_it(database: Database, grow: Grow) -> None:
+    first, second, third, _ = placed(database, grow, 4)
+    with database.write() as session:
+        record.mark(session, first, Status.DURABLE, tier="local", node="other", bytes=7)
+        record.mark(session, second, Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7)
+        assert withdraw(session, first, HERE).status is Status.DURABLE
+        assert withdraw(session, second, HERE).status is Status.CAPTURED
+        assert withdraw(session, third, HERE).status is Status.EVICTED
+
+
+def test_refs_count_on_what_they_lead_to(database: Database, grow: Grow) -> None:
+    first, second, third = placed(database, grow, 3)
+    with database.write() as session:
+        refs.tag(session, "warm", second)
+    for uid in (second, third):
+        with pytest.raises(Conflict, match=r"main|warm"), database.write() as session:
+            withdraw(session, uid, HERE)
+    with database.write() as session:
+        assert withdraw(session, third, HERE, is_forced=True).status is Status.EVICTED
+    with pytest.raises(Conflict, match="branch 'main'"), database.write() as session:  # both names lead to it now
+        withdraw(session, second, HERE)
+    with database.write() as session:
+        assert withdraw(session, second, HERE, is_forced=True).status is Status.EVICTED
+    for is_forced in (False, True):
+        with pytest.raises(Conflict, match="all that can be restored"), database.write() as session:
+            withdraw(session, first, HERE, is_forced=is_forced)
+
+
+def test_tag_alone_gives_way_to_force(database: Database, grow: Grow) -> None:
+    (only,) = placed(database, grow, 1)
+    with database.write() as session:
+        refs.tag(session, "warm", only)
+        refs.delete(session, "main")
+    with database.write() as session:
+        assert withdraw(session, only, HERE, is_forced=True).status is Status.EVICTED
+
+
+def test_what_is_not_there_or_held_by_several_ranks_is_refused(database: Database, grow: Grow) -> None:
+    wide = grow(world_size=2, node="node")
+    with pytest.raises(NotFound), database.write() as session:
+        withdraw(session, "0" * 24, HERE)
+    with pytest.raises(Unsupported, match="2 ranks"), database.write() as session:
+        withdraw(session, wide.uid, HERE)
