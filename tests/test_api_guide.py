@@ -77,6 +77,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not all(map(shutil.which, PROGRAMS)), reason=f"needs {', '.join(PROGRAMS)}")
 def test_every_command_of_the_guide_works(folder: Path, tmp_path: Path) -> None:
     reading, tokens, writing = GUIDE.partition("\n## Tokens\n")
@@ -112,4 +113,4 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """The script in bash, its trace on standard error so that a failure says which command it was."""
     environ = {**os.environ, "TOKEN": TOKEN}
     command = ["bash", "-x", "-c", script]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False)
