@@ -20,23 +20,28 @@ def reply(
     *,
     request: Request | None = None,
     fields: str | None = None,
-    etag: str | None = None,
+    etag: str | bool | None = None,
     status: int = 200,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """``value`` as JSON. ``fields`` are names separated by commas, of the value or of each item of a page: ``uid,step,metrics.loss``.
 
-    With ``etag`` and ``request`` who has it already gets 304 and no body.
+    With ``etag`` and ``request`` who has it already gets 304 and no body. True makes the tag from the body.
 
     :raises InvalidInput: there is no such field; lists those that are.
     """
     sent = dict(headers or {})
-    if etag is not None:
-        sent["ETag"] = etag
-        if request is not None and is_known(request, etag):
-            return Response(status_code=304, headers=sent)
+    if isinstance(etag, str) and request is not None and is_known(request, etag):
+        return Response(status_code=304, headers={**sent, "ETag": etag})
     chosen = value if not fields else _project(msgspec.to_builtins(value, enc_hook=str), fields.split(","))
-    return Response(_encoder.encode(chosen), status_code=status, headers=sent, media_type="application/json")
+    body = _encoder.encode(chosen)
+    if etag is True:
+        etag = _tag(body)
+        if request is not None and is_known(request, etag):
+            return Response(status_code=304, headers={**sent, "ETag": etag})
+    if etag:
+        sent["ETag"] = etag
+    return Response(body, status_code=status, headers=sent, media_type="application/json")
 
 
 def is_known(request: Request, etag: str) -> bool:
@@ -47,9 +52,13 @@ def is_known(request: Request, etag: str) -> bool:
 
 def etag_of(*parts: object) -> str:
     """A strong tag of what an answer depends on."""
+    return _tag(_encoder.encode(parts))
+
+
+def _tag(data: bytes) -> str:
     import blake3
 
-    return f'"{blake3.blake3(_encoder.encode(parts)).hexdigest(16)}"'
+    return f'"{blake3.blake3(data).hexdigest(16)}"'
 
 
 def _project(value: Any, fields: Sequence[str]) -> Any:

@@ -44,7 +44,8 @@ class _Kept:
 class Drawing:
     """The history of ``heads``. ``order`` are its row ids, rising: the last is drawn first.
 
-    ``tips`` are those heads that no other one descends from, and their columns: they and the heads decide all else.
+    ``tips`` are those heads that no other one descends from, and their columns: they and the heads decide all else. ``width`` is how
+    many columns are needed. Two drawings with the same ``version`` have the same rows.
     """
 
     topology: Topology
@@ -52,22 +53,13 @@ class Drawing:
     order: array[int]
     tips: Mapping[int, int]
     kept: Mapping[int, _Kept]
+    width: int
+    version: str
 
     @property
     def total(self) -> int:
         """How many rows there are."""
         return len(self.order)
-
-    @property
-    def width(self) -> int:
-        """How many columns are needed."""
-        return max((kept.width for kept in self.kept.values()), default=0)
-
-    @property
-    def version(self) -> str:
-        """Two drawings with the same one have the same rows."""
-        text = repr((sorted(self.heads), sorted(self.tips.items())))
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def row_of(self, id_: int) -> int | None:
         """The row of a state, counted from 0, the newest; None if it is not in here."""
@@ -120,7 +112,7 @@ def draw_history(
     order = topology.history(heads, pause=pause)
     if budget_rows is not None and len(order) > budget_rows:
         return None
-    return _draw_all(Drawing(topology, heads, order, {}, {}), None, budget_rows, pause)
+    return _draw_all(topology, heads, order, None, budget_rows, pause)
 
 
 def _redraw(topology: Topology, old: Drawing, heads: frozenset[int], budget_rows: int | None, pause: Callable[[], None]) -> Drawing | None:
@@ -132,15 +124,21 @@ def _redraw(topology: Topology, old: Drawing, heads: frozenset[int], budget_rows
     if any(tip not in heads and tip not in led_to for tip in old.tips):
         return None
     if not new:
-        return replace(old, heads=heads)
-    return _draw_all(Drawing(topology, heads, old.order + new, _preferred(topology, old, heads), {}), old, budget_rows, pause)
+        return replace(old, heads=heads, version=_version(heads, old.tips))
+    return _draw_all(topology, heads, old.order + new, old, budget_rows, pause)
 
 
-def _draw_all(wanted: Drawing, old: Drawing | None, budget_rows: int | None, pause: Callable[[], None]) -> Drawing | None:
-    """Draw from the top until the lines are those of ``old``, or to the end; the tips of ``wanted`` are columns that heads prefer."""
-    order = wanted.order
+def _draw_all(
+    topology: Topology,
+    heads: frozenset[int],
+    order: array[int],
+    old: Drawing | None,
+    budget_rows: int | None,
+    pause: Callable[[], None],
+) -> Drawing | None:
+    """Draw from the top until the lines are those of ``old``, or to the end."""
     place = end = len(order)
-    front = _front((), wanted.tips)
+    front = _front((), {} if old is None else _preferred(topology, old, heads))
     kept: dict[int, _Kept] = {}
     while end:
         lines = _lines(front)
@@ -150,7 +148,7 @@ def _draw_all(wanted: Drawing, old: Drawing | None, budget_rows: int | None, pau
             return None
         begin = (end - 1) // STRIDE * STRIDE
         front.width = len(front.awaited)
-        _skip(front, wanted.topology, order, end, begin)
+        _skip(front, topology, order, end, begin)
         if end == len(order) or _is_kept(end, len(lines)):
             place = end
             kept[place] = _Kept(lines, front.width)
@@ -162,7 +160,12 @@ def _draw_all(wanted: Drawing, old: Drawing | None, budget_rows: int | None, pau
     if old is not None and end:
         kept.update((place, one) for place, one in old.kept.items() if place <= end)
         tips.update((tip, lane) for tip, lane in old.tips.items() if tip < order[end])
-    return Drawing(wanted.topology, wanted.heads, order, tips, kept)
+    width = max((one.width for one in kept.values()), default=0)
+    return Drawing(topology, heads, order, tips, kept, width, _version(heads, tips))
+
+
+def _version(heads: frozenset[int], tips: Mapping[int, int]) -> str:
+    return hashlib.blake2b(repr((sorted(heads), sorted(tips.items()))).encode(), digest_size=8).hexdigest()
 
 
 def _is_kept(place: int, lines: int) -> bool:

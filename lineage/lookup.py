@@ -29,6 +29,8 @@ _LISTED = 5  # candidates in a message
 
 _state, _edge, _metric, _attribute, _run = (table(row) for row in (StateRow, EdgeRow, MetricRow, AttributeRow, RunRow))
 _parent = _state.alias("parent")
+_COLUMNS = ("id", "uid", "digest", "step", "micro_step", "message", "created_at", "status", "generation", "bytes_total", "bytes_new",
+            "world_size")  # fmt: skip
 _ID_OF = select(_state.c.id).where(_state.c.uid == bindparam("uid"))
 _IDS_OF = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
 _BY_PREFIX = select(_state.c.id).where(_state.c.uid >= bindparam("low"), _state.c.uid < bindparam("high")).limit(_LISTED + 1)
@@ -46,7 +48,7 @@ class _Load:
     @classmethod
     def of(cls, is_them: Callable[[ColumnElement[int]], ColumnElement[bool]]) -> _Load:
         return cls(
-            states=select(_state, _parent.c.uid.label("parent"), _run.c.uid.label("run"))
+            states=select(*(_state.c[name] for name in _COLUMNS), _parent.c.uid, _run.c.uid)
             .outerjoin_from(_state, _parent, _parent.c.id == _state.c.parent_id)
             .outerjoin(_run, _run.c.id == _state.c.run_id)
             .where(is_them(_state.c.id)),
@@ -151,33 +153,35 @@ def _load(session: Session, ids: list[int]) -> dict[int, State]:
     metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
     attributes: defaultdict[int, dict[str, Value]] = defaultdict(dict)
     edges: defaultdict[int, list[Edge]] = defaultdict(list)
-    for id_, key, value in connection.execute(load.metrics, bound):
+    for id_, key, value in connection.execute(load.metrics, bound).all():
         metrics[id_][key] = math.nan if value is None else value
-    for id_, key, type_, number, text in connection.execute(load.attributes, bound):
+    for id_, key, type_, number, text in connection.execute(load.attributes, bound).all():
         attributes[id_][key] = _value(type_, number, text)
-    for id_, parent, kind, weight in connection.execute(load.edges, bound):
+    for id_, parent, kind, weight in connection.execute(load.edges, bound).all():
         edges[id_].append(Edge(parent, EdgeKind(kind), weight))
     found = {}
-    for row in connection.execute(load.states, bound):
-        further = tuple(edges.get(row.id, ()))
-        first = () if row.parent is None else (row.parent,)
-        found[row.id] = State(
-            uid=row.uid,
-            digest=row.digest,
-            step=row.step,
-            micro_step=row.micro_step,
-            metrics=metrics.get(row.id, {}),
-            attributes=attributes.get(row.id, {}),
-            message=row.message,
-            created_at=from_us(row.created_at),
-            status=Status(row.status),
-            parents=first + tuple(edge.parent for edge in further),
+    for (
+        id_, uid, digest, step, micro_step, message, created_at, status, generation, bytes_total, bytes_new, world_size, parent, run
+    ) in connection.execute(load.states, bound).all():  # fmt: skip
+        further = tuple(edges.get(id_, ()))
+        first = () if parent is None else (parent,)
+        found[id_] = State(
+            uid=uid,
+            digest=digest,
+            step=step,
+            micro_step=micro_step,
+            metrics=metrics.get(id_, {}),
+            attributes=attributes.get(id_, {}),
+            message=message,
+            created_at=from_us(created_at),
+            status=Status(status),
+            parents=first + tuple([edge.parent for edge in further]),
             edges=further,
-            run=row.run,
-            generation=row.generation,
-            bytes_total=row.bytes_total,
-            bytes_new=row.bytes_new,
-            world_size=row.world_size,
+            run=run,
+            generation=generation,
+            bytes_total=bytes_total,
+            bytes_new=bytes_new,
+            world_size=world_size,
         )
     return found
 
