@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .app import create_app
     from .client import Client
+    from .routing import Scope
+    from .serve import WebServer, serve_in_thread
 
-__all__ = ["Client"]
+__all__ = ["Client", "Scope", "WebServer", "create_app", "serve_in_thread"]
+
+_HOMES = {"Client": "client", "Scope": "routing", "WebServer": "serve", "create_app": "app", "serve_in_thread": "serve"}
 
 
 def __getattr__(name: str) -> object:
-    """The client, when it is asked for: the server does without httpx."""
-    if name == "Client":
-        from .client import Client
-
-        return Client
+    """What is asked for, then: the server does without httpx, the client without FastAPI and torch."""
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
