@@ -48,6 +48,7 @@ describe("scale", () => {
 
   it("has no rows beyond the last", () => {
     expect(seen(0, VIEWPORT, 3, 10)).toEqual({ start: 0, end: 3 });
-    expect(seen(100 * ROW, 10 * ROW, 1000, 5)).toEqual({ start: 95, end: 115 });
+    expect(seen(101 * ROW, 10 * ROW, 1000, 5)).toEqual({ start: 95, end: 120 });
+    expect(seen(104.9 * ROW, 10 * ROW, 1000, 5)).toEqual({ start: 95, end: 120 });
   });
 });

@@ -63,8 +63,9 @@ export class Scale {
   }
 }
 
-/** The rows to have in the page: those that are seen, and `extra` on both sides. */
+/** The rows to have in the page: those that are seen, and at least `extra` on both sides. They change by `extra` rows, not by each one. */
 export function seen(offset: number, viewport: number, total: number, extra: number): { start: number; end: number } {
-  const start = Math.max(0, Math.floor(offset / ROW) - extra);
-  return { start, end: Math.min(total, Math.ceil((offset + viewport) / ROW) + extra) };
+  const first = Math.floor(offset / ROW / extra) * extra - extra;
+  const last = Math.ceil((offset + viewport) / ROW / extra) * extra + extra;
+  return { start: Math.max(0, first), end: Math.min(total, last) };
 }
