@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from datastates import State
 
 __all__ = [
+    "READER",
     "TOKEN",
     "Grown",
     "Site",
@@ -39,6 +40,7 @@ __all__ = [
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "may-write-" + "w" * 22
+READER = "may-only-read-" + "r" * 18
 TIMEOUT_MS = 15_000
 
 
@@ -53,7 +55,14 @@ class Site:
 
     def start(self) -> None:
         """Returns when it listens."""
-        command = [sys.executable, "-m", "tests.page.server", str(self.folder), str(self.port), *([self.token] if self.token else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.page.server",
+            str(self.folder),
+            str(self.port),
+            *([f"write:{self.token}", f"read:{READER}"] if self.token else []),
+        ]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"

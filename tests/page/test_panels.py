@@ -193,3 +193,14 @@ def test_curves_of_a_state_are_those_of_its_branches(shared: Site, grown: Grown,
     rows = panel(page, "curves").locator("[data-key=loss] table.legend tbody tr")
     expect(rows).to_have_count(2)
     expect(rows.filter(has_text="hot/cooler")).to_have_count(1)
+
+
+def test_on_a_phone_a_panel_covers_the_page_until_it_is_closed(shared: Site, grown: Grown, browser: Browser) -> None:
+    with new_page(browser, viewport={"width": 390, "height": 844}) as page:
+        page.goto(shared.address())
+        page.locator(f"#state-{grown['soup'].uid}").click()
+        panel(page, "detail").locator("code.uid").wait_for()
+        assert page.evaluate("document.elementFromPoint(5, 400).closest('[data-panel=detail], .place') !== null")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390, "nothing is wider than the screen"
+        page.get_by_role("button", name="Close state").click()
+        expect(panel(page, "detail")).to_have_count(0)

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import datastates
-from tests.page.site import TOKEN
+from tests.page.site import READER, TOKEN
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator
@@ -106,3 +106,10 @@ def test_who_was_too_late_is_told_to_look_again(writable: Site, grown: Grown, pa
     expect(dialog.get_by_role("alert")).to_contain_text("It moved meanwhile: look again")
     dialog.get_by_role("button", name="Look again").click()
     expect(dialog).to_contain_text(grown["main"].uid[:8])
+
+
+def test_a_token_that_may_only_read_is_told_so(writable: Site, grown: Grown, page: Page) -> None:
+    page.goto(writable.address(f"state={grown['main'].uid}&panel=detail", token=READER))
+    dialog = begin(page, "golden")
+    expect(dialog).to_contain_text("Your token may only read.")
+    expect(dialog.locator(".trouble")).to_contain_text("This needs a token that may write.")

@@ -6,6 +6,7 @@ export const KEYS: readonly (readonly [readonly string[], string])[] = [
   [["k", "↑"], "previous state"],
   [["Enter"], "open the selected state"],
   [["g"], "go to a revision: main~3, warm, main@best:loss"],
+  [["t"], "tag or branch the selected state"],
   [["m"], "mark for a diff"],
   [["d"], "diff with the marked state"],
   [["c"], "curves"],
