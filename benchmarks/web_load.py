@@ -102,10 +102,12 @@ def saturate(base: str, requests: Sequence[Asked], *, readers: int, seconds: flo
     program = shutil.which("wrk")
     if program is None or requests[0].body is not None:
         return think(base, requests, readers=readers, think_s=0.0, seconds=seconds), "own loader"
-    command = [program, "-t1", f"-c{readers}", f"-d{max(1, round(seconds))}s", "--latency", base + requests[0].path]
+    command = [program, "-t1", f"-c{readers}", f"-d{max(1, round(seconds))}s", "--timeout", "60s", "--latency", base + requests[0].path]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    load = Load(rate=float(_found(r"Requests/sec:\s+([\d.]+)", said)[0]))
     times = [float(number) * _UNITS[unit] for number, unit in re.findall(r"^\s+(?:50|99)%\s+([\d.]+)(us|ms|s|m)$", said, re.MULTILINE)]
+    if len(times) != 2 or not all(times):  # nothing was answered in time
+        return think(base, requests, readers=readers, think_s=0.0, seconds=seconds), "own loader"
+    load = Load(rate=float(_found(r"Requests/sec:\s+([\d.]+)", said)[0]))
     load.seconds = [times[0]] * 98 + [times[1]] * 2  # wrk says its percentiles only
     load.refused = int(_found(r"Non-2xx or 3xx responses: (\d+)", said, "0")[0])
     return load, "wrk"
