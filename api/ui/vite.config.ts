@@ -14,6 +14,7 @@ export default defineConfig({
     cssTarget: ["chrome123", "firefox120", "safari17.5"], // the first with light-dark()
     assetsInlineLimit: 0, // the page's content policy allows no data: addresses
     modulePreload: { polyfill: false },
+    license: { fileName: "licenses.md" }, // of what is bundled, which asks to be named
   },
   server: { proxy: { "/api": server, "/healthz": server } },
   test: { include: ["src/**/*.test.ts"], environment: "node" },

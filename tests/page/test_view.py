@@ -167,6 +167,23 @@ def test_a_failure_says_what_is_wrong_and_is_tried_again(woods: Wood, page: Page
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
+def test_a_state_beside_the_chosen_heads_is_said_to_be_so(woods: Wood, open_page: Open) -> None:
+    uid = woods.uid("round-2/lr-0.3")
+    page = open_page(woods.at(f"head=warm&state={uid}&panel=detail"))
+    expect(page.get_by_text("The selected state is not in this history.")).to_be_visible()
+    expect(page.get_by_role("alert")).to_have_count(0)
+    page.get_by_role("button", name="Show all branches").click()
+    expect(page.locator(f"#state-{uid}")).to_be_in_viewport()
+    expect(page.get_by_text("The selected state is not in this history.")).to_have_count(0)
+
+
+def test_without_a_mark_a_state_is_compared_with_its_parent(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at(f"state={woods.uid('main~1')}"))
+    page.keyboard.press("d")
+    expect(page.get_by_role("region", name="Diff")).to_be_visible()
+    assert said(page)["mark"] == woods.uid("main~2")
+
+
 def test_a_head_that_is_not_there_is_a_problem_with_a_way_out(woods: Wood, page: Page) -> None:
     page.goto(woods.at("head=nowhere"))
     expect(page.get_by_role("alert")).to_contain_text("nowhere")

@@ -18,6 +18,8 @@ class History {
   fresh = $state(0);
   problem = $state<Problem | null>(null);
   isLoading = $state(true);
+  /** A state that was looked for and is not in the history of these heads. */
+  outside = $state<string | null>(null);
   /** Changes whenever a row does: who draws rows reads it. */
   tick = $state(0);
   /** Given by who shows the rows: what to hold still, and by how many rows it moved. */
@@ -51,7 +53,7 @@ class History {
     this.#forget("");
     this.total = this.lanes = this.fresh = 0;
     this.isLoading = true;
-    this.problem = null;
+    this.problem = this.outside = null;
     await this.#try(async () => this.#take(await this.#get({ first: 0 })));
     this.isLoading = false;
   }
@@ -100,14 +102,18 @@ class History {
   async locate(uid: string): Promise<number | null> {
     const known = this.indexOf(uid);
     if (known !== undefined) return known;
-    let found: number | undefined;
+    this.outside = null;
     await this.#try(async () => {
-      const page = await this.#get({ around: uid });
-      if (page.version !== this.#version) this.#forget(page.version);
-      this.#take(page);
-      found = this.indexOf(uid);
+      try {
+        const page = await this.#get({ around: uid });
+        if (page.version !== this.#version) this.#forget(page.version);
+        this.#take(page);
+      } catch (error) {
+        if (asProblem(error).status !== 404) throw error;
+        this.outside = uid;
+      }
     });
-    return found ?? null;
+    return this.indexOf(uid) ?? null;
   }
 
   #get(window: { first?: number; around?: string; count?: number }): Promise<GraphPage> {
