@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -62,7 +63,10 @@ class Segment:
 
 
 def blocking(objects: Objects, update: Update, methods: dict[str, Method], folder: Path, rounds: int) -> dict[str, list[Sample]]:
-    """Each method in turn, ``rounds`` times after the first and others to warm up; ``update`` changes the tensors before each capture."""
+    """Each method in turn, ``rounds`` times after the first and others to warm up; ``update`` changes the tensors before each capture.
+
+    What a peer left to the kernel to write is written first, so that it does not burden whoever comes next.
+    """
     samples: dict[str, list[Sample]] = {name: [] for name in methods}
     for name, method in methods.items():
         method.prepare(objects, _fresh(folder, name))
@@ -70,6 +74,7 @@ def blocking(objects: Objects, update: Update, methods: dict[str, Method], folde
         for name, method in methods.items():
             if 0 < index < WARM_UP and not isinstance(method, Ours):
                 continue  # the peers reuse their memory from the second capture on
+            os.sync()
             update()
             sample = _capture(method)
             if index == 0 or index >= WARM_UP:

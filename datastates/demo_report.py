@@ -76,7 +76,7 @@ def examine(repo: Repository, picture: Path, costs: Sequence[Cost]) -> Outcome:
 
 
 def show(outcome: Outcome, repo: Repository, console: Console) -> None:
-    """Print the graph, the comparison, the best state, what capturing cost, and where the picture lies."""
+    """Print the graph, the comparison, the best state, what capturing cost, where the picture lies, and how to browse."""
     from datastates.cli.graph import log_lines, write_lines  # the terminal's own look of a history; it is loaded only when it is shown
 
     refs = repo.refs()
@@ -96,6 +96,7 @@ def show(outcome: Outcome, repo: Repository, console: Console) -> None:
         f"{100 * cost.blocked_s / cost.wall_s:.2f} % of {cost.wall_s:.0f} s"
     )
     console.print(f"picture: {os.path.relpath(outcome.picture)}")
+    console.print(f"to browse it: datastates serve --repo {os.path.relpath(outcome.picture.parent)}", soft_wrap=True)
 
 
 def outline(states: Sequence[State], keep: set[str]) -> list[State]:

@@ -32,7 +32,7 @@ def test_without_a_token_it_is_said_how_to_get_one(shared: Site, grown: Grown, p
     page.get_by_role("button", name="Tag…").click()
     dialog = page.locator("[data-panel=ref]")
     expect(dialog).to_contain_text("datastates serve --write")
-    expect(dialog).to_contain_text("--token-file")
+    expect(dialog).to_contain_text("--web-tokens")
     dialog.get_by_role("button", name="Enter a token").click()
     expect(page.locator("[data-panel=token]")).to_be_visible()
     page.keyboard.press("Escape")
