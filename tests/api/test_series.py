@@ -107,7 +107,11 @@ def test_who_has_the_curves_gets_304_until_a_head_moves(client: TestClient, repo
 
 
 def test_too_much_is_refused(client: TestClient) -> None:
-    many: dict[str, Any] = {"head": [f"main~{number}" for number in range(8)], "key": [f"k{number}" for number in range(8)], "points": 10_000}
+    many: dict[str, Any] = {
+        "head": [f"main~{number}" for number in range(8)],
+        "key": [f"k{number}" for number in range(8)],
+        "points": 10_000,
+    }
     answer = client.get(f"{BASE}/series", params=many)
     assert answer.status_code == 400
     assert "at most 3125 points fit" in answer.json()["detail"]
