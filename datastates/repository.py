@@ -251,7 +251,10 @@ class Repository:
                 raise self._gone(session, walk.state(session, state.uid)) from None
 
     def _gone(self, session: Session, state: State) -> Unavailable:
+        here = {*self._local.uids(), *(() if self._memory is None else self._memory.uids())}
         nearest = walk.nearest_restorable(session, state.uid)
+        while nearest is not None and nearest.uid not in here:  # what only another process has is of no help
+            nearest = walk.nearest_restorable(session, nearest.parents[0]) if nearest.parents else None
         near = None if nearest is None else nearest.uid
         why = f"is {state.status}" if not state.status.is_restorable else "is only in the memory of another process"
         hint = f"the nearest ancestor that can is {near[:10]} (step {nearest.step})" if nearest and near else "nor can any ancestor"

@@ -67,6 +67,19 @@ def test_an_evicted_state_names_the_nearest_that_can_be_restored(tmp_path: Path)
         assert repo.state(captured[0].uid).status is Status.EVICTED
 
 
+def test_what_only_the_memory_of_a_training_holds_names_the_nearest_that_lies_here(tmp_path: Path) -> None:
+    tracked = {"weight": torch.zeros(10)}
+    config = Config(durable_interval_s=None)
+    with datastates.open(tmp_path, config=config) as repo, repo.track(tracked=tracked) as run, datastates.open(tmp_path) as other:
+        kept = run.capture().wait("durable")
+        run.capture().wait()
+        newest = run.capture().wait()
+
+        with pytest.raises(Unavailable, match=f"memory of another process; .* {kept.uid[:10]}") as caught:
+            other.load(newest.uid)
+        assert caught.value.nearest == kept.uid
+
+
 def test_fifty_versions_of_a_fine_tuned_model_cost_little_more_than_one(tmp_path: Path) -> None:
     model = model_of(1448, 9)  # about as large as MiniLM; nine tenths stay the same
     learning = next(model.parameters())

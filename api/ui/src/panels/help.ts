@@ -4,6 +4,8 @@ export const KEYS: readonly (readonly [readonly string[], string])[] = [
   [["/"], "filter"],
   [["j", "↓"], "next state"],
   [["k", "↑"], "previous state"],
+  [["Home", "End"], "first and last state"],
+  [["PgUp", "PgDn"], "a screenful up or down"],
   [["Enter"], "open the selected state"],
   [["g"], "go to a revision: main~3, warm, main@best:loss"],
   [["t"], "tag or branch the selected state"],
