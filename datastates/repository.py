@@ -509,7 +509,7 @@ class Repository:
         return f"<Repository {self.location}>"
 
     def _repr_html_(self) -> str:
-        from .html import repository_html  # only notebooks ask
+        from .notebook import repository_html  # only notebooks ask
 
         return repository_html(self)
 

@@ -117,9 +117,9 @@ def grown(grown_folder: Path) -> Grown:
         return Grown({rev: repo.state(rev) for rev in REVISIONS})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium."""
+    """Debian's Chromium. While it is there an event loop runs in this thread, which tests with loops of their own cannot have."""
     found = shutil.which("chromium")
     if found is None:
         pytest.skip("chromium is not installed")
