@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from datastates.lineage.holders import Replica
 from datastates.lineage.states import Ref, RefEvent, RefKind, Run, State, Value
+from datastates.lineage.stats import Counts, KeyStats
 
 __all__ = [
     "Annotations",
@@ -161,29 +162,10 @@ class Series:
 # The whole
 
 
-@dataclass(frozen=True, slots=True)
-class KeyStats:
-    """One metric: how many states have it, and between which values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats(Counts):
+    """What a repository holds, and its newest state."""
 
-    key: str
-    count: int
-    least: float | None
-    most: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a repository holds. ``statuses`` counts the states of each; keys are those that a query or a column may name."""
-
-    states: int
-    statuses: dict[str, int]
-    branches: int
-    tags: int
-    runs: int
-    bytes_stored: int
-    metrics: tuple[KeyStats, ...]
-    attributes: tuple[str, ...]
-    config: tuple[str, ...]
     newest: State | None
 
 

@@ -6,18 +6,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from datastates.lineage import stats
 
 from .background import SHARE, Background
-from .models import KeyStats, Stats
+from .models import Stats
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 __all__ = ["Statistics"]
 
+_COUNTED = tuple(field.name for field in fields(stats.Counts))
 _AT_ONCE_S = 0.05  # who asks waits for so much counting
 
 
@@ -45,18 +47,8 @@ class Statistics:
         elif time.monotonic() - self._counted_at > self._took_s / SHARE:
             self.warm()
         assert counts is not None
-        return Stats(
-            states=counts.states,
-            statuses=counts.statuses,
-            branches=counts.branches,
-            tags=counts.tags,
-            runs=counts.runs,
-            bytes_stored=counts.bytes_stored,
-            metrics=tuple(KeyStats(one.key, one.count, one.least, one.most) for one in counts.metrics),
-            attributes=counts.attributes,
-            config=counts.config,
-            newest=stats.newest(session),
-        )
+        known = {name: getattr(counts, name) for name in _COUNTED}
+        return Stats(**known, newest=stats.newest(session))
 
     def warm(self) -> None:
         """Begin to count, that the first who asks need not wait as long."""

@@ -14,6 +14,7 @@ import torch
 from .digest import chunk_digest
 from .errors import Corrupt, InvalidInput
 from .lineage.states import State
+from .store.files import sync_folder
 from .tree import flatten
 
 __all__ = ["Entry", "ExportFile", "export", "header_of", "in_order", "plan_export", "words_about"]
@@ -105,7 +106,7 @@ def export(plan: Mapping[Path, ExportFile], *, on_progress: Callable[[int], obje
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def _file_name(top: str) -> str:
@@ -181,11 +182,3 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
     for start in range(0, data.nbytes, _PIECE_BYTES):
         yield data[start : start + _PIECE_BYTES]
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)  # makes the new name last
-    finally:
-        os.close(fd)

@@ -14,7 +14,7 @@ from .states import RefKind, State, Status
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Counts", "MetricRange", "count", "newest"]
+__all__ = ["Counts", "KeyStats", "count", "newest"]
 
 _state, _metric, _attribute, _run, _ref, _pack = (table(row) for row in (StateRow, MetricRow, AttributeRow, RunRow, RefRow, PackRow))
 
@@ -25,8 +25,8 @@ _NEWEST = select(_state.c.id).order_by(_state.c.id.desc()).limit(1)
 
 
 @dataclass(frozen=True, slots=True)
-class MetricRange:
-    """How many states have a metric, and between which values; None where all are NaN."""
+class KeyStats:
+    """One metric: how many states have it, and between which values; None where all are NaN."""
 
     key: str
     count: int
@@ -36,7 +36,10 @@ class MetricRange:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """``config`` are the keys of the configurations of runs, ``bytes_stored`` the sizes of all packs that states need."""
+    """What a repository holds. ``statuses`` counts the states of each; keys are those that a query or a column may name.
+
+    ``config`` are the keys of the configurations of runs, ``bytes_stored`` the sizes of all packs that states need.
+    """
 
     states: int
     statuses: dict[str, int]
@@ -44,7 +47,7 @@ class Counts:
     tags: int
     runs: int
     bytes_stored: int
-    metrics: tuple[MetricRange, ...]
+    metrics: tuple[KeyStats, ...]
     attributes: tuple[str, ...]
     config: tuple[str, ...]
 
@@ -60,7 +63,7 @@ def count(session: Session) -> Counts:
         tags=refs.get(RefKind.TAG.value, 0),
         runs=session.execute(select(func.count()).select_from(_run)).scalar_one(),
         bytes_stored=int(session.execute(select(func.sum(_pack.c.bytes))).scalar() or 0),
-        metrics=tuple(sorted((MetricRange(*row) for row in session.execute(_ranges())), key=lambda one: one.key)),
+        metrics=tuple(sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)),
         attributes=tuple(sorted(key for key in session.execute(select(_keys(_attribute).c.key)).scalars() if key is not None)),
         config=tuple(sorted(_config_keys(session))),
     )

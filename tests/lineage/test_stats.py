@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from datastates.lineage import Database, NewState, Run, Status, record, refs, runs, stats
-from datastates.lineage.stats import MetricRange
+from datastates.lineage.stats import KeyStats
 
 
 def test_everything_is_counted(database: Database, new_state: Callable[..., NewState]) -> None:
@@ -24,7 +24,7 @@ def test_everything_is_counted(database: Database, new_state: Callable[..., NewS
         found, newest = stats.count(session), stats.newest(session)
 
     assert (found.states, found.statuses, found.branches, found.tags, found.runs) == (2, {"captured": 1, "durable": 1}, 1, 1, 1)
-    assert found.metrics == (MetricRange("B", 1, math.inf, math.inf), MetricRange("loss", 2, 2.0, 2.0))
+    assert found.metrics == (KeyStats("B", 1, math.inf, math.inf), KeyStats("loss", 2, 2.0, 2.0))
     assert found.attributes == ("note", "tries")
     assert found.config == ("lr", "seed")
     assert found.bytes_stored == 42
