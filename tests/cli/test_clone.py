@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import select
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +24,11 @@ from datastates.transport import loop
 from datastates.transport import server as transport_server
 from datastates.transport.store import Source
 from tests.cli.conftest import Invoke
+from tests.cli.serving import TERMINAL, environment, serving
 
 pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
 
-TERMINAL = [sys.executable, "-W", "error::UserWarning", "-m", "datastates"]
+UCX = "ucx://127.0.0.1:0"
 TOKEN = "correct horse battery staple"
 VALUES = 2_500_000  # three chunks
 
@@ -55,29 +52,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         repo.tag("warm", "main~1", message="prefix")
         repo.branch("exp/fork", "main~2")
     return root
-
-
-def environment(**more: str) -> dict[str, str]:
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
-    return {**inherited, "DATASTATES_MEMORY": "128M", **more}
-
-
-@contextmanager
-def serving(
-    store: Path, *options: str, url: str = "ucx://127.0.0.1:0", **environ: str
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """``datastates serve`` as a process, and what it says at first."""
-    command = [*TERMINAL, "serve", url, *options, "--repo", str(store), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**environ)) as process:
-        try:
-            assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], 60)
-            line = process.stdout.readline() if ready else ""
-            assert line, process.stderr.read() if process.stderr and process.poll() is not None else "it says nothing"
-            yield process, json.loads(line)
-        finally:
-            if process.poll() is None:
-                process.kill()
 
 
 def value(root: Path, rev: str) -> float:
@@ -191,7 +165,7 @@ def test_server_for_other_machines_wants_a_token_and_refuses_who_has_none(invoke
     assert "DATASTATES_TOKEN" in (refused := invoke("serve", "ucx://0.0.0.0:0", "--repo", store)).err
     assert refused.code == 5
     (tmp_path / "token").write_text(TOKEN)
-    with serving(store, url="ucx://0.0.0.0:0", DATASTATES_TOKEN=TOKEN) as (process, said):
+    with serving("ucx://0.0.0.0:0", "--repo", store, DATASTATES_TOKEN=TOKEN) as (process, said):
         source = said["url"].replace("0.0.0.0", "127.0.0.1") + "/main"
         without = invoke("clone", source, "--into", tmp_path / "to")
         assert (without.code, (tmp_path / "to").exists()) == (8, False)
@@ -202,7 +176,7 @@ def test_server_for_other_machines_wants_a_token_and_refuses_who_has_none(invoke
 
 
 def test_server_serves_several_at_once_and_ends_in_order(store: Path, tmp_path: Path) -> None:
-    with serving(store) as (process, said):
+    with serving(UCX, "--repo", store) as (process, said):
         assert said == {"url": said["url"], "repository": str(store), "writable": False, "tls": False}
         command = [*TERMINAL, "clone", f"{said['url']}/main", "--into"]
         peers = [subprocess.Popen([*command, str(tmp_path / name)], env=environment(), stdout=subprocess.DEVNULL) for name in "ab"]
@@ -214,7 +188,7 @@ def test_server_serves_several_at_once_and_ends_in_order(store: Path, tmp_path: 
 
 
 def test_interrupted_server_ends_with_130(store: Path) -> None:
-    with serving(store) as (process, _):
+    with serving(UCX, "--repo", store) as (process, _):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "")
@@ -228,7 +202,7 @@ def tag_of(root: Path) -> str:
 
 def test_what_is_pushed_to_a_writable_server_outlives_it(invoke: Invoke, store: Path, tmp_path: Path) -> None:
     assert invoke("init", tmp_path / "taker").code == 0
-    with serving(tmp_path / "taker", "--writable") as (process, said), datastates.open(store) as repo:
+    with serving(UCX, "--repo", tmp_path / "taker", "--writable") as (process, said), datastates.open(store) as repo:
         with closing(datastates.connect(said["url"])) as peer:
             uid = peer.push("warm", repo=repo).state.uid
         process.terminate()

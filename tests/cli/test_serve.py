@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,8 +16,8 @@ import torch
 
 import datastates
 from tests.cli.conftest import Invoke
+from tests.cli.serving import TERMINAL, serving
 
-TERMINAL = [sys.executable, "-W", "error::UserWarning", "-m", "datastates"]
 TOKEN = "a token that is long".replace(" ", "-")
 
 
@@ -41,23 +36,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(built: Path, tmp_path: Path) -> Path:
     """A repository of three states: to be changed."""
     return Path(shutil.copytree(built, tmp_path / "runs"))
-
-
-@contextmanager
-def serving(*arguments: str | Path, **environ: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """``datastates serve … --json`` as a process, and what it says at first."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
-    command = [*TERMINAL, "serve", *map(str, arguments), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**inherited, **environ}) as process:
-        try:
-            assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], 60)
-            line = process.stdout.readline() if ready else ""
-            assert line, process.stderr.read() if process.stderr and process.poll() is not None else "it says nothing"
-            yield process, json.loads(line)
-        finally:
-            if process.poll() is None:
-                process.kill()
 
 
 def test_server_says_where_it_is_and_serves_the_repository_by_its_folders_name(root: Path) -> None:
