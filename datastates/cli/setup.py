@@ -48,7 +48,7 @@ def demo(
     ),
     short: Annotated[bool, typer.Option("--short", help="A tiny model and a few steps.")] = False,
 ) -> None:
-    """Train a small GPT, capture every step, fork it, and prove that it resumes bit for bit."""
+    """Train a small GPT, capture every step, fork it, prove that it resumes bit for bit, and find wrong labels by a lineage."""
     from datastates.demo import main
 
     raise typer.Exit(main([str(folder), *(["--short"] if short else [])]))
