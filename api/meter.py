@@ -99,7 +99,16 @@ class Metered:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, first_byte_s, status = time.perf_counter(), None, 500
+        began, status, is_counted = time.perf_counter(), 500, False
+        first_byte_s: float | None = None
+
+        def count() -> None:
+            nonlocal is_counted
+            if not is_counted:
+                is_counted = True
+                route = getattr(scope.get("route"), "path", "") or "unknown"  # never what a client made up
+                method = scope["method"] if scope["method"] in _METHODS else "other"
+                self._meter.end(route, method, status, time.perf_counter() - began if first_byte_s is None else first_byte_s)
 
         async def counted(message: Message) -> None:
             nonlocal first_byte_s, status
@@ -107,15 +116,15 @@ class Metered:
                 first_byte_s, status = time.perf_counter() - began, message["status"]
             elif message["type"] == "http.response.body":
                 self._meter.sent(len(message.get("body", b"")))
+                if not message.get("more_body", False):
+                    count()  # before the last piece leaves: who has the answer finds it counted
             await send(message)
 
         self._meter.begin()
         try:
             await self._app(scope, receive, counted)
         finally:
-            route = getattr(scope.get("route"), "path", "") or "unknown"  # never what a client made up
-            method = scope["method"] if scope["method"] in _METHODS else "other"
-            self._meter.end(route, method, status, time.perf_counter() - began if first_byte_s is None else first_byte_s)
+            count()
 
 
 _METHODS = frozenset(("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"))
