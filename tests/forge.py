@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from tests import warm
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -46,7 +48,7 @@ class Forge:
         self.folder = folder
         self._count = 0
         command = [sys.executable, "-m", "tests.forge", *imports]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = warm.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **request: Any) -> Any:
         """One request, one answer."""

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests import warm
+
 __all__ = ["Host", "hosts", "need_hosts", "why_no_hosts"]
 
 INTERFACE = "eth0"
@@ -35,15 +37,13 @@ class Host:
 
     def start(self, *command: object, **options: Any) -> subprocess.Popen[str]:
         """A process of this host; it is killed with the hosts at the latest. ``options`` are those of ``Popen``."""
-        words = ["ip", "netns", "exec", self.namespace, *map(str, command)]
-        process: subprocess.Popen[str] = subprocess.Popen(words, text=True, **options)  # ip itself becomes the command: the pid is its own
+        process = warm.Popen([str(word) for word in command], netns=self.namespace, **options)
         self._processes.append(process)
         return process
 
     def run(self, *command: object, timeout_s: float = 30) -> str:
         """What a command of this host says, once it ended well."""
-        words = ["ip", "netns", "exec", self.namespace, *map(str, command)]
-        return _run(*words, timeout_s=timeout_s)
+        return _run(*map(str, command), timeout_s=timeout_s, netns=self.namespace)
 
     def cut(self) -> None:
         """Take the link to all others down, as if the switch had failed: the address stays, and nobody is told."""
@@ -135,8 +135,8 @@ def need_hosts() -> None:
     pytest.skip(reason)
 
 
-def _run(*command: str, timeout_s: float = 30) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+def _run(*command: str, timeout_s: float = 30, netns: str | None = None) -> str:
+    done = warm.run(list(command), capture_output=True, timeout=timeout_s, netns=netns)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import datastates
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "api.md").read_text()
@@ -51,7 +52,7 @@ def served(folder: Path, *options: str, **environ: str) -> Iterator[str]:
     """The address of a real server of a repository, in a process of its own."""
     command = [sys.executable, "-m", "datastates", "serve", "http://127.0.0.1:0", "--repo", str(folder), "--json", *options]
     env = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")} | environ
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield json.loads(process.stdout.readline())["url"].rstrip("/")
@@ -97,7 +98,7 @@ def test_the_python_of_the_guide_works(folder: Path, tmp_path: Path) -> None:
     (code,) = blocks(GUIDE, "python")
     with served(folder) as address:
         command = [sys.executable, "-W", "error", "-c", code.replace(ADDRESS, address)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
 
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 3, done.stdout

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "clone_between_processes.py"
 QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LARGEST_WRITE = 64 << 10
@@ -25,7 +27,7 @@ SMALL_BY_NAME = re.compile(
 @pytest.mark.timeout(110)
 def test_the_one_that_clones_repeats_the_next_ten_losses(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=QUICK)
+    done = warm.run(command, capture_output=True, text=True, timeout=100, check=False, env=QUICK)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step ") == 10

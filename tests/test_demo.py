@@ -20,6 +20,7 @@ from datastates.demo import MAIN, MARKER, begin, resume_afresh, train
 from datastates.demo_model import GPT, SHORT, Shape, read_text
 from datastates.demo_report import Cost, Outcome, Step, show
 from datastates.errors import InvalidInput
+from tests import warm
 
 COMMAND = [sys.executable, "-W", "error", "-m", "datastates.demo"]
 EXAMPLE = [sys.executable, "-W", "error", str(Path(__file__).parent.parent / "examples" / "demo.py")]
@@ -30,7 +31,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
     """A folder where the demo ran twice, as a module and as an example, and how the second run went."""
     root = tmp_path_factory.mktemp("demo") / "runs"
     for command in (COMMAND, EXAMPLE):
-        done = subprocess.run([*command, str(root), "--short"], capture_output=True, text=True, timeout=100, check=False)
+        done = warm.run([*command, str(root), "--short"], capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return root, done
 
@@ -140,7 +141,7 @@ def test_outcome_is_not_bit_exact_when_one_loss_or_the_digest_differs(demo: tupl
 
 def test_interrupted_demo_says_where_its_states_are_and_keeps_them(tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    process = subprocess.Popen([*COMMAND, str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = warm.Popen([*COMMAND, str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         _wait_for_a_state(root, process)
         process.send_signal(signal.SIGINT)

@@ -6,20 +6,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import datastates.demo
+from tests import warm
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(name: str, *arguments: object, cwd: Path) -> str:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+    done = warm.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from torch import nn
 
 import datastates
 from datastates import Config, Corrupt, Repository, Status
+from tests import warm
 
 QUIET = Config(memory_bytes=256 << 20, durable_interval_s=None)
 
@@ -114,7 +114,7 @@ for number in range(5):
 
 
 def test_the_last_state_is_not_lost_at_exit(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", _ENDS, str(tmp_path)], check=True)
+    warm.run([sys.executable, "-c", _ENDS, str(tmp_path)], check=True)
     with datastates.open(tmp_path) as repo:
         assert repo.state("main").status is Status.DURABLE
         assert repo.load("main")["weight"].unique().tolist() == [4]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -19,6 +18,7 @@ import datastates
 from datastates import InvalidInput, Peer, Repository, Server, Unauthorized
 from datastates.errors import Closed, DatastatesError, Disconnected
 from datastates.location import DATABASE
+from tests import warm
 from tests.test_peers import Made, Paused, Training, made, memory_free, one_thread, train, url
 
 __all__ = ["made", "one_thread", "url"]  # fixtures of this file too
@@ -217,7 +217,7 @@ with datastates.open(sys.argv[1]) as repo:
 def test_a_forked_child_serves_and_clones_by_itself_and_leaves_its_parents_alone(tmp_path: Path, url: str) -> None:
     """UCX itself works in the parent only."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK, str(tmp_path / "runs"), url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = warm.run(command, capture_output=True, text=True, timeout=50, check=False)
 
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

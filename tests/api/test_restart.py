@@ -17,6 +17,7 @@ import pytest
 from datastates.api import Client
 from datastates.lineage import Database, RefEvent
 from datastates.lineage.events import read
+from tests import warm
 from tests.api import trainer
 
 KILLS = 2
@@ -27,7 +28,7 @@ EACH = 40
 @contextmanager
 def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, trainer.__file__, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environ()) as process:
+    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environ()) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "begun\n"
@@ -39,7 +40,7 @@ def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def serve(folder: Path, url: str) -> tuple[subprocess.Popen[str], str]:
     """The server's process, and where it listens."""
     command = [sys.executable, "-m", "datastates", "serve", url, "--repo", str(folder), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environ())
+    process = warm.Popen(command, stdout=subprocess.PIPE, text=True, env=_environ())
     assert process.stdout is not None
     return process, json.loads(process.stdout.readline())["url"].rstrip("/")
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 __all__ = ["TERMINAL", "environment", "serving"]
 
 TERMINAL = [sys.executable, "-W", "error::UserWarning", "-m", "datastates"]
@@ -27,7 +29,7 @@ def environment(**more: str) -> dict[str, str]:
 def serving(*arguments: str | Path, **environ: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """``datastates serve … --json`` as a process, and what it says at first."""
     command = [*TERMINAL, "serve", *map(str, arguments), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**environ)) as process:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**environ)) as process:
         try:
             assert process.stdout is not None
             ready, _, _ = select.select([process.stdout], [], [], 60)

@@ -23,6 +23,7 @@ from datastates.serving import RepositoryStore
 from datastates.transport import loop
 from datastates.transport import server as transport_server
 from datastates.transport.store import Source
+from tests import warm
 from tests.cli.conftest import Invoke
 from tests.cli.serving import TERMINAL, environment, serving
 
@@ -179,7 +180,7 @@ def test_server_serves_several_at_once_and_ends_in_order(store: Path, tmp_path: 
     with serving(UCX, "--repo", store) as (process, said):
         assert said == {"url": said["url"], "repository": str(store), "writable": False, "tls": False}
         command = [*TERMINAL, "clone", f"{said['url']}/main", "--into"]
-        peers = [subprocess.Popen([*command, str(tmp_path / name)], env=environment(), stdout=subprocess.DEVNULL) for name in "ab"]
+        peers = [warm.Popen([*command, str(tmp_path / name)], env=environment(), stdout=subprocess.DEVNULL) for name in "ab"]
         assert [peer.wait(60) for peer in peers] == [0, 0]
         process.terminate()
         out, err = process.communicate(timeout=30)
@@ -248,7 +249,7 @@ def test_interrupt_in_the_middle_leaves_nothing(store: Path, tmp_path: Path, num
         loop.run(server.start())
         try:
             command = [*TERMINAL, "clone", f"{server.url}/main", "--into", str(tmp_path / "to"), "--timeout", "30"]
-            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+            with warm.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
                 assert stuck.is_asked.wait(60)
                 assert (tmp_path / "to").is_dir()
                 process.send_signal(number)

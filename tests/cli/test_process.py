@@ -16,6 +16,7 @@ import pytest
 from datastates.cli.app import app
 from datastates.cli.exits import EXIT_CODES, code_of
 from datastates.errors import DatastatesError
+from tests import warm
 from tests.cli.conftest import Invoke, uid
 
 README = Path(__file__).parent.parent.parent / "README.md"
@@ -24,9 +25,7 @@ TERMINAL = [sys.executable, "-W", "error", "-m", "datastates"]
 
 def run(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
-    return subprocess.run(
-        [*TERMINAL, *arguments], cwd=cwd, env={**inherited, **environ}, capture_output=True, text=True, timeout=60, check=False
-    )
+    return warm.run([*TERMINAL, *arguments], cwd=cwd, env={**inherited, **environ}, capture_output=True, text=True, timeout=60, check=False)
 
 
 def kinds(error: type[DatastatesError] = DatastatesError) -> set[str]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import datastates
+from tests import warm
 from tests.cli.conftest import Invoke
 from tests.cli.serving import TERMINAL, serving
 
@@ -103,7 +104,7 @@ def test_write_makes_a_token_and_says_it_once(root: Path) -> None:
 def test_address_with_the_token_is_for_people(root: Path) -> None:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
     command = [*TERMINAL, "serve", "http://127.0.0.1:0", "--repo", str(root), "--write"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=inherited) as process:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=inherited) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline(), process.stdout.readline()]
         process.terminate()

@@ -19,6 +19,7 @@ from datastates.lineage import Database, NewState, record, walk
 from datastates.lineage import database as database_module
 from datastates.lineage.migrations import HEAD
 from datastates.lineage.schema import Base
+from tests import warm
 
 
 def count_states(database: Database) -> int:
@@ -64,7 +65,7 @@ sys.stdin.readline()
 Database({empty_url!r}).close()
 """
     pipe = subprocess.PIPE
-    children = [subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(5)]
+    children = [warm.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(5)]
     for child in children:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates.lineage import Database, refs, walk
+from tests import warm
 
 PROCESSES, OWN, SHARED = 8, 180, 20
 
@@ -39,7 +40,7 @@ def run_recorders(url: str) -> dict[str, Any]:
     for number in range(PROCESSES):
         name = f"process-{number}"
         command = [sys.executable, str(program), url, name, str(OWN), str(SHARED)]
-        children[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        children[name] = warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     for child in children.values():
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"

@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 import datastates
+from tests import warm
 from tests.page.grown import grow
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Site:
             str(self.port),
             *([f"write:{self.token}", f"read:{READER}"] if self.token else []),
         ]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.process = warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
@@ -187,7 +188,7 @@ class Training:
 
     def __init__(self, folder: Path, branch: str, start: str | None) -> None:
         command = [sys.executable, "-m", "tests.page.grown", str(folder), branch, start or ""]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = warm.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def step(self) -> str:
         """One more step, captured and recorded; gives the state's uid."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from datastates.store.local import LocalTier
+from tests import warm
 from tests.store.build import chunks_of, small, stream
 
 STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed"]
@@ -16,7 +16,7 @@ STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed"]
 
 def run(script: str, *arguments: object) -> None:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = warm.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -16,6 +16,7 @@ from datastates.transport import loop, near
 from datastates.transport.fetch import Fetched, fetch
 from datastates.transport.server import Server
 from datastates.transport.session import Session
+from tests import warm
 from tests.transport.stores import UID, MemorySink, MemorySource, MemoryStore
 from tests.transport.stores import chunks as chunks_of
 
@@ -65,7 +66,7 @@ def lie() -> str:
 @pytest.fixture
 def other(lie: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", f"from tests.transport.test_near import serve; serve({lie!r})"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()
 

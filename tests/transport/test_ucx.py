@@ -19,6 +19,7 @@ from datastates.errors import Disconnected
 from datastates.transport import loop
 from datastates.transport.contract import Transport
 from datastates.transport.registry import transport_for
+from tests import warm
 
 from .suite import TransportSuite
 
@@ -60,7 +61,7 @@ loop.run(main())
 @contextmanager
 def peer(how: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that sends one message of 4 MiB, and then waits."""
-    process = subprocess.Popen([sys.executable, "-c", PEER, how], stdout=subprocess.PIPE, text=True)
+    process = warm.Popen([sys.executable, "-c", PEER, how], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
@@ -191,7 +192,7 @@ def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[s
     """In a process of its own, with ``echo`` and ``loop`` at hand; what it prints."""
     start = "import asyncio, os, sys, time\nfrom datastates.transport import loop\nfrom tests.transport.test_ucx import echo\n"
     command = [sys.executable, "-c", start + textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment})
+    return warm.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment})
 
 
 def test_a_forked_child_neither_uses_nor_breaks_what_its_parent_has() -> None:

@@ -18,6 +18,7 @@ import pytest
 from datastates import Repository, Status
 from datastates.lineage import clones
 from datastates.workflows import Plan, Processes, Progress, SerialExecutor, Variant, explore, read_study
+from tests import warm
 from tests.workflows.studies import EVERY_STATE, counts, essence, faults, prefix, train, tree
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ class Exploring:
     def __init__(self, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-m", "tests.workflows.exploring", *arguments]
         options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, start_new_session=True, **options)
+        self.process = warm.Popen(command, cwd=ROOT, env=os.environ | environment, start_new_session=True, **options)
 
     def end(self, number: int) -> str:
         """Send it a signal; what it had said on standard error, once it and its workers have ended."""

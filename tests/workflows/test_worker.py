@@ -21,6 +21,7 @@ from datastates.workflows.claim import Claim, holder
 from datastates.workflows.job import Assignment
 from datastates.workflows.record import claim_name, claims_folder, finished, make_durable
 from datastates.workflows.worker import Explorer, Outcome, Task, close_repositories, run
+from tests import warm
 from tests.workflows.studies import CONFIG, build, counts, one_epoch, prefix, train
 
 PLAN = Plan((Variant("a", None, 3), Variant("b", "a", 1)))
@@ -240,7 +241,7 @@ class Holding:
 
     def __init__(self, folder: Path, name: str) -> None:
         command = [sys.executable, "-c", HOLD, str(folder), name]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
+        self.process = warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
 
     def __enter__(self) -> subprocess.Popen[str]:
         assert self.process.stdout is not None
