@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -27,11 +28,15 @@ def read_project() -> dict[str, Any]:
         return tomllib.load(file)
 
 
+def clean() -> dict[str, str]:
+    """This environment without anything that would lead back to the source."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DATASTATES_", "COVERAGE"))}
+
+
 def run(*command: str | Path, cwd: Path, **environ: str) -> str:
-    """Run in ``cwd`` without anything of this environment that would lead back to the source."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DATASTATES_", "COVERAGE"))}
+    """Run in ``cwd``, in a clean environment."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env={**inherited, **environ}, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(words, cwd=cwd, env=clean() | environ, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -241,3 +246,24 @@ def test_installed_terminal_works(python: Path, tmp_path: Path) -> None:
     assert json.loads(run(script, "--repo", "runs", "init", "--json", cwd=tmp_path))["root"] == str(tmp_path / "runs")
     assert "torch" in {check["name"] for check in json.loads(run(script, "doctor", "--json", cwd=tmp_path))["checks"]}
     assert run(python, "-m", "datastates", "--version", cwd=tmp_path) == "datastates 0.1.0\n"
+
+
+@pytest.mark.slow
+def test_installed_wheel_serves_the_page(python: Path, tmp_path: Path) -> None:
+    script = python.parent / "datastates"
+    run(script, "--repo", "runs", "init", cwd=tmp_path)
+    command = [script, "--repo", "runs", "serve", "http://127.0.0.1:0", "--json"]
+    with subprocess.Popen(command, cwd=tmp_path, env=clean(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"].rstrip("/")
+            page = httpx.get(f"{url}/")
+            named = re.findall(r'(?:src|href)="\./([^"]+)"', page.text)
+            files = [httpx.get(f"{url}/{name}") for name in named]
+            (listed,) = httpx.get(f"{url}/api/v1/repositories").json()["items"]
+        finally:
+            process.terminate()
+    assert [reply.status_code for reply in (page, *files)] == [200] * 4
+    assert "<title>" in page.text
+    assert listed["name"] == "runs"
+    assert process.returncode == 0
