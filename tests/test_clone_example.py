@@ -39,7 +39,20 @@ def test_no_file_carries_the_payload(tmp_path: Path) -> None:
     if shutil.which("strace") is None:
         pytest.skip("there is no strace here (apt-get install strace)")
     log = tmp_path / "calls"
-    command = ["strace", "-f", "-y", "-s", "32", "-e", "trace=openat,creat,write", "-o", str(log), sys.executable, str(EXAMPLE)]
+    command = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-y",
+        "-s",
+        "32",
+        "-e",
+        "trace=openat,creat,write",
+        "-o",
+        str(log),
+        sys.executable,
+        str(EXAMPLE),
+    ]
     done = subprocess.run([*command, str(tmp_path / "runs")], capture_output=True, text=True, timeout=160, check=False, env=QUICK)
     if "ptrace" in done.stderr:
         pytest.skip(f"this machine lets nobody trace: {done.stderr.splitlines()[0]}")

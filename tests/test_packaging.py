@@ -252,7 +252,7 @@ def test_installed_terminal_works(python: Path, tmp_path: Path) -> None:
 def test_installed_wheel_serves_the_page(python: Path, tmp_path: Path) -> None:
     script = python.parent / "datastates"
     run(script, "--repo", "runs", "init", cwd=tmp_path)
-    command = [script, "--repo", "runs", "serve", "http://127.0.0.1:0", "--json"]
+    command = [str(script), "--repo", "runs", "serve", "http://127.0.0.1:0", "--json"]
     with subprocess.Popen(command, cwd=tmp_path, env=clean(), stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -13,11 +14,23 @@ from datastates.workflows import explore
 from tests.workflows.studies import EVERY_STATE, train, tree
 
 
+def pool() -> ProcessPoolExecutor:
+    """The standard library's pool, whose workers have torch imported when they begin, and the environment as it is now."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["datastates.workflows"])
+    return ProcessPoolExecutor(2, mp_context=context, initializer=take, initargs=(dict(os.environ),))
+
+
+def take(environ: dict[str, str]) -> None:
+    """Have this environment."""
+    os.environ.update(environ)
+
+
 def main(kind: str, url: str, packs: str | None = None) -> None:
     """Explore the tree in the repository's study ``s``."""
     executor: Any = None
     if kind == "pool":
-        executor = ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"))
+        executor = pool()
     with datastates.open(url, packs=packs, config=EVERY_STATE) as repo:
         report = explore(repo, "main", tree(), train, executor, study="s")
     sys.exit(0 if report else 1)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from datastates import Repository, Status
 from datastates.lineage import clones
 from datastates.workflows import Plan, Processes, Progress, SerialExecutor, Variant, explore, read_study
 from tests import warm
+from tests.workflows.exploring import pool
 from tests.workflows.studies import EVERY_STATE, counts, essence, faults, prefix, train, tree
 
 pytestmark = pytest.mark.slow
@@ -134,7 +133,7 @@ def test_a_pool_that_breaks_is_made_anew_by_its_recipe(
 ) -> None:
     for key, value in faults(tmp_path / "faults", low="1:kill").items():
         monkeypatch.setenv(key, value)
-    assert explore(repo, "main", PLAN, train, spawned, study="s", progress=False)
+    assert explore(repo, "main", PLAN, train, pool, study="s", progress=False)
     assert essence(repo, "s", PLAN) == expected
 
 
@@ -143,10 +142,10 @@ def test_a_pool_that_breaks_without_a_recipe_is_reported_and_the_rest_goes_on_wi
 ) -> None:
     for key, value in faults(tmp_path / "faults", low="1:kill").items():
         monkeypatch.setenv(key, value)
-    with spawned() as pool:
-        report = explore(repo, "main", PLAN, train, pool, study="s", progress=False)
+    with pool() as executor:
+        report = explore(repo, "main", PLAN, train, executor, study="s", progress=False)
     assert "the executor is broken: pass a function that makes one" in report.errors["low"]
-    assert explore(repo, "main", PLAN, train, spawned, study="s", progress=False)
+    assert explore(repo, "main", PLAN, train, pool, study="s", progress=False)
     assert essence(repo, "s", PLAN) == expected
 
 
@@ -224,11 +223,6 @@ def test_the_process_that_was_free_last_gets_the_next_call() -> None:
         pid = pool.submit(os.getpid).result()
         assert last in (None, pid)
         assert {pool.submit(os.getpid).result() for _ in range(3)} == {pid}
-
-
-def spawned() -> ProcessPoolExecutor:
-    """The standard library's pool."""
-    return ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"))
 
 
 def files_of(repo: Repository, uid: str) -> dict[str, bytes]:

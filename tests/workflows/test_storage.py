@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from datastates.errors import NotFound
 from datastates.workflows.storage import storage
+from tests.workflows.exploring import pool
 from tests.workflows.frozen import begin, fork, fork_alone, make, open_at, step
 
 WHOLE = 20 << 20
@@ -27,8 +26,8 @@ def test_sixteen_variants_of_a_model_frozen_to_four_fifths_take_a_quarter_of_ful
     begin(tmp_path)
     for number in range(10):
         fork_alone(tmp_path, number)
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(fork_alone, repeat(tmp_path), range(10, 16)))
+    with pool() as executor:
+        list(executor.map(fork_alone, repeat(tmp_path), range(10, 16)))
 
     with open_at(tmp_path) as repo:
         found = storage(repo, "fine")
