@@ -252,8 +252,15 @@ def _postgresql_engine(url: URL) -> Engine:
         engine = create_engine(url, pool_size=8, max_overflow=24, pool_pre_ping=True, connect_args={"connect_timeout": 10})
     except ModuleNotFoundError as error:
         raise Unavailable("PostgreSQL needs its driver: pip install 'datastates[postgresql]'") from error
+    event.listen(engine, "connect", _on_postgresql_connect)
     event.listen(engine, "begin", _on_postgresql_begin)
     return engine
+
+
+def _on_postgresql_connect(raw: Any, record: Any) -> None:
+    """Without its compiler: it is asked for by costs that a filter of hundreds of terms has, and took 16 s where the rows took 0.7 s."""
+    raw.execute("SET jit = off")
+    raw.commit()
 
 
 def _on_postgresql_begin(connection: Connection) -> None:

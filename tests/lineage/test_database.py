@@ -197,6 +197,14 @@ def test_sqlite_checks_references_and_logs_ahead(tmp_path: Path) -> None:
     database.close()
 
 
+def test_postgresql_compiles_no_query(postgresql_url: str) -> None:
+    database = Database(postgresql_url)
+    for transaction in (database.read, database.read, database.write):
+        with transaction() as session:
+            assert session.execute(text("SHOW jit")).scalar_one() == "off"
+    database.close()
+
+
 def test_a_lock_that_is_never_released_is_unavailable_and_then_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "BUSY_TIMEOUT_S", 0.05)
     database = Database(f"sqlite:///{tmp_path}/x.db")
