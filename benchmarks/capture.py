@@ -39,6 +39,9 @@ Update = Callable[[], object]
 WARM_UP = 5
 """Captures that are not counted, so that every method has touched the memory that it reuses; the first is reported apart."""
 
+IN_A_ROW = 3
+"""Captures that a method makes in its turn, as a training makes them; the first, which comes after all others' work, is reported apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -62,26 +65,37 @@ class Segment:
 # How long a capture blocks
 
 
-def blocking(objects: Objects, update: Update, methods: dict[str, Method], folder: Path, rounds: int) -> dict[str, list[Sample]]:
-    """Each method in turn, ``rounds`` times after the first and others to warm up; ``update`` changes the tensors before each capture.
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Of one method: its very first capture, the first of each later turn, and those that followed in a row."""
+
+    first: Sample
+    after_others: list[Sample]
+    in_a_row: list[Sample]
+
+
+def blocking(objects: Objects, update: Update, methods: dict[str, Method], folder: Path, rounds: int) -> dict[str, Samples]:
+    """Each method in turn, ``rounds`` times after a turn to warm up; ``update`` changes the tensors before each capture.
 
     What a peer left to the kernel to write is written first, so that it does not burden whoever comes next.
     """
-    samples: dict[str, list[Sample]] = {name: [] for name in methods}
+    turns: dict[str, list[list[Sample]]] = {name: [] for name in methods}
     for name, method in methods.items():
         method.prepare(objects, _fresh(folder, name))
-    for index in range(WARM_UP + rounds):
+    for index in range(1 + rounds):
         for name, method in methods.items():
-            if 0 < index < WARM_UP and not isinstance(method, Ours):
-                continue  # the peers reuse their memory from the second capture on
             os.sync()
-            update()
-            sample = _capture(method)
-            if index == 0 or index >= WARM_UP:
-                samples[name].append(sample)
+            turn = []
+            for _ in range(WARM_UP if index == 0 else IN_A_ROW):
+                update()
+                turn.append(_capture(method))
+            turns[name].append(turn)
     for method in methods.values():
         method.close()
-    return samples
+    return {
+        name: Samples(warm_up[0], [turn[0] for turn in rest], [sample for turn in rest for sample in turn[1:]])
+        for name, (warm_up, *rest) in turns.items()
+    }
 
 
 def _capture(method: Method) -> Sample:
@@ -122,37 +136,27 @@ def blocking_tiny(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     return _blocking_report("tiny tensors", objects, samples)
 
 
-def _blocking_report(what: str, objects: Objects, samples: dict[str, list[Sample]]) -> dict[str, Any]:
+def _blocking_report(what: str, objects: Objects, samples: dict[str, Samples]) -> dict[str, Any]:
     tensors, size = len(state_tensors(objects)), state_bytes(objects)
-    first = {name: found[0] for name, found in samples.items()}
-    samples = {name: found[1:] for name, found in samples.items()}
-    floor = statistics.median(sample.copied_s for sample in samples["floor: _foreach_copy_"])
-    out(f"\n## {what}: {tensors} tensors, {size / 1e6:.1f} MB; ms, median [min .. max] of {len(next(iter(samples.values())))}\n")
+    floor = samples["floor: _foreach_copy_"]
+    counted = len(floor.in_a_row)
+    out(f"\n## {what}: {tensors} tensors, {size / 1e6:.1f} MB; ms, median [min .. max] of {counted}\n")
     rows = []
     for name, found in samples.items():
         if name == "datastates":
-            rows.append(
-                [
-                    "datastates, fenced",
-                    *_times(found, "blocked_s", floor),
-                    spread([s.done_s for s in found], 1e3),
-                    short(1e3 * first[name].blocked_s),
-                ]
-            )
-        label = "datastates, unfenced" if name == "datastates" else name
-        rows.append([label, *_times(found, "copied_s", floor), spread([s.done_s for s in found], 1e3), short(1e3 * first[name].copied_s)])
-    out(table(["method", "blocked", "x floor", "done", "first blocked"], rows))
-    return {
-        "tensors": tensors,
-        "bytes": size,
-        "first": {name: asdict(sample) for name, sample in first.items()},
-        "samples": {name: [asdict(sample) for sample in found] for name, found in samples.items()},
-    }
+            rows.append(["datastates, fenced", *_times(found, "blocked_s", floor)])
+        rows.append(["datastates, unfenced" if name == "datastates" else name, *_times(found, "copied_s", floor)])
+    out(table(["method", "blocked", "x floor", "after others", "x floor", "first", "done"], rows))
+    return {"tensors": tensors, "bytes": size, "samples": {name: asdict(found) for name, found in samples.items()}}
 
 
-def _times(samples: list[Sample], field: str, floor: float) -> list[str]:
-    values = [getattr(sample, field) for sample in samples]
-    return [spread(values, 1e3), f"{statistics.median(values) / floor:.2f}"]
+def _times(samples: Samples, field: str, floor: Samples) -> list[str]:
+    cells = []
+    for ours, theirs in ((samples.in_a_row, floor.in_a_row), (samples.after_others, floor.after_others)):
+        values = [getattr(sample, field) for sample in ours]
+        cells += [spread(values, 1e3), f"{statistics.median(values) / statistics.median(sample.copied_s for sample in theirs):.2f}"]
+    done = spread([sample.done_s for sample in samples.in_a_row], 1e3)
+    return [*cells, short(1e3 * getattr(samples.first, field)), done]
 
 
 # What a training run pays

@@ -97,7 +97,7 @@ def test_an_operation_is_as_the_document_says(
     operation = schema[path][method.upper()]
 
     @settings(
-        max_examples=40, deadline=None, database=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=25, deadline=None, database=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
     @given(operation.as_strategy(generation_mode=mode), st.integers(0, 2**32))
     def check(case: Case[Any], number: int) -> None:

@@ -125,7 +125,8 @@ def browser() -> Iterator[Browser]:
     if found is None:
         pytest.skip("chromium is not installed")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        fewer_processes = ["--in-process-gpu", "--renderer-process-limit=1"]  # a third less to do for each window
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", *fewer_processes])
         yield browser
         browser.close()
 
