@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import itertools
 import os
 import pwd
@@ -35,8 +36,15 @@ settings.load_profile("datastates")
 
 
 def pytest_configure() -> None:
-    """Let a person look into a test run that hangs."""
+    """Let a person look into a test run that hangs. What is imported is there to stay: no garbage is looked for meanwhile."""
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, all_threads=True)
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, among what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 class Postgresql:

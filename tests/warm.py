@@ -244,10 +244,11 @@ def _code(words: list[str]) -> tuple[types.CodeType | None, dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    gc.disable()
     for _name in MODULES:
         importlib.import_module(_name)
-    gc.collect()
     gc.freeze()
+    gc.enable()
     _asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _asked is not None:
         _prepare(_asked)

@@ -23,7 +23,9 @@ from datastates.manifest import CHUNK_BYTES
 
 __all__ = ["Arena"]
 
-_SLAB_SLOTS = 16
+_SLAB_SLOTS = range(4, 17)
+"""How many slots are touched in one go: what is asked for, within this. Small states then take little memory."""
+
 _HUGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -147,7 +149,8 @@ class Arena:
                 with self._lock:
                     self._check_open()
                     first, free = self._warm, len(self._free)
-                last = min(first + _SLAB_SLOTS, self.capacity)
+                slab = min(max(count - free, _SLAB_SLOTS[0]), _SLAB_SLOTS[-1])
+                last = min(first + slab, self.capacity)
                 if free >= count or first == last:
                     return
                 self._populate(first, last)
