@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RepositoryStore", "Server", "ServerStats"]
 
+_VERSION = version("datastates")  # found now: a process that forks while a thread looks for it leaves the child the lock of an import
+
 
 class StateSource:
     """An open reader, as a source: the state stays pinned until it is closed. Its bytes are checked by who receives them."""
@@ -64,7 +66,7 @@ class RepositoryStore:
     def identity(self) -> Identity:
         """Who this is."""
         with self._repository._database.read() as session:
-            return Identity(clones.repository_uid(session), self._repository.node, version("datastates"))
+            return Identity(clones.repository_uid(session), self._repository.node, _VERSION)
 
     def refs(self) -> list[RefRecord]:
         """Every branch and tag."""

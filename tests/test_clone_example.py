@@ -24,39 +24,17 @@ SMALL_BY_NAME = re.compile(
 """What either side may open to write. UCX's segments in /dev/shm are memory that both map."""
 
 
-@pytest.mark.timeout(110)
-def test_the_one_that_clones_repeats_the_next_ten_losses(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path / "runs")]
-    done = warm.run(command, capture_output=True, text=True, timeout=100, check=False, env=QUICK)
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_the_one_that_clones_repeats_the_next_ten_losses_and_no_file_carries_the_payload(tmp_path: Path) -> None:
+    log = tmp_path / "calls"
+    done = warm.run([*watching(log), sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path / "runs")], capture_output=True, env=QUICK)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step ") == 10
     assert done.stdout.endswith("equal, bit for bit\n")
-
-
-@pytest.mark.timeout(170)
-def test_no_file_carries_the_payload(tmp_path: Path) -> None:
-    if shutil.which("strace") is None:
-        pytest.skip("there is no strace here (apt-get install strace)")
-    log = tmp_path / "calls"
-    command = [
-        "strace",
-        "-f",
-        "--seccomp-bpf",
-        "-y",
-        "-s",
-        "32",
-        "-e",
-        "trace=openat,creat,write",
-        "-o",
-        str(log),
-        sys.executable,
-        str(EXAMPLE),
-    ]
-    done = subprocess.run([*command, str(tmp_path / "runs")], capture_output=True, text=True, timeout=160, check=False, env=QUICK)
-    if "ptrace" in done.stderr:
-        pytest.skip(f"this machine lets nobody trace: {done.stderr.splitlines()[0]}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    if not log.exists():
+        pytest.skip("the losses are equal; what was written was not looked at: there is no strace here, or it may trace nobody")
     calls = log.read_text()
     ours, cloner = calls.split(None, 1)[0], next(line.split()[0] for line in calls.splitlines() if '"0x1.' in line)
     assert cloner != ours
@@ -65,6 +43,15 @@ def test_no_file_carries_the_payload(tmp_path: Path) -> None:
     assert {path for path in _opened_to_write(until_b_ended) if not SMALL_BY_NAME.search(path)} == set()
     assert {path: size for path, size in _largest_writes(until_b_ended).items() if size > LARGEST_WRITE} == {}
     assert any(path.endswith(".safetensors") for path in _opened_to_write(after)), "the end of A writes a pack, so that this can fail"
+
+
+def watching(log: Path) -> list[str]:
+    """The command that writes down which files a program opens and writes; nothing where that cannot be seen."""
+    command = ["strace", "-f", "--seccomp-bpf", "-y", "-s", "32", "-e", "trace=openat,creat,write", "-o", str(log)]
+    if shutil.which("strace") is None or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        return []
+    log.unlink()
+    return command
 
 
 def _opened_to_write(calls: str) -> set[str]:

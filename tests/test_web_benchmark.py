@@ -17,7 +17,7 @@ FLOORS = {"floor: bare Starlette", "floor: /healthz"}
 
 @pytest.mark.slow
 def test_a_small_run_measures_every_route_alone_beside_captures_and_without_thinking(tmp_path: Path) -> None:
-    sizes = ("--states", "2000", "--readers", "2", "--think", "0.02", "--seconds", "0.15", "--rounds", "1", "--captures", "2")
+    sizes = ("--states", "2000", "--readers", "2", "--think", "0.02", "--seconds", "0.15", "--rounds", "1", "--captures", "1")
     command = [sys.executable, str(BENCHMARK), *sizes, "--no-page", "--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
     done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
 

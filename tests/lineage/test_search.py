@@ -262,7 +262,7 @@ def _pages(database: Database, text: str, limit: int | None) -> list[str]:
 def test_random_queries_find_what_brute_force_finds_through_every_cursor(database: Database, seed: int) -> None:
     lineage = grow_lineage(database, seed)
 
-    @settings(max_examples=60)
+    @settings(max_examples=40)
     @given(query=_queries(lineage), page=st.sampled_from([1, 3, 7, None]))
     def check(query: Query, page: int | None) -> None:
         assert _pages(database, _text_of(query), page) == _expected(query, lineage)
@@ -275,7 +275,7 @@ def test_every_plan_finds_the_same(database: Database, monkeypatch: pytest.Monke
     monkeypatch.setattr("datastates.lineage.search.SELECTIVE", selective)  # so few that indexes are read in order
     lineage = grow_lineage(database, 99)
 
-    @settings(max_examples=60)
+    @settings(max_examples=40)
     @given(query=_queries(lineage), page=st.sampled_from([1, 3, None]))
     def check(query: Query, page: int | None) -> None:
         assert _pages(database, _text_of(query), page) == _expected(query, lineage)
