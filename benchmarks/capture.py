@@ -22,10 +22,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from capture_peers import DcpAsync, ForeachCopy, Method, Objects, Ours, Prototype, TorchSave, TorchSnapshot, state_bytes, state_tensors
 from common import machine, out, short, spread, table
@@ -40,7 +41,7 @@ WARM_UP = 5
 """Captures that are not counted, so that every method has touched the memory that it reuses; the first is reported apart."""
 
 IN_A_ROW = 3
-"""Captures that a method makes in its turn, as a training makes them; the first, which comes after all others' work, is reported apart."""
+"""Captures that a method makes in its turn, as a training makes them; the first, which comes after the other's work, is reported apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class Segment:
 class Samples:
     """Of one method: its very first capture, the first of each later turn, and those that followed in a row."""
 
-    first: Sample
-    after_others: list[Sample]
+    very_first: Sample
+    first_of_turn: list[Sample]
     in_a_row: list[Sample]
 
 
@@ -110,7 +111,6 @@ def _capture(method: Method) -> Sample:
 
 def _blocking_methods() -> dict[str, Method]:
     methods: dict[str, Method] = {
-        "floor: _foreach_copy_": ForeachCopy(),
         "datastates": Ours(),
         "torch.save to memory": TorchSave(fsync=False),
         "dcp.async_save, default": DcpAsync(reuse=False),
@@ -123,40 +123,58 @@ def _blocking_methods() -> dict[str, Method]:
 
 def blocking_large(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     """A 100M-parameter GPT with AdamW."""
-    trainer = Trainer.make(TINY if quick else LARGE)
-    samples = blocking(trainer.objects, trainer.optimizer.step, _blocking_methods(), folder, rounds)
-    return _blocking_report("GPT + AdamW", trainer.objects, samples)
+    return _blocking_report("GPT + AdamW", "large", folder, quick=quick, rounds=rounds)
 
 
 def blocking_tiny(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     """10,000 tensors of 1 KiB: what each tensor costs, whatever its size."""
-    tensors = {f"t{index}": torch.randn(256) for index in range(500 if quick else 10_000)}
-    objects = {"tensors": tensors}
-    samples = blocking(objects, lambda: torch._foreach_add_(list(tensors.values()), 1.0), _blocking_methods(), folder, rounds)
-    return _blocking_report("tiny tensors", objects, samples)
+    return _blocking_report("tiny tensors", "tiny", folder, quick=quick, rounds=rounds)
 
 
-def _blocking_report(what: str, objects: Objects, samples: dict[str, Samples]) -> dict[str, Any]:
-    tensors, size = len(state_tensors(objects)), state_bytes(objects)
-    floor = samples["floor: _foreach_copy_"]
-    counted = len(floor.in_a_row)
-    out(f"\n## {what}: {tensors} tensors, {size / 1e6:.1f} MB; ms, median [min .. max] of {counted}\n")
-    rows = []
-    for name, found in samples.items():
+def pair(folder: Path, what: str, name: str, *, quick: bool, rounds: int) -> dict[str, Any]:
+    """One method and the floor by turns, with nobody else's threads and memory in the process: nobody saves by five methods at once."""
+    if what == "large":
+        trainer = Trainer.make(TINY if quick else LARGE)
+        objects: Objects = trainer.objects
+        update: Update = trainer.optimizer.step
+    else:
+        tensors = {f"t{index}": torch.randn(256) for index in range(500 if quick else 10_000)}
+        objects, update = {"tensors": tensors}, lambda: torch._foreach_add_(list(tensors.values()), 1.0)
+    samples = blocking(objects, update, {"floor": ForeachCopy(), name: _blocking_methods()[name]}, folder, rounds)
+    return {"tensors": len(state_tensors(objects)), "bytes": state_bytes(objects), "floor": samples["floor"], "method": samples[name]}
+
+
+def _blocking_report(title: str, what: str, folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
+    rows, found = [], {}
+    for name in _blocking_methods():
+        command = [sys.executable, __file__, "--part", "pair", "--pair", what, name, "--rounds", str(rounds), "--folder", str(folder)]
+        done = subprocess.run([*command, *(["--quick"] if quick else [])], check=False, stdout=subprocess.PIPE)
+        if done.returncode:
+            rows.append([name, f"failed with {done.returncode}, see above", *[""] * 5])
+            continue
+        found[name] = one = msgspec.json.decode(done.stdout.splitlines()[-1])
+        floor, samples = (msgspec.convert(one[key], Samples) for key in ("floor", "method"))
+        sys.stderr.write(f"{title}: {name}: {1e3 * statistics.median(sample.copied_s for sample in samples.in_a_row):.1f} ms\n")
         if name == "datastates":
-            rows.append(["datastates, fenced", *_times(found, "blocked_s", floor)])
-        rows.append(["datastates, unfenced" if name == "datastates" else name, *_times(found, "copied_s", floor)])
-    out(table(["method", "blocked", "x floor", "after others", "x floor", "first", "done"], rows))
-    return {"tensors": tensors, "bytes": size, "samples": {name: asdict(found) for name, found in samples.items()}}
+            rows += [
+                ["floor: _foreach_copy_", *_times(floor, "copied_s", floor)],
+                ["datastates, fenced", *_times(samples, "blocked_s", floor)],
+            ]
+        rows.append(["datastates, unfenced" if name == "datastates" else name, *_times(samples, "copied_s", floor)])
+    one = found["datastates"]
+    counted = len(one["method"]["in_a_row"])
+    out(f"\n## {title}: {one['tensors']} tensors, {one['bytes'] / 1e6:.1f} MB; ms, median [min .. max] of {counted}\n")
+    out(table(["method", "blocked", "x its floor", "first of a turn", "x its floor", "very first", "done"], rows))
+    return found
 
 
 def _times(samples: Samples, field: str, floor: Samples) -> list[str]:
     cells = []
-    for ours, theirs in ((samples.in_a_row, floor.in_a_row), (samples.after_others, floor.after_others)):
+    for ours, theirs in ((samples.in_a_row, floor.in_a_row), (samples.first_of_turn, floor.first_of_turn)):
         values = [getattr(sample, field) for sample in ours]
         cells += [spread(values, 1e3), f"{statistics.median(values) / statistics.median(sample.copied_s for sample in theirs):.2f}"]
     done = spread([sample.done_s for sample in samples.in_a_row], 1e3)
-    return [*cells, short(1e3 * getattr(samples.first, field)), done]
+    return [*cells, short(1e3 * getattr(samples.very_first, field)), done]
 
 
 # What a training run pays
@@ -296,7 +314,8 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 def main() -> None:
     """Measure the parts asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", choices=[*PARTS, "peak"], action="append")
+    parser.add_argument("--part", choices=[*PARTS, "peak", "pair"], action="append")
+    parser.add_argument("--pair", nargs=2, metavar=("WHAT", "METHOD"), help="for the part pair: large or tiny, and the method")
     parser.add_argument("--quick", action="store_true", help="tiny models: does it run?")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
@@ -310,6 +329,9 @@ def main() -> None:
         try:
             if options.part == ["peak"]:
                 out(json.dumps(peak(folder, quick=options.quick)))
+                return
+            if options.part == ["pair"]:
+                out(msgspec.json.encode(pair(folder, *options.pair, quick=options.quick, rounds=rounds)).decode())
                 return
             out(f"{machine()}; torch on one thread")
             results = {part: PARTS[part](folder, quick=options.quick, rounds=rounds) for part in options.part or PARTS}
