@@ -142,7 +142,7 @@ def test_a_source_lets_go_of_a_receiver_that_died_or_stopped_and_serves_the_next
         eventually(lambda: source.facts()["ever"] == "4", 2)
         if number == signal.SIGKILL:
             assert receiver.wait() == -signal.SIGKILL
-        let_go(source, TIMEOUT_S + 2)
+        let_go(source, TIMEOUT_S + 10)
         clone_once(source, mine)
         eventually(lambda: source.facts()["peers"] == "0", TIMEOUT_S)
     eventually(lambda: source.facts()["threads"] == before["threads"], 3)
