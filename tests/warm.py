@@ -62,10 +62,8 @@ class Popen(subprocess.Popen[str]):
         request = _request(asked, self._netns)
         if request is None:
             if self._netns is not None:
-                arguments = (
-                    ["ip", "netns", "exec", self._netns, *asked["args"]],
-                    *arguments[1:],
-                )  # and ip becomes it
+                # ip becomes the command: the pid is its own
+                arguments = (["ip", "netns", "exec", self._netns, *asked["args"]], *arguments[1:])
             ours(*arguments)
             return
         pipes = [asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
@@ -103,8 +101,7 @@ def _request(asked: dict[str, Any], netns: str | None) -> dict[str, Any] | None:
         return None
     if any(environ.get(key) != os.environ.get(key) for key in environ.keys() | os.environ.keys() if key.startswith(READ_AT_START)):
         return None
-    refused = ("preexec_fn", "executable", "shell", "uid", "gid", "gids")
-    if any(asked[name] for name in refused if name != "gids") or asked["gids"] is not None:
+    if any(asked[name] for name in ("preexec_fn", "executable", "shell", "uid", "gid", "gids")):
         return None
     filters, rest = [], words[1:]
     while rest[:1] == ["-W"]:
@@ -113,10 +110,8 @@ def _request(asked: dict[str, Any], netns: str | None) -> dict[str, Any] | None:
     if not rest or (rest[0].startswith("-") and rest[0] not in ("-m", "-c")):
         return None
     cwd = os.path.abspath(os.fspath(asked["cwd"] or "."))
-    return {
-        **{"words": rest, "filters": filters, "environ": environ, "cwd": cwd, "original": words},
-        **{"is_session": bool(asked["start_new_session"]), "netns": netns},
-    }
+    is_session = bool(asked["start_new_session"])
+    return {"words": rest, "filters": filters, "environ": environ, "cwd": cwd, "original": words, "is_session": is_session, "netns": netns}
 
 
 class _Forge:

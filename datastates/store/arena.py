@@ -23,8 +23,8 @@ from datastates.manifest import CHUNK_BYTES
 
 __all__ = ["Arena"]
 
-_SLAB_SLOTS = range(4, 17)
-"""How many slots are touched in one go: what is asked for, within this. Small states then take little memory."""
+_LEAST_SLAB, _MOST_SLAB = 4, 16
+"""Slots that are touched in one go: as many as are asked for, within these. Small states then take little memory."""
 
 _HUGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23
@@ -149,8 +149,7 @@ class Arena:
                 with self._lock:
                     self._check_open()
                     first, free = self._warm, len(self._free)
-                slab = min(max(count - free, _SLAB_SLOTS[0]), _SLAB_SLOTS[-1])
-                last = min(first + slab, self.capacity)
+                last = min(first + min(max(count - free, _LEAST_SLAB), _MOST_SLAB), self.capacity)
                 if free >= count or first == last:
                     return
                 self._populate(first, last)
