@@ -95,14 +95,14 @@ class Seen:
 def _look(parts: list[dict[str, Any]]) -> Seen:
     """Every member of the modules with these ``__dict__``s, by name and object."""
     named = [*chain.from_iterable(map(_NAMED, parts))]
-    hidden = [*map(_NOT_STORED, parts)]
+    others = [*chain.from_iterable(map(_OTHERS, parts))]
     own = [part["state_dict"] for part in parts if "state_dict" in part]
-    objects = [*chain.from_iterable(named), *chain.from_iterable(hidden), *chain.from_iterable(map(_VALUES, named)), *own]
-    return Seen(objects, [*map(len, named), *map(len, hidden)])
+    objects = [*chain.from_iterable(named), *chain.from_iterable(map(_VALUES, named)), *chain.from_iterable(filter(None, others)), *own]
+    return Seen(objects, [*map(len, named), *map(len, others)])
 
 
-_NAMED = operator.itemgetter("_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks")
-_NOT_STORED = operator.itemgetter("_non_persistent_buffers_set")
+_NAMED = operator.itemgetter("_parameters", "_buffers", "_modules")
+_OTHERS = operator.itemgetter("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")  # almost all are empty
 _VALUES = operator.methodcaller("values")
 
 

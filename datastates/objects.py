@@ -84,7 +84,7 @@ class Adapted:
             state = self._optimizer_states.setdefault(id(optimizer), OptimizerState(optimizer))
             names = partial(self._names_in, walk, optimizer)
             out.update(state.tree(names, trees, labels))
-            self.lasting += [] if state.lasting is None else [state.lasting]
+            self.lasting += state.lasting
 
     def _names_in(self, walk: _Walk, optimizer: Optimizer) -> list[list[str]]:
         return self._names([(path, _by_id(tree)) for path, tree in walk.trees], optimizer)

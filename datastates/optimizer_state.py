@@ -24,7 +24,7 @@ Tree = Mapping[str, Any]
 
 class OptimizerState:
     """One tracked optimizer. As long as its parameters and the tensors of its state are the same objects, and names are found
-    in the same places, ``tree`` gives the very same ``state``; the options of its groups are read every time."""
+    in the same places, ``tree`` gives the very same ``state`` and names; the options of its groups are read every time."""
 
     __slots__ = ("_labels", "_names", "_seen", "_state", "_trees", "optimizer")
 
@@ -37,7 +37,7 @@ class OptimizerState:
         self._state: object = None
 
     def tree(self, names: Callable[[], Names], trees: Seen, labels: object) -> dict[str, object]:
-        """What ``optimizer_tree`` gives; ``state`` in it is not to be changed.
+        """What ``optimizer_tree`` gives; ``state`` and ``params`` in it are not to be changed.
 
         ``names()`` is asked when parameters are others, or when what names are taken from is: ``trees`` and ``labels``.
         """
@@ -55,9 +55,9 @@ class OptimizerState:
         return labels == self._labels and self._trees.is_still(trees) and self._seen.is_still(seen)
 
     @property
-    def lasting(self) -> object:
-        """The ``state`` that the next ``tree`` gives too, unless something changes; None when it is made anew each time."""
-        return self._state
+    def lasting(self) -> list[object]:
+        """The parts of ``tree`` that the next one has too, unless something changes: ``state`` and the names of the groups."""
+        return [] if self._state is None else [self._state, *self._names]
 
 
 def _look(optimizer: Optimizer) -> Seen | None:
@@ -98,7 +98,7 @@ def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
 
 
 def _groups(optimizer: Optimizer, names: Names) -> list[dict[str, object]]:
-    return [{**options_of(group), "params": list(row)} for group, row in zip(optimizer.param_groups, names, strict=True)]
+    return [{**options_of(group), "params": row} for group, row in zip(optimizer.param_groups, names, strict=True)]
 
 
 def options_of(group: Tree) -> dict[str, Any]:

@@ -84,7 +84,8 @@ class Flat:
     skeleton: Skeleton
     values: list[Packed]
     tensors: list[Leaf]
-    _live: list[torch.Tensor]
+    _outline: list[Node | _Span]
+    _loose: list[torch.Tensor]
     _seen: frozenset[int]
     _spans: dict[int, _Span]
 
@@ -92,7 +93,7 @@ class Flat:
 def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object] = ()) -> Flat:
     """Take ``tree`` apart. ``previous`` is what an earlier capture of the same training gave: it makes this one cheap.
 
-    ``lasting`` are dicts in it that hold the same objects for as long as they are the same objects themselves: what
+    ``lasting`` are parts of it that hold the same objects for as long as they are the same objects themselves: what
     ``previous`` made of them holds still.
 
     When the skeleton is as it was, the result holds the very same ``Skeleton`` object, and the same list of leaves if
@@ -104,17 +105,18 @@ def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object
     try:
         walk.children((tree,), 0)
     except Unencodable as exc:
-        raise Unsupported(f"{_path_of_next(walk.nodes)} {exc}") from exc
-    if previous is None or walk.nodes != previous.skeleton.nodes:
-        skeleton = Skeleton(walk.nodes)
+        raise Unsupported(f"{_path_of_next(walk.whole()[0])} {exc}") from exc
+    outline, loose = walk.nodes, walk.tensors
+    if previous is not None and outline == previous._outline and all(map(operator.is_, loose, previous._loose)):
+        return Flat(previous.skeleton, walk.values, previous.tensors, outline, loose, previous._seen, walk.spans)
+    nodes, tensors = walk.whole()
+    if previous is None or nodes != previous.skeleton.nodes:
+        skeleton = Skeleton(nodes)
         skeleton.encoded  # noqa: B018  # a key that cannot be encoded is refused here, on the caller's thread
-        leaves = list(map(Leaf, skeleton.paths, walk.tensors))
+        leaves = list(map(Leaf, skeleton.paths, tensors))
     else:
-        skeleton = previous.skeleton
-        if all(map(operator.is_, walk.tensors, previous._live)):
-            return Flat(skeleton, walk.values, previous.tensors, previous._live, previous._seen, walk.spans)
-        leaves = _renewed(previous.tensors, walk.tensors)
-    return Flat(skeleton, walk.values, leaves, walk.tensors, frozenset(map(id, walk.tensors)), walk.spans)
+        skeleton, leaves = previous.skeleton, _renewed(previous.tensors, tensors)
+    return Flat(skeleton, walk.values, leaves, outline, loose, frozenset(map(id, tensors)), walk.spans)
 
 
 def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[torch.Tensor | None], *, is_sketch: bool = False) -> Any:
@@ -144,11 +146,16 @@ def _path_of_next(nodes: list[Node]) -> str:
 
 
 def _renewed(leaves: list[Leaf], tensors: list[torch.Tensor]) -> list[Leaf]:
+    if all(leaf.tensor is tensor for leaf, tensor in zip(leaves, tensors, strict=True)):
+        return leaves
     return [leaf if leaf.tensor is tensor else Leaf(leaf.path, tensor) for leaf, tensor in zip(leaves, tensors, strict=True)]
 
 
 class _Walk:
-    """One walk over a tree. ``seen`` are ids of tensors known to be plain, kept alive by the previous ``Flat``."""
+    """One walk over a tree. ``seen`` are ids of tensors known to be plain, kept alive by the previous ``Flat``.
+
+    ``nodes`` are an outline: a lasting part is one entry, its ``_Span``, and ``tensors`` are those of no such part. ``whole`` fills in.
+    """
 
     __slots__ = ("_derived", "_known", "_lasting", "_seen", "nodes", "spans", "tensors", "values")
 
@@ -158,9 +165,24 @@ class _Walk:
         self.spans: dict[int, _Span] = {}
         self._derived = 0
         """How many things were turned into something else: what they were may change, and what they became would not."""
-        self.nodes: list[Node] = []
+        self.nodes: list[Node | _Span] = []
         self.values: list[Packed] = []
         self.tensors: list[torch.Tensor] = []
+
+    def whole(self) -> tuple[list[Node], list[torch.Tensor]]:
+        """The nodes and tensors of the tree, those of lasting parts in their places."""
+        nodes: list[Node] = []
+        tensors: list[torch.Tensor] = []
+        loose = iter(self.tensors)
+        for node in self.nodes:
+            if isinstance(node, _Span):
+                nodes += node.nodes
+                tensors += node.tensors
+            else:
+                nodes.append(node)
+                if node == TENSOR:
+                    tensors.append(next(loose))
+        return nodes, tensors
 
     def children(self, children: Collection[object], depth: int) -> None:
         """Append the nodes of ``children``, whose types are tested exactly, the frequent first."""
@@ -192,19 +214,19 @@ class _Walk:
     def _last(self, child: object, depth: int) -> None:
         """A part that lasts: what the previous walk made of it, or a note of what this one does."""
         span = self._known.get(id(child))
-        if span is not None:
-            self.spans[id(child)] = span
-            self.nodes += span.nodes
+        if span is None:
+            nodes, values, tensors = len(self.nodes), len(self.values), len(self.tensors)
+            derived, lasting, self._lasting = self._derived, self._lasting, frozenset()
+            self.children((child,), depth)
+            self._lasting = lasting
+            if self._derived != derived:
+                return
+            span = _Span(child, self.nodes[nodes:], self.values[values:], self.tensors[tensors:])
+            del self.nodes[nodes:], self.tensors[tensors:]
+        else:
             self.values += span.values
-            self.tensors += span.tensors
-            return
-        starts = len(self.nodes), len(self.values), len(self.tensors)
-        derived = self._derived
-        self._lasting -= {id(child)}
-        self.children((child,), depth)
-        if self._derived == derived:
-            nodes, values, tensors = starts
-            self.spans[id(child)] = _Span(child, self.nodes[nodes:], self.values[values:], self.tensors[tensors:])
+        self.spans[id(child)] = span
+        self.nodes.append(span)
 
     def _inside(self, children: Collection[object], depth: int) -> None:
         if depth >= MAX_DEPTH:

@@ -20,7 +20,7 @@ from datastates.tree import Flat, Leaf, encode_skeleton
 
 from .tripwire import Guarded, Tripwire
 
-__all__ = ["DEFER_BYTES", "Layout", "Plan", "compile_plan"]
+__all__ = ["DEFER_BYTES", "Layout", "Pieces", "Plan", "compile_plan"]
 
 DEFER_BYTES = 64 << 10
 """Smaller tensors are copied before ``capture`` returns: a deferred copy would gain nothing."""
@@ -34,6 +34,14 @@ class Layout:
     tensors: msgspec.Raw
     chunk_lengths: tuple[int, ...]
     bytes_total: int
+
+
+@dataclass(slots=True)
+class Pieces:
+    """What is copied into one chunk at a time: ``sources[i]``, bytes, is the piece ``places[i]`` of the chunk."""
+
+    places: list[int] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -72,16 +80,15 @@ class _Source:
 class Plan:
     """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
 
-    ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied
-    when, as (index into ``sizes[c]``, source bytes).
+    ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when.
     """
 
     layout: Layout
     flat: Flat
     specs: tuple[TensorSpec, ...]
     sizes: list[list[int]]
-    eager: list[list[tuple[int, torch.Tensor]]]
-    deferred: list[list[tuple[int, torch.Tensor]]]
+    eager: list[Pieces]
+    deferred: list[Pieces]
     sources: list[_Source]
     aliases: list[tuple[int, torch.Tensor, object]]
     tripwire: Tripwire
@@ -135,9 +142,9 @@ class Plan:
         flat = _bytes_of(dense)
         source.tensor, source.pointer, source.flat, source.is_dense = tensor, tensor.data_ptr(), flat, dense is tensor
         for chunk, index in source.pieces:
-            position, old = self.eager[chunk][index]
+            pieces = self.eager[chunk].sources
             begin = max(0, chunk * CHUNK_BYTES - source.start)
-            self.eager[chunk][index] = (position, flat[begin : begin + old.numel()])
+            pieces[index] = flat[begin : begin + pieces[index].numel()]
         return True
 
 
@@ -187,8 +194,8 @@ def _lay_out(
     # Small tensors together: what is copied before ``capture`` returns then takes one ``split`` of one chunk or two.
     small, large = _by_size([source for source in sources if id(source.tensor) not in frozen])
     sizes: list[list[int]] = []
-    eager: list[list[tuple[int, torch.Tensor]]] = []
-    deferred: list[list[tuple[int, torch.Tensor]]] = []
+    eager: list[Pieces] = []
+    deferred: list[Pieces] = []
     for group in (still_small, still_large, small, large):
         # Falling item size keeps every tensor aligned to its item without padding.
         group.sort(key=lambda source: (-source.tensor.element_size(), source.leaf))
@@ -232,8 +239,8 @@ def _place(
     source: _Source,
     position: int,
     sizes: list[list[int]],
-    eager: list[list[tuple[int, torch.Tensor]]],
-    deferred: list[list[tuple[int, torch.Tensor]]],
+    eager: list[Pieces],
+    deferred: list[Pieces],
 ) -> int:
     """Put one tensor at ``position`` of the stream; the position after it."""
     source.start = position
@@ -242,12 +249,13 @@ def _place(
         chunk, offset = divmod(position, CHUNK_BYTES)
         if chunk == len(sizes):
             sizes.append([])
-            eager.append([])
-            deferred.append([])
+            eager.append(Pieces())
+            deferred.append(Pieces())
         count = min(total - done, CHUNK_BYTES - offset)
         copies = deferred[chunk] if source.is_deferred else eager[chunk]
-        source.pieces.append((chunk, len(copies)))
-        copies.append((len(sizes[chunk]), source.flat[done : done + count]))
+        source.pieces.append((chunk, len(copies.sources)))
+        copies.places.append(len(sizes[chunk]))
+        copies.sources.append(source.flat[done : done + count])
         sizes[chunk].append(count)
         done += count
         position += count

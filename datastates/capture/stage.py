@@ -17,7 +17,7 @@ import torch
 from datastates.errors import Torn
 from datastates.store.arena import Arena
 
-from .plan import Plan
+from .plan import Pieces, Plan
 from .tripwire import Armed
 
 __all__ = ["CopyJob", "Stager"]
@@ -188,15 +188,13 @@ def _to_host(sample: torch.Tensor) -> torch.Tensor:
     return torch.empty(sample.shape, dtype=sample.dtype, pin_memory=True).copy_(sample, non_blocking=True)
 
 
-def _pairs(plan: Plan, slots: Sequence[int], arena: Arena, copies: list[list[tuple[int, torch.Tensor]]]) -> _Pairs:
+def _pairs(plan: Plan, slots: Sequence[int], arena: Arena, copies: Sequence[Pieces]) -> _Pairs:
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for chunk, pieces in enumerate(copies):
-        if pieces:
-            views = plan.targets(chunk, arena.tensor(slots[chunk]))
-            for position, source in pieces:
-                targets.append(views[position])
-                sources.append(source)
+        if pieces.sources:
+            targets += map(plan.targets(chunk, arena.tensor(slots[chunk])).__getitem__, pieces.places)
+            sources += pieces.sources
     return targets, sources
 
 
@@ -205,15 +203,14 @@ def _copy_eager(plan: Plan, slots: Sequence[int], arena: Arena) -> None:
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for chunk, pieces in enumerate(plan.eager):
-        if not pieces:
+        if not pieces.sources:
             continue
         slot = arena.tensor(slots[chunk])
-        if 1 < len(pieces) == len(plan.sizes[chunk]):
-            torch.cat([source for _, source in pieces], out=slot[: plan.layout.chunk_lengths[chunk]])
+        if 1 < len(pieces.sources) == len(plan.sizes[chunk]):
+            torch.cat(pieces.sources, out=slot[: plan.layout.chunk_lengths[chunk]])
         else:
-            views = plan.targets(chunk, slot)
-            targets += [views[position] for position, _ in pieces]
-            sources += [source for _, source in pieces]
+            targets += map(plan.targets(chunk, slot).__getitem__, pieces.places)
+            sources += pieces.sources
     _copy((targets, sources))
 
 

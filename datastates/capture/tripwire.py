@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ __all__ = ["SAMPLES", "STATE_SAMPLES", "Armed", "Guarded", "Tripwire"]
 SAMPLES = 32
 """Elements of each deferred parameter that are looked at."""
 
-STATE_SAMPLES = 8
+STATE_SAMPLES = 4
 """The same for other deferred tensors: the state of an optimizer, which hardly anybody edits by hand."""
 
 _WORDS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -50,33 +51,44 @@ class Armed:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The guarded tensors of one item size on one device: sampled with one ``cat``, looked up in the arena with one ``take``.
+    """The guarded tensors of one item size on one device: sampled with one call, looked up in the arena with one ``take``.
 
-    ``members`` says for each sampled element which tensor it is of.
+    ``members`` says for each sampled element which tensor it is of. NumPy joins strided pieces of host memory in half the time that
+    ``torch.cat`` takes. Its ``arrays`` hold as long as the ``tensors`` lie at the same ``pointers``; ``views`` follow a storage that was
+    resized.
     """
 
     members: npt.NDArray[np.int64]
+    tensors: list[torch.Tensor]
+    pointers: list[int]
+    arrays: list[npt.NDArray[Any]]
     views: list[torch.Tensor]
     word: torch.dtype
     chunks: npt.NDArray[np.int64]
     words: npt.NDArray[np.int64]
+
+    def sample(self) -> torch.Tensor:
+        if self.arrays and [*map(torch.Tensor.data_ptr, self.tensors)] == self.pointers:
+            return torch.from_numpy(np.concatenate(self.arrays))
+        return torch.cat(self.views)
 
 
 class Tripwire:
     """Compiled with a plan. ``arm`` runs on the training thread, ``tripped`` on the stage thread."""
 
     def __init__(self, guarded: Sequence[Guarded]) -> None:
-        self._guarded = list(guarded)
+        self._paths = [item.path for item in guarded]
+        self._tensors = [item.tensor for item in guarded]
         kinds = dict.fromkeys((_word_size(item), item.flat.device) for item in guarded)
-        self._groups = [self._group(size, device) for size, device in kinds]
+        self._groups = [_group(guarded, size, device) for size, device in kinds]
 
     def arm(self) -> Armed:
-        """Take the versions and the samples; about 0.1 to 0.4 ms for 300 tensors."""
-        return Armed(self.versions(), [torch.cat(group.views) for group in self._groups])
+        """Take the versions and the samples; about 0.3 ms for 150 tensors that no cache holds."""
+        return Armed(self.versions(), [group.sample() for group in self._groups])
 
     def versions(self) -> list[int]:
         """The versions of the guarded tensors as they are; to be read before a fence lets go whoever changes them next."""
-        return [item.tensor._version for item in self._guarded]
+        return [tensor._version for tensor in self._tensors]
 
     def tripped(self, armed: Armed, versions: Sequence[int], slots: Sequence[int], arena: torch.Tensor) -> list[str]:
         """The paths of tensors that changed before they were copied into ``slots`` of ``arena`` (all of it, uint8).
@@ -90,20 +102,24 @@ class Tripwire:
             copied = arena.view(group.word).numpy().take(places[group.chunks] * words_per_chunk + group.words)
             for wrong in np.nonzero(copied != before.cpu().numpy())[0]:
                 hit.add(int(group.members[wrong]))
-        return [self._guarded[i].path for i in sorted(hit)]
+        return [self._paths[i] for i in sorted(hit)]
 
-    def _group(self, size: int, device: torch.device) -> _Group:
-        members = [i for i, item in enumerate(self._guarded) if (_word_size(item), item.flat.device) == (size, device)]
-        counts = [SAMPLES if self._guarded[i].tensor.requires_grad else STATE_SAMPLES for i in members]
-        views, positions = [], []
-        for i, count in zip(members, counts, strict=True):
-            item = self._guarded[i]
-            words = item.flat.view(_WORDS[size])
-            step = (words.numel() - 1) // (count - 1)
-            views.append(words[: (count - 1) * step + 1 : step])
-            positions.append(item.start + size * step * np.arange(count, dtype=np.int64))
-        chunks, offsets = np.divmod(np.concatenate(positions), CHUNK_BYTES)
-        return _Group(np.repeat(members, counts), views, _WORDS[size], chunks, offsets // size)
+
+def _group(guarded: Sequence[Guarded], size: int, device: torch.device) -> _Group:
+    members = [i for i, item in enumerate(guarded) if (_word_size(item), item.flat.device) == (size, device)]
+    tensors = [guarded[i].tensor for i in members]
+    counts = [SAMPLES if tensor.requires_grad else STATE_SAMPLES for tensor in tensors]
+    views, positions = [], []
+    for i, count in zip(members, counts, strict=True):
+        words = guarded[i].flat.view(_WORDS[size])
+        step = (words.numel() - 1) // (count - 1)
+        views.append(words[: (count - 1) * step + 1 : step])
+        positions.append(guarded[i].start + size * step * np.arange(count, dtype=np.int64))
+    chunks, offsets = np.divmod(np.concatenate(positions), CHUNK_BYTES)
+    # Through DLPack: ``Tensor.numpy`` would forbid the owner to resize the storage.
+    arrays = [np.from_dlpack(view) for view in views] if device.type == "cpu" else []
+    pointers = [*map(torch.Tensor.data_ptr, tensors)]
+    return _Group(np.repeat(members, counts), tensors, pointers, arrays, views, _WORDS[size], chunks, offsets // size)
 
 
 def _word_size(item: Guarded) -> int:

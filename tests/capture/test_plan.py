@@ -183,6 +183,22 @@ def test_a_complex_tensor_conjugated_in_place_is_noticed(arena: Arena, stager: S
         assert_comes_back(compile_plan(flat), [source], arena, stager)
 
 
+def test_a_storage_that_was_emptied_and_filled_again_is_captured_where_it_lies_now(arena: Arena, stager: Stager) -> None:
+    source = torch.randn(256, 256)
+    plan = plan_of(source, deferred=True)
+    pointer, storage = source.data_ptr(), source.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)  # a plan does not forbid it, as ``Tensor.numpy`` would
+    in_its_place = [torch.zeros(256, 256) for _ in range(8)]
+    storage.resize_(size)
+    source.normal_()
+    assert source.data_ptr() != pointer, in_its_place
+    plan.refresh(flatten([source], plan.flat))
+    for _ in range(2):
+        (back,) = copied(plan, arena, stager, is_deferring=True)
+        assert torch.equal(back, source)
+
+
 @pytest.mark.parametrize(
     "other",
     [torch.randn(100, 100), torch.randn(100, 100).t(), torch.randn(100, 200)[:, ::2], torch.randn(1, 100).expand(100, 100)],
