@@ -161,7 +161,9 @@ def _blocking_report(title: str, what: str, folder: Path, *, quick: bool, rounds
                 ["datastates, fenced", *_times(samples, "blocked_s", floor)],
             ]
         rows.append(["datastates, unfenced" if name == "datastates" else name, *_times(samples, "copied_s", floor)])
-    one = found["datastates"]
+    if not found:
+        raise SystemExit("every method failed, see above")
+    one = next(iter(found.values()))
     counted = len(one["method"]["in_a_row"])
     out(f"\n## {title}: {one['tensors']} tensors, {one['bytes'] / 1e6:.1f} MB; ms, median [min .. max] of {counted}\n")
     out(table(["method", "blocked", "x its floor", "first of a turn", "x its floor", "very first", "done"], rows))

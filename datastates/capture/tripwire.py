@@ -25,7 +25,7 @@ __all__ = ["SAMPLES", "STATE_SAMPLES", "Armed", "Guarded", "Tripwire"]
 SAMPLES = 32
 """Elements of each deferred parameter that are looked at."""
 
-STATE_SAMPLES = 4
+STATE_SAMPLES = 8
 """The same for other deferred tensors: the state of an optimizer, which hardly anybody edits by hand."""
 
 _WORDS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
