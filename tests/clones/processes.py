@@ -34,6 +34,8 @@ MIB = 1 << 20
 PIECES = 24
 _FLOATS = MIB  # of 4 bytes each: a tensor is a chunk
 
+_LISTENING = "0A"  # as the kernel's tables say it
+
 _serial = itertools.count()
 
 Say = Callable[..., object]
@@ -55,13 +57,20 @@ def quiet_config(chunks: int) -> Config:
     return Config(memory_bytes=3 * (chunks + 1) * 4 * MIB, durable_interval_s=None)
 
 
-def open_sockets() -> int:
-    """How many sockets this process has."""
-    found = 0
+def connections() -> list[str]:
+    """The connections that this process holds: its sockets without those that listen and those within the machine."""
+    held = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one that lists them
-            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-    return found
+            place = os.readlink(f"/proc/self/fd/{name}")
+            held.add(place.removeprefix("socket:[").removesuffix("]") if place.startswith("socket:") else "")
+    held -= {"", *(row[6] for row in _rows("unix"))}
+    tcp = {row[9]: row[1:4] for row in (*_rows("tcp"), *_rows("tcp6"))}  # what is closed at both ends is not there any more
+    return sorted("-".join(tcp.get(inode, ["closed"])) for inode in held if tcp.get(inode, [""])[-1] != _LISTENING)
+
+
+def _rows(table: str) -> list[list[str]]:
+    return [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
 
 
 def own_threads() -> list[str]:
@@ -177,7 +186,7 @@ def serve(
                     stats = server.stats()
                     say(
                         f"peers={stats.peers}", f"ever={stats.peers_ever}", f"refused={stats.refused}", f"sent={stats.bytes_sent}",
-                        f"pins={pins(repo)}", f"threads={len(own_threads())}", f"sockets={open_sockets()}",
+                        f"pins={pins(repo)}", f"threads={len(own_threads())}", f"connections={','.join(connections())}",
                     )  # fmt: skip
                 case "close":
                     server.close(grace_s=0)
