@@ -121,7 +121,7 @@ def _check_names(repository: Repository, into: str | None, tag: str | None, stat
     """Before any work: the names can be given. The branch is at the first parent, where that is known."""
     for name in (each for each in (into, tag) if each is not None):
         lineage_refs.check_name(name)
-    if into is not None and any(tracker.branch == into and not tracker._is_closed for tracker in repository._trackers):
+    if into is not None and any(tracker.branch == into for tracker in repository._trackers):
         raise Conflict(f"branch {into!r} is being tracked: close its tracker first, or name another branch")
     if into is not None and into == tag:
         raise InvalidInput(f"into and tag are both {into!r}: branches and tags share one namespace")

@@ -478,7 +478,7 @@ class Repository:
         for server in self._servers:
             server.close()
         errors: list[Exception] = []
-        for tracker in self._trackers:
+        for tracker in list(self._trackers):
             try:
                 tracker.close()
             except Exception as exc:
@@ -487,10 +487,8 @@ class Repository:
             self._let_go()
         finally:
             self._database.close()
-        for tracker in self._trackers:  # states may be written after their tracker ended: tags make them durable
-            error, tracker._line.error = tracker._line.error, None
-            if isinstance(error, Exception):
-                errors.append(error)
+        if self._running is not None:
+            errors += self._running.errors()  # states may be written after their tracker ended: tags make them durable
         if errors:
             raise errors[0]
 

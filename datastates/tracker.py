@@ -231,6 +231,7 @@ class Tracker:
             return
         self._is_closed = True
         self._fence.remove()
+        self._repository._trackers.remove(self)  # a repository outlives the models of its trainings
         self._runner.close_line(self._line)
         self._repository._wait_until_drained()
         self._raise_background_error()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,6 +212,20 @@ def test_a_closed_tracker_takes_no_more(repo: Repository) -> None:
     run.close()
     with pytest.raises(Closed, match="branch main was closed"):
         run.capture()
+
+
+def test_what_was_tracked_does_not_outlive_its_training_in_the_repository(repo: Repository) -> None:
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.Adam(model.parameters())
+    with repo.track(model=model, optimizer=optimizer) as run:
+        for _ in range(2):
+            model(torch.ones(300)).sum().backward()
+            optimizer.step()
+            run.capture()
+    gone = weakref.ref(model.weight), weakref.ref(optimizer)
+    del model, optimizer, run
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
 
 
 def test_an_interrupted_capture_neither_hangs_the_exit_nor_loses_its_room(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:

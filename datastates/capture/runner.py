@@ -130,6 +130,7 @@ class Runner:
         self._engine = Engine()
         self._handles: dict[str, Capture] = {}
         self._lines_of: dict[str, Line] = {}
+        self._failed: dict[str, Line] = {}
         self._evicted: list[str] = []
         self._in_flight = 0
         self._next_slots = 0
@@ -293,6 +294,11 @@ class Runner:
             self._is_abandoned = True
             raise
 
+    def errors(self) -> list[Exception]:
+        """What failed on lines of trackers, and none of these has raised. A clone's failure was logged: nobody asks for it."""
+        with self._lock:
+            return [line.error for line in self._failed.values() if line.branch and isinstance(line.error, Exception)]
+
     def close(self) -> None:
         """Make the heads durable, wait, and end the threads; idempotent. Not to be called from these threads."""
         with self._lock:
@@ -428,8 +434,13 @@ class Runner:
         with self._lock:
             self._handles.pop(staged.handle.uid, None)
             if isinstance(error, Exception):  # an interrupt was raised where it came
-                staged.line.error = error
+                self._note(staged.line, error)
         staged.handle._fail(error)
+
+    def _note(self, line: Line, error: BaseException) -> None:
+        """For whoever uses the line next; called under the lock."""
+        self._failed[line.name] = line
+        line.error = error
 
     def _tick_delay(self) -> float:
         with self._lock:
@@ -498,7 +509,7 @@ class Runner:
         with self._lock:
             line, handle = self._lines_of.get(uid), self._handles.get(uid)
             if line is not None:
-                line.error = error
+                self._note(line, error)
         if handle is not None:
             handle._fail(error)
         elif line is not None and not line.branch:  # a clone, which nobody asks for errors

@@ -133,6 +133,7 @@ class Stager:
         with threadpoolctl.threadpool_limits(limits=1, user_api="openmp"):
             while (job := self._jobs.get()) is not None:
                 self._finish(job)
+                del job  # or the last one's tensors would live until the next
 
     def _finish(self, job: CopyJob) -> None:
         """Runs on the stage thread."""

@@ -168,11 +168,7 @@ class Job:
         """End the tracker: what was captured last becomes durable. Idempotent."""
         tracker = self._tracker
         if tracker is not None:
-            try:
-                tracker.close()
-            finally:
-                if tracker in self._repository._trackers:
-                    self._repository._trackers.remove(tracker)  # a worker lives longer than the models of its variants
+            tracker.close()
 
     def finish(self) -> State:
         """Make the last report durable, and tag it as the variant's result.
