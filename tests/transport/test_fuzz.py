@@ -49,7 +49,7 @@ from datastates.transport.server import Server
 from datastates.transport.session import Session
 from tests.transport.stores import CHUNK, UID, MemoryStore
 from tests.transport.test_protocol import EVERY
-from tests.transport.test_session import STATE
+from tests.transport.worlds import STATE
 
 TOKEN = b"0123456789abcdef"
 SEED = 20_261_121

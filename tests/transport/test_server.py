@@ -12,8 +12,8 @@ from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInpu
 from datastates.transport.server import Server, is_loopback
 from datastates.transport.session import Session
 from tests.transport.stores import UID, MemoryStore
-from tests.transport.test_session import STATE, World, offer, opened, receive, run, session, until
 from tests.transport.wires import QueueTransport
+from tests.transport.worlds import STATE, World, offer, opened, receive, run, session, until
 
 TOKEN = b"0123456789abcdef"
 
