@@ -19,9 +19,7 @@ from datastates import InvalidInput, Peer, Repository, Server, Unauthorized
 from datastates.errors import Closed, DatastatesError, Disconnected
 from datastates.location import DATABASE
 from tests import warm
-from tests.test_peers import Made, Paused, Training, made, memory_free, one_thread, train, url
-
-__all__ = ["made", "one_thread", "url"]  # fixtures of this file too
+from tests.peers.pairs import Made, Paused, Training, memory_free, train
 
 TOKEN = "a token that is long enough"
 
