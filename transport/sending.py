@@ -166,7 +166,8 @@ class Sending:
             link = await self._plane.link(want.generation)
             await asyncio.gather(*(self._piece(link, want.tag + n, data) for n, data in enumerate(cut(pieces, want.pieces))))
         except Exception as exc:  # whatever it was, the peer that waits for the chunk must hear of it
-            await self._plane.drop(link)
+            if link is not None or want.generation == self._plane.generation:  # else the link of the present is another's
+                await self._plane.drop(link)
             await self._gone(want, exc)
         else:
             self._sent.chunks += 1

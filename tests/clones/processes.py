@@ -29,7 +29,9 @@ from tests.forge import Forge, Job
 from tests.transport.stores import UID, MemoryStore
 from tests.transport.stores import chunks as chunks_of
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 2.0  # where it is waited for
+PATIENCE_S = 20.0  # where nothing is to be waited for, and a busy machine must not look like a silent peer
+AT_ONCE_S = 5.0  # far from what is waited for then, and enough for a busy machine
 MIB = 1 << 20
 PIECES = 24
 _FLOATS = MIB  # of 4 bytes each: a tensor is a chunk
@@ -167,7 +169,15 @@ Start = Callable[..., Served]
 
 
 def serve(
-    say: Say, orders: str, folder: str, seed: int, chunks: int, pace_s: float, token: str | None = None, twin_of: str | None = None
+    say: Say,
+    orders: str,
+    folder: str,
+    seed: int,
+    chunks: int,
+    pace_s: float,
+    token: str | None = None,
+    twin_of: str | None = None,
+    timeout_s: float = PATIENCE_S,
 ) -> None:
     """Capture a state, or take it over from another, and serve it; do as it is told."""
     if pace_s:
@@ -178,7 +188,7 @@ def serve(
         else:
             with datastates.connect(twin_of) as peer:
                 uid = peer.clone("main", repo=repo).state.uid
-        server = repo.serve("ucx://127.0.0.1:0", token=token, timeout_s=TIMEOUT_S)
+        server = repo.serve("ucx://127.0.0.1:0", token=token, timeout_s=timeout_s)
         say("serving", server.url, uid)
         for order in _orders(orders):
             match order:
@@ -233,7 +243,7 @@ def receive(say: Say, orders: str, url: str, chunks: int, at: int, number: int, 
 
     tensors = make(0, chunks)
     os.environ[near.SWITCH] = "0"
-    with datastates.connect(url, timeout_s=TIMEOUT_S) as peer:
+    with datastates.connect(url, timeout_s=PATIENCE_S) as peer:
         say("begins")
         try:
             peer.clone("main", into={"weights": tensors}, atomic=is_atomic, on_progress=on_progress)
@@ -262,7 +272,7 @@ def bounded(seconds: float) -> Iterator[None]:
 
 def serve_bytes(say: Say, seed: int) -> None:
     """Serve bytes without a repository, which begins faster, until it is killed."""
-    server = TransportServer(MemoryStore({UID: pieces_of(seed)}), "ucx://127.0.0.1:0", timeout_s=TIMEOUT_S)
+    server = TransportServer(MemoryStore({UID: pieces_of(seed)}), "ucx://127.0.0.1:0", timeout_s=PATIENCE_S)
     loop.run(server.start())
     say(server.url)
     threading.Event().wait()
@@ -289,7 +299,7 @@ def receive_until_killed(say: Say, url: str, seed: int, chunks: int) -> None:
     expected, mine = make(1, chunks), make(0, chunks)
     if delay_s is not None:
         threading.Timer(delay_s, die).start()
-    with datastates.connect(url, timeout_s=TIMEOUT_S) as peer:
+    with datastates.connect(url, timeout_s=PATIENCE_S) as peer:
         say("here")
         while True:
             for tensor in mine.values():

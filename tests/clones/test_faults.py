@@ -20,7 +20,20 @@ from datastates import Cancelled, Disconnected, Repository
 from datastates.errors import Dirty, InvalidInput, NotFound, Unauthorized, Unavailable
 from datastates.landing import ObjectsSink
 from datastates.transport.protocol import FIRST_FRAME_BYTES, MAGIC, PROTOCOL_VERSION, Hello, encode
-from tests.clones.processes import MIB, TIMEOUT_S, Receiver, Served, Start, bounded, eventually, make, quiet_config, same
+from tests.clones.processes import (
+    AT_ONCE_S,
+    MIB,
+    PATIENCE_S,
+    TIMEOUT_S,
+    Receiver,
+    Served,
+    Start,
+    bounded,
+    eventually,
+    make,
+    quiet_config,
+    same,
+)
 from tests.forge import Forge
 
 CHUNKS = 16
@@ -71,7 +84,7 @@ def fails_as_it_should(is_atomic: bool, mine: dict[str, torch.Tensor], seconds: 
 @pytest.mark.parametrize("is_atomic", [True, False])
 def test_a_killed_source_is_found_at_once(start: Start, is_atomic: bool) -> None:
     source, mine = start(pace_s=PACE_S), make(7, CHUNKS)
-    with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer, fails_as_it_should(is_atomic, mine, 1.0) as at:
+    with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer, fails_as_it_should(is_atomic, mine, AT_ONCE_S) as at:
         peer.clone("main", into={"weights": mine}, atomic=is_atomic, on_progress=at(4, lambda: source.signal(signal.SIGKILL)))
 
 
@@ -79,13 +92,13 @@ def test_a_killed_source_is_found_at_once(start: Start, is_atomic: bool) -> None
 def test_a_stopped_source_is_found_in_time_and_writes_nothing_when_it_goes_on(start: Start, is_atomic: bool) -> None:
     source, mine = start(pace_s=PACE_S), make(7, CHUNKS)
     with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer:
-        with fails_as_it_should(is_atomic, mine, TIMEOUT_S + 2) as at:
+        with fails_as_it_should(is_atomic, mine, TIMEOUT_S + AT_ONCE_S) as at:
             peer.clone("main", into={"weights": mine}, atomic=is_atomic, on_progress=at(4, lambda: source.signal(signal.SIGSTOP)))
         marker = torch.full((CHUNK // 4,), -1.0)
         for tensor in mine.values():
             tensor.copy_(marker)
         source.signal(signal.SIGCONT)
-        eventually(lambda: source.facts()["pins"] == "0", TIMEOUT_S + 2, source.facts)
+        eventually(lambda: source.facts()["pins"] == "0", AT_ONCE_S, source.facts)
         assert all(torch.equal(tensor, marker) for tensor in mine.values())
         peer.clone("main", into={"weights": mine}, atomic=is_atomic)
     assert same(mine, source.tensors)
@@ -95,7 +108,7 @@ def test_a_stopped_source_is_found_in_time_and_writes_nothing_when_it_goes_on(st
 def test_a_source_that_is_closed_says_so(start: Start, is_atomic: bool) -> None:
     source, mine = start(pace_s=0.05), make(7, CHUNKS)
     told = threading.Thread(target=source.ask, args=("close",))
-    with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer, fails_as_it_should(is_atomic, mine, 3.0) as at:
+    with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer, fails_as_it_should(is_atomic, mine, AT_ONCE_S) as at:
         peer.clone("main", into={"weights": mine}, atomic=is_atomic, on_progress=at(2, told.start))
     told.join()
     assert source.ask("facts")[4] == "pins=0"
@@ -110,19 +123,19 @@ def test_a_destination_that_takes_its_time_is_waited_for(start: Start, monkeypat
         return accept(self, index)
 
     monkeypatch.setattr(ObjectsSink, "accept", slow)
-    with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer, bounded(8):
+    with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer, bounded(1.5 * TIMEOUT_S + 2 * AT_ONCE_S):
         peer.clone("main", into={"weights": mine}, atomic=False)
     assert same(mine, source.tensors)
-    let_go(source, TIMEOUT_S)
+    let_go(source, AT_ONCE_S)
 
 
 def test_a_process_whose_transport_is_held_up_is_given_up_like_one_that_stopped(start: Start) -> None:
-    source, mine = start(pace_s=PACE_S), make(7, CHUNKS)
+    source, mine = start(pace_s=PACE_S, timeout_s=TIMEOUT_S), make(7, CHUNKS)
     pause = threading.Event()
     with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer:
-        with fails_as_it_should(True, mine, 2 * TIMEOUT_S + 2) as at:
+        with fails_as_it_should(True, mine, 2 * TIMEOUT_S + AT_ONCE_S) as at:
             peer.clone("main", into={"weights": mine}, atomic=True, on_progress=at(3, lambda: pause.wait(2 * TIMEOUT_S)))
-        let_go(source, TIMEOUT_S)
+        let_go(source, AT_ONCE_S)
         peer.clone("main", into={"weights": mine}, atomic=True)
     assert same(mine, source.tensors)
 
@@ -134,24 +147,24 @@ def let_go(source: Served, within_s: float) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_source_lets_go_of_a_receiver_that_died_or_stopped_and_serves_the_next(smith: Forge, start: Start, number: int) -> None:
-    source, mine = start(pace_s=PACE_S), make(7, CHUNKS)
+    source, mine = start(pace_s=PACE_S, timeout_s=TIMEOUT_S), make(7, CHUNKS)
     clone_once(source, mine)
-    eventually(lambda: source.facts()["peers"] == "0", TIMEOUT_S)
+    eventually(lambda: source.facts()["peers"] == "0", AT_ONCE_S)
     before = source.facts()
     with Receiver(smith, source, number, at=4) as receiver:
-        eventually(lambda: source.facts()["ever"] == "4", 2)
+        eventually(lambda: source.facts()["ever"] == "4", AT_ONCE_S)
         if number == signal.SIGKILL:
             assert receiver.wait() == -signal.SIGKILL
         let_go(source, TIMEOUT_S + 10)
         clone_once(source, mine)
-        eventually(lambda: source.facts()["peers"] == "0", TIMEOUT_S)
+        eventually(lambda: source.facts()["peers"] == "0", AT_ONCE_S)
     eventually(lambda: (facts := source.facts())["threads"] == before["threads"] and not facts["connections"], 5, source.facts)
 
 
 def clone_once(source: Served, mine: dict[str, torch.Tensor]) -> None:
     for tensor in mine.values():
         tensor.zero_()
-    with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer:
+    with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
         peer.clone("main", into={"weights": mine}, atomic=False)
     assert same(mine, source.tensors)
 
@@ -162,13 +175,15 @@ def clone_once(source: Served, mine: dict[str, torch.Tensor]) -> None:
 def test_a_wrong_token_is_refused(start: Start) -> None:
     source = start(token="a token of these tests")
     for token in ("another token of these", None):
-        with bounded(1.0), pytest.raises(Unauthorized):
-            datastates.connect(source.url, token=token, timeout_s=TIMEOUT_S)
-    with datastates.connect(source.url, token="a token of these tests", timeout_s=TIMEOUT_S) as peer:
+        with bounded(AT_ONCE_S), pytest.raises(Unauthorized):
+            datastates.connect(source.url, token=token, timeout_s=PATIENCE_S)
+    with datastates.connect(source.url, token="a token of these tests", timeout_s=PATIENCE_S) as peer:
         assert [ref.name for ref in peer.refs()] == ["main"]
     assert source.facts()["refused"] == "2"
 
 
+KNOCK_S = 4.0  # how long a handshake may take
+SOON_S = KNOCK_S / 2
 NOISE = random.Random(3).randbytes(100_000)
 HELLO = encode(Hello(MAGIC, PROTOCOL_VERSION, bytes(32)))
 
@@ -180,16 +195,16 @@ def framed(body: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("sent", "within_s"),
     [
-        pytest.param(framed(encode(Hello(MAGIC, PROTOCOL_VERSION + 1, bytes(32)))), 1.0, id="another version"),
-        pytest.param(framed(encode(Hello(b"another magic"[: len(MAGIC)], PROTOCOL_VERSION, bytes(32)))), 1.0, id="another protocol"),
-        pytest.param(framed(NOISE[:500]), 1.0, id="noise in a frame"),
-        pytest.param(NOISE, 1.0, id="noise"),
-        pytest.param(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", 1.0, id="another program"),
-        pytest.param(struct.pack(">I", FIRST_FRAME_BYTES + 1), 1.0, id="too long"),
-        pytest.param(struct.pack(">I", 0xFFFFFFFF), 1.0, id="far too long"),
-        pytest.param(framed(HELLO)[:-5], TIMEOUT_S + 1, id="half a frame"),
-        pytest.param(framed(HELLO), TIMEOUT_S + 1, id="half a handshake"),
-        pytest.param(b"", TIMEOUT_S + 1, id="nothing"),
+        pytest.param(framed(encode(Hello(MAGIC, PROTOCOL_VERSION + 1, bytes(32)))), SOON_S, id="another version"),
+        pytest.param(framed(encode(Hello(b"another magic"[: len(MAGIC)], PROTOCOL_VERSION, bytes(32)))), SOON_S, id="another protocol"),
+        pytest.param(framed(NOISE[:500]), SOON_S, id="noise in a frame"),
+        pytest.param(NOISE, SOON_S, id="noise"),
+        pytest.param(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", SOON_S, id="another program"),
+        pytest.param(struct.pack(">I", FIRST_FRAME_BYTES + 1), SOON_S, id="too long"),
+        pytest.param(struct.pack(">I", 0xFFFFFFFF), SOON_S, id="far too long"),
+        pytest.param(framed(HELLO)[:-5], KNOCK_S + 3, id="half a frame"),
+        pytest.param(framed(HELLO), KNOCK_S + 3, id="half a handshake"),
+        pytest.param(b"", KNOCK_S + 3, id="nothing"),
     ],
 )
 def test_what_is_no_peer_is_turned_away_and_the_server_goes_on(gate: Served, sent: bytes, within_s: float) -> None:
@@ -203,14 +218,14 @@ def test_what_is_no_peer_is_turned_away_and_the_server_goes_on(gate: Served, sen
         except ConnectionResetError:
             pass
         eventually(lambda: int(gate.facts()["refused"]) == before + 1, within_s)
-    with bounded(1.0), datastates.connect(gate.url, timeout_s=TIMEOUT_S) as peer:
+    with bounded(AT_ONCE_S), datastates.connect(gate.url, timeout_s=PATIENCE_S) as peer:
         assert peer.state("main").uid == gate.uid
 
 
 @pytest.fixture(scope="module")
 def gate(smith: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server for those who knock only."""
-    with Served(smith, tmp_path_factory.mktemp("gate"), chunks=1) as source:
+    with Served(smith, tmp_path_factory.mktemp("gate"), chunks=1, timeout_s=KNOCK_S) as source:
         yield source
 
 
@@ -220,11 +235,11 @@ def gate(smith: Forge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 def test_a_state_that_is_removed_while_it_is_cloned_was_pinned_and_comes_whole(start: Start) -> None:
     source, mine = start(pace_s=0.02), make(7, CHUNKS)
     told = threading.Thread(target=source.ask, args=("remove",))
-    with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer:
+    with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
         peer.clone("main", into={"weights": mine}, atomic=False, on_progress=at_chunk(2, told.start))
         told.join()
         assert same(mine, source.tensors)
-        with bounded(1.0), pytest.raises(Unavailable, match=source.uid[:10]):
+        with bounded(AT_ONCE_S), pytest.raises(Unavailable, match=source.uid[:10]):
             peer.clone("main", into={"weights": mine})
     assert same(mine, source.tensors)
 
@@ -242,7 +257,7 @@ def test_what_is_half_new_is_not_captured_until_another_clone_heals_it(start: St
     source, mine = start(pace_s=PACE_S), make(7, CHUNKS)
     run = repo.track(weights=mine, rng=False)
     run.capture().wait()
-    with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer, pytest.raises(Dirty):
+    with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer, pytest.raises(Dirty):
         peer.clone("main", into={"weights": mine}, atomic=False, on_progress=at_chunk(4, lambda: source.signal(signal.SIGKILL)))
     assert not same(mine, make(7, CHUNKS))
     with pytest.raises(Dirty):
@@ -254,10 +269,16 @@ def test_what_is_half_new_is_not_captured_until_another_clone_heals_it(start: St
 
 def test_of_two_sources_the_other_finishes_what_the_first_began(start: Start) -> None:
     first = start("first", pace_s=PACE_S)
-    second = start("second", pace_s=4 * PACE_S, twin_of=first.url)  # so that what comes before the kill comes from the first, too
-    mine = make(7, CHUNKS)
-    with datastates.connect([first.url, second.url], timeout_s=TIMEOUT_S) as peer, bounded(TIMEOUT_S + 2):
-        cloned = peer.clone(first.uid, into={"weights": mine}, atomic=False, on_progress=at_chunk(4, lambda: first.signal(signal.SIGKILL)))
+    second = start("second", pace_s=20 * PACE_S, twin_of=first.url)
+    mine, pending = make(7, CHUNKS), [first]
+
+    def kill_the_first_once_it_has_brought_something(done: int, total: int) -> None:
+        if pending and done > int(second.facts()["sent"]):
+            pending.pop().signal(signal.SIGKILL)
+
+    with datastates.connect([first.url, second.url], timeout_s=PATIENCE_S) as peer, bounded(AT_ONCE_S):
+        cloned = peer.clone(first.uid, into={"weights": mine}, atomic=False, on_progress=kill_the_first_once_it_has_brought_something)
+    assert not pending
     assert same(mine, first.tensors)
     assert cloned.bytes_moved == CHUNKS * CHUNK
     assert len(cloned.by_source) == 2
@@ -268,7 +289,7 @@ def test_what_was_verified_is_not_moved_again_by_a_resumed_clone(start: Start, i
     first = start("first", pace_s=PACE_S)
     second = start("second", twin_of=first.url)
     mine = make(7, CHUNKS)
-    with datastates.connect(first.url, timeout_s=TIMEOUT_S) as peer, fails_as_it_should(is_atomic, mine, 1.0) as at:
+    with datastates.connect(first.url, timeout_s=PATIENCE_S) as peer, fails_as_it_should(is_atomic, mine, AT_ONCE_S) as at:
         transfer = peer.begin_clone(
             first.uid, into={"weights": mine}, atomic=is_atomic, resumable=True, on_progress=at(6, lambda: first.signal(signal.SIGKILL))
         )
@@ -289,7 +310,7 @@ def test_what_was_verified_is_not_moved_again_by_a_resumed_clone(start: Start, i
 def test_what_a_repository_kept_of_a_clone_is_not_moved_again(start: Start, repo: Repository) -> None:
     first = start("first", pace_s=PACE_S)
     second = start("second", twin_of=first.url)
-    with datastates.connect(first.url, timeout_s=TIMEOUT_S) as peer:
+    with datastates.connect(first.url, timeout_s=PATIENCE_S) as peer:
         transfer = peer.begin_clone(first.uid, repo=repo, resumable=True, on_progress=at_chunk(6, lambda: first.signal(signal.SIGKILL)))
         with pytest.raises(Disconnected):
             transfer.wait()
@@ -323,13 +344,13 @@ def test_a_clone_can_be_cancelled_at_any_moment_and_begun_again(start: Start) ->
     source = start(pace_s=0.001)
     mine, old, theirs = make(7, CHUNKS), make(7, CHUNKS), source.tensors
     choose, outcomes = random.Random(11), []
-    with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer:
+    with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
         for number in range(30):
             is_atomic = number % 2 == 0
             transfer = peer.begin_clone("main", into={"weights": mine}, atomic=is_atomic)
             threading.Event().wait(choose.random() * 0.08 if number > 3 else 0.0)
             transfer.cancel()
-            with bounded(1.0):
+            with bounded(AT_ONCE_S):
                 try:
                     transfer.wait()
                     outcomes.append("done")
@@ -344,6 +365,6 @@ def test_a_clone_can_be_cancelled_at_any_moment_and_begun_again(start: Start) ->
                 assert same(mine, theirs)
                 for name, tensor in old.items():
                     mine[name].copy_(tensor)
-        eventually(lambda: (facts := source.facts())["peers"] == "1" and facts["pins"] == "0", TIMEOUT_S, source.facts)
+        eventually(lambda: (facts := source.facts())["peers"] == "1" and facts["pins"] == "0", AT_ONCE_S, source.facts)
     assert {"cancelled", "dirty"} <= set(outcomes) <= {"cancelled", "dirty", "done"}
-    let_go(source, TIMEOUT_S)
+    let_go(source, AT_ONCE_S)

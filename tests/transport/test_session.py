@@ -250,6 +250,36 @@ def test_who_resets_the_data_plane_makes_the_other_end_reset_it_too() -> None:
     run(test)
 
 
+def test_a_chunk_that_was_asked_for_before_the_data_plane_was_reset_does_not_reset_it_again() -> None:
+    """A slow source comes to it only when others are on their way over the new link."""
+
+    async def test(world: World) -> None:
+        gates = {1: asyncio.Event(), 2: asyncio.Event()}
+
+        async def before(index: int) -> None:
+            if index in gates:
+                await gates[index].wait()
+
+        world.store.before = before
+        async with session(world) as peer:
+            feed = await opened(peer)
+            given_up = asyncio.create_task(receive(feed, 1))
+            await until(lambda: world.server.sessions[0]._sending.running == 1)
+            given_up.cancel()
+            await asyncio.gather(given_up, return_exceptions=True)
+            assert await receive(feed, 0) == STATE[0]
+            wanted = asyncio.create_task(receive(feed, 2))
+            await until(lambda: world.server.sessions[0]._sending.running == 2)
+            gates[1].set()
+            await until(lambda: world.server.sessions[0]._sending.running == 1)
+            assert await receive(feed, 3) == STATE[3]
+            gates[2].set()
+            assert await wanted == STATE[2]
+            assert [link.aborted.is_set() for link in (*world.near.links, *world.far.links)] == [True, False, False]
+
+    run(test)
+
+
 # --- pushes -----------------------------------------------------------------------------------------------------------------
 
 
