@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from datastates.lineage import Database, NewState, Run, State, Status, clones, r
 from datastates.lineage.holders import Replica, replicas_of
 from datastates.lineage.states import Edge, EdgeKind
 from tests.lineage.test_runs import new_run
+from tests.lineage.test_walk import counted
 
 Grow = Callable[..., State]
 SOURCE = "ucx://10.0.0.2:4711"
@@ -218,7 +218,7 @@ def test_a_receiver_that_lets_go_leaves_the_other_replica_of_its_node(database: 
         assert replicas_of(session, state.uid) == [Replica(0, "memory", "here", "ok", 3, a.uid)]
 
 
-def test_ten_thousand_ancestors_are_imported_in_two_seconds(tmp_path: Path, other: Database, new_state: Callable[..., NewState]) -> None:
+def test_ten_thousand_ancestors_take_three_statements_each(other: Database, new_state: Callable[..., NewState]) -> None:
     states: list[State] = []
     for generation in range(10_000):
         new = new_state(step=generation, metrics={"loss": 1.0, "accuracy": 0.5})
@@ -242,10 +242,9 @@ def test_ten_thousand_ancestors_are_imported_in_two_seconds(tmp_path: Path, othe
                 bytes_new=0,
             )
         )
-    began = time.process_time()
-    assert take(other, states[::-1]) == 10_000
-    took = time.process_time() - began
+    with counted(other) as statements:
+        assert take(other, states[::-1]) == 10_000
 
     with other.read() as session:
         assert revision.resolve(session, f"{states[-1].uid}~9999").uid == states[0].uid
-    assert took < 2
+    assert len(statements) < 3.01 * 10_000

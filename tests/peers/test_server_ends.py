@@ -101,7 +101,7 @@ def pins(repo: Repository) -> int:
 
 def lasting() -> Counter[str]:
     """What is open in this process, and its threads by what they are for; pools that grow to a bound are left out."""
-    threads = [thread.name.split("_")[0] for thread in threading.enumerate() if not thread.name.startswith("asyncio")]
+    threads = [thread.name.split("_")[0] for thread in threading.enumerate() if not thread.name.startswith(("asyncio", "datastates-ucx_"))]
     return Counter(threads) + Counter(name for name in map(_open_file, os.listdir("/proc/self/fd")) if DATABASE not in name)
 
 
