@@ -22,6 +22,7 @@ SMALL_BY_NAME = re.compile(
     r"|^/dev/|^/proc/|^/sys/|^/tmp(/#\d+)?( \(deleted\))?$|^/tmp/\w{8}$"  # no file, or one that is gone at once
 )
 """What either side may open to write. UCX's segments in /dev/shm are memory that both map."""
+INTERRUPTED = " <unfinished ...>"
 
 
 @pytest.mark.slow
@@ -35,7 +36,7 @@ def test_the_one_that_clones_repeats_the_next_ten_losses_and_no_file_carries_the
     assert done.stdout.endswith("equal, bit for bit\n")
     if not log.exists():
         pytest.skip("the losses are equal; what was written was not looked at: there is no strace here, or it may trace nobody")
-    calls = log.read_text()
+    calls = _whole(log.read_text())
     ours, cloner = calls.split(None, 1)[0], next(line.split()[0] for line in calls.splitlines() if '"0x1.' in line)
     assert cloner != ours
     until_b_ended, after = re.split(rf"^{cloner} +\+\+\+ exited with 0 \+\+\+$", calls, maxsplit=1, flags=re.MULTILINE)
@@ -52,6 +53,24 @@ def watching(log: Path) -> list[str]:
         return []
     log.unlink()
     return command
+
+
+def _whole(calls: str) -> str:
+    """What strace wrote, with each call that another one interrupted in one line, where it ended."""
+    begun, lines = dict[str, str](), list[str]()
+    for line in calls.splitlines():
+        task = line.split(None, 1)[0]
+        if line.endswith(INTERRUPTED):
+            begun[task] = line.removesuffix(INTERRUPTED)
+        else:
+            lines.append(re.sub(r"^\d+ +<\.\.\. \w+ resumed>", lambda _, task=task: begun.pop(task), line))  # type: ignore[misc] # a default
+    return "\n".join(lines)
+
+
+def test_a_call_that_another_one_interrupts_is_put_together() -> None:
+    assert _whole('7 openat(AT_FDCWD, "a", O_RDWR <unfinished ...>\n8 +++ exited with 0 +++\n7 <... openat resumed>) = 3</a>') == (
+        '8 +++ exited with 0 +++\n7 openat(AT_FDCWD, "a", O_RDWR) = 3</a>'
+    )
 
 
 def _opened_to_write(calls: str) -> set[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
-from datastates.errors import DatastatesError, InvalidInput
+from datastates.errors import DatastatesError, Disconnected, InvalidInput
 
 from .contract import Link
 from .failures import revive
@@ -18,6 +20,16 @@ from .sending import WANTS
 __all__ = ["Feed", "Receiving"]
 
 _WORD_S = 0.1
+_TRIES = 4  # each over a link of its own
+_logger = logging.getLogger(__name__)
+
+
+class _Broken(Exception):
+    """The link broke; the chunk itself is well."""
+
+    def __init__(self, error: DatastatesError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Feed:
@@ -65,7 +77,7 @@ class Receiving:
     def __init__(self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float]) -> None:
         self._plane, self._post, self._clock = plane, post, clock
         self._room = asyncio.Semaphore(WANTS)
-        self._wanted: dict[int, asyncio.Future[None]] = {}
+        self._wanted: dict[int, asyncio.Future[Gone]] = {}
         self._tags, self._count = secrets.randbits(31) << 32, 0
         self._moved_at = clock()
         self._claimed = 0
@@ -77,37 +89,50 @@ class Receiving:
         return self._clock() - self._moved_at if self._wanted else 0.0
 
     async def chunk(self, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
-        """Receive a chunk: first the receives are posted, then the peer is asked."""
+        """Receive a chunk: first the receives are posted, then the peer is asked.
+
+        A link that breaks while the session stands is no reason to fail: the chunk is asked for again over a new one. UCX may take down
+        a new connection together with one that either end closes at that moment.
+        """
         if len(buffers) > PIECES:
             raise InvalidInput(f"chunk {index} is to be received in {len(buffers)} pieces: at most {PIECES} can be asked for")
         async with self._room:
-            link = await self._plane.link()
-            tag = self._take_tags(len(buffers))
-            gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            posted = [asyncio.create_task(self._piece(link, tag + n, buffer)) for n, buffer in enumerate(buffers)]
-            if not self._wanted:
-                self._moved_at = self._clock()
-            self._wanted[tag] = gone
-            want = Want(handle, index, tag, tuple(buffer.nbytes for buffer in buffers), self._plane.generation)
-            self.bytes_wanted += sum(want.pieces)
-            try:
-                await asyncio.sleep(0)  # every receive runs up to where it waits: it is posted
-                await self._post(want)
-                await _first_error(posted, gone)
-            except BaseException:
-                await self._take_back(link, posted)
-                raise
-            finally:
-                del self._wanted[tag]
-                if not gone.cancel() and not gone.cancelled():
-                    gone.exception()  # looked at, even if every byte was here already
+            for left in reversed(range(_TRIES)):
+                link = await self._plane.link()
+                try:
+                    await self._receive(link, handle, index, buffers)
+                except _Broken as broken:
+                    if not left:
+                        raise broken.error from None
+                    _logger.info("chunk %d is asked for again over a new link: %s", index, broken.error)
+                else:
+                    return
+
+    async def _receive(self, link: Link, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
+        tag = self._take_tags(len(buffers))
+        gone: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
+        posted = [asyncio.create_task(self._piece(link, tag + n, buffer)) for n, buffer in enumerate(buffers)]
+        if not self._wanted:
+            self._moved_at = self._clock()
+        self._wanted[tag] = gone
+        want = Want(handle, index, tag, tuple(buffer.nbytes for buffer in buffers), self._plane.generation)
+        self.bytes_wanted += sum(want.pieces)
+        try:
+            await asyncio.sleep(0)  # every receive runs up to where it waits: it is posted
+            await self._post(want)
+            await _first_error(posted, gone)
+        except BaseException:
+            await self._take_back(link, posted)
+            raise
+        finally:
+            del self._wanted[tag]
 
     def gone(self, message: Gone) -> None:
         """The peer will not send a chunk."""
         self._plane.follow(message.generation)
         gone = self._wanted.get(message.tag)
         if gone is not None and not gone.done():
-            gone.set_exception(revive(message.failure))
+            gone.set_result(message)
 
     def claim(self, sent: int) -> bool:
         """The peer says how much it has sent: False if it cannot be true. What is under way counts as progress."""
@@ -137,17 +162,26 @@ class Receiving:
             await asyncio.gather(*posted, return_exceptions=True)
 
 
-async def _first_error(posted: Sequence[asyncio.Task[None]], gone: asyncio.Future[None]) -> None:
+async def _first_error(posted: Sequence[asyncio.Task[None]], gone: asyncio.Future[Gone]) -> None:
     """Wait until every piece is here, or one fails, or the peer says that they will not come."""
-    waiting: set[asyncio.Future[None]] = {*posted, gone}
+    waiting: set[asyncio.Future[Any]] = {*posted, gone}
     while not all(task.done() for task in posted):
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if gone not in done and any(future.exception() is not None for future in done):
             await asyncio.wait({gone}, timeout=_WORD_S)  # the peer's own word says more than a broken link
         if gone.done():
-            gone.result()
+            error = revive(gone.result().failure)
+            raise _Broken(error) if gone.result().is_link else error
         for future in done:
-            future.result()
+            _look(future)
         waiting -= done
     for task in posted:
-        task.result()
+        _look(task)
+
+
+def _look(piece: asyncio.Future[None]) -> None:
+    """Raise what became of a piece."""
+    try:
+        piece.result()
+    except Disconnected as exc:
+        raise _Broken(exc) from exc

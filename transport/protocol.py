@@ -341,11 +341,14 @@ class Want(Struct, frozen=True, tag=True):
 
 
 class Gone(Struct, frozen=True, tag=True):
-    """The chunk that was wanted on ``tag`` will not come. Both sides then reset the data plane: nothing is left on its way."""
+    """The chunk that was wanted on ``tag`` will not come. Both sides then reset the data plane: nothing is left on its way.
+
+    ``is_link`` says that only the way there broke: the chunk may be asked for again."""
 
     tag: _Tag
     failure: Failure
     generation: _Count = 0
+    is_link: bool = False
 
 
 class Took(Struct, frozen=True, tag=True):

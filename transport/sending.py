@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from datastates.errors import Closed, Corrupt, DatastatesError, InvalidInput, PeerFault
+from datastates.errors import Closed, Corrupt, DatastatesError, Disconnected, InvalidInput, PeerFault
 
 from .contract import Link
 from .failures import describe
@@ -161,14 +161,20 @@ class Sending:
 
     async def _send(self, held: _Held, want: Want) -> None:
         link: Link | None = None
+        is_read = False
         try:
             pieces = _checked(await held.source.chunk(want.index), held, want.index)
+            is_read = True
             link = await self._plane.link(want.generation)
             await asyncio.gather(*(self._piece(link, want.tag + n, data) for n, data in enumerate(cut(pieces, want.pieces))))
-        except Exception as exc:  # whatever it was, the peer that waits for the chunk must hear of it
-            if link is not None or want.generation == self._plane.generation:  # else the link of the present is another's
+        except asyncio.CancelledError:
+            if link is not None:  # the pieces may still be under way on it; the link of the present may be another's
                 await self._plane.drop(link)
-            await self._gone(want, exc)
+            raise
+        except Exception as exc:  # whatever it was, the peer that waits for the chunk must hear of it
+            if link is not None or want.generation == self._plane.generation:
+                await self._plane.drop(link)
+            await self._gone(want, exc, is_link=is_read and isinstance(exc, Disconnected))
         else:
             self._sent.chunks += 1
             self._sent.states[held.uid] += sum(want.pieces)
@@ -185,16 +191,15 @@ class Sending:
         self.bytes += data.nbytes
         self._sent.bytes += data.nbytes
 
-    async def _gone(self, want: Want, error: BaseException) -> None:
+    async def _gone(self, want: Want, error: BaseException, *, is_link: bool = False) -> None:
         with suppress(DatastatesError):  # the session is over: nobody waits any more
-            await self._post(Gone(want.tag, describe(error), self._plane.generation))
+            await self._post(Gone(want.tag, describe(error), self._plane.generation, is_link))
 
     async def _close(self, held: _Held) -> None:
         if held.sends:
             for task in held.sends:
                 task.cancel()
             await asyncio.wait(held.sends)
-            await self._plane.drop()  # a cancelled send may still be under way on it
         try:
             await surely(asyncio.ensure_future(asyncio.to_thread(held.source.close)))
         except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
@@ -9,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -282,6 +283,30 @@ def test_of_two_sources_the_other_finishes_what_the_first_began(start: Start) ->
     assert same(mine, first.tensors)
     assert cloned.bytes_moved == CHUNKS * CHUNK
     assert len(cloned.by_source) == 2
+
+
+@pytest.mark.parametrize("is_atomic", [True, False])
+def test_a_data_connection_that_breaks_is_made_anew(start: Start, is_atomic: bool) -> None:
+    source, mine, broken = start(pace_s=PACE_S), make(7, CHUNKS), list[int]()
+    with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer, bounded(AT_ONCE_S):
+        on_progress = at_chunk(4, lambda: broken.append(break_data_connections(source)))
+        cloned = peer.clone("main", into={"weights": mine}, atomic=is_atomic, on_progress=on_progress)
+    assert broken[0] > 0
+    assert same(mine, source.tensors)
+    assert cloned.bytes_moved == CHUNKS * CHUNK
+
+
+def break_data_connections(source: Served) -> int:
+    """Shut down every connection of this process but those of the source's own protocol; how many that were."""
+    control, count = int(source.url.rpartition(":")[2]), 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one that lists them; one that is not connected
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family != socket.AF_UNIX and connection.getpeername()[1] != control:
+                        connection.shutdown(socket.SHUT_RDWR)
+                        count += 1
+    return count
 
 
 @pytest.mark.parametrize("is_atomic", [True, False])

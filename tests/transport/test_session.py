@@ -140,18 +140,80 @@ def test_a_state_that_is_released_while_it_is_sent_is_closed_only_when_nothing_r
     run(test)
 
 
-def test_a_broken_link_fails_its_chunks_and_the_next_one_is_made_anew() -> None:
+@pytest.mark.parametrize("end", ["near", "far"])
+def test_chunks_whose_link_breaks_come_over_a_new_one(end: str) -> None:
     async def test(world: World) -> None:
         world.far.hold.clear()
         async with session(world) as peer:
             feed = await opened(peer)
             tasks = [asyncio.create_task(receive(feed, n)) for n in range(3)]
             await until(lambda: len(world.near.posted) == 3 and bool(world.far.links))
-            await world.far.links[0].abort()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(each, Disconnected) for each in results)
+            await getattr(world, end).links[0].abort()
+            await until(lambda: len(world.near.links) == 2)
+            world.far.hold.set()
+            assert await asyncio.gather(*tasks) == STATE[:3]
+            assert [len(transport.links) for transport in (world.near, world.far)] == [2, 2]
+
+    run(test)
+
+
+def test_a_chunk_whose_link_breaks_every_time_fails() -> None:
+    async def test(world: World) -> None:
+        world.far.hold.clear()
+        async with session(world) as peer:
+            feed = await opened(peer)
+            task = asyncio.create_task(receive(feed, 0))
+            for count in range(1, 5):
+                await until(lambda count=count: len(world.near.posted) == len(world.far.links) == count)  # type: ignore[misc] # a default
+                await world.near.links[-1].abort()
+            with pytest.raises(Disconnected, match="aborted"):
+                await task
             world.far.hold.set()
             assert await receive(feed, 0) == STATE[0]
+
+    run(test)
+
+
+def test_a_source_whose_upstream_is_gone_is_asked_once() -> None:
+    asked = []
+
+    def fail(index: int) -> None:
+        asked.append(index)
+        raise Disconnected("the one before it is gone")
+
+    async def test(world: World) -> None:
+        world.store.before = fail
+        async with session(world) as peer:
+            feed = await opened(peer)
+            with pytest.raises(Disconnected, match="before it is gone"):
+                await receive(feed, 1)
+            assert asked == [1]
+
+    run(test)
+
+
+def test_a_state_that_is_released_before_its_chunk_was_read_leaves_the_link_to_the_others() -> None:
+    never = asyncio.Event()
+
+    async def before(index: int) -> None:
+        if index == 1:
+            await never.wait()
+
+    async def test(world: World) -> None:
+        world.store.before = before
+        async with session(world) as peer:
+            one, other = await opened(peer), await opened(peer)
+            given_up = asyncio.create_task(receive(one, 1))
+            await until(lambda: world.server.sessions[0]._sending.running == 1)
+            given_up.cancel()
+            await asyncio.gather(given_up, return_exceptions=True)
+            world.far.hold.clear()
+            wanted = asyncio.create_task(receive(other, 2))
+            await until(lambda: len(world.far.links) == 1)
+            await one.close()
+            world.far.hold.set()
+            assert await wanted == STATE[2]
+            assert [link.aborted.is_set() for link in (*world.near.links, *world.far.links)] == [True, False, False]
 
     run(test)
 
@@ -424,7 +486,7 @@ def test_a_receiver_that_takes_nothing_is_cut_off_and_its_pins_go() -> None:
             await opened(peer)
             await peer._post(Want(0, 0, 1, (CHUNK,)))
             await peer.wait_closed()
-            assert world.store.opened[0].is_closed.wait(5)
+            assert await asyncio.to_thread(world.store.opened[0].is_closed.wait, 5)
 
     run(test, timeout_s=0.3)
 
