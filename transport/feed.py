@@ -54,7 +54,7 @@ class Feed:
         The bytes are not checked: the digest is for the caller to compare.
 
         :raises DatastatesError: what kept the peer from sending it.
-        :raises Disconnected: the session is over, or nothing came for its ``timeout_s``.
+        :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link broke each of four times.
         """
         wanted = sum(buffer.nbytes for buffer in buffers)
         if index >= len(self.lengths) or wanted != self.lengths[index]:

@@ -159,16 +159,23 @@ def test_chunks_whose_link_breaks_come_over_a_new_one(end: str) -> None:
 
 def test_a_chunk_whose_link_breaks_every_time_fails() -> None:
     async def test(world: World) -> None:
-        world.far.hold.clear()
+        near, far = world.near, world.far
+
+        def is_asked_for_anew() -> bool:
+            return len(near.posted) == len(far.links) == len(near.links) and not near.links[-1].aborted.is_set()
+
+        far.hold.clear()
         async with session(world) as peer:
             feed = await opened(peer)
             task = asyncio.create_task(receive(feed, 0))
-            for count in range(1, 5):
-                await until(lambda count=count: len(world.near.posted) == len(world.far.links) == count)  # type: ignore[misc] # a default
-                await world.near.links[-1].abort()
+            await until(lambda: bool(near.links))
+            for _ in range(4):
+                await until(is_asked_for_anew)
+                await near.links[-1].abort()
             with pytest.raises(Disconnected, match="aborted"):
                 await task
-            world.far.hold.set()
+            assert len(near.links) == 4
+            far.hold.set()
             assert await receive(feed, 0) == STATE[0]
 
     run(test)
