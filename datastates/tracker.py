@@ -7,13 +7,14 @@ import os
 import secrets
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self, SupportsFloat, TypeVar
 
 import msgspec
 
-from . import dirty
+from . import dirty, values
 from .capture.fence import Fence
 from .capture.handle import Capture
 from .capture.plan import Plan, compile_plan
@@ -117,7 +118,7 @@ class Tracker:
     def capture(
         self,
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         step: int | None = None,
         message: str | None = None,
         attributes: Mapping[str, Value] | None = None,
@@ -126,8 +127,10 @@ class Tracker:
 
         What the tracked optimizers alone change is copied in the background while training goes on, and their next ``step``
         waits for it; all else is copied before this returns. Metrics may be numbers or 0-d tensors (reading one from a GPU waits
-        for it). Blocks only when the arena has no room and ``back_pressure`` is not ``skip``.
+        for it). Blocks only when the arena has no room and ``back_pressure`` is not ``skip``. An argument that is refused leaves all
+        as it was; whatever else is raised, the step has been counted: the training made it.
 
+        :raises InvalidInput: an argument cannot be recorded; names it.
         :raises Torn: (or another error of the background) an earlier capture failed; this one was not taken.
         :raises Dirty: a clone into what is tracked did not end.
         :raises OverBudget: a state does not fit ``memory_bytes``.
@@ -135,12 +138,10 @@ class Tracker:
         :raises Closed: the tracker was closed, or this is a forked child.
         """
         self._check_usable()
+        noted = _Noted.of(metrics, attributes, message)
+        self.micro_step = values.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
+        self.step = self._step_of(step)
         self._raise_background_error()
-        if step is not None:
-            self.step = step
-        elif not self._is_driven:
-            self.step += 1
-        staged_metrics = {key: float(value) for key, value in (metrics or {}).items()}
         tree = {**self._adapted.tree(), **self.values}
         flat = flatten(tree, self._plan.flat if self._plan is not None else None, self._adapted.lasting)
         if dirty.is_any():
@@ -160,9 +161,9 @@ class Tracker:
                 step=self.step,
                 micro_step=self.micro_step,
                 created_at=datetime.now(UTC),
-                message=message,
-                metrics=staged_metrics,
-                attributes=_checked(attributes or {}),
+                message=noted.message,
+                metrics=noted.metrics,
+                attributes=noted.attributes,
             )
             job = staged.job = CopyJob(plan, slots, on_done=lambda _: None)
         except BaseException:
@@ -277,6 +278,12 @@ class Tracker:
         self._plan = None
         return self.report
 
+    def _step_of(self, given: int | None) -> int:
+        """Where the training stands: as it says itself, or one step on unless ``steps`` counts."""
+        if given is not None:
+            return values.step(given)
+        return values.step(values.integer(self.step, "run.step") + (not self._is_driven), "run.step")
+
     def _plan_for(self, flat: Flat) -> Plan:
         if self._plan is not None and self._plan.refresh(flat):
             return self._plan
@@ -308,9 +315,15 @@ class Tracker:
             raise InvalidInput("captures are taken on the training thread, not from callbacks of the engine")
 
 
-def _checked(attributes: Mapping[str, Value]) -> dict[str, Value]:
-    """A copy, for the background: what cannot be recorded is refused here, where the caller is."""
-    for key, value in attributes.items():
-        if isinstance(value, int) and not -(2**63) <= value < 2**64:
-            raise InvalidInput(f"attribute {key!r} is {value}, which has more than 64 bits: record it as text")
-    return dict(attributes)
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What a capture says of its state, in copies for the background: what cannot be recorded is refused here, where the caller is."""
+
+    metrics: dict[str, float]
+    attributes: dict[str, Value]
+    message: str | None
+
+    @classmethod
+    def of(cls, metrics: object, attributes: object, message: object) -> Self:
+        said = None if message is None else values.text(message, "message")
+        return cls(values.metrics(metrics), values.attributes(attributes), said)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import bindparam, delete, insert, select
 
+from datastates import values
 from datastates.errors import InvalidInput
 
 from .lookup import state, unknown
-from .record import _KEY_LENGTH, _attribute_row, _text
+from .record import _attribute_row
 from .schema import AttributeRow, StateRow, table
 from .states import State, Value
 
@@ -33,8 +34,7 @@ def annotate(session: Session, uid: str, attributes: Mapping[str, Value]) -> Sta
     :raises InvalidInput: a name or a value cannot be stored, or there are too many.
     """
     for key in attributes:
-        if not 0 < len(_text(key)) <= _KEY_LENGTH:
-            raise InvalidInput(f"{key!r} cannot name an attribute: give it 1 to {_KEY_LENGTH} characters")
+        values.key(key, "the name of an attribute")
     rows = [_attribute_row(key, value) for key, value in attributes.items() if value is not None]
     id_ = session.execute(_LOCK_STATE, {"uid": uid}).scalar()
     if id_ is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, bindparam, exc, insert, literal, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from datastates import values
 from datastates.errors import Conflict, InvalidInput, NotFound
 
 from .lookup import ids_of
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["evict", "mark", "packs_of", "record"]
 
 _UID = re.compile(r"[0-9a-f]{24}")
-_KEY_LENGTH = 255
 _EXACT_INT = 2**53  # floats are exact up to here
 
 
@@ -92,9 +92,8 @@ def _check(new: NewState) -> None:
     if not _UID.fullmatch(new.uid):
         raise InvalidInput(f"{new.uid!r} is no uid: it must have 24 lower-case hex digits")
     for key in (*new.metrics, *new.attributes):
-        if not 0 < len(_text(key)) <= _KEY_LENGTH:
-            raise InvalidInput(f"{key!r} cannot name a metric or an attribute: give it 1 to {_KEY_LENGTH} characters")
-    _text(new.message or "")
+        values.key(key, "the name of a metric or an attribute")
+    values.text(new.message or "", "message")
     if len({(edge.parent, edge.kind) for edge in new.edges}) < len(new.edges):
         raise InvalidInput(f"{new.uid} names a further parent twice in the same way: name each once")
     if not -(2**63) <= new.step < 2**63:
@@ -140,7 +139,7 @@ def _jump(place: Any) -> tuple[int, int | None, int | None]:
 def _insert_state(
     connection: Connection, new: NewState, place: Any, generation: int, jump_id: int | None, jump_step: int | None, created_us: int
 ) -> int:
-    values = {
+    row = {
         "uid": new.uid,
         "digest": new.digest,
         "parent_id": place.parent_id,
@@ -158,7 +157,7 @@ def _insert_state(
         "message": new.message,
     }
     try:
-        inserted: Any = connection.execute(_INSERT_STATE, values)
+        inserted: Any = connection.execute(_INSERT_STATE, row)
     except exc.IntegrityError as error:
         raise Conflict(f"there is a state {new.uid} already: every capture needs a uid of its own") from error
     return int(inserted.inserted_primary_key[0])
@@ -189,7 +188,7 @@ def _attribute_row(key: str, value: Value) -> dict[str, object]:
     type_, number, text = "none", None, None
     match value:
         case str():
-            type_, text = "str", _text(value)
+            type_, text = "str", values.text(value, f"attribute {key!r}")
         case bool():
             type_, number = "bool", float(value)
         case int():
@@ -203,13 +202,6 @@ def _attribute_row(key: str, value: Value) -> dict[str, object]:
     return {"key": key, "type": type_, "number": number, "text": text}
 
 
-def _text(value: str) -> str:
-    """The text itself, when both databases can store it."""
-    if "\x00" in value or (not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value)):
-        raise InvalidInput(f"{value!r} cannot be stored: it holds a NUL or half a character")
-    return value
-
-
 def _nearest_float(value: int) -> float:
     try:
         return float(value)
@@ -220,8 +212,8 @@ def _nearest_float(value: int) -> float:
 def _advance(connection: Connection, branch: str, place: Any, id_: int, created_us: int) -> None:
     """The branch goes from the parent to the new state, or nothing is recorded at all."""
     if place.ref_kind is None:
-        values = {"name": branch, "kind": RefKind.BRANCH.value, "state_id": id_, "version": 1, "message": None}
-        done: Any = connection.execute(_MAKE_BRANCH[connection.dialect.name], values)
+        row = {"name": branch, "kind": RefKind.BRANCH.value, "state_id": id_, "version": 1, "message": None}
+        done: Any = connection.execute(_MAKE_BRANCH[connection.dialect.name], row)
     else:
         done = connection.execute(_MOVE_BRANCH, {"ref": branch, "old": place.head_id, "new": id_})
     if done.rowcount != 1:

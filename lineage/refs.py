@@ -13,6 +13,7 @@ from sqlalchemy import Select, bindparam, func, insert, select, update
 from sqlalchemy import delete as sql_delete
 from sqlalchemy.dialects import postgresql, sqlite
 
+from datastates import values
 from datastates.errors import Conflict, InvalidInput, NotFound
 
 from .lookup import id_of
@@ -37,7 +38,7 @@ def check_name(name: str) -> str:
 
     :raises InvalidInput: it may not; says why, and proposes one that may.
     """
-    problem = _problem(name)
+    problem = _problem(values.text(name, "the name of a branch or a tag"))
     if problem:
         raise InvalidInput(f"{name!r} cannot name a branch or a tag: {problem}; {_propose(name)!r} would do")
     return name
@@ -123,18 +124,17 @@ def last_event(session: Session) -> int:
 
 def log_event(session: Session, name: str, kind: RefKind, old: int | None, new: int | None, reason: str) -> None:
     """Append to the reflog, by row ids; whoever changes a ref calls this in the same transaction."""
-    values = {"name": name, "kind": kind.value, "old_id": old, "new_id": new, "reason": reason, "created_at": to_us(None)}
-    session.execute(_LOG, values)
+    row = {"name": name, "kind": kind.value, "old_id": old, "new_id": new, "reason": reason, "created_at": to_us(None)}
+    session.execute(_LOG, row)
 
 
 def _make(session: Session, ref: Ref, reason: str) -> Ref:
     check_name(ref.name)
-    if "\x00" in (ref.message or ""):
-        raise InvalidInput(f"the message of {ref.name!r} holds a NUL, which no database stores: leave it out")
+    values.text(ref.message or "", f"the message of {ref.name!r}")
     id_ = id_of(session, ref.state)
     dialect = session.get_bind().dialect.name
-    values = {"name": ref.name, "kind": ref.kind.value, "state_id": id_, "version": ref.version, "message": ref.message}
-    if _changed(session.execute(_INSERT[dialect], values)) != 1:
+    row = {"name": ref.name, "kind": ref.kind.value, "state_id": id_, "version": ref.version, "message": ref.message}
+    if _changed(session.execute(_INSERT[dialect], row)) != 1:
         found = get(session, ref.name)
         raise Conflict(
             f"{found.kind} {ref.name!r} already names {found.state}: choose another name,"

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 
 from datastates.digest import decode, encode
-from datastates.errors import Closed, Corrupt, InvalidInput, NotFound, Unavailable
+from datastates.errors import Closed, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.manifest import Manifest
 
 from .files import (
@@ -72,6 +72,7 @@ class LocalTier(Tier):
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
         """Write a state; on return it is durable.
 
+        :raises Unsupported: its manifest holds what could not be read again.
         :raises Unavailable: the disk is full or fails; nothing of the state is left.
         """
         self._check_open()
@@ -189,6 +190,7 @@ class LocalTier(Tier):
 
     def _write(self, plan: PutPlan, payload: Payload, file: Temporary) -> bool:
         """Write pack and manifest and commit them; False when a pack that the plan refers to was removed meanwhile."""
+        encoded = _readable(plan.manifest)
         with ExitStack() as stack:
             pack = None
             if plan.layout is not None:
@@ -198,19 +200,19 @@ class LocalTier(Tier):
                 self._on_step("pack-written")
             try:
                 with locked(self.root, is_shared=True):
-                    return self._commit(plan, pack, file)
+                    return self._commit(plan, encoded, pack, file)
             except BaseException:
                 self._undo(plan, file)
                 raise
 
-    def _commit(self, plan: PutPlan, pack: Temporary | None, file: Temporary) -> bool:
+    def _commit(self, plan: PutPlan, encoded: bytes, pack: Temporary | None, file: Temporary) -> bool:
         """Runs under the shared lock: what is referred to is not removed before the manifest says so."""
         if not all(_is_there(self.root / info.name, info.size) for info in plan.borrowed):
             return False
         if pack is not None:
             pack.commit()
             self._on_step("pack-renamed")
-        write_file(file.fd, encode(plan.manifest))
+        write_file(file.fd, encoded)
         self._on_step("manifest-written")
         file.commit()
         self._on_step("manifest-renamed")
@@ -255,6 +257,17 @@ class LocalTier(Tier):
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed(f"the tier at {self.root} is closed: open the repository again")
+
+
+def _readable(manifest: Manifest) -> bytes:
+    """The manifest as bytes that were read back: what cannot be read again is not to be called durable."""
+    uid = manifest.origin.uid
+    try:
+        encoded = encode(manifest)
+        decode(encoded, source=f"the manifest of state {uid}")
+    except (Corrupt, TypeError, ValueError, OverflowError) as exc:
+        raise Unsupported(f"state {uid} was not written, because it could not be read again: {exc}") from exc
+    return encoded
 
 
 def _is_there(path: Path, size: int) -> bool:

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -146,7 +146,7 @@ class Job:
             if self._done == epoch:
                 raise InvalidInput(f"epoch {epoch} of variant {self.variant.name!r} was not reported: end each with job.report(...)")
 
-    def report(self, **metrics: float) -> Capture:
+    def report(self, **metrics: SupportsFloat) -> Capture:
         """The epoch is over: capture the state with its metrics. The last one reported is the variant's result.
 
         :raises InvalidInput: nothing is tracked yet, or more epochs are reported than the plan has.

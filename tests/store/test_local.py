@@ -8,15 +8,17 @@ import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from datastates.digest import encode
-from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.manifest import CHUNK_BYTES
 from datastates.store.local import LocalTier
-from datastates.store.tier import Tier
+from datastates.store.tier import Payload, Tier
 from datastates.testing import fail_at
 from tests.store.build import chunks_of, numbers, payload, small, stream
 from tests.store.suite import TierSuite
@@ -139,6 +141,19 @@ def test_a_step_that_fails_leaves_nothing(tmp_path: Path, step: str, error: Base
     assert tier.put(small("s", 2, 3), base=base).bytes_new == 100
     with tier.open("s") as reader:
         assert stream(reader) == chunks_of(small("s", 2, 3))
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [{"step": 0.5}, {"step": -1}, {"metrics": {"loss": "low"}}, {"attributes": {"a": [1]}}, {"message": b"\xff"}, {"message": "\ud800"}],
+    ids=str,
+)
+def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path: Path, origin: dict[str, Any]) -> None:
+    tier, given = LocalTier(tmp_path), small("ab", 1)
+    manifest = replace(given.manifest, origin=replace(given.manifest.origin, **origin))
+    with pytest.raises(Unsupported, match="state ab was not written, because it could not be read again"):
+        tier.put(Payload(manifest, given.chunks))
+    assert files(tmp_path) == set()
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -1,0 +1,276 @@
+"""Values that a user gives, as the exact plain values that a database and a manifest hold; or a refusal that says what would do.
+
+Each function takes the value and ``what`` it is, for the message: ``metric 'loss'``. NumPy's numbers and tensors or arrays of one
+element are taken as the number that they hold, subclasses of ``str``, ``int`` and ``float`` as what they are underneath: what is
+returned is of Python's own types. Neither torch nor NumPy is imported for that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from datetime import UTC, date, datetime
+from enum import Enum
+from pathlib import PurePath
+from typing import TypeVar
+
+from .errors import InvalidInput
+
+__all__ = [
+    "KEY_LENGTH",
+    "attributes",
+    "choice",
+    "flag",
+    "integer",
+    "key",
+    "metrics",
+    "number",
+    "path",
+    "patterns",
+    "plain",
+    "seconds",
+    "shown",
+    "step",
+    "text",
+]
+
+KEY_LENGTH = 255
+"""So many characters may the name of a metric or an attribute have."""
+
+Plain = str | int | float | bool | None
+_EXACT = frozenset({str, int, float, bool, type(None)})
+_STEPS = 2**63
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+def metrics(given: object) -> dict[str, float]:
+    """Metrics by name; None is none.
+
+    :raises InvalidInput: a name or a value cannot be stored; names it.
+    """
+    return {name: number(value, f"metric {name!r}") for name, value in _named(given, "metrics", "{'loss': 0.5}")}
+
+
+def attributes(given: object) -> dict[str, Plain]:
+    """Attributes by name; None is none.
+
+    :raises InvalidInput: a name or a value cannot be stored; names it.
+    """
+    return {name: plain(value, f"attribute {name!r}") for name, value in _named(given, "attributes", "{'seed': 1}")}
+
+
+def plain(value: object, what: str) -> Plain:
+    """A text, a number, True, False or None.
+
+    A member of an Enum is its value, a path its text, a date its ISO form (a time with a zone in UTC, so that texts sort as times do).
+
+    :raises InvalidInput: it is none of these, or does not fit a database: NUL, half a character, more than 64 bits.
+    """
+    found = value if type(value) in _EXACT else _plain(value, what)
+    if isinstance(found, str):
+        return text(found, what)
+    if isinstance(found, bool) or found is None:
+        return found
+    if isinstance(found, int):
+        if not -(2**63) <= found < 2**64:
+            raise InvalidInput(f"{what} is {shown(found)}, which has more than 64 bits: record it as text")
+        return int.__int__(found)
+    if isinstance(found, float):
+        return float.__float__(found)
+    raise InvalidInput(f"{what} is {shown(value)}: store a text, a number, True, False or None")
+
+
+def number(value: object, what: str) -> float:
+    """A number; NaN and infinity are numbers too.
+
+    :raises InvalidInput: it is none.
+    """
+    if type(value) is float:
+        return value
+    found = _held(value)
+    try:
+        if not isinstance(found, str | bytes | bytearray) and (hasattr(type(found), "__float__") or hasattr(type(found), "__index__")):
+            return float.__float__(float(found))  # type: ignore[arg-type]  # it says that it can
+    except Exception as exc:
+        raise InvalidInput(
+            f"{what} is {shown(value)}, which is no number ({type(exc).__name__}: {exc}): give one, or leave it out"
+        ) from exc
+    raise InvalidInput(f"{what} is {shown(value)}, which is no number: give one, or leave it out")
+
+
+def integer(value: object, what: str, *, least: int | None = None, most: int | None = None) -> int:
+    """A whole number; ``2.0`` is one, ``True`` is none.
+
+    :raises InvalidInput: it is none, or out of bounds.
+    """
+    found = _held(value)
+    if isinstance(found, float) and found.is_integer():
+        found = int(found)
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise InvalidInput(f"{what} is {shown(value)}: give a whole number")
+    found = int.__int__(found)
+    if (least is not None and found < least) or (most is not None and found > most):
+        bounds = f"at least {least}" if most is None else f"at most {most}" if least is None else f"from {least} to {most}"
+        raise InvalidInput(f"{what} is {shown(found)}: it must be {bounds}")
+    return found
+
+
+def step(value: object, what: str = "step") -> int:
+    """A count of steps.
+
+    :raises InvalidInput: it is no whole number, is negative or does not fit 64 bits.
+    """
+    return integer(value, what, least=0, most=_STEPS - 1)
+
+
+def seconds(value: object, what: str) -> float:
+    """A time span; infinity is one.
+
+    :raises InvalidInput: it is no number, or below 0.
+    """
+    if isinstance(value, bool):
+        raise InvalidInput(f"{what} is {value}: give a number of seconds")
+    found = number(value, what)
+    if not found >= 0:
+        raise InvalidInput(f"{what} is {shown(value)}: it must be 0 or more seconds")
+    return found
+
+
+def flag(value: object, what: str) -> bool:
+    """True or False, also NumPy's.
+
+    :raises InvalidInput: it is neither.
+    """
+    found = _held(value)
+    if not isinstance(found, bool):
+        raise InvalidInput(f"{what} is {shown(value)}: give True or False")
+    return found
+
+
+def choice(value: object, kind: type[_Choice], what: str) -> _Choice:
+    """A member of a StrEnum, or its text.
+
+    :raises InvalidInput: it is none; lists them.
+    """
+    try:
+        return kind(value)
+    except (ValueError, TypeError):
+        raise InvalidInput(f"{what} is {shown(value)}: choose {' or '.join(repr(each.value) for each in kind)}") from None
+
+
+def text(value: object, what: str, *, at_most: int | None = None) -> str:
+    """A text that both databases can store.
+
+    :raises InvalidInput: it is no text, holds a NUL or half a character, or is too long.
+    """
+    if not isinstance(value, str):
+        raise InvalidInput(f"{what} is {shown(value)}: give a text")
+    found = str.__str__(value)
+    if "\x00" in found or (not found.isascii() and any("\ud800" <= letter <= "\udfff" for letter in found)):
+        raise InvalidInput(f"{what} is {shown(found)}, which cannot be stored: it holds a NUL or half a character")
+    if at_most is not None and len(found) > at_most:
+        raise InvalidInput(f"{what} has {len(found)} characters: at most {at_most} fit")
+    return found
+
+
+def key(name: object, what: str) -> str:
+    """The name of a metric or an attribute.
+
+    :raises InvalidInput: it is no text, or has not 1 to ``KEY_LENGTH`` characters.
+    """
+    found = text(name, what)
+    if not 0 < len(found) <= KEY_LENGTH:
+        raise InvalidInput(f"{shown(found)} cannot name a metric or an attribute: give it 1 to {KEY_LENGTH} characters")
+    return found
+
+
+def path(value: object, what: str) -> str:
+    """The path of a file or a folder, or a URL, as text.
+
+    :raises InvalidInput: it is none.
+    """
+    try:
+        found = os.fspath(value)  # type: ignore[call-overload]  # what is no path raises
+    except TypeError:
+        raise InvalidInput(f"{what} is {shown(value)}: give a path") from None
+    found = os.fsdecode(found)
+    if not found or "\x00" in found:
+        raise InvalidInput(f"{what} is {shown(found)}: a path is not empty and holds no NUL")
+    return str.__str__(found)
+
+
+def patterns(value: object, what: str = "only") -> list[str] | None:
+    """One name or pattern, or several; None is all.
+
+    :raises InvalidInput: it is none of these.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return [str.__str__(value)]
+    found = list(value) if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping) else None
+    if found is None or not all(isinstance(item, str) for item in found):
+        raise InvalidInput(f"{what} is {shown(value)}: give a name or a pattern such as 'model/*', or a list of them")
+    return [str.__str__(item) for item in found]
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, and without what its own ``repr`` may do."""
+    if type(value) is int and value.bit_length() > 200:
+        return f"an int of {value.bit_length()} bits"
+    if type(value) in _EXACT or type(value) in (bytes, complex):
+        said = repr(value)
+        return said if len(said) <= 80 else f"{said[:60]}… ({len(said)} characters)"
+    name = type(value).__name__
+    shape = _shape(value)
+    if shape is not None:
+        held = _held(value)
+        return f"a {name} of shape {shape}" if held is value else f"{shown(held)} ({name})"
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _named(given: object, what: str, example: str) -> list[tuple[str, object]]:
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"{what} are {shown(given)}: give a dict, such as {example}")
+    return [(key(name, f"a name in {what}"), value) for name, value in given.items()]
+
+
+def _plain(value: object, what: str) -> object:
+    """What is not exactly of a plain type, as one that is, if there is a way."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, datetime):
+        if value.utcoffset() is None:
+            raise InvalidInput(f"{what} is a time without a zone: give it one, as datetime.now(UTC) does")
+        return value.astimezone(UTC).isoformat()
+    if isinstance(value, date):
+        return value.isoformat()
+    return _held(value)
+
+
+def _held(value: object) -> object:
+    """The number that an array or a tensor of one element, or a number of NumPy holds; anything else as it is."""
+    if type(value) in _EXACT:
+        return value
+    shape = _shape(value)
+    if shape is None or any(size != 1 for size in shape):
+        return value
+    try:
+        found: object = value.item()  # type: ignore[attr-defined]  # whatever has a shape and an item() is an array
+        return float(value) if type(found) is type(value) else found  # type: ignore[arg-type]  # NumPy's longdouble holds itself
+    except Exception:
+        return value
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    """The shape of an array, a tensor or a NumPy number; None of anything else."""
+    try:
+        shape = getattr(value, "shape", None)
+        is_array = isinstance(shape, tuple) and callable(getattr(value, "item", None)) and not isinstance(value, type)
+        return tuple(int(size) for size in shape) if is_array and shape is not None else None
+    except Exception:
+        return None
