@@ -32,7 +32,7 @@ def make_room(repository: Repository, manifest: Manifest, *, relatives: Iterable
     assert arena is not None, "the runner made it"
 
     def acquire(count: int) -> Sequence[int] | None:
-        return runner.acquire(count, BackPressure.WAIT, is_capture=False)
+        return runner.acquire(count, BackPressure.WAIT)
 
     return StateSink(manifest, memory, arena, acquire, local=repository._local, relatives=relatives)
 

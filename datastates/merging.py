@@ -225,7 +225,7 @@ def _make(repository: Repository, blend: Blend, *, into: str | None, message: st
 def _acquire(runner: Runner, count: int) -> list[int]:
     """Slots for the result. The parents are pinned meanwhile, so waiting must end when nothing is left that could make room."""
     while True:
-        slots = runner.acquire(count, BackPressure.SKIP, is_capture=False) if count else []
+        slots = runner.acquire(count, BackPressure.SKIP) if count else []
         if slots is not None:
             return slots
         if not runner.pending_writes:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 
-from .capture.runner import Line, Runner
+from .capture.line import Line
+from .capture.runner import Runner
 from .capture.shutdown import close_at_exit
 from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name

@@ -17,8 +17,8 @@ import msgspec
 from . import dirty, values
 from .capture.fence import Fence
 from .capture.handle import Capture
+from .capture.line import Line, Staged
 from .capture.plan import Plan, compile_plan
-from .capture.runner import Line, Staged
 from .capture.stage import CopyJob
 from .config import BackPressure
 from .errors import Closed, InvalidInput, Torn
@@ -133,7 +133,7 @@ class Tracker:
         :raises InvalidInput: an argument cannot be recorded; names it.
         :raises Torn: (or another error of the background) an earlier capture failed; this one was not taken.
         :raises Dirty: a clone into what is tracked did not end.
-        :raises OverBudget: a state does not fit ``memory_bytes``.
+        :raises OverBudget: a state does not fit ``memory_bytes``; or memory is full and nothing can be written. It was not taken.
         :raises Unsupported: something tracked cannot be encoded; names it.
         :raises Closed: the tracker was closed, or this is a forked child.
         """
@@ -148,7 +148,7 @@ class Tracker:
             dirty.check(leaf.tensor for leaf in flat.tensors)
         plan = self._plan_for(flat)
         handle = Capture(secrets.token_hex(12), self.step, want=self._runner.want)
-        slots = self._runner.acquire(plan.slot_count, self._back_pressure)
+        slots = self._runner.acquire(plan.slot_count, self._back_pressure, line=self._line)
         if slots is None:
             handle._skip()
             return handle

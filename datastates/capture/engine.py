@@ -6,15 +6,20 @@ Rules:
 - A line is one tracker on one branch. Its newest recorded state is its head.
 - A state is *wanted* when it is to become durable: its cadence says so, a tag names it, somebody waits for it, or it is
   a head when the line closes. Wanted states are written one at a time, in the order in which they were wanted.
-- A state that was cloned from a peer is a line of its own whose head it is, until it leaves memory; it is not written at closing
-  unless a ref names it.
+- A state that was cloned from a peer is a line of its own whose head it is, until it leaves memory; at closing it is written
+  only when a ref names it.
 - A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named by a ref.
-- When a capture waits for room and nothing may leave and nothing is on its way to disk, the oldest head that is not yet
-  durable is wanted, so that waiting always ends.
+- Whoever waits for room waits for captures in flight (the heads that they follow may leave then) and for writes under way.
+  When neither is left, memory holds less than two states for each line: then the head of the line that captures gives way
+  unwritten, as long as its cadence would not write it now, and what the line wrote last is durable. Else what is not durable is
+  written, oldest first.
+- Waiting always ends: when all that is held has failed to be written, whoever waits is refused. What failed is tried
+  again for room ``RETRY_S`` later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from datastates.config import BackPressure
@@ -31,6 +36,7 @@ __all__ = [
     "LineOpened",
     "Recorded",
     "RefsChanged",
+    "Refuse",
     "RoomNeeded",
     "Tick",
     "Wanted",
@@ -39,6 +45,9 @@ __all__ = [
     "Written",
 ]
 
+RETRY_S = 5.0
+"""How long a state that could not be written is not tried again only because room is needed."""
+
 
 @dataclass(frozen=True, slots=True)
 class LineOpened:
@@ -46,6 +55,7 @@ class LineOpened:
 
     line: str
     cadence: Cadence
+    branch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +83,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class RefsChanged:
-    """The uids that tags and branches name now."""
+    """The uids that tags name now, and the uid that each branch names."""
 
     tagged: frozenset[str]
-    named: frozenset[str]
+    branches: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +101,23 @@ class WriteFailed:
     """Writing a state failed; it is wanted no longer."""
 
     uid: str
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
 class RoomNeeded:
-    """``slots`` slots are to be free. ``is_blocked``: a capture waits for them."""
+    """``slots`` slots are to be free. ``is_blocked``: somebody has waited for them ``since`` then; a capture of ``line``, if it names one.
+
+    ``in_flight`` captures are not recorded yet.
+    """
 
     slots: int
     is_blocked: bool
     back_pressure: BackPressure
+    line: str | None = None
+    in_flight: int = 0
+    since: float = 0.0
+    now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +129,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """A line ends (None: all of them): its head is wanted."""
+    """A line ends: its head is wanted. None: all of them, and whatever a branch names."""
 
     line: str | None
 
@@ -141,15 +159,26 @@ class GiveUp:
     uids: tuple[str, ...]
 
 
-Action = Write | Evict | GiveUp
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """There is no room to wait for: these states are to be kept, and none of them could be written."""
+
+    uids: tuple[str, ...]
+
+
+Action = Write | Evict | GiveUp | Refuse
 
 
 @dataclass(slots=True)
 class _Line:
+    """``is_safe``: the last write of one of its states went well."""
+
     cadence: Cadence
+    branch: str
     head: str | None = None
     count: int = 0
     last_write: float | None = None
+    is_safe: bool = False
 
 
 @dataclass(slots=True)
@@ -166,15 +195,17 @@ class Engine:
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _queue: dict[str, None] = field(default_factory=dict)
     _writing: str | None = None
-    _named: frozenset[str] = frozenset()
+    _tagged: frozenset[str] = frozenset()
+    _branches: dict[str, str] = field(default_factory=dict)
+    _failed: dict[str, float] = field(default_factory=dict)
     _asked: set[str] = field(default_factory=set)
     _adopted: set[str] = field(default_factory=set)
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event in; what is to be done now comes out."""
         match event:
-            case LineOpened(line, cadence):
-                self._lines[line] = _Line(cadence)
+            case LineOpened(line, cadence, branch):
+                self._lines[line] = _Line(cadence, branch)
             case Recorded(uid, line, now):
                 self._on_recorded(uid, line, now)
             case Adopted(uid):
@@ -184,16 +215,14 @@ class Engine:
                     self._want(uid)
                 else:
                     self._asked.add(uid)  # not recorded yet
-            case RefsChanged(tagged, named):
-                self._named = named
+            case RefsChanged(tagged, branches):
+                self._tagged, self._branches = tagged, dict(branches)
                 for uid in tagged:
                     self._want(uid)
             case Written(uid):
-                self._writing = None
-                if uid in self._entries:
-                    self._entries[uid].is_durable = True
-            case WriteFailed(_):
-                self._writing = None
+                self._on_write_ended(uid, failed_at=None)
+            case WriteFailed(uid, now):
+                self._on_write_ended(uid, failed_at=now)
             case RoomNeeded():
                 return [*self._make_room(event), *self._next_write()]
             case Tick(now):
@@ -207,6 +236,7 @@ class Engine:
         """The state left memory."""
         self._entries.pop(uid, None)
         self._adopted.discard(uid)
+        self._failed.pop(uid, None)
 
     def hold_of(self, uid: str, *, is_captured: bool) -> str | None:
         """Why a state must stay in memory for now; None when it need not. ``is_captured``: a capture of this process made it."""
@@ -237,6 +267,8 @@ class Engine:
         self._entries[uid] = _Entry(line_name)
         line.head = uid
         line.count += 1
+        if line.branch in self._branches:
+            self._branches[line.branch] = uid  # what it named before is free to go now, not when somebody looks at the refs
         self._want_if_due(line, uid, line.count - 1, now)
         if uid in self._asked:
             self._asked.remove(uid)
@@ -250,6 +282,20 @@ class Engine:
         if uid in self._asked:
             self._asked.remove(uid)
             self._want(uid)
+
+    def _on_write_ended(self, uid: str, *, failed_at: float | None) -> None:
+        self._writing = None
+        entry = self._entries.get(uid)
+        if entry is None:
+            return
+        if failed_at is None:
+            entry.is_durable = True
+            self._failed.clear()  # there is room again, or whatever it was
+        else:
+            self._failed[uid] = failed_at
+        line = self._lines.get(entry.line)
+        if line is not None:
+            line.is_safe = failed_at is None
 
     def _heads(self) -> set[str | None]:
         return {*(line.head for line in self._lines.values()), *self._adopted}
@@ -275,6 +321,9 @@ class Engine:
             line = self._lines.pop(name, None)
             if line is not None and line.head is not None:
                 self._want(line.head)
+        if line_name is None:
+            for uid in self._branches.values():
+                self._want(uid)
 
     def _next_write(self) -> list[Action]:
         if self._writing is not None or not self._queue:
@@ -285,30 +334,55 @@ class Engine:
         return [Write(uid)]
 
     def _make_room(self, event: RoomNeeded) -> list[Action]:
-        heads = self._heads()
-        free = [uid for uid, entry in self._entries.items() if self._may_leave(uid, entry, heads)]
+        held = {*self._heads(), *self._tagged, *self._branches.values()}
+        free = [uid for uid, entry in self._entries.items() if self._may_leave(uid, entry, held)]
         actions: list[Action] = [Evict(tuple(free), event.slots)] if free else []
         if not event.is_blocked:
             return actions
         if event.back_pressure is BackPressure.DROP_OLDEST:
-            droppable = tuple(uid for uid in self._queue if uid not in heads and uid not in self._named)
+            droppable = tuple(uid for uid in self._queue if uid not in held)
             if droppable and not free:
                 del self._queue[droppable[0]]
                 actions += [GiveUp(droppable[:1]), Evict(droppable[:1], event.slots)]
-        if not actions and not self.pending_writes:
-            self._want_oldest_head()
+        if not actions and not event.in_flight and not self._is_writing_since(event.since):
+            actions += self._squeeze(event)
         return actions
 
-    def _may_leave(self, uid: str, entry: _Entry, heads: set[str | None]) -> bool:
+    def _may_leave(self, uid: str, entry: _Entry, held: set[str | None]) -> bool:
         if uid == self._writing:
             return False
         if entry.is_durable:
             return True
-        return uid not in self._queue and uid not in heads and uid not in self._named
+        return uid not in self._queue and uid not in held
 
-    def _want_oldest_head(self) -> None:
-        heads = self._heads()
-        for uid, entry in self._entries.items():
-            if not entry.is_durable and (uid in heads or uid in self._named):
+    def _is_writing_since(self, since: float) -> bool:
+        """Whether something is on its way to disk that may get there, for all that whoever waits since then has seen."""
+        return any(uid is not None and not self._has_failed(uid, since) for uid in (self._writing, *self._queue))
+
+    def _has_failed(self, uid: str, since: float) -> bool:
+        failed_at = self._failed.get(uid)
+        return failed_at is not None and failed_at >= since - RETRY_S
+
+    def _squeeze(self, event: RoomNeeded) -> list[Action]:
+        """Nothing leaves by itself: a head gives way, or is written."""
+        line = None if event.line is None else self._lines.get(event.line)
+        if line is not None and line.head is not None and self._may_give_way(line, line.head, event.now):
+            return [Evict((line.head,), event.slots)]
+        kept = [uid for uid, entry in self._entries.items() if not entry.is_durable]
+        for uid in kept:
+            if not self._has_failed(uid, event.since):
                 self._want(uid)
-                return
+                written_of = self._lines.get(self._entries[uid].line)
+                if written_of is not None:
+                    written_of.last_write = event.now
+                return []
+        return [Refuse(tuple(kept))] if kept else []
+
+    def _may_give_way(self, line: _Line, head: str, now: float) -> bool:
+        """Whether the capture that replaces a head may have its room: as little is lost by it as by a crash."""
+        if not self._is_in_memory_only(head) or not line.is_safe or head in self._tagged or head in self._queue or head == self._writing:
+            return False
+        if any(uid == head and branch != line.branch for branch, uid in self._branches.items()):
+            return False
+        due = line.cadence.next_due(line.last_write)
+        return due is None or now < due

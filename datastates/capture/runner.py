@@ -15,9 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from datastates.config import BackPressure, Config
 from datastates.digest import chunk_digest, state_digest
@@ -26,7 +24,7 @@ from datastates.lineage import record as lineage_record
 from datastates.lineage import refs as lineage_refs
 from datastates.lineage.database import Database
 from datastates.lineage.holders import holder
-from datastates.lineage.states import Edge, NewState, RefKind, State, Status, Value
+from datastates.lineage.states import NewState, RefKind, State, Status
 from datastates.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
 from datastates.policy.cadence import Cadence
 from datastates.store.arena import Arena
@@ -45,6 +43,7 @@ from .engine import (
     LineOpened,
     Recorded,
     RefsChanged,
+    Refuse,
     RoomNeeded,
     Tick,
     Wanted,
@@ -53,13 +52,10 @@ from .engine import (
     Written,
 )
 from .handle import Capture
-from .plan import Layout
+from .line import Line, Staged
 from .stage import CopyJob, Stager
 
-if TYPE_CHECKING:
-    import msgspec
-
-__all__ = ["Line", "Runner", "Staged"]
+__all__ = ["Runner"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,53 +64,6 @@ _AHEAD = 3
 
 _REFS_POLL_S = 1.0
 """How often refs that other processes made are looked for."""
-
-
-@dataclass(slots=True)
-class Line:
-    """One tracker on one branch. ``tip`` is where the next capture hangs on; ``base`` the last manifest on disk.
-
-    ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them writes first the
-    other's first write refers to. Owned by the engine thread while captures are in flight.
-    """
-
-    name: str
-    branch: str
-    tip: tuple[str, str] | None
-    base: Manifest | None
-    error: BaseException | None = None
-    kin: Line | None = field(default=None, repr=False)
-
-    def related(self) -> Manifest | None:
-        """A manifest on disk that shares as much as is known."""
-        line: Line | None = self
-        while line is not None and line.base is None:
-            line = line.kin
-        return None if line is None else line.base
-
-    def placed(self, manifest: Manifest) -> None:
-        """A state of this line is on disk now."""
-        self.base, kin, self.kin = manifest, self.kin, None
-        while kin is not None and kin.base is None:
-            kin.base, kin = manifest, kin.kin
-
-
-@dataclass(slots=True)
-class Staged:
-    """What a capture knows before its bytes are digested."""
-
-    line: Line
-    handle: Capture
-    layout: Layout
-    values: msgspec.Raw
-    step: int
-    micro_step: int
-    created_at: datetime
-    message: str | None
-    metrics: dict[str, float]
-    attributes: dict[str, Value]
-    edges: tuple[Edge, ...] = ()
-    job: CopyJob | None = field(default=None, repr=False)
 
 
 class Runner:
@@ -132,6 +81,7 @@ class Runner:
         self._lines_of: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
         self._evicted: list[str] = []
+        self._write_error: BaseException | None = None
         self._in_flight = 0
         self._next_slots = 0
         self._refs_seen: tuple[float, int] = (0.0, -1)
@@ -151,7 +101,7 @@ class Runner:
 
     def open_line(self, line: Line, cadence: Cadence) -> None:
         """A tracker begins."""
-        self._post(LineOpened(line.name, cadence))
+        self._post(LineOpened(line.name, cadence, line.branch))
 
     def expect(self, size_bytes: int) -> None:
         """Captures of about this size are to come: memory for them is made warm meanwhile."""
@@ -163,34 +113,68 @@ class Runner:
         self.flush()
         self._post(Closing(line.name))
 
-    def acquire(self, count: int, back_pressure: BackPressure, *, is_capture: bool = True) -> list[int] | None:
+    def acquire(self, count: int, back_pressure: BackPressure, *, line: Line | None = None) -> list[int] | None:
         """Slots for a state; None when there is no room and the back-pressure is to skip.
 
-        Blocks under ``wait`` and ``drop-oldest`` until memory is let go. After a capture room for the next one of its size is made ahead.
+        Blocks under ``wait`` and ``drop-oldest`` until memory is let go. After a capture, which names its ``line``, room for the next
+        one of its size is made ahead.
 
-        :raises OverBudget: the state could never fit.
+        :raises OverBudget: the state could never fit, or nothing that is in its way can be written.
         """
         if count > self._arena.capacity:
             raise OverBudget(
                 f"a state takes {count} slots of {CHUNK_BYTES >> 20} MiB, the memory budget has {self._arena.capacity}: "
-                f"open the repository with memory_bytes of at least {2 * count * CHUNK_BYTES} (two states)"
+                f"open the repository with memory_bytes of at least {_budget(count)}"
             )
-        if is_capture:
-            self._next_slots = count
-            if not self._arena.is_warm:
-                self._wanted_warm.put(_AHEAD * count)
+        if line is not None:
+            self._expect_captures(count)
+        since = time.monotonic()
         while True:
             slots = self._arena.acquire(count)
             if slots is not None:
                 return slots
-            self._post(RoomNeeded(count, is_blocked=True, back_pressure=back_pressure))
+            refused = self._make_room(count, back_pressure, line, since)
             slots = self._arena.acquire(count)
             if slots is not None or back_pressure is BackPressure.SKIP:
                 return slots
+            if refused is not None:
+                raise self._no_room(count, refused, line)
             with self._lock:
                 self._raise_if_closed()
                 if self._arena.available < count:
                     self._lock.wait(0.1)
+
+    def _expect_captures(self, count: int) -> None:
+        if count > self._next_slots and 2 * count > self._arena.capacity:
+            _log.warning(
+                "memory holds one state of %d MiB and no second one: the newest leaves it whenever the next is captured; "
+                "give memory_bytes of %s",
+                count * CHUNK_BYTES >> 20,
+                _budget(count),
+            )
+        self._next_slots = count
+        if not self._arena.is_warm:
+            self._wanted_warm.put(_AHEAD * count)
+
+    def _make_room(self, count: int, back_pressure: BackPressure, line: Line | None, since: float) -> Refuse | None:
+        with self._lock:
+            name = None if line is None else line.name
+            event = RoomNeeded(count, True, back_pressure, name, self._in_flight, since, time.monotonic())
+            return next((action for action in self._post(event) if isinstance(action, Refuse)), None)
+
+    def _no_room(self, count: int, refused: Refuse, line: Line | None) -> OverBudget:
+        """What to tell whoever waits for room that cannot be made, because writing failed."""
+        with self._lock:
+            why = self._write_error
+            if line is not None and line.error is why:
+                line.error = None  # told with this
+        error = OverBudget(
+            f"there is no room for a state of {count * CHUNK_BYTES >> 20} MiB: memory is full with {len(refused.uids)} states that are "
+            f"not to be lost and could not be written, {refused.uids[0]} for one ({why}); this capture was not taken, those after it "
+            f"will be when writing works again; or give more memory_bytes ({_budget(count)}), or delete tags that are not needed"
+        )
+        error.__cause__ = why
+        return error
 
     def release(self, slots: list[int]) -> None:
         """Give back slots of a capture that did not come about."""
@@ -262,12 +246,6 @@ class Runner:
             while self._in_flight:
                 self._lock.wait(0.5)
 
-    def _want_named(self) -> None:
-        """Every state in memory that a name leads to is to become durable: it is the head of some branch, or tagged."""
-        with self._database.read() as session:
-            named = frozenset(ref.state for ref in lineage_refs.refs(session))
-        self._post(RefsChanged(named, named))
-
     def refs_changed(self) -> None:
         """Refs were made, moved or deleted: protect and write what they name."""
         self._look_at_refs(is_forced=True)
@@ -306,7 +284,7 @@ class Runner:
                 return
         self.stager.close()
         self.flush()
-        self._want_named()
+        self.refs_changed()
         self._post(Closing(None))
         self.drain()
         self._evicted += list(self._memory.uids())  # what ends with this process; those that are durable stay so
@@ -466,7 +444,7 @@ class Runner:
         self._refs_seen = (now, newest)
         if named is not None:
             tagged = frozenset(ref.state for ref in named if ref.kind is RefKind.TAG)
-            self._post(RefsChanged(tagged, frozenset(ref.state for ref in named)))
+            self._post(RefsChanged(tagged, {ref.name: ref.state for ref in named if ref.kind is RefKind.BRANCH}))
 
     # --- the writer thread ---------------------------------------------------------------------------------------------
 
@@ -507,6 +485,7 @@ class Runner:
 
     def _on_write_failed(self, uid: str, error: BaseException) -> None:
         with self._lock:
+            self._write_error = error
             line, handle = self._lines_of.get(uid), self._handles.get(uid)
             if line is not None:
                 self._note(line, error)
@@ -514,7 +493,7 @@ class Runner:
             handle._fail(error)
         elif line is not None and not line.branch:  # a clone, which nobody asks for errors
             _log.warning("the cloned state %s was not written and is in memory only: %s", uid, error)
-        self._post(WriteFailed(uid))
+        self._post(WriteFailed(uid, time.monotonic()))
 
     # --- the arena thread ------------------------------------------------------------------------------------------------
 
@@ -525,12 +504,13 @@ class Runner:
 
     # --- carrying out decisions, any thread ------------------------------------------------------------------------------
 
-    def _post(self, event: Event) -> None:
+    def _post(self, event: Event) -> list[Action]:
         with self._lock:
             actions = self._engine.handle(event)
             for action in actions:
                 self._act(action)
             self._lock.notify_all()
+        return actions
 
     def _act(self, action: Action) -> None:
         match action:
@@ -562,3 +542,7 @@ class Runner:
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise Closed("the repository is closed: open it again to capture")
+
+
+def _budget(count: int) -> str:
+    return f"{3 * count * CHUNK_BYTES} (three states: one that is kept, one that is written, one that is captured)"

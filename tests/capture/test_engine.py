@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from datastates.capture.engine import (
+    RETRY_S,
     Action,
     Adopted,
     Closing,
@@ -18,6 +19,7 @@ from datastates.capture.engine import (
     LineOpened,
     Recorded,
     RefsChanged,
+    Refuse,
     RoomNeeded,
     Tick,
     Wanted,
@@ -36,14 +38,27 @@ WAIT, DROP, SKIP = BackPressure.WAIT, BackPressure.DROP_OLDEST, BackPressure.SKI
 def engine(cadence: Cadence = NEVER, *uids: str) -> Engine:
     """An engine with one line, ``main``, that has recorded ``uids`` a second apart."""
     made = Engine()
-    made.handle(LineOpened("main", cadence))
+    made.handle(LineOpened("main", cadence, "main"))
     for now, uid in enumerate(uids):
         made.handle(Recorded(uid, "main", float(now)))
     return made
 
 
-def room(slots: int = 1, back_pressure: BackPressure = WAIT, *, is_blocked: bool = True) -> RoomNeeded:
-    return RoomNeeded(slots, is_blocked, back_pressure)
+def room(
+    slots: int = 1,
+    back_pressure: BackPressure = WAIT,
+    *,
+    is_blocked: bool = True,
+    line: str | None = None,
+    in_flight: int = 0,
+    since: float = 0.0,
+    now: float | None = None,
+) -> RoomNeeded:
+    return RoomNeeded(slots, is_blocked, back_pressure, line, in_flight, since, since if now is None else now)
+
+
+def refs(*tagged: str, **branches: str) -> RefsChanged:
+    return RefsChanged(frozenset(tagged), branches)
 
 
 def after(made: Engine, *events: Event) -> list[Action]:
@@ -88,7 +103,7 @@ def test_each_line_has_a_cadence_of_its_own() -> None:
 
 def test_a_tag_makes_a_state_wanted_and_a_branch_does_not() -> None:
     made = engine(NEVER, "a", "b", "c")
-    assert after(made, RefsChanged(frozenset({"a"}), frozenset({"a", "b"}))) == [Write("a")]
+    assert after(made, refs("a", old="b")) == [Write("a")]
 
 
 def test_a_state_that_is_waited_for_before_it_is_recorded_is_written_once_it_is() -> None:
@@ -100,7 +115,7 @@ def test_a_state_that_is_waited_for_before_it_is_recorded_is_written_once_it_is(
 
 def test_a_failed_write_is_wanted_no_longer_and_the_next_goes_on() -> None:
     made = engine(Cadence(every=1, interval_s=None), "a", "b")
-    assert after(made, WriteFailed("a")) == [Write("b")]
+    assert after(made, WriteFailed("a", 2.0)) == [Write("b")]
     assert after(made, Written("b")) == []
     assert after(made, Wanted("a")) == [Write("a")]
 
@@ -125,7 +140,7 @@ def test_closing_one_line_leaves_the_other_alone() -> None:
 
 def test_the_oldest_leave_first_and_never_a_head_nor_what_is_named_or_wanted() -> None:
     made = engine(NEVER, "a", "b", "c", "d", "e")
-    after(made, RefsChanged(frozenset(), frozenset({"b"})), Wanted("x"), Wanted("c"))
+    after(made, refs(old="b"), Wanted("x"), Wanted("c"))
     assert after(made, room(3, is_blocked=False)) == [Evict(("a", "d"), 3)]
 
 
@@ -144,13 +159,13 @@ def test_a_blocked_capture_gets_the_head_written_when_nothing_else_helps() -> No
 
 def test_named_states_are_written_for_room_too() -> None:
     made = engine(NEVER, "a", "b")
-    after(made, RefsChanged(frozenset(), frozenset({"a"})))
+    after(made, refs(old="a"))
     assert after(made, room(2), Written("a"), room(2)) == [Write("a"), Evict(("a",), 2)]
 
 
 def test_drop_oldest_gives_up_the_oldest_waiting_write_and_nothing_that_is_named() -> None:
     made = engine(Cadence(every=1, interval_s=None), "a", "b", "c", "d")  # a is being written
-    after(made, RefsChanged(frozenset(), frozenset({"b"})))
+    after(made, refs(old="b"))
     assert after(made, room(1, DROP)) == [GiveUp(("c",)), Evict(("c",), 1)]
     made.forget("c")
     assert after(made, room(1, DROP)) == []
@@ -166,6 +181,92 @@ def test_only_drop_oldest_gives_up_a_write(back_pressure: BackPressure) -> None:
 def test_room_is_made_ahead_without_giving_anything_up() -> None:
     made = engine(Cadence(every=1, interval_s=None), "a", "b", "c")
     assert after(made, room(1, DROP, is_blocked=False)) == []
+
+
+# --- memory for less than two states ------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_for_room_while_a_capture_is_in_flight() -> None:
+    made = engine(NEVER, "a")
+    assert after(made, refs(main="a"), room(2, in_flight=1)) == []
+    assert after(made, Recorded("b", "main", 1.0), room(2, in_flight=1)) == [Evict(("a",), 2)]
+
+
+def test_what_a_branch_named_may_leave_once_the_branch_went_on() -> None:
+    made = engine(NEVER, "a")
+    after(made, refs(main="a", other="a"), Recorded("b", "main", 1.0))
+    assert after(made, room(is_blocked=False)) == []
+    assert after(made, refs(main="a"), Recorded("c", "main", 2.0), room(is_blocked=False)) == [Evict(("a", "b"), 1)]
+
+
+def test_the_head_gives_way_to_its_follower_between_two_writes_of_its_cadence() -> None:
+    made = engine(Cadence(interval_s=10.0))
+    assert after(made, Recorded("a", "main", 0.0), Written("a"), room(2, line="main")) == [Write("a"), Evict(("a",), 2)]
+    made.forget("a")
+    for uid, now in (("b", 1.0), ("c", 2.0)):
+        after(made, Recorded(uid, "main", now), refs(main=uid))
+        assert after(made, room(2, line="main", since=now)) == [Evict((uid,), 2)]
+        made.forget(uid)
+    assert after(made, Recorded("d", "main", 9.0), room(2, line="main", since=11.0)) == [Write("d")]  # the tick did not come first
+    assert after(made, Written("d"), Recorded("e", "main", 12.0), Tick(20.9)) == []
+
+
+def test_the_head_of_another_line_does_not_give_way() -> None:
+    made = engine(Cadence(interval_s=10.0))
+    made.handle(LineOpened("other", Cadence(interval_s=10.0), "other"))
+    after(made, Recorded("a", "main", 0.0), Written("a"), Recorded("o", "other", 0.0), Written("o"))
+    after(made, Recorded("b", "main", 1.0), Recorded("p", "other", 1.0), room(9))
+    for uid in ("a", "o"):
+        made.forget(uid)
+    assert after(made, room(2, line="other", since=1.0)) == [Evict(("p",), 2)]
+
+
+@pytest.mark.parametrize("event", [refs("b", main="b"), refs(main="b", other="b"), Wanted("b")])
+def test_a_head_that_somebody_counts_on_does_not_give_way(event: Event) -> None:
+    made = engine(Cadence(interval_s=10.0))
+    after(made, Recorded("a", "main", 0.0), Written("a"), room(2), Recorded("b", "main", 1.0))
+    made.forget("a")
+    assert after(made, event, room(2, line="main", since=1.0)) == [Write("b")]
+
+
+def test_a_head_does_not_give_way_when_its_line_could_not_be_written() -> None:
+    made = engine(Cadence(interval_s=10.0))
+    after(made, Recorded("a", "main", 0.0), WriteFailed("a", 1.0))
+    assert after(made, room(2, line="main", since=1.0 + RETRY_S + 0.1)) == [Write("a")]
+
+
+# --- what cannot be written ---------------------------------------------------------------------------------------------------
+
+
+def test_whoever_waits_is_refused_when_nothing_that_is_held_can_be_written() -> None:
+    made = engine(NEVER, "a", "b")
+    after(made, refs("a", main="b"), WriteFailed("a", 3.0))
+    assert after(made, room(2, since=2.0, now=4.0)) == [Write("b")]
+    assert after(made, WriteFailed("b", 5.0), room(2, since=2.0, now=6.0)) == [Refuse(("a", "b"))]
+
+
+def test_waiting_ends_although_tags_want_what_fails_again_and_again() -> None:
+    made = engine(NEVER, "a", "b")
+    after(made, refs("a", "b"), WriteFailed("a", 1.0), WriteFailed("b", 2.0))
+    (again,) = after(made, refs("a", "b"))
+    assert isinstance(again, Write)
+    assert after(made, room(2, since=0.5, now=3.0)) == [Refuse(("a", "b"))]
+
+
+def test_what_failed_is_tried_again_by_those_who_come_later() -> None:
+    made = engine(NEVER, "a")
+    after(made, room(2), WriteFailed("a", 1.0))
+    assert after(made, room(2, since=1.0 + RETRY_S)) == [Refuse(("a",))]
+    assert after(made, room(2, since=1.1 + RETRY_S)) == [Write("a")]
+    assert after(made, Written("a"), room(2, since=9.0)) == [Evict(("a",), 2)]
+
+
+def test_one_write_that_goes_well_gives_hope_for_the_others() -> None:
+    made = engine(NEVER, "a", "b")
+    after(made, refs("a", main="b"), WriteFailed("a", 1.0), Wanted("b"), Written("b"))
+    assert after(made, room(2, since=0.5)) == [Evict(("b",), 2)]
+    made.forget("b")
+    assert after(made, room(2, since=0.5)) == [Write("a")]
 
 
 # --- clones -----------------------------------------------------------------------------------------------------------------
@@ -184,8 +285,8 @@ def test_a_clone_stays_in_memory_until_it_is_durable_and_is_written_for_room() -
 
 def test_a_clone_is_written_at_closing_only_when_a_ref_names_it() -> None:
     made = engine()
-    assert after(made, Adopted("a"), Adopted("b"), RefsChanged(frozenset(), frozenset({"b"})), Closing(None)) == []
-    assert after(made, RefsChanged(frozenset({"b"}), frozenset({"b"}))) == [Write("b")]
+    assert after(made, Adopted("a"), Adopted("b"), refs(old="b"), Closing("main")) == []
+    assert after(made, Closing(None)) == [Write("b")]
 
 
 def test_a_clone_that_is_waited_for_before_it_is_adopted_is_written_once_it_is() -> None:
@@ -233,19 +334,26 @@ class EngineMachine(RuleBasedStateMachine):
         self.heads: dict[str, str] = {}
         self.durable: set[str] = set()
         self.owed: set[str] = set()
-        self.named: frozenset[str] = frozenset()
+        self.tagged: frozenset[str] = frozenset()
+        self.branches: dict[str, str] = {}
         self.writing: str | None = None
+        self.has_failed: set[str] = set()
+        self.is_safe: set[str] = set()
+        self.giving_way: str | None = None
 
     @initialize(cadences=st.lists(st.builds(Cadence, st.none() | st.integers(1, 3), st.none() | st.floats(0, 5)), min_size=1, max_size=3))
     def open_lines(self, cadences: list[Cadence]) -> None:
         self.lines = {f"line{i}": cadence for i, cadence in enumerate(cadences)}
         for line, cadence in self.lines.items():
-            self.act(LineOpened(line, cadence))
+            self.act(LineOpened(line, cadence, line))
 
     def act(self, event: Event, *, may_drop: bool = False) -> None:
         """Carry out what the engine decides, as the runner does, and check that it may be done."""
+        self.carry_out(self.engine.handle(event), may_drop=may_drop)
+
+    def carry_out(self, actions: list[Action], *, may_drop: bool = False) -> None:
         given_up: set[str] = set()
-        for action in self.engine.handle(event):
+        for action in actions:
             match action:
                 case Write(uid):
                     assert self.writing is None, "one write at a time"
@@ -256,6 +364,9 @@ class EngineMachine(RuleBasedStateMachine):
                     assert may_drop
                     given_up.update(uids)
                     self.owed.difference_update(uids)
+                case Refuse(uids):
+                    assert set(uids) == set(self.memory) - self.durable
+                    assert self.has_failed.issuperset(uids)
                 case Evict(uids, _):
                     for uid in uids:
                         self.check_may_leave(uid)
@@ -266,9 +377,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert uid in self.memory
         assert uid != self.writing
         if uid not in self.durable:
-            assert uid not in self.heads.values(), "a head left before it was durable"
-            assert uid not in self.named, "a named state left before it was durable"
+            line = self.memory[uid]
             assert uid not in self.owed, "a wanted state left before it was durable"
+            if self.giving_way == line and self.heads.get(line) == uid:
+                assert line in self.is_safe, "the only state of a line left before it was durable"
+                assert uid not in {*self.tagged, *(at for name, at in self.branches.items() if name != line)}
+                return
+            assert uid not in self.heads.values(), "a head left before it was durable"
+            assert uid not in {*self.tagged, *self.branches.values()}, "a named state left before it was durable"
 
     @rule(data=st.data(), seconds=st.floats(0, 3))
     def record(self, data: st.DataObject, seconds: float) -> None:
@@ -279,6 +395,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.serial, self.now = self.serial + 1, self.now + seconds
         self.memory[uid] = line
         self.heads[line] = uid
+        if line in self.branches:
+            self.branches[line] = uid
         self.act(Recorded(uid, line, self.now))
 
     @rule()
@@ -299,11 +417,11 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.memory)
     @rule(data=st.data())
     def name(self, data: st.DataObject) -> None:
-        uids = st.frozensets(st.sampled_from(sorted(self.memory)), max_size=3)
-        tagged = data.draw(uids)
-        self.named = tagged | data.draw(uids)
-        self.owed |= tagged - self.durable
-        self.act(RefsChanged(tagged, self.named))
+        uid = st.sampled_from(sorted(self.memory))
+        self.tagged = data.draw(st.frozensets(uid, max_size=3))
+        self.branches = data.draw(st.dictionaries(st.sampled_from(["line0", "line1", "line2", "other"]), uid))
+        self.owed |= self.tagged - self.durable
+        self.act(RefsChanged(self.tagged, self.branches))
 
     @precondition(lambda self: self.writing)
     @rule(is_well=st.booleans())
@@ -311,9 +429,15 @@ class EngineMachine(RuleBasedStateMachine):
         uid, self.writing = self.writing, None
         assert uid is not None
         self.owed.discard(uid)
+        line = self.memory[uid]
         if is_well:
             self.durable.add(uid)
-        self.act(Written(uid) if is_well else WriteFailed(uid))
+            self.has_failed.clear()
+            self.is_safe.add(line)
+        else:
+            self.has_failed.add(uid)
+            self.is_safe.discard(line)
+        self.act(Written(uid) if is_well else WriteFailed(uid, self.now))
 
     @rule(seconds=st.floats(0, 10))
     def tick(self, seconds: float) -> None:
@@ -324,13 +448,40 @@ class EngineMachine(RuleBasedStateMachine):
     def make_room_ahead(self, slots: int) -> None:
         self.act(RoomNeeded(slots, is_blocked=False, back_pressure=WAIT))
 
+    @precondition(lambda self: self.lines)
+    @rule(data=st.data(), in_flight=st.integers(0, 1))
+    def wait_for_room_for_a_line(self, data: st.DataObject, in_flight: int) -> None:
+        self.giving_way = data.draw(st.sampled_from(sorted(self.lines)))
+        self.act(RoomNeeded(1, True, WAIT, self.giving_way, in_flight, self.now, self.now))
+        self.giving_way = None
+
+    @precondition(lambda self: self.memory)
+    @rule(line=st.sampled_from([None, "line0"]))
+    def wait_while_nothing_can_be_written(self, line: str | None) -> None:
+        """Whoever waits is refused, or gets the whole arena because nothing was left that is to be kept."""
+        since, self.giving_way = self.now, line
+        for _ in range(3 * len(self.memory) + 3):
+            refused = self.engine.handle(RoomNeeded(1 << 20, True, WAIT, line, 0, since, self.now))
+            if refused and isinstance(refused[0], Refuse):
+                assert set(refused[0].uids) == set(self.memory) - self.durable
+                break
+            self.carry_out(refused)
+            if self.writing is not None:
+                self.finish_write(is_well=False)
+            if not self.memory:
+                break
+        else:
+            raise AssertionError("waiting for room did not end")
+        self.giving_way = None
+
     @rule(back_pressure=st.sampled_from(list(BackPressure)))
     def wait_for_all_room(self, back_pressure: BackPressure) -> None:
         """A capture that needs the whole arena gets it: writes end, and then everything can leave."""
         for _ in range(3 * len(self.memory) + 3):
             if not self.memory:
                 return
-            self.act(RoomNeeded(1 << 20, is_blocked=True, back_pressure=back_pressure), may_drop=back_pressure is DROP)
+            self.now += RETRY_S + 1
+            self.act(room(1 << 20, back_pressure, since=self.now), may_drop=back_pressure is DROP)
             if self.writing is not None:
                 self.finish_write(is_well=True)
         assert not self.memory, "waiting for room did not end"
@@ -344,6 +495,7 @@ class EngineMachine(RuleBasedStateMachine):
         if head in self.memory and head not in self.durable:
             self.owed.add(head)
         self.act(Closing(line))
+        self.is_safe.discard(line)
 
     @invariant()
     def what_is_owed_is_on_its_way(self) -> None:
@@ -352,6 +504,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.heads.clear()
+        self.owed |= {uid for uid in self.branches.values() if uid in self.memory} - self.durable
         self.act(Closing(None))
         while self.writing is not None:
             self.finish_write(is_well=True)

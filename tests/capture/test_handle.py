@@ -112,11 +112,11 @@ def test_a_state_that_left_memory_before_it_was_durable_says_so(opened: Callable
         captures.append(run.capture())
         captures[-1].wait(timeout_s=60)
         if index == 1:
-            repo.branch("side", captures[0].uid)  # these two are named
+            repo.branch("side", captures[0].uid)  # main goes on, and names its head only
         optimizer.step()
     gone = [capture for capture in captures if repo.state(capture.uid).status is Status.EVICTED]
     assert gone
-    assert not {captures[0], captures[1], captures[-1]} & set(gone)
+    assert not {captures[0], captures[-1]} & set(gone)
     for capture in gone:
         assert capture.wait().status is Status.CAPTURED
         with pytest.raises(Unavailable, match=f"state {capture.uid} left memory before it became durable"):
@@ -204,7 +204,7 @@ def test_a_capture_that_waits_gets_room_even_if_nothing_was_to_become_durable(op
         optimizer.step()
     assert run.head is not None
     assert run.head.uid == captures[-1].uid
-    assert [capture.status for capture in captures] == [Status.DURABLE] * 3 + [Status.CAPTURED]
+    assert [repo.state(capture.uid).status for capture in captures] == [Status.DURABLE, Status.EVICTED, Status.EVICTED, Status.CAPTURED]
 
 
 def test_a_capture_without_room_is_skipped_and_the_branch_goes_on_without_it(opened: Callable[..., Repository]) -> None:
@@ -259,7 +259,7 @@ def test_a_state_that_can_never_fit_is_refused_with_the_budget_it_needs(opened: 
     repo = opened(1)
     big = torch.zeros(CHUNK_BYTES + 1, dtype=torch.uint8)
     too_big = repo.track(branch="big", big=big, rng=False)
-    with pytest.raises(OverBudget, match=rf"takes 2 slots of 4 MiB, the memory budget has 1: .* at least {4 * CHUNK_BYTES} \(two"):
+    with pytest.raises(OverBudget, match=rf"takes 2 slots of 4 MiB, the memory budget has 1: .* at least {6 * CHUNK_BYTES} \(three"):
         too_big.capture()
     run, _, _ = track(repo)
     assert run.capture().wait(timeout_s=60).step == 1

@@ -1,0 +1,66 @@
+"""A line, which is one tracker on one branch, and what of its captures is known before they are digested."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from datastates.lineage.states import Edge, Value
+from datastates.manifest import Manifest
+
+from .handle import Capture
+from .plan import Layout
+from .stage import CopyJob
+
+if TYPE_CHECKING:
+    import msgspec
+
+__all__ = ["Line", "Staged"]
+
+
+@dataclass(slots=True)
+class Line:
+    """One tracker on one branch. ``tip`` is where the next capture hangs on; ``base`` the last manifest on disk.
+
+    ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them writes first the
+    other's first write refers to. Owned by the engine thread while captures are in flight.
+    """
+
+    name: str
+    branch: str
+    tip: tuple[str, str] | None
+    base: Manifest | None
+    error: BaseException | None = None
+    kin: Line | None = field(default=None, repr=False)
+
+    def related(self) -> Manifest | None:
+        """A manifest on disk that shares as much as is known."""
+        line: Line | None = self
+        while line is not None and line.base is None:
+            line = line.kin
+        return None if line is None else line.base
+
+    def placed(self, manifest: Manifest) -> None:
+        """A state of this line is on disk now."""
+        self.base, kin, self.kin = manifest, self.kin, None
+        while kin is not None and kin.base is None:
+            kin.base, kin = manifest, kin.kin
+
+
+@dataclass(slots=True)
+class Staged:
+    """What a capture knows before its bytes are digested."""
+
+    line: Line
+    handle: Capture
+    layout: Layout
+    values: msgspec.Raw
+    step: int
+    micro_step: int
+    created_at: datetime
+    message: str | None
+    metrics: dict[str, float]
+    attributes: dict[str, Value]
+    edges: tuple[Edge, ...] = ()
+    job: CopyJob | None = field(default=None, repr=False)
