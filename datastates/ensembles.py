@@ -146,8 +146,8 @@ def _wanted(only: str, module: nn.Module) -> dict[str, _Wanted]:
 
 def _load(repository: Repository, state: State, only: str) -> dict[str, Any]:
     tree: Any = repository.load(state.uid, only=only)
-    for part in only.split("/"):
-        tree = tree.get(part) if isinstance(tree, dict) else None
+    for part in [join("", only)] if only in tree else only.split("/"):
+        tree = next((child for key, child in tree.items() if join("", key) == part), None) if isinstance(tree, dict) else None
     if not isinstance(tree, dict):
         raise InvalidInput(f"state {state.uid} has no module {only!r}: name with only= what it was tracked as")
     return tree

@@ -68,7 +68,7 @@ class Adapted:
         not needed.
         """
         walk = _Walk(self)
-        tree = {name: walk.tree_of(name, child) for name, child in self.objects.items()}
+        tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
         self.lasting = [model for _, model in walk.trees]
         if walk.optimizers:
             self._add_optimizers(walk)

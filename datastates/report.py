@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import values
 from .errors import InvalidInput
 from .names import join
 
@@ -77,17 +78,20 @@ class RestoreReport:
 
 
 class Selection:
-    """Which paths are asked for: by name, by what they are under, or by a pattern over the whole path."""
+    """Which paths are asked for: by name, by what they are under, or by a pattern over the whole path.
+
+    What was tracked under a name that paths escape (``net/1`` is ``net%2F1`` there) is asked for by either.
+    """
 
     def __init__(self, only: str | Sequence[str] | None) -> None:
-        self.patterns = None if only is None else [only] if isinstance(only, str) else list(only)
+        self.patterns = values.patterns(only)
         self._used: set[str] = set()
 
     def wants(self, path: str) -> bool:
         """Whether ``path`` is asked for."""
         if self.patterns is None:
             return True
-        hits = [p for p in self.patterns if path == p or path.startswith(p + "/") or fnmatchcase(path, p)]
+        hits = [p for p in self.patterns if _selects(p, path) or ("/" in p or "%" in p) and _selects(join("", p), path)]
         self._used.update(hits)
         return bool(hits)
 
@@ -98,7 +102,7 @@ class Selection:
 
     def names(self, name: str) -> bool:
         """Whether a pattern speaks of the top-level object ``name``."""
-        return self.patterns is None or any(fnmatchcase(name, p.split("/", 1)[0]) for p in self.patterns)
+        return self.patterns is None or any(fnmatchcase(name, p.split("/", 1)[0]) or name == join("", p) for p in self.patterns)
 
     def refuse_unused(self, known: Iterable[str]) -> None:
         """Refuse patterns that selected nothing.
@@ -234,6 +238,10 @@ class Findings:
             skipped=tuple(self.skipped),
             values=self.values,
         )
+
+
+def _selects(pattern: str, path: str) -> bool:
+    return path == pattern or path.startswith(pattern + "/") or fnmatchcase(path, pattern)
 
 
 def leaf_paths(tree: object, path: str) -> list[str]:

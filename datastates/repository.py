@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 
+from . import values
 from .capture.line import Line
 from .capture.runner import Runner
 from .capture.shutdown import close_at_exit
@@ -136,12 +137,14 @@ class Repository:
         self._check_open()
         if not isinstance(rng, bool):
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
+        for name in objects:
+            values.text(name, "the name of what is tracked")
         if rng:
             objects["rng"] = RngState()
         begin, is_resumed = origin_of(self, branch, start, resume=resume)
         if is_resumed and start is not None:
             only = None  # it said what the fork takes of its start; what the fork captured is all its own
-        values: dict[str, object] = {name: value for name, value in objects.items() if value is None or isinstance(value, _PLAIN)}
+        plain: dict[str, object] = {name: value for name, value in objects.items() if value is None or isinstance(value, _PLAIN)}
         line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
         config = self.config
         every = durable_every if durable_every is not None else config.durable_every
@@ -149,8 +152,8 @@ class Repository:
         tracker = Tracker(
             self,
             line=line,
-            objects={name: value for name, value in objects.items() if name not in values},
-            values=values,
+            objects={name: value for name, value in objects.items() if name not in plain},
+            values=plain,
             cadence=Cadence(every, interval),
             back_pressure=BackPressure(back_pressure or config.back_pressure),
             gradients=gradients,

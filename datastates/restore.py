@@ -66,7 +66,7 @@ def check_into(
     findings = Findings(selection, is_strict=strict, has_values=has_values, owned=owned)
     adapted = Adapted(objects)
     _Check(adapted, findings).top(tree)
-    known = [*adapted.objects, *(leaf for name, child in tree.items() for leaf in leaf_paths(child, name))]
+    known = [*map(_path, adapted.objects), *(leaf for name, child in tree.items() for leaf in leaf_paths(child, _path(name)))]
     selection.refuse_unused(known)
     findings.refuse_misfits()
     return findings
@@ -81,7 +81,7 @@ def write(findings: Findings) -> RestoreReport:
 
 def reads(objects: Mapping[str, object], only: str | Sequence[str] | None) -> Callable[[str], bool]:
     """Which tensors of a state, by path, ``restore_into`` looks at: any other may be ``None`` in its tree, and need not be read."""
-    names, selection = {*objects, GRADIENTS, IN_BACKWARD}, Selection(only)
+    names, selection = {*map(_path, objects), GRADIENTS, IN_BACKWARD}, Selection(only)
     return lambda path: path.split("/", 1)[0] in names and selection.wants(path)
 
 
@@ -117,24 +117,25 @@ class _Check:
         """Check every object by name."""
         findings = self.findings
         for name, live in self.adapted.objects.items():
+            path = _path(name)
             if name not in tree:
-                if findings.selection.names(name):
-                    findings.selection.wants(name)
-                    findings.missing.append(name)
+                if findings.selection.names(path):
+                    findings.selection.wants(path)
+                    findings.missing.append(path)
                 continue
             if isinstance(live, torch.Tensor):
-                self._tensor(name, live, tree[name])
+                self._tensor(path, live, tree[name])
             elif _holds_state(live) or isinstance(live, dict | list):
-                if self.place(name, live, tree[name]) is not live:
-                    findings.mismatched.append(Mismatch(name, describe(tree[name]), describe(live)))
-            elif findings.selection.wants_some(name, leaf_paths(tree[name], name)):
-                findings.values[name] = self.place(name, live, tree[name])
+                if self.place(path, live, tree[name]) is not live:
+                    findings.mismatched.append(Mismatch(path, describe(tree[name]), describe(live)))
+            elif findings.selection.wants_some(path, leaf_paths(tree[name], path)):
+                findings.values[name] = self.place(path, live, tree[name])
             else:
-                findings.skipped.append(name)
+                findings.skipped.append(path)
         gradients = tree.get(GRADIENTS)
         if isinstance(gradients, dict) and GRADIENTS not in self.adapted.objects:
             self._gradients(gradients)
-        findings.skipped += [name for name in tree if name not in self.adapted.objects and name != GRADIENTS]
+        findings.skipped += [_path(name) for name in tree if name not in self.adapted.objects and name != GRADIENTS]
 
     def place(self, path: str, live: Any, stored: Any) -> object:
         """What will stand at ``path`` after the writes: ``live`` itself wherever it can be changed in place."""
@@ -230,6 +231,11 @@ class _Check:
         for path, model in self.adapted.models():
             if path in stored:
                 check_gradients(join(GRADIENTS, path), model, stored[path], self.findings)
+
+
+def _path(name: object) -> str:
+    """Where an object stands that was tracked under ``name``."""
+    return join("", name)
 
 
 def _load_opaque(live: Any, stored: object) -> None:
