@@ -7,7 +7,7 @@
     ├── NotFound (LookupError)          no such state, ref, run or repository
     │   └── Ambiguous                   a uid prefix that fits several states
     ├── Conflict                        somebody else was first: read again, then decide
-    ├── Corrupt                         bytes that fail their digest: restore another state
+    ├── Corrupt                         bytes that fail their digest: restore the ancestor that it names
     ├── Torn                            a capture whose sources changed while they were copied
     ├── Dirty                           live objects are half old, half new: resume the clone, or restore them
     ├── Unauthorized (PermissionError)  the token is missing or wrong
@@ -98,9 +98,16 @@ class Conflict(DatastatesError):
 
 
 class Corrupt(DatastatesError):
-    """Stored bytes fail their digest; the message names the file, the offset and what they belong to."""
+    """Stored bytes fail their digest; the message names the file, the offset and what they belong to.
+
+    ``nearest`` is the uid of the nearest ancestor that verifies, where a state was to be restored and there is one.
+    """
 
     kind = "corrupt"
+
+    def __init__(self, message: str, *, nearest: str | None = None) -> None:
+        self.nearest = nearest
+        super().__init__(message)
 
 
 class Torn(DatastatesError):

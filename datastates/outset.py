@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .errors import Conflict, NotFound
@@ -16,20 +17,29 @@ if TYPE_CHECKING:
     from .repository import Repository
     from .tracker import Tracker
 
-__all__ = ["origin_of", "set_out"]
+__all__ = ["Outset", "origin_of", "set_out"]
 
 _log = logging.getLogger("datastates")
 
 
-def origin_of(repository: Repository, branch: str, start: str | None, *, resume: bool) -> tuple[State | None, bool]:
-    """The state that a tracker sets out from, and whether the branch has come beyond ``start``; makes the branch of a fork."""
-    with repository._database.read() as session:
+@dataclass(frozen=True, slots=True)
+class Outset:
+    """What a tracker sets out from; None begins a root. ``is_fork``: the branch is not there yet. ``is_beyond``: it has left ``start``."""
+
+    state: State | None
+    is_fork: bool = False
+    is_beyond: bool = False
+
+
+def origin_of(repository: Repository, branch: str, start: str | State | None, *, resume: bool) -> Outset:
+    """The state that a tracker sets out from. A branch whose head cannot be restored is moved back; none is made."""
+    with repository._reading() as session:
         ref = _find_ref(session, branch)
-        origin = None if start is None else revision.resolve(session, start)
+        origin = None if start is None else revision.resolve(session, start.uid if isinstance(start, State) else start)
         if ref is None:
+            refs.check_name(branch)
             if origin is None:
-                refs.check_name(branch)
-                return None, False
+                return Outset(None)
             if not origin.status.is_restorable:
                 raise repository._gone(session, origin)
         else:
@@ -46,11 +56,10 @@ def origin_of(repository: Repository, branch: str, start: str | None, *, resume:
                 raise repository._gone(session, head)
             origin = found
     if ref is None:
-        repository.branch(branch, origin.uid)
-        return origin, False
+        return Outset(origin, is_fork=True)
     if origin.uid != ref.state:
         repository.move(branch, origin.uid, expected=ref.state)
-    return origin, begun is None or begun.uid != origin.uid
+    return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
 
 
 def set_out(repository: Repository, tracker: Tracker, state: State, *, only: str | Sequence[str] | None, strict: bool) -> None:

@@ -91,7 +91,7 @@ class Selection:
         """Whether ``path`` is asked for."""
         if self.patterns is None:
             return True
-        hits = [p for p in self.patterns if _selects(p, path) or ("/" in p or "%" in p) and _selects(join("", p), path)]
+        hits = [p for p in self.patterns if _selects(p, path) or (("/" in p or "%" in p) and _selects(join("", p), path))]
         self._used.update(hits)
         return bool(hits)
 

@@ -36,6 +36,7 @@ from .recovery import LEASES, PACKS, recover
 from .report import RestoreReport, Selection
 from .restore import reads, restore_into
 from .rng import RngState
+from .salvage import naming_a_way_on
 from .store.arena import Arena
 from .store.local import LocalTier
 from .store.memory import MemoryTier
@@ -132,6 +133,7 @@ class Repository:
 
         :raises Conflict: the branch exists and was not to be resumed, or does not descend from ``start``.
         :raises NotFound: ``start`` names no state.
+        :raises Corrupt: the branch's head is damaged; names the nearest ancestor that verifies, and how to go on from it.
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
         """
         self._check_open()
@@ -141,8 +143,9 @@ class Repository:
             values.text(name, "the name of what is tracked")
         if rng:
             objects["rng"] = RngState()
-        begin, is_resumed = origin_of(self, branch, start, resume=resume)
-        if is_resumed and start is not None:
+        origin = origin_of(self, branch, start, resume=resume)
+        begin = origin.state
+        if origin.is_beyond and start is not None:
             only = None  # it said what the fork takes of its start; what the fork captured is all its own
         plain: dict[str, object] = {name: value for name, value in objects.items() if value is None or isinstance(value, _PLAIN)}
         line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
@@ -162,6 +165,8 @@ class Repository:
         try:
             if begin is not None:
                 set_out(self, tracker, begin, only=only, strict=strict)
+            if begin is not None and origin.is_fork:
+                self.branch(branch, begin.uid)  # now that its objects stand there: a fork that fails leaves no branch
         except BaseException:
             tracker._fence.remove()
             raise
@@ -208,10 +213,11 @@ class Repository:
         From disk they are memory-mapped privately: writing to them never reaches the pack. ``only`` takes names or patterns of
         paths (``"model"``, ``"optimizer/state/*"``); what is not asked for is ``None`` in the tree, and is not read.
 
-        :raises Corrupt: a stored byte is wrong; names the file and the tensor.
+        :raises Corrupt: a stored byte is wrong; names the file and the tensor, and the nearest ancestor that verifies.
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         """
-        with self._open_payload(self.state(rev)) as reader:
+        state = self.state(rev)
+        with naming_a_way_on(self, state), self._open_payload(state) as reader:
             return read_tree(reader, wants=Selection(only).wants, device=device)
 
     def restore(
@@ -236,7 +242,7 @@ class Repository:
     def _restore(self, state: State, into: Mapping[str, object], *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
         for tracker in self._trackers:
             tracker.fence()
-        with self._open_payload(state) as reader:
+        with naming_a_way_on(self, state), self._open_payload(state) as reader:
             tree = read_tree(reader, wants=reads(into, only), is_borrowing=True)
             return restore_into(into, tree, only=only, strict=strict)
 

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from datastates.errors import DatastatesError, SyntaxProblem, Unavailable
+from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
 
 __all__ = ["EXIT_CODES", "INTERRUPTED", "code_of", "complain"]
 
@@ -65,6 +65,6 @@ def _describe(error: BaseException) -> dict[str, object]:
         described["kind"] = error.kind
     if isinstance(error, SyntaxProblem):
         described |= {"text": error.text, "column": error.column, "expected": list(error.expected)}
-    if isinstance(error, Unavailable):
+    if isinstance(error, Unavailable | Corrupt):
         described["nearest"] = error.nearest
     return described
