@@ -6,6 +6,7 @@ false and ``not`` of it true. Texts compare by code point on both databases.
 
 from __future__ import annotations
 
+import math
 import operator as operators
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     ColumnElement,
     Double,
+    Numeric,
     Select,
     String,
     and_,
@@ -42,7 +45,7 @@ from .lookup import id_of
 from .query import Ago, AllOf, Among, AnyOf, Compare, Exists, Field, Kind, Node, Not, Related, Value
 from .reach import above, below, chain
 from .revision import resolve
-from .schema import AttributeRow, MetricRow, RefRow, RunRow, StateRow, from_us, table, to_us
+from .schema import EXACT_INT, AttributeRow, MetricRow, RefRow, RunRow, StateRow, from_us, table, to_us
 from .states import RefKind
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ __all__ = ["Scope", "by_code_point", "condition", "ids", "metric_is", "run_colum
 
 _state, _metric, _attribute, _ref, _run = (table(row) for row in (StateRow, MetricRow, AttributeRow, RefRow, RunRow))
 _NUMBERS = ("int", "float")
+_EQUALITY = ("=", "!=")
 _COLUMNS = {
     "step": _state.c.step,
     "micro_step": _state.c.micro_step,
@@ -228,8 +232,31 @@ def _attribute_is(operator: str, value: Value, dialect: str) -> ColumnElement[bo
         case bool():
             return and_(_attribute.c.type == "bool", metric_is(_attribute.c.number, operator, value))
         case int() | float():
-            return and_(_attribute.c.type.in_(_NUMBERS), metric_is(_attribute.c.number, operator, value))
+            return and_(_attribute.c.type.in_(_NUMBERS), _attribute_number_is(operator, value, dialect))
     return and_(_attribute.c.type == "str", _text_is(_attribute.c.text, operator, value, dialect))
+
+
+def _attribute_number_is(operator: str, value: float, dialect: str) -> ColumnElement[bool]:
+    """Exactly, as Python compares: of numbers with the same nearest float the digits decide, which ints beyond 2**53 have."""
+    number, digits, near = _attribute.c.number, _attribute.c.text, float(value)
+    if not EXACT_INT <= abs(near) < math.inf:
+        return metric_is(number, operator, near)
+    whole = int(value)
+    is_so = literal(bool(_OPERATORS[operator](int(near), whole)), Boolean)
+    tied = case((digits.is_(None), is_so), else_=_digits_are(by_code_point(digits, dialect), operator, whole))
+    return case((number == literal(near, Double), tied), else_=metric_is(number, operator, near))
+
+
+def _digits_are(digits: ColumnElement[Any], operator: str, whole: int) -> ColumnElement[bool]:
+    """The int that a column has as text against one of the same sign: the longer is the larger in size, else the later in the alphabet."""
+    text = str(whole)
+    length, longer = func.length(digits), literal(len(text), BigInteger)
+    same = digits == literal(text, String)
+    if operator in _EQUALITY:
+        return same if operator == "=" else not_(same)
+    is_beyond = _OPERATORS["<" if (operator[0] == "<") == (whole > 0) else ">"]
+    beyond = or_(is_beyond(length, longer), and_(length == longer, is_beyond(digits, literal(text, String))))
+    return or_(beyond, same) if operator.endswith("=") else beyond
 
 
 def _config_items(dialect: str) -> Any:
@@ -253,6 +280,8 @@ def _config_is(key: str, operator: str, value: Value, dialect: str) -> ColumnEle
     match value:
         case bool():
             found = _operate(cast(flag, String), operator, literal(str(value).lower(), String))
+        case int() if abs(value) > EXACT_INT:
+            found = _operate(plain if dialect == "sqlite" else cast(plain, Numeric), operator, _number(value))
         case int() | float():
             found = metric_is(cast(plain, Double), operator, value)
         case _:
@@ -284,8 +313,9 @@ def _operate(column: ColumnElement[Any], operator: str, value: ColumnElement[Any
 
 
 def _number(value: Value) -> ColumnElement[Any]:
-    """A number as 64 bits hold it: an integer column is then compared exactly."""
-    return literal(value, BigInteger) if isinstance(value, int) else literal(value, Double)
+    """A number as a database holds it: an integer column is then compared exactly."""
+    is_whole = isinstance(value, int) and -(2**63) <= value < 2**63
+    return literal(value, BigInteger) if is_whole else literal(value, Double)
 
 
 def _us(value: Value, scope: Scope) -> int:

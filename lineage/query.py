@@ -320,7 +320,8 @@ def _value(field: _Named, token: Token) -> Value:
 def _number(token: Token) -> int | float:
     """An int where 64 bits hold it, else the nearest float."""
     digits = token.lstrip("+-")
-    return int(token) if digits.isdecimal() and len(digits) <= 18 else float(token)
+    whole = int(token) if digits.isdecimal() and len(digits) <= 20 else None
+    return float(token) if whole is None or not -(2**63) <= whole < 2**64 else whole
 
 
 def _shallow(node: Node, column: int = 1) -> Node:

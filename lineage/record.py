@@ -20,6 +20,7 @@ from .lookup import ids_of
 from .refs import check_name
 from .replicas import evict, mark, packs_of
 from .schema import (
+    EXACT_INT,
     AttributeRow,
     EdgeRow,
     MetricRow,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["evict", "mark", "packs_of", "record"]
 
 _UID = re.compile(r"[0-9a-f]{24}")
-_EXACT_INT = 2**53  # floats are exact up to here
 
 
 def record(session: Session, new: NewState) -> State:
@@ -192,7 +192,7 @@ def _attribute_row(key: str, value: Value) -> dict[str, object]:
         case bool():
             type_, number = "bool", float(value)
         case int():
-            type_, number, text = "int", _nearest_float(value), None if abs(value) <= _EXACT_INT else str(value)
+            type_, number, text = "int", _nearest_float(value), None if abs(value) <= EXACT_INT else str(value)
         case float():
             type_, number = "float", None if math.isnan(value) else value
         case None:

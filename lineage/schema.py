@@ -12,6 +12,7 @@ from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, S
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
+    "EXACT_INT",
     "AttributeRow",
     "Base",
     "CloneRow",
@@ -31,6 +32,9 @@ __all__ = [
 ]
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+EXACT_INT = 2**53
+"""Up to here floats hold whole numbers exactly."""
 
 # SQLite gives autoincrementing row ids to INTEGER keys only; PostgreSQL gets 64 bits.
 Id = BigInteger().with_variant(Integer, "sqlite")

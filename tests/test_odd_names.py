@@ -58,7 +58,8 @@ def test_a_training_with_odd_names_goes_on_where_it_stopped(repo: Repository, na
 
 
 def test_what_has_an_odd_name_is_asked_for_by_it(repo: Repository) -> None:
-    with repo.track(**{"net/1": nn.Linear(2, 2), "net": nn.Linear(2, 2)}) as run:
+    nets: dict[str, Any] = {"net/1": nn.Linear(2, 2), "net": nn.Linear(2, 2)}
+    with repo.track(**nets) as run:
         run.capture().wait()
     fresh = {"net/1": nn.Linear(2, 2), "net": nn.Linear(2, 2)}
     report = repo.restore("main", fresh, only="net/1")
@@ -70,6 +71,7 @@ def test_what_has_an_odd_name_is_asked_for_by_it(repo: Repository) -> None:
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
 def test_a_name_that_cannot_be_stored_is_refused_by_track(repo: Repository, name: str) -> None:
+    objects: dict[str, Any] = {name: torch.zeros(2)}
     with pytest.raises(InvalidInput, match="the name of what is tracked is"):
-        repo.track(**{name: torch.zeros(2)})
+        repo.track(**objects)
     assert repo.refs() == []

@@ -16,6 +16,22 @@ METRICS = ("loss", "acc", "val/loss")
 ATTRIBUTES = ("kind", "size", "has space")
 TEXTS = ("", "a", "ab", "B", "ü", "z%_", "it's", "\\n")
 NUMBERS = (-1, 0, 1, 2, 2.5, 0.1, math.inf, -math.inf)
+LARGE = (
+    2**53,
+    2**53 + 1,
+    2**53 + 2,
+    -(2**53) - 1,
+    -(2**53) - 2,
+    float(2**53),
+    10**16 - 1,
+    10**16,
+    10**16 + 1,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    2.0**64,
+)
+"""Several have the same nearest float."""
 
 
 @dataclass
@@ -80,7 +96,13 @@ def _start_run(database: Database, lineage: Lineage, rng: random.Random, index: 
         argv=("train",),
         git_commit=rng.choice([None, "abc123", "ü"]),
         git_dirty=None,
-        config={"lr": rng.choice([0.1, 1, 2.5]), "ü": rng.choice(TEXTS), "flag": rng.choice([True, False]), "none": None},
+        config={
+            "lr": rng.choice([0.1, 1, 2.5]),
+            "seed": rng.choice([*LARGE[:5], 2**63 - 1]),
+            "ü": rng.choice(TEXTS),
+            "flag": rng.choice([True, False]),
+            "none": None,
+        },
         versions={},
         started_at=START,
     )
@@ -93,6 +115,7 @@ def _record(database: Database, lineage: Lineage, rng: random.Random, index: int
     branch = rng.choice(["main", "fork", "other"])
     head = lineage.branches.get(branch)
     parent = lineage.by_uid[head] if head else rng.choice([None, *lineage.states[-5:]]) if lineage.states else None
+    choices = [*TEXTS, *NUMBERS, True, False, None, math.nan] if rng.random() < 0.6 else LARGE
     further = [state for state in rng.sample(lineage.states, min(len(lineage.states), 2)) if parent is None or state.uid != parent.uid]
     new = NewState(
         uid=f"{rng.getrandbits(96):024x}",
@@ -103,7 +126,7 @@ def _record(database: Database, lineage: Lineage, rng: random.Random, index: int
         step=rng.choice([0, 3]) if parent is None or rng.random() < 0.2 else parent.step + rng.choice([0, 1, 2]),
         micro_step=rng.choice([0, 0, 1]),
         metrics={key: rng.choice([*NUMBERS, math.nan]) for key in METRICS if rng.random() < 0.7},
-        attributes={key: rng.choice([*TEXTS, *NUMBERS, True, False, None, math.nan]) for key in ATTRIBUTES if rng.random() < 0.7},
+        attributes={key: rng.choice(choices) for key in ATTRIBUTES if rng.random() < 0.7},
         message=rng.choice([None, *TEXTS]),
         created_at=START + timedelta(hours=index),
         status=rng.choice(list(Status)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 from functools import cmp_to_key
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from datastates.lineage.query import (
 )
 from datastates.lineage.search import find, find_all
 from tests.lineage.conftest import Grow
-from tests.lineage.oracle import ATTRIBUTES, METRICS, NOW, NUMBERS, START, TEXTS, Lineage
+from tests.lineage.oracle import ATTRIBUTES, LARGE, METRICS, NOW, NUMBERS, START, TEXTS, Lineage
 from tests.lineage.oracle import grow as grow_lineage
 
 # Random queries
@@ -43,7 +44,7 @@ _numbers = st.sampled_from(NUMBERS)
 _texts = st.sampled_from([*TEXTS, "b", "abc123"])
 _metric = st.sampled_from(METRICS).map(lambda key: Field("metrics", Kind.METRIC, key))
 _attribute = st.sampled_from(ATTRIBUTES).map(lambda key: Field("attr", Kind.ANY, key))
-_config = st.sampled_from(["lr", "ü", "flag", "none", "absent"]).map(lambda key: Field("run.config", Kind.ANY, key))
+_config = st.sampled_from(["lr", "seed", "ü", "flag", "none", "absent"]).map(lambda key: Field("run.config", Kind.ANY, key))
 _integer = st.sampled_from(["step", "micro_step"]).map(lambda name: Field(name, Kind.INTEGER))
 _text = st.sampled_from(["message", "run.host", "run.user", "run.git_commit", "run.uid"]).map(lambda name: Field(name, Kind.TEXT))
 _names = st.sampled_from(["branch", "tag"]).map(lambda name: Field(name, Kind.NAMES))
@@ -64,7 +65,7 @@ def _compare(fields: st.SearchStrategy[Field], operators: list[str], values: st.
 def _leaves(lineage: Lineage) -> st.SearchStrategy[Node]:
     uids = st.sampled_from([state.uid for state in lineage.states])
     revisions = st.one_of(st.sampled_from(sorted(lineage.branches)), uids, st.just("warm"))
-    any_values: st.SearchStrategy[Value] = st.one_of(_numbers, _texts)
+    any_values: st.SearchStrategy[Value] = st.one_of(_numbers, _texts, st.sampled_from(LARGE))
     return st.one_of(
         _compare(_metric, NUMERIC, _numbers),
         _compare(_integer, NUMERIC, st.one_of(st.integers(-1, 12), _numbers, st.just(10**17))),
@@ -281,6 +282,18 @@ def test_every_plan_finds_the_same(database: Database, monkeypatch: pytest.Monke
         assert _pages(database, _text_of(query), page) == _expected(query, lineage)
 
     check()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("around", [2**53, 10**16, 2**63 - 2])
+def test_whole_numbers_with_the_same_nearest_float_are_told_apart(database: Database, grow: Grow, around: int, sign: int) -> None:
+    numbers = [sign * (around + more) for more in (-1, 0, 1)]
+    states = {number: grow(attributes={"seed": number}).uid for number in numbers}
+    for operator, holds in [("=", eq), ("!=", ne), ("<", lt), ("<=", le), (">", gt), (">=", ge)]:
+        for asked in numbers:
+            with database.read() as session:
+                found = {state.uid for state in find(session, f"attr.seed {operator} {asked}").states}
+            assert found == {uid for number, uid in states.items() if holds(number, asked)}, (operator, asked)
 
 
 def test_what_a_state_lacks_compares_as_false_and_not_of_it_is_true(database: Database, grow: Grow) -> None:
