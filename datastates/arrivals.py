@@ -12,6 +12,7 @@ from .landing import StateSink
 from .lineage import clones, refs
 from .lineage.states import Ref, RefKind, State
 from .manifest import Manifest
+from .uninterrupted import to_the_end
 
 if TYPE_CHECKING:
     from .repository import Repository
@@ -71,8 +72,25 @@ def land(
 ) -> State:
     """Every chunk is here: the state is one of the repository's, with what is told of its ancestry and tags.
 
+    An interrupt is raised once the state is in the lineage, in memory and known to the engine.
+
     :raises Conflict: a state of the same uid and another digest is here.
     """
+
+    def arrive() -> State:
+        return _arrive(repository, sink, state, ancestry, source, source_repository, bytes_moved)
+
+    now = to_the_end(arrive)
+    for tag in tags:
+        make_tag(repository, tag)
+    if tags:
+        repository._runner().refs_changed()
+    return now
+
+
+def _arrive(
+    repository: Repository, sink: StateSink, state: State, ancestry: Sequence[State], source: str, source_repository: str, bytes_moved: int
+) -> State:
     memory = repository._memory
     assert memory is not None, "the sink came from it"
     was_here = state.uid in set(memory.uids())
@@ -94,8 +112,6 @@ def land(
         if not was_here:
             memory.remove(state.uid)
         raise
-    for tag in tags:
-        make_tag(repository, tag)
     repository._runner().adopt(state.uid)
     return now
 

@@ -16,8 +16,9 @@ __all__ = ["evict"]
 def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
     """Drop a state from this node's disk and from this process's memory; the bytes set free there, which no other state needed.
 
-    The lineage is told first: a crash in between leaves files that nobody asks for, never a state without its bytes. States of other
-    processes and nodes keep theirs. ``is_forced`` drops a state that a ref names, but never all that can be restored of a branch.
+    The lineage is told first: a crash in between leaves files that nobody asks for, never a state without its bytes, and a commit that
+    fails drops nothing. States of other processes and nodes keep theirs. ``is_forced`` drops a state that a ref names, but never all
+    that can be restored of a branch.
 
     :raises Conflict: a ref or a training of this process counts on it.
     :raises NotFound: there is no such state.
@@ -25,9 +26,10 @@ def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
     repository._check_open()
     repository._settle()
     here = [("local", repository.node), ("memory", holder(repository.node, repository._run_uid))]
-    freed = 0
+    running = repository._running
     with repository._database.write(durable=True) as session:
         withdraw(session, uid, here, is_forced=is_forced)
-        if repository._running is not None:
-            freed = repository._running.withdraw(uid)  # the last that may refuse
+        if running is not None:
+            running.check_withdrawal(uid)  # the last that may refuse
+    freed = 0 if running is None else running.withdraw(uid)
     return freed + repository._local.remove(uid)

@@ -27,6 +27,7 @@ from .lineage.holders import holder
 from .lineage.states import Edge, NewState, RefKind, State, Value
 from .manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin
 from .recipes import Method, Recipe, plan_recipe, recipe_of
+from .uninterrupted import to_the_end
 
 if TYPE_CHECKING:
     from .repository import Repository
@@ -198,16 +199,26 @@ def _even(states: Sequence[State]) -> tuple[float, ...]:
 
 
 def _make(repository: Repository, blend: Blend, *, into: str | None, message: str | None, attributes: dict[str, Value]) -> State:
-    """Fill slots, digest them, adopt and record: what a capture's second half does."""
-    runner, arena, memory = repository._runner(), repository._arena, repository._memory
+    """Fill slots and digest them, then adopt and record without interruption: what a capture's second half does."""
+    runner, arena = repository._runner(), repository._arena
     assert arena is not None, "the runner made it"
-    assert memory is not None, "the runner made it"
     lengths = blend.carved.chunk_lengths
     slots = _acquire(runner, len(lengths))
     try:
         _fill(arena, slots, blend)
         chunks = tuple(Chunk(chunk_digest(arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
         manifest = _manifest(blend, chunks, repository._run_uid, into, message, attributes)
+    except BaseException:
+        runner.release(slots)
+        raise
+    return to_the_end(lambda: _commit(repository, blend, manifest, slots), instead=lambda: runner.release(slots))
+
+
+def _commit(repository: Repository, blend: Blend, manifest: Manifest, slots: list[int]) -> State:
+    """The slots are the memory tier's from here on; the state is in memory, in the lineage and known to the engine, or nowhere."""
+    runner, memory = repository._runner(), repository._memory
+    assert memory is not None, "the runner made it"
+    try:
         placed = memory.adopt(manifest, slots)
     except BaseException:
         runner.release(slots)

@@ -169,6 +169,7 @@ class Repository:
                 self.branch(branch, begin.uid)  # now that its objects stand there: a fork that fails leaves no branch
         except BaseException:
             tracker._fence.remove()
+            self._runner().drop_line(line)
             raise
         self._trackers.append(tracker)
         return tracker

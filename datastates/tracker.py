@@ -78,8 +78,8 @@ class Tracker:
         self.report: RestoreReport | None = None
         self._fence = Fence(self.fence)
         self._fence.install(self._adapted.optimizers, self._adapted.modules)
-        self._runner.open_line(line, cadence)
         self._runner.expect(self._adapted.size_bytes())
+        self._runner.open_line(line, cadence)  # the last that may fail
 
     @property
     def branch(self) -> str:

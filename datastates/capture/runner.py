@@ -103,6 +103,10 @@ class Runner:
         """A tracker begins."""
         self._post(LineOpened(line.name, cadence, line.branch))
 
+    def drop_line(self, line: Line) -> None:
+        """A tracker never began: it has captured nothing."""
+        self._post(Closing(line.name))
+
     def expect(self, size_bytes: int) -> None:
         """Captures of about this size are to come: memory for them is made warm meanwhile."""
         if not self._arena.is_warm:
@@ -217,21 +221,26 @@ class Runner:
         self._post(Adopted(uid))
         self.refs_changed()
 
-    def withdraw(self, uid: str) -> int:
-        """Let go of a state in memory that is not to be kept, and tell the lineage so with the next capture; the bytes set free.
+    def check_withdrawal(self, uid: str) -> None:
+        """Refuse to let go of a state in memory.
 
         :raises Conflict: a training stands there, or it is on its way into the lineage or to disk.
         """
         with self._lock:
             reason = self._engine.hold_of(uid, is_captured=uid in self._handles)
-            if reason is not None:
-                raise Conflict(f"state {uid} cannot be dropped: {reason}")
+        if reason is not None:
+            raise Conflict(f"state {uid} cannot be dropped: {reason}")
+
+    def withdraw(self, uid: str) -> int:
+        """Let go of a state in memory that the lineage does not count on any more; the bytes set free.
+
+        It stays, as any other state in memory, when somebody began to count on it since ``check_withdrawal``.
+        """
+        with self._lock:
+            if self._engine.hold_of(uid, is_captured=uid in self._handles) is not None:
+                return 0
             freed = self._memory.remove(uid)
-            self._engine.forget(uid)
-            self._evicted.append(uid)
-            self._lines_of.pop(uid, None)
-            if (handle := self._handles.pop(uid, None)) is not None:
-                handle._give_up(f"state {uid} was dropped before it became durable")
+            self._forget(uid, f"state {uid} was dropped before it became durable")
             self._lock.notify_all()
         return freed
 
@@ -528,12 +537,16 @@ class Runner:
             if self._arena.available >= until:
                 return
             self._memory.remove(uid)
-            self._engine.forget(uid)
             self._evicted.append(uid)
-            self._lines_of.pop(uid, None)
-            handle = self._handles.pop(uid, None)
-            if handle is not None:
-                handle._give_up(f"state {uid} left memory before it became durable: make more states durable, or give more memory_bytes")
+            self._forget(uid, f"state {uid} left memory before it became durable: make more states durable, or give more memory_bytes")
+
+    def _forget(self, uid: str, why: str) -> None:
+        """A state left memory; runs under the lock."""
+        self._engine.forget(uid)
+        self._lines_of.pop(uid, None)
+        handle = self._handles.pop(uid, None)
+        if handle is not None:
+            handle._give_up(why)
 
     def _notify(self) -> None:
         with self._lock:
