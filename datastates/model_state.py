@@ -28,7 +28,7 @@ class ModelState:
     As long as every member of every part is the same object, ``tree`` gives the very same tree, without asking ``state_dict``.
     """
 
-    __slots__ = ("_metadata", "_parts", "_raw", "_raw_metadata", "_seen", "_tree", "keys", "module", "path")
+    __slots__ = ("_kinds", "_metadata", "_parts", "_raw", "_raw_metadata", "_seen", "_tree", "keys", "module", "path")
 
     def __init__(self, path: str, module: nn.Module) -> None:
         refuse_sharded(path, module)
@@ -38,6 +38,7 @@ class ModelState:
         self._raw_metadata: Mapping[str, Any] | None = None
         self._metadata: OrderedDict[str, Any] = OrderedDict()
         self._parts: list[dict[str, Any]] | None = None
+        self._kinds: frozenset[type[nn.Module]] = frozenset()
         self._seen: Seen | None = None
         self._tree: OrderedDict[str, object] = OrderedDict()
 
@@ -48,10 +49,13 @@ class ModelState:
 
         :raises InvalidInput: a lazy module was not yet called.
         """
-        if self._parts is not None and self._seen is not None and self._seen.is_still(_look(self._parts)):
+        if self._parts is not None and self._seen is not None and self._seen.is_still(_look(self._parts)) and self._is_made_by_torch():
             return self._tree
-        self._parts = [part.__dict__ for part in self.module.modules()] if _has_plain_state(self.module) else None
-        self._seen = None if self._parts is None else _look(self._parts)
+        self._parts = self._seen = None
+        if _has_plain_state(self.module):
+            self._parts = [part.__dict__ for part in self.module.modules()]
+            self._kinds = frozenset(map(type, self.module.modules()))
+            self._seen = _look(self._parts)
         state: dict[str, object] = self.module.state_dict(keep_vars=True)
         raw = tuple(state)
         if raw != self._raw:
@@ -64,6 +68,12 @@ class ModelState:
             tree._metadata = self._metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
         self._tree = tree
         return tree
+
+    def _is_made_by_torch(self) -> bool:
+        """Whether nobody has put a method of their own into a part, or into a class, since it was looked at."""
+        return not any(["state_dict" in part or "_save_to_state_dict" in part for part in self._parts or ()]) and all(
+            map(_is_plain_kind, self._kinds)
+        )
 
     def raw_names(self) -> dict[str, str]:
         """The module's own name of each canonical one; as of the last ``tree``."""
@@ -96,8 +106,7 @@ def _look(parts: list[dict[str, Any]]) -> Seen:
     """Every member of the modules with these ``__dict__``s, by name and object."""
     named = [*chain.from_iterable(map(_NAMED, parts))]
     others = [*chain.from_iterable(map(_OTHERS, parts))]
-    own = [part["state_dict"] for part in parts if "state_dict" in part]
-    objects = [*chain.from_iterable(named), *chain.from_iterable(map(_VALUES, named)), *chain.from_iterable(filter(None, others)), *own]
+    objects = [*chain.from_iterable(named), *chain.from_iterable(map(_VALUES, named)), *chain.from_iterable(filter(None, others))]
     return Seen(objects, [*map(len, named), *map(len, others)])
 
 
@@ -109,13 +118,21 @@ _VALUES = operator.methodcaller("values")
 def _has_plain_state(module: nn.Module) -> bool:
     """Whether the module's ``state_dict`` is made by torch alone, of parameters and buffers only."""
     return all(
-        type(part).state_dict is nn.Module.state_dict
-        and type(part)._save_to_state_dict is nn.Module._save_to_state_dict
-        and type(part).get_extra_state is nn.Module.get_extra_state
+        _is_plain_kind(type(part))
+        and not isinstance(part, torch.jit.ScriptModule)  # its members are not in its ``__dict__``
         and not part._state_dict_hooks
         and not part._state_dict_pre_hooks
         and "state_dict" not in part.__dict__
+        and "_save_to_state_dict" not in part.__dict__
         for part in module.modules()
+    )
+
+
+def _is_plain_kind(kind: type[nn.Module]) -> bool:
+    return (
+        kind.state_dict is nn.Module.state_dict
+        and kind._save_to_state_dict is nn.Module._save_to_state_dict
+        and kind.get_extra_state is nn.Module.get_extra_state
     )
 
 

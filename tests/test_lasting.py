@@ -54,6 +54,13 @@ def patch_state_dict(model: Any, optimizer: Optimizer) -> None:
     model.state_dict = lambda **options: OrderedDict(other=OTHER)  # as some wrappers do
 
 
+def patch_saving(model: Any, optimizer: Optimizer) -> None:
+    def save(state: dict[str, object], prefix: str, keep_vars: bool) -> None:
+        state[prefix + "other"] = OTHER
+
+    model[3]._save_to_state_dict = save
+
+
 def reload_optimizer(model: Any, optimizer: Optimizer) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -92,6 +99,7 @@ MUTATIONS: dict[str, Mutation] = {
     "two modules changed places": lambda model, optimizer: model._modules.update({"0": model[3], "3": model[0]}),
     "a hook changes what is stored": add_state_hook,
     "the model has a state_dict of its own": patch_state_dict,
+    "a part saves itself in another way": patch_saving,
     "the optimizer was loaded": reload_optimizer,
     "a group was added": lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5}),
     "the learning rate is another": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.25),
@@ -164,3 +172,23 @@ def test_names_follow_a_module_whose_names_changed() -> None:
 
     assert "optimizer/state/scale/momentum_buffer" in paths
     assert "optimizer/state/weight/momentum_buffer" not in paths
+
+
+def test_what_a_part_saves_by_a_method_of_its_own_is_asked_for_every_time() -> None:
+    counts = iter(range(9))
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    model[0]._save_to_state_dict = lambda state, prefix, keep_vars: state.update({prefix + "count": next(counts)})
+    adapted = Adapted({"model": model})
+    assert [adapted.tree()["model"] for _ in range(3)] == [{"0.count": count} for count in range(3)]
+
+
+def test_a_class_that_saves_in_another_way_from_now_on_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = make()
+    adapted = Adapted({"model": model})
+    adapted.tree()
+
+    def save(self: nn.Module, state: dict[str, object], prefix: str, keep_vars: bool) -> None:
+        state[prefix + "other"] = OTHER
+
+    monkeypatch.setattr(nn.PReLU, "_save_to_state_dict", save)
+    assert "2.0.other" in adapted.tree()["model"]  # type: ignore[operator]  # a dict
