@@ -60,8 +60,9 @@ def register_encoder(
 ) -> None:
     """Teach states to hold objects of exactly this ``type``.
 
-    ``encode(object)`` gives a plain tree, tensors included; ``decode(tree)`` gives the object back. ``name`` is stored and
-    chooses the decoder, so it must stay the same; registering the same type and name again replaces the functions.
+    ``encode(object)`` gives a plain tree, tensors included; ``decode(tree)`` gives an equal object. A restore puts that one into the list
+    or dict that held the old one; what is to be changed in place needs ``state_dict`` and ``load_state_dict`` instead. ``name`` is stored
+    and chooses the decoder, so it must stay the same; registering the same type and name again replaces the functions.
 
     :raises Conflict: the name belongs to another type, or the type to another name.
     :raises InvalidInput: the type is stored natively.
@@ -135,8 +136,8 @@ def refusal(value: object) -> str:
     if callable(value) and not isinstance(value, type) and hasattr(value, "__qualname__"):
         return f"is the function {value.__qualname__!r} ({name}), which has no safe encoding: keep it out of the state, or store its name"
     return (
-        f"is of type {name}, which has no safe encoding: "
-        f"register one with datastates.register_encoder({type(value).__name__}, name, encode, decode), or leave it out"
+        f"is of type {name}, which has no safe encoding: give it state_dict and load_state_dict, by which it is put back in place; "
+        f"or register how another is made with datastates.register_encoder({type(value).__name__}, name, encode, decode); or leave it out"
     )
 
 

@@ -71,9 +71,8 @@ class ModelState:
 
     def _is_made_by_torch(self) -> bool:
         """Whether nobody has put a method of their own into a part, or into a class, since it was looked at."""
-        return not any(["state_dict" in part or "_save_to_state_dict" in part for part in self._parts or ()]) and all(
-            map(_is_plain_kind, self._kinds)
-        )
+        has_own = any("state_dict" in part or "_save_to_state_dict" in part for part in self._parts or ())
+        return not has_own and all(map(_is_plain_kind, self._kinds))
 
     def raw_names(self) -> dict[str, str]:
         """The module's own name of each canonical one; as of the last ``tree``."""

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import types
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from .arrays import MAX_DEPTH
 from .errors import InvalidInput
+from .generators import is_generator, state_of
 from .model_state import ModelState, Seen
 from .names import Owner, canonical_name, join, parameter_names, split_wrappers
 from .optimizer_state import OptimizerState
 from .rng import RngState
 
-__all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state", "parts"]
+__all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state", "holds_state", "parts"]
 
 GRADIENTS = "gradients"
 """The top-level name under which gradients stand: ``gradients/<module>/<parameter>``."""
@@ -74,8 +77,19 @@ class Adapted:
             self._add_optimizers(walk)
         if self._has_gradients:
             tree[GRADIENTS] = {path: _gradients_of(model) for path, model in walk.trees}
-        for out, rng in walk.generators:
-            out.update(rng.state_dict())
+        for out, generator in walk.generators:
+            out.update(generator.state_dict() if isinstance(generator, RngState) else state_of(generator))
+        return tree
+
+    def outlook(self) -> dict[str, object]:
+        """The tree as far as it can be looked at before the training begins, to find what no state can hold.
+
+        Whatever can be iterated over is not asked: a loader that says its position makes its iterator, and draws from the generators.
+        """
+        walk = _Walk(self, is_outlook=True)
+        tree = {name: walk.tree_of(name, child) for name, child in self.objects.items()}
+        if walk.optimizers:
+            self._add_optimizers(walk)
         return tree
 
     def _add_optimizers(self, walk: _Walk) -> None:
@@ -134,17 +148,19 @@ class Adapted:
 class _Walk:
     """One walk over the objects. What needs names, or must come last, stands as an empty dict until the walk is over."""
 
-    def __init__(self, adapted: Adapted) -> None:
-        self._adapted = adapted
+    def __init__(self, adapted: Adapted, *, is_outlook: bool = False) -> None:
+        self._adapted, self._is_outlook = adapted, is_outlook
         self.trees: list[tuple[str, OrderedDict[str, object]]] = []
         self.optimizers: list[tuple[dict[str, object], Optimizer]] = []
-        self.generators: list[tuple[dict[str, object], RngState]] = []
+        self.generators: list[tuple[dict[str, object], object]] = []
 
     def tree_of(self, path: str, found: Any) -> object:
         """``found`` as a plain tree."""
         kind = type(found)
         if kind in _LEAVES:
             return found
+        if self._is_outlook and not _is_ready(found):
+            return None
         if isinstance(found, nn.Module):
             tree = self._adapted.model_state(path, found).tree()
             self.trees.append((path, tree))
@@ -154,15 +170,30 @@ class _Walk:
         if isinstance(found, RngState):
             return _later(self.generators, found)
         if has_state(found):
-            return found.state_dict()
-        if kind is list or kind is tuple:
-            return kind(child if type(child) in _LEAVES else self.tree_of(join(path, i), child) for i, child in enumerate(found))
+            return _peek(found) if self._is_outlook else found.state_dict()
+        if kind is list or kind is tuple or kind is deque:
+            items = [child if type(child) in _LEAVES else self.tree_of(join(path, i), child) for i, child in enumerate(found)]
+            return items if kind is list else tuple(items) if kind is tuple else deque(items, found.maxlen)
         if kind is dict or kind is OrderedDict or kind is defaultdict:
             plain = {key: child if type(child) in _LEAVES else self.tree_of(join(path, key), child) for key, child in found.items()}
             if isinstance(found, defaultdict):
                 return defaultdict(found.default_factory, plain)
             return OrderedDict(plain) if kind is OrderedDict else plain
-        return found
+        return _later(self.generators, found) if is_generator(found) else found
+
+
+def _is_ready(found: object) -> bool:
+    """Whether something can be asked for its state before the first step without a change, and has one."""
+    if isinstance(found, nn.Module):
+        return not any(is_lazy(tensor) or tensor.is_meta for tensor in (*found.parameters(), *found.buffers()))
+    return not has_state(found) or not isinstance(found, Iterable)
+
+
+def _peek(found: Any) -> object:
+    try:
+        return found.state_dict()
+    except Exception:  # it may be ready by the first capture, which raises otherwise
+        return None
 
 
 def has_state(found: object) -> bool:
@@ -171,16 +202,28 @@ def has_state(found: object) -> bool:
     return is_stateful and not isinstance(found, type)
 
 
-def parts(objects: Mapping[Any, object], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything tracked that is no container, with its path."""
+def holds_state(found: object) -> bool:
+    """Whether there is something in ``found`` that another value cannot replace: it is put back in place, or not at all."""
+    if isinstance(found, dict):
+        return any(map(holds_state, found.values()))
+    if isinstance(found, list | tuple | deque):
+        return any(map(holds_state, found))
+    return has_state(found) or is_generator(found)
+
+
+def parts(objects: Mapping[Any, object], path: str = "", _above: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Everything tracked that is no container, with its path.
+
+    :raises InvalidInput: a container holds itself.
+    """
     for key, found in objects.items():
         here = join(path, key)
-        if isinstance(found, dict):
-            yield from parts(found, here)
-        elif isinstance(found, list | tuple):
-            yield from parts(dict(enumerate(found)), here)
-        else:
+        if not isinstance(found, dict | list | tuple | deque):
             yield here, found
+            continue
+        if len(_above) > MAX_DEPTH or any(found is each for each in _above):
+            raise InvalidInput(f"{here[:80]} is a {type(found).__name__} that holds itself, or is nested too deep: break the cycle")
+        yield from parts(found if isinstance(found, dict) else dict(enumerate(found)), here, (*_above, found))
 
 
 def _check_trackable(path: str, found: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -50,7 +51,7 @@ class RestoreReport:
 
     ``missing`` the objects have and the state has not; ``unexpected`` the other way round; ``mismatched`` fits neither in
     shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was not asked for. ``values``
-    are plain values and tuples, which no restore can set in the caller: by name, for the caller to take over.
+    are those that no restore can change in the caller (numbers, text, tuples): by name, for the caller to take over.
     """
 
     restored: tuple[str, ...] = ()
@@ -169,7 +170,10 @@ class Findings:
         """``placed`` with each ``Handed`` in it replaced by its value."""
         if isinstance(placed, Handed):
             return self.own(placed.value, placed.device)
-        return tuple(map(self.handed, placed)) if type(placed) is tuple else placed
+        if type(placed) is not tuple:
+            return placed
+        fresh = tuple(map(self.handed, placed))
+        return placed if all(map(operator.is_, fresh, placed)) else fresh
 
     @property
     def kept(self) -> frozenset[int]:

@@ -22,6 +22,7 @@ from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name
 from .errors import Closed, InvalidInput, NotFound, Unavailable
 from .frames import States
+from .handed import split_values
 from .lease import Lease
 from .lineage import refs as lineage_refs
 from .lineage import revision, runs, search, walk
@@ -58,7 +59,6 @@ __all__ = ["Repository", "open"]
 _log = logging.getLogger("datastates")
 
 _PATIENCE_S = 2.0
-_PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def open(
@@ -126,9 +126,10 @@ class Repository:
         """Track a training on a branch, and put its objects where the branch stands.
 
         A branch that exists is resumed at its newest restorable state (``resume=False``: Conflict). A branch that does not
-        begins a root, or forks from ``start``. ``objects`` are anything with ``state_dict`` and ``load_state_dict``, nested
-        containers of those, of tensors and of plain values. ``rng`` captures the random number generators too, ``gradients``
-        the gradients. ``only`` and ``strict`` are as in ``restore``; with ``start``, ``only`` says what a fork takes of it: resumed
+        begins a root, or forks from ``start``. ``objects`` are anything with ``state_dict`` and ``load_state_dict``, generators of random
+        numbers (torch's, Python's, NumPy's), nested containers of those, of tensors and of plain values. All are restored in place; values
+        that cannot be (numbers, text, tuples) are in the tracker's ``values``. ``rng`` captures the global generators, ``gradients`` the
+        gradients. ``only`` and ``strict`` are as in ``restore``; with ``start``, ``only`` says what a fork takes of it: resumed
         later it gets back all that it captured. ``defer=False`` copies everything before ``capture`` returns.
 
         :raises Conflict: the branch exists and was not to be resumed, or does not descend from ``start``.
@@ -143,11 +144,11 @@ class Repository:
             values.text(name, "the name of what is tracked")
         if rng:
             objects["rng"] = RngState()
+        plain, objects = split_values(objects)
         origin = origin_of(self, branch, start, resume=resume)
         begin = origin.state
         if origin.is_beyond and start is not None:
             only = None  # it said what the fork takes of its start; what the fork captured is all its own
-        plain: dict[str, object] = {name: value for name, value in objects.items() if value is None or isinstance(value, _PLAIN)}
         line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
         config = self.config
         every = durable_every if durable_every is not None else config.durable_every
@@ -155,7 +156,7 @@ class Repository:
         tracker = Tracker(
             self,
             line=line,
-            objects={name: value for name, value in objects.items() if name not in plain},
+            objects=objects,
             values=plain,
             cadence=Cadence(every, interval),
             back_pressure=BackPressure(back_pressure or config.back_pressure),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,9 +14,11 @@ from torch.optim import Optimizer
 
 from . import dirty
 from .errors import InvalidInput
+from .generators import is_generator, kind_of, load_generator, state_of
+from .handed import is_handed
 from .model_restore import check_gradients, check_module
 from .names import join
-from .objects import GRADIENTS, IN_BACKWARD, Adapted, has_state
+from .objects import GRADIENTS, IN_BACKWARD, Adapted, has_state, holds_state
 from .optimizer_restore import check_optimizer
 from .report import Findings, Handed, Mismatch, RestoreReport, Selection, describe, leaf_paths, own, write_tensor
 from .rng import RngState
@@ -125,9 +128,8 @@ class _Check:
                 continue
             if isinstance(live, torch.Tensor):
                 self._tensor(path, live, tree[name])
-            elif _holds_state(live) or isinstance(live, dict | list):
-                if self.place(path, live, tree[name]) is not live:
-                    findings.mismatched.append(Mismatch(path, describe(tree[name]), describe(live)))
+            elif not is_handed(live):
+                self._in_place(path, live, tree[name])
             elif findings.selection.wants_some(path, leaf_paths(tree[name], path)):
                 findings.values[name] = self.place(path, live, tree[name])
             else:
@@ -145,9 +147,11 @@ class _Check:
             check_optimizer(path, live, self.adapted.names_of(live), stored, self.findings)
         elif has_state(live):
             self._opaque(path, live, stored)
+        elif is_generator(live):
+            self._generator(path, live, stored)
         elif isinstance(live, dict) and isinstance(stored, dict):
             self._mapping(path, live, stored)
-        elif isinstance(live, list) and isinstance(stored, list):
+        elif (isinstance(live, list) and isinstance(stored, list)) or (isinstance(live, deque) and isinstance(stored, deque)):
             self._list(path, live, stored)
         elif isinstance(live, tuple) and isinstance(stored, tuple) and len(live) == len(stored):
             placed = [self.place(join(path, index), *pair) for index, pair in enumerate(zip(live, stored, strict=True))]
@@ -155,6 +159,16 @@ class _Check:
         else:
             return self._leaf(path, live, stored)
         return live
+
+    def _in_place(self, path: str, live: Any, stored: object) -> None:
+        """What is tracked by itself, and whose place nothing else can take."""
+        findings = self.findings
+        notes: tuple[list[Any], ...] = (findings.restored, findings.targets, findings.writes)
+        before, misfits = [*map(len, notes)], len(findings.mismatched)
+        if self.place(path, live, stored) is not live and len(findings.mismatched) == misfits:
+            for note, count in zip(notes, before, strict=True):
+                del note[count:]
+            findings.mismatched.append(Mismatch(path, describe(stored), describe(live)))
 
     def _tensor(self, path: str, live: torch.Tensor, stored: object) -> None:
         """A tensor that is tracked by itself: nobody could put another one in its place."""
@@ -174,6 +188,19 @@ class _Check:
         loads = self.findings.last_loads if isinstance(live, RngState) else self.findings.loads
         loads.append((path, partial(_load_opaque, live, stored)))
 
+    def _generator(self, path: str, live: Any, stored: Any) -> None:
+        leaves = leaf_paths(stored, path)
+        if not self.findings.is_wanted_whole(path, leaves):
+            return
+        if is_generator(stored):  # by an encoder of the user's own
+            stored = state_of(stored)
+        kind = stored.get("generator") if isinstance(stored, dict) else None
+        if kind != kind_of(live):
+            self.findings.mismatched.append(Mismatch(path, kind or describe(stored), kind_of(live)))
+            return
+        self.findings.restored += leaves
+        self.findings.last_loads.append((path, partial(load_generator, live, stored)))
+
     def _mapping(self, path: str, live: dict[Any, Any], stored: dict[Any, Any]) -> None:
         is_whole = self.findings.selection.wants(path)
         placed: dict[Any, object] = {}
@@ -185,13 +212,16 @@ class _Check:
                 placed[key] = Handed(value)
                 self.findings.restored += leaf_paths(value, here)
         gone = [key for key in live if key not in stored]
-        self.findings.missing += [join(path, key) for key in gone if is_whole and _holds_state(live[key])]
-        if not is_whole or any(_holds_state(live[key]) for key in gone):
+        self.findings.missing += [join(path, key) for key in gone if is_whole and holds_state(live[key])]
+        if not is_whole or any(holds_state(live[key]) for key in gone):
             gone = []
         self.findings.writes.append(partial(self._write_mapping, live, placed, gone))
 
-    def _list(self, path: str, live: list[Any], stored: list[Any]) -> None:
-        if len(live) != len(stored) and (_holds_state(live) or not self.findings.selection.wants(path)):
+    def _list(self, path: str, live: list[Any] | deque[Any], stored: list[Any] | deque[Any]) -> None:
+        if isinstance(live, deque) and live.maxlen is not None and len(stored) > live.maxlen:
+            self.findings.mismatched.append(Mismatch(path, f"a deque of {len(stored)}", f"a deque that takes {live.maxlen}"))
+            return
+        if len(live) != len(stored) and (holds_state(live) or not self.findings.selection.wants(path)):
             self.findings.mismatched.append(Mismatch(path, f"a list of {len(stored)}", f"a list of {len(live)}"))
             return
         placed = [self.place(join(path, index), old, new) for index, (old, new) in enumerate(zip(live, stored, strict=False))]
@@ -204,7 +234,7 @@ class _Check:
         if not self.findings.selection.wants_some(path, leaf_paths(stored, path)):
             self.findings.skipped.append(path)
             return live
-        if _holds_state(live):
+        if holds_state(live):
             self.findings.mismatched.append(Mismatch(path, describe(stored), describe(live)))
             return live
         self.findings.restored += leaf_paths(stored, path)
@@ -213,6 +243,12 @@ class _Check:
                 self._overwrite(path, live, stored)
                 return live
             return Handed(stored, live.device)
+        if isinstance(live, set) and isinstance(stored, set):
+            self.findings.writes.append(partial(_write_set, live, stored))
+            return live
+        if isinstance(live, bytearray) and isinstance(stored, bytearray):
+            self.findings.writes.append(partial(live.__setitem__, slice(None), stored))
+            return live
         is_array = isinstance(live, np.ndarray) and isinstance(stored, np.ndarray) and live.flags.writeable
         if is_array and (live.shape, live.dtype) == (stored.shape, stored.dtype):
             self.findings.writes.append(partial(np.copyto, live, stored))
@@ -222,10 +258,16 @@ class _Check:
     def _write_mapping(self, live: dict[Any, Any], placed: Mapping[Any, object], gone: Sequence[Any]) -> None:
         for key in gone:
             del live[key]
-        live.update((key, self.findings.handed(value)) for key, value in placed.items())
+        fresh = {key: self.findings.handed(value) for key, value in placed.items()}
+        if live.keys() <= fresh.keys():
+            live.clear()  # an order says something too: which entry of a cache is the oldest
+        for key, value in fresh.items():
+            live[key] = value  # noqa: PERF403  # a Counter's update adds
 
-    def _write_list(self, live: list[Any], placed: Sequence[object]) -> None:
-        live[:] = [self.findings.handed(value) for value in placed]
+    def _write_list(self, live: list[Any] | deque[Any], placed: Sequence[object]) -> None:
+        fresh = [self.findings.handed(value) for value in placed]
+        live.clear()
+        live.extend(fresh)
 
     def _gradients(self, stored: dict[str, Any]) -> None:
         for path, model in self.adapted.models():
@@ -238,17 +280,13 @@ def _path(name: object) -> str:
     return join("", name)
 
 
+def _write_set(live: set[Any], stored: set[Any]) -> None:
+    live.clear()
+    live.update(stored)
+
+
 def _load_opaque(live: Any, stored: object) -> None:
     live.load_state_dict(own(stored))
     if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(live).__mro__):
         # Its iterator is made now, not when the loop begins: making it draws random numbers, and the generators come last.
         live.state_dict()
-
-
-def _holds_state(live: object) -> bool:
-    """Whether there is something in ``live`` that a plain value cannot replace."""
-    if isinstance(live, dict):
-        return any(map(_holds_state, live.values()))
-    if isinstance(live, list | tuple):
-        return any(map(_holds_state, live))
-    return has_state(live)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from .generators import python_state, set_python_state, tensor_of
 
 __all__ = ["RngState"]
 
@@ -29,11 +30,7 @@ class RngState:
 
     def state_dict(self) -> dict[str, object]:
         """Plain values, about 10 kB in all, that share no memory with the generators."""
-        version, words, gauss = random.getstate()
-        state: dict[str, object] = {
-            "torch": _bytes_of(torch.get_rng_state()),
-            "python": {"version": version, "words": array("I", words).tobytes(), "gauss": gauss},
-        }
+        state: dict[str, object] = {"torch": _bytes_of(torch.get_rng_state()), "python": python_state(random)}
         if torch.cuda.is_initialized():
             state["cuda"] = [_bytes_of(torch.cuda.get_rng_state(device)) for device in range(torch.cuda.device_count())]
         numpy_random = sys.modules.get("numpy.random")
@@ -45,12 +42,9 @@ class RngState:
         """Set each generator that the state mentions."""
         self.note = None
         if "torch" in state:
-            torch.set_rng_state(_tensor_of(state["torch"]))
+            torch.set_rng_state(tensor_of(state["torch"]))
         if "python" in state:
-            python = state["python"]
-            words = array("I")
-            words.frombytes(python["words"])
-            random.setstate((python["version"], tuple(words), python["gauss"]))
+            set_python_state(random, state["python"])
         if "numpy" in state:
             import numpy.random
 
@@ -64,7 +58,7 @@ class RngState:
     def _load_cuda(self, states: list[bytes]) -> None:
         here = torch.cuda.device_count() if torch.cuda.is_available() else 0
         for device, data in enumerate(states[:here]):
-            torch.cuda.set_rng_state(_tensor_of(data), device)
+            torch.cuda.set_rng_state(tensor_of(data), device)
         if len(states) > here:
             self.note = f"the state has the generators of {len(states)} CUDA devices and {here} are here: the others were left out"
             _log.warning("%s", self.note)
@@ -86,7 +80,3 @@ def _numpy_state(numpy_random: Any) -> dict[str, object]:
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.numpy().tobytes()
-
-
-def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

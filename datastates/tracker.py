@@ -62,6 +62,7 @@ class Tracker:
         self._repository, self._line = repository, line
         self._objects, self.values = dict(objects), values
         self._adapted = Adapted(self._objects, gradients=gradients)
+        flatten({**self._adapted.outlook(), **values})  # what no state can hold is refused here
         self._runner = repository._runner()
         self._back_pressure, self._is_deferring = back_pressure, is_deferring
         self._plan: Plan | None = None

@@ -1,0 +1,87 @@
+"""Generators of random numbers that a script made for itself, as plain values and back: torch's, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["is_generator", "kind_of", "load_generator", "python_state", "set_python_state", "state_of", "tensor_of"]
+
+
+def is_generator(found: object) -> bool:
+    """Whether ``found`` is a generator whose draws can be repeated; one of the operating system's is none."""
+    if isinstance(found, torch.Generator):
+        return True
+    if isinstance(found, random.Random):
+        return type(found).getstate is random.Random.getstate
+    return _is_numpy(found)
+
+
+def kind_of(generator: object) -> str:
+    """Which generators its state fits: those of the same library and algorithm, and torch's on a device of the same type."""
+    if isinstance(generator, torch.Generator):
+        return f"torch.Generator on {generator.device.type}"
+    if isinstance(generator, random.Random):
+        return "random.Random"
+    return f"numpy.random.{type(generator).__name__} of {_numpy_state(generator)['bit_generator']}"
+
+
+def state_of(generator: Any) -> dict[str, object]:
+    """Plain values that share no memory with the generator: where its next number comes from."""
+    if isinstance(generator, torch.Generator):
+        state: object = generator.get_state().numpy().tobytes()
+    elif isinstance(generator, random.Random):
+        state = python_state(generator)
+    else:
+        state = _numpy_state(generator)
+    return {"generator": kind_of(generator), "state": state}
+
+
+def load_generator(generator: Any, stored: Mapping[str, Any]) -> None:
+    """Go to where ``stored`` was taken; it is of the same kind."""
+    state = stored["state"]
+    if isinstance(generator, torch.Generator):
+        generator.set_state(tensor_of(state))
+    elif isinstance(generator, random.Random):
+        set_python_state(generator, state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
+
+
+def python_state(generator: Any) -> dict[str, object]:
+    """What ``getstate`` of ``random`` or of a ``random.Random`` gives, as few values: 625 words as bytes."""
+    version, words, gauss = generator.getstate()
+    return {"version": version, "words": array("I", words).tobytes(), "gauss": gauss}
+
+
+def set_python_state(generator: Any, state: Mapping[str, Any]) -> None:
+    """The way back."""
+    words = array("I")
+    words.frombytes(state["words"])
+    generator.setstate((state["version"], tuple(words), state["gauss"]))
+
+
+def tensor_of(data: bytes) -> torch.Tensor:
+    """The state of one of torch's generators as it takes it."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _is_numpy(found: object) -> bool:
+    numpy_random = sys.modules.get("numpy.random")  # what nobody imported nobody has made
+    if numpy_random is None:
+        return False
+    return isinstance(found, numpy_random.Generator | numpy_random.RandomState | numpy_random.BitGenerator)
+
+
+def _numpy_state(generator: Any) -> dict[str, Any]:
+    if hasattr(generator, "get_state"):
+        state: dict[str, Any] = generator.get_state(legacy=False)
+        return state
+    return dict(getattr(generator, "bit_generator", generator).state)
