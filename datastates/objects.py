@@ -87,7 +87,7 @@ class Adapted:
         Whatever can be iterated over is not asked: a loader that says its position makes its iterator, and draws from the generators.
         """
         walk = _Walk(self, is_outlook=True)
-        tree = {name: walk.tree_of(name, child) for name, child in self.objects.items()}
+        tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
         if walk.optimizers:
             self._add_optimizers(walk)
         return tree
