@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from . import values
 from .errors import InvalidInput
 
 __all__ = ["BackPressure", "Config", "parse_bytes"]
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class BackPressure(StrEnum):
@@ -26,8 +25,8 @@ class BackPressure(StrEnum):
 class Config:
     """The defaults suit one training process on one machine.
 
-    ``memory_bytes`` is the budget of the arena, staging and kept states together; None takes a quarter of the memory
-    that is available when the arena is made. ``durable_interval_s`` writes the newest state at most that often (None:
+    ``memory_bytes`` is the budget of the arena, staging and kept states together, in bytes or as ``"2G"``; None takes a quarter of
+    the memory that is available when the arena is made. ``durable_interval_s`` writes the newest state at most that often (None:
     never by time), ``durable_every`` every so many captures. ``direct_io`` None tries it and falls back. ``on_step`` is
     called with a name after each durable step (see ``store.local``), on the thread that took it: for tests and traces.
     """
@@ -41,12 +40,20 @@ class Config:
     on_step: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise InvalidInput(f"memory_bytes is {self.memory_bytes}: it must be above 0, or None for a quarter of the free memory")
-        if self.durable_every is not None and self.durable_every < 1:
-            raise InvalidInput(f"durable_every is {self.durable_every}: it counts captures, from 1")
-        if self.durable_interval_s is not None and not self.durable_interval_s >= 0:
-            raise InvalidInput(f"durable_interval_s is {self.durable_interval_s}: it must be 0 or more seconds, or None")
+        self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
+        if self.durable_every is not None:
+            self._set("durable_every", values.integer(self.durable_every, "durable_every, which counts captures,", least=1))
+        if self.durable_interval_s is not None:
+            self._set("durable_interval_s", values.seconds(self.durable_interval_s, "durable_interval_s"))
+        self._set("back_pressure", values.choice(self.back_pressure, BackPressure, "back_pressure"))
+        self._set("verify", values.flag(self.verify, "verify"))
+        if self.direct_io is not None:
+            self._set("direct_io", values.flag(self.direct_io, "direct_io"))
+        if self.on_step is not None and not callable(self.on_step):
+            raise InvalidInput(f"on_step is {values.shown(self.on_step)}: give a function that takes the name of a step")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
@@ -80,9 +87,4 @@ def parse_bytes(text: str) -> int:
 
     :raises InvalidInput: it is none of these.
     """
-    stripped = text.strip().upper().removesuffix("B").removesuffix("I")
-    unit = stripped[-1:] if stripped[-1:] in "KMGT" else ""
-    try:
-        return int(float(stripped.removesuffix(unit)) * _UNITS[unit])
-    except (ValueError, OverflowError) as exc:
-        raise InvalidInput(f"{text!r} is not a size: write bytes, or a number with K, M, G or T") from exc
+    return values.size(text, "the size")

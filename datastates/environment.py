@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from . import control_groups
 from .lineage.states import Run, Value
 
 __all__ = ["available_memory_bytes", "describe_run", "node_name"]
@@ -43,20 +44,11 @@ def describe_run(config: Mapping[str, Value]) -> Run:
     )
 
 
-def available_memory_bytes() -> int:
-    """What this process may still take: the machine's available memory, or what its control group leaves."""
-    meminfo = Path("/proc/meminfo").read_text().split()
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """What this process may still take: the machine's available memory, or less where a control group, or one above it, leaves less."""
+    meminfo = (root / "proc/meminfo").read_text().split()
     available = int(meminfo[meminfo.index("MemAvailable:") + 1]) * 1024
-    limit = _read_number(Path("/sys/fs/cgroup/memory.max"))
-    used = _read_number(Path("/sys/fs/cgroup/memory.current"))
-    return available if limit is None or used is None else min(available, max(0, limit - used))
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+    return max(0, min([available, *control_groups.memory_left(root)]))
 
 
 def _user() -> str:

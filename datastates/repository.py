@@ -65,7 +65,7 @@ def open(
     url: str | os.PathLike[str] = "runs",
     *,
     packs: str | os.PathLike[str] | None = None,
-    memory_bytes: int | None = None,
+    memory_bytes: int | str | None = None,
     config: Config | None = None,
 ) -> Repository:
     """Open a repository, and make it if it is not there.
@@ -76,9 +76,11 @@ def open(
     :raises Unavailable: the database does not answer.
     :raises InvalidInput: the url is none of these, or the folder is something else.
     """
-    config = config or Config.from_environment()
+    if not isinstance(config, Config | None):
+        raise InvalidInput(f"config is {values.shown(config)}: give a datastates.Config")
+    config = Config.from_environment() if config is None else config
     if memory_bytes is not None:
-        config = replace(config, memory_bytes=memory_bytes)
+        config = replace(config, memory_bytes=values.size(memory_bytes, "memory_bytes"))
     return Repository(locate(url, packs), config)
 
 
@@ -111,7 +113,7 @@ class Repository:
         self,
         *,
         branch: str = "main",
-        start: str | None = None,
+        start: str | State | None = None,
         resume: bool = True,
         rng: bool = True,
         gradients: bool = False,
@@ -142,26 +144,26 @@ class Repository:
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
         for name in objects:
             values.text(name, "the name of what is tracked")
+        told: dict[str, Any] = {"durable_every": durable_every, "durable_interval_s": durable_interval_s, "back_pressure": back_pressure}
+        config = replace(self.config, **{name: value for name, value in told.items() if value is not None})  # which checks them
         if rng:
             objects["rng"] = RngState()
         plain, objects = split_values(objects)
-        origin = origin_of(self, branch, start, resume=resume)
+        resume, strict, only = values.flag(resume, "resume"), values.flag(strict, "strict"), values.patterns(only)
+        origin = origin_of(self, branch, None if start is None else values.revision(start), resume=resume)
         begin = origin.state
         if origin.is_beyond and start is not None:
             only = None  # it said what the fork takes of its start; what the fork captured is all its own
         line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
-        config = self.config
-        every = durable_every if durable_every is not None else config.durable_every
-        interval = durable_interval_s if durable_interval_s is not None else config.durable_interval_s
         tracker = Tracker(
             self,
             line=line,
             objects=objects,
             values=plain,
-            cadence=Cadence(every, interval),
-            back_pressure=BackPressure(back_pressure or config.back_pressure),
-            gradients=gradients,
-            is_deferring=defer,
+            cadence=Cadence(config.durable_every, config.durable_interval_s),
+            back_pressure=config.back_pressure,
+            gradients=values.flag(gradients, "gradients"),
+            is_deferring=values.flag(defer, "defer"),
         )
         try:
             if begin is not None:

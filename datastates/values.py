@@ -28,8 +28,10 @@ __all__ = [
     "path",
     "patterns",
     "plain",
+    "revision",
     "seconds",
     "shown",
+    "size",
     "step",
     "text",
 ]
@@ -40,6 +42,8 @@ KEY_LENGTH = 255
 Plain = str | int | float | bool | None
 _EXACT = frozenset({str, int, float, bool, type(None)})
 _STEPS = 2**63
+_BYTES = 2**62
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _Choice = TypeVar("_Choice", bound=Enum)
 
 
@@ -121,6 +125,14 @@ def step(value: object, what: str = "step") -> int:
     :raises InvalidInput: it is no whole number, is negative or does not fit 64 bits.
     """
     return integer(value, what, least=0, most=_STEPS - 1)
+
+
+def size(value: object, what: str, *, least: int = 0) -> int:
+    """A number of bytes, also from a text such as ``"8G"`` or ``"1.5GiB"`` (powers of 1024).
+
+    :raises InvalidInput: it is none.
+    """
+    return integer(_bytes_of(value) if isinstance(value, str) else value, what, least=least, most=_BYTES)
 
 
 def seconds(value: object, what: str) -> float:
@@ -214,6 +226,19 @@ def patterns(value: object, what: str = "only") -> list[str] | None:
     return [str.__str__(item) for item in found]
 
 
+def revision(value: object, what: str = "the revision") -> str:
+    """A revision: a text as it is, a state by its uid.
+
+    :raises InvalidInput: it is neither; there is no state yet where it is None.
+    """
+    if value is None:
+        raise InvalidInput("there is no state to name yet: capture one first")
+    found = value if isinstance(value, str) else getattr(value, "uid", None)
+    if not isinstance(found, str):
+        raise InvalidInput(f"{what} is {shown(value)}: give a text such as 'main~3', or a state")
+    return str.__str__(found)
+
+
 def shown(value: object) -> str:
     """A value for a message: short, and without what its own ``repr`` may do."""
     if type(value) is int and value.bit_length() > 200:
@@ -227,6 +252,15 @@ def shown(value: object) -> str:
         held = _held(value)
         return f"a {name} of shape {shape}" if held is value else f"{shown(held)} ({name})"
     return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _bytes_of(text: str) -> int:
+    stripped = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = stripped[-1:] if stripped[-1:] in "KMGT" else ""
+    try:
+        return int(float(stripped.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, OverflowError) as exc:
+        raise InvalidInput(f"{shown(text)} is not a size: write bytes, or a number with K, M, G or T") from exc
 
 
 def _named(given: object, what: str, example: str) -> list[tuple[str, object]]:

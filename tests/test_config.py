@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import datastates
 from datastates.config import BackPressure, Config, parse_bytes
 from datastates.errors import InvalidInput
 
@@ -80,6 +81,20 @@ def test_bad_value_names_its_variable(name: str, value: str) -> None:
 def test_wrong_value_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=next(iter(wrong))):
         Config(**wrong)
+
+
+@pytest.mark.parametrize("size", ["64M", " 64 mib", 64 << 20, 64.0 * (1 << 20)])
+def test_a_budget_is_bytes_or_a_size(tmp_path: Path, size: Any) -> None:
+    assert Config(memory_bytes=size) == Config(memory_bytes=64 << 20)
+    with datastates.open(tmp_path, memory_bytes=size) as repo:
+        assert repo.config.memory_bytes == 64 << 20
+
+
+@pytest.mark.parametrize("size", ["2 lots", b"2G", True, [1], 0.5, "0"])
+def test_a_budget_that_is_none_is_refused(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"memory_bytes is|is not a size"):
+        datastates.open(tmp_path, memory_bytes=size)
+    assert not list(tmp_path.iterdir())
 
 
 def test_config_cannot_change() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from .plan import Plan, Variant
+from .printed import PrintedGroup
 from .work import Work
 
 __all__ = ["announce", "describe"]
@@ -28,8 +29,8 @@ def announce(study: str, plan: Plan, work: Work, console: Console | None = None)
         _log.warning("study %s: %s", study, _warning(plan, leaks))
 
 
-def describe(plan: Plan, work: Work, *, limit: int = 40) -> RenderableType:
-    """A plan's variants as a tree with their data and cost, its saving, and what its validation cannot tell; for ``rich`` to print.
+def describe(plan: Plan, work: Work, *, limit: int = 40) -> PrintedGroup:
+    """A plan's variants as a tree with their data and cost, its saving, and what its validation cannot tell.
 
     At most ``limit`` variants are shown.
     """
@@ -40,7 +41,7 @@ def describe(plan: Plan, work: Work, *, limit: int = 40) -> RenderableType:
     parts.append(Text(_cost(work)))
     if leaks := plan.leaks():
         parts.append(Text(_warning(plan, leaks), style="yellow"))
-    return Group(*parts)
+    return PrintedGroup(*parts)
 
 
 def _headline(plan: Plan) -> str:

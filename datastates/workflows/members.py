@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rich.table import Table
 from rich.text import Text
 
 from datastates.lineage.lanes import draw, lanes
 from datastates.lineage.states import State, Value
+
+from .printed import PrintedTable
 
 __all__ = ["Member", "Population"]
 
@@ -80,9 +81,9 @@ class Population:
             steps.append(known[parent])
         return tuple(reversed(steps))
 
-    def table(self) -> Table:
+    def table(self) -> PrintedTable:
         """What a terminal shows: a line for each member, a column for each round, and whom it was copied from."""
-        table = Table("member", title=f"population {self.study}, {self.metric} after each round", title_justify="left")
+        table = PrintedTable("member", title=f"population {self.study}, {self.metric} after each round", title_justify="left")
         for number in range(1, self.rounds + 1):
             table.add_column(f"round {number}", justify="right")
         for number in sorted({member.number for member in self.members}):

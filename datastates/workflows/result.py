@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from datastates.errors import NotFound
 from datastates.lineage.states import State, Value
 
 from . import record
 from .plan import Plan
+from .printed import PrintedTable
 from .storage import Storage
 
 if TYPE_CHECKING:
@@ -96,9 +95,9 @@ class Exploration:
             raise NotFound(f"no finished variant of study {self.study!r} has the metric {metric!r}: there are {', '.join(known) or 'none'}")
         return (max if mode == "max" else min)(have, key=lambda each: each.metrics[metric])
 
-    def table(self) -> Table:
-        """What a terminal shows."""
-        table = Table("variant", "from", "progress", "epochs", "state", title=f"study {self.study}", title_justify="left")
+    def table(self) -> PrintedTable:
+        """What a terminal shows, ``print`` or a notebook."""
+        table = PrintedTable("variant", "from", "progress", "epochs", "state", title=f"study {self.study}", title_justify="left")
         table.caption = None if self.storage is None else str(self.storage)
         names = sorted({key for each in self for key in each.metrics})
         for name in names:

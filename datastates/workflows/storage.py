@@ -33,7 +33,12 @@ class Storage:
 
     def __str__(self) -> str:
         stored, full = self.bytes_stored / 2**20, self.bytes_full_copies / 2**20
-        return f"{self.states} states in {stored:,.1f} MiB on disk; full copies would take {full:,.1f} MiB ({self.ratio:.0%})"
+        said = f"{self.states} states in {stored:,.1f} MiB on disk"
+        if not self.states:
+            return said
+        if self.ratio > 0.99:  # small states fill pages, and what differs everywhere is shared nowhere
+            return f"{said}, as full copies would take"
+        return f"{said}; full copies would take {full:,.1f} MiB ({self.ratio:.0%})"
 
 
 def storage(repo: Repository, study: str) -> Storage:
