@@ -112,7 +112,7 @@ def import_bundle(repository: Repository, folder: str | os.PathLike[str]) -> Bun
         clones.import_ancestry(session, list(states.values())[::-1])
         for uid, each in placed.items():
             packs = [(pack.name, pack.size) for pack in each.manifest.packs]
-            mark(session, uid, Status.DURABLE, tier="local", node=repository.node, bytes=each.bytes_new, packs=packs)
+            mark(session, uid, Status.DURABLE, tier="local", node=repository._home.check_writable(), bytes=each.bytes_new, packs=packs)
     tags = [ref_of(record) for record in lineage.tags]
     for tag in tags:
         make_tag(repository, tag)

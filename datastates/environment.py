@@ -16,6 +16,7 @@ from pathlib import Path
 
 from . import control_groups
 from .lineage.states import Run, Value
+from .whereabouts import whereabouts
 
 __all__ = ["available_memory_bytes", "describe_run", "node_name"]
 
@@ -23,7 +24,7 @@ _PACKAGES = ("datastates", "torch", "numpy", "torchdata", "lightning", "transfor
 
 
 def node_name() -> str:
-    """This host's name in replicas and runs."""
+    """This host's name, for people to read: several machines may have it, and one machine several."""
     return socket.gethostname()
 
 
@@ -38,7 +39,7 @@ def describe_run(config: Mapping[str, Value]) -> Run:
         argv=tuple(sys.argv),
         git_commit=commit,
         git_dirty=is_dirty,
-        config=dict(config),
+        config={**config, **whereabouts()},
         versions={"python": platform.python_version(), **_versions()},
         started_at=datetime.now(UTC),
     )

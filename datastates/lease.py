@@ -1,52 +1,77 @@
 """Who is alive: each tracking process holds a lock on a file of its own for as long as it lives.
 
-The kernel lets go of the lock when the process ends, however it ends; a pid alone could have been given away again.
+The kernel lets go of the lock when the process ends, however it ends; a pid alone could have been given away again. The file says
+which file it is: a copy of a folder has its leases too, and nobody will ever lock those.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
+from enum import StrEnum
 from pathlib import Path
 
-__all__ = ["Lease", "is_held"]
+import msgspec
 
-_ours: dict[Path, int] = {}
-"""Leases of this process, by path, with its pid: POSIX locks say nothing to the process that holds them."""
+from .environment import node_name
+from .locks import hold, is_held
+from .sharing import make_folder_like
+
+__all__ = ["LEASES", "Lease", "Seen", "look"]
+
+LEASES = "leases"
+"""The folder of the leases, in that of the packs."""
+
+
+class Seen(StrEnum):
+    """What can be seen of a lease: that it is held; that it is free, or a copy of one; or nothing."""
+
+    HELD = "held"
+    FREE = "free"
+    COPY = "copy"
+    NOTHING = "nothing"
+
+
+class _Note(msgspec.Struct, frozen=True):
+    """What a lease says. Those of older versions say nothing."""
+
+    inode: int
+    host: str
+    pid: int
 
 
 class Lease:
-    """An exclusive lock on ``<folder>/<uid>``. A POSIX record lock, which forked children do not inherit."""
+    """An exclusive lock on ``<packs>/leases/<uid>``, for as long as this process lives or until ``close``.
 
-    def __init__(self, folder: Path, uid: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder.resolve() / uid
-        self._fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _ours[self._path] = os.getpid()
+    :raises OSError: it cannot be made.
+    """
+
+    def __init__(self, packs: Path, uid: str) -> None:
+        folder = packs / LEASES
+        make_folder_like(packs, folder)
+        held = hold(folder / uid)
+        if held is None:
+            raise BlockingIOError(f"{folder / uid} is held by another process")
+        held.write(msgspec.json.encode(_Note(held.inode, node_name(), os.getpid())).decode())
+        self._held = held
 
     def close(self) -> None:
         """Let go, and take the file away; idempotent. In a forked child: nothing."""
-        if self._fd >= 0 and _ours.pop(self._path, None) == os.getpid():
-            self._path.unlink(missing_ok=True)
-            os.close(self._fd)
-        self._fd = -1
+        self._held.close()
 
 
-def is_held(folder: Path, uid: str) -> bool:
-    """Whether a live process on this machine holds the lease."""
-    path = folder.resolve() / uid
-    if _ours.get(path) == os.getpid():
-        return True  # and its file must not be opened here: closing it again would drop our own lock
+def look(packs: Path, uid: str) -> Seen:
+    """What can be seen of a lease from here. One that cannot be read, or of which the file system cannot tell, counts as held."""
+    path = packs / LEASES / uid
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if is_held(path):
+            return Seen.HELD
+        note = path.read_bytes()
+        inode = path.stat().st_ino
     except FileNotFoundError:
-        return False
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return Seen.NOTHING
     except OSError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(fd)
+        return Seen.HELD
+    try:
+        return Seen.FREE if not note or msgspec.json.decode(note, type=_Note).inode == inode else Seen.COPY
+    except msgspec.DecodeError:
+        return Seen.FREE

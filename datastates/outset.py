@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .errors import Conflict, NotFound
 from .lineage import refs, revision, walk
 from .lineage.states import Ref, RefKind, State
+from .missing import explain, is_elsewhere, nearest_here
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -41,7 +42,7 @@ def origin_of(repository: Repository, branch: str, start: str | State | None, *,
             if origin is None:
                 return Outset(None)
             if not origin.status.is_restorable:
-                raise repository._gone(session, origin)
+                raise explain(repository, session, origin)
         else:
             if ref.kind is not RefKind.BRANCH:
                 raise Conflict(f"{branch!r} is a tag: choose another name for the branch")
@@ -50,14 +51,14 @@ def origin_of(repository: Repository, branch: str, start: str | State | None, *,
             if origin is not None and not walk.is_ancestor(session, origin.uid, ref.state):
                 raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
             head = walk.state(session, ref.state)
-            begun = origin
-            found = head if head.status.is_restorable else walk.nearest_restorable(session, head.uid)
-            if found is None:
-                raise repository._gone(session, head)
-            origin = found
+            begun, origin = origin, head if is_elsewhere(repository, session, head) else nearest_here(repository, session, head.uid)
+            if origin is None:
+                raise explain(repository, session, head)
+            why = None if origin.uid == head.uid else explain(repository, session, head)
     if ref is None:
         return Outset(origin, is_fork=True)
     if origin.uid != ref.state:
+        _log.warning("branch %s goes back to state %s (step %d): %s", branch, origin.uid[:10], origin.step, why)
         repository.move(branch, origin.uid, expected=ref.state)
     return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
 

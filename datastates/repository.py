@@ -20,9 +20,10 @@ from .capture.runner import Runner
 from .capture.shutdown import close_at_exit
 from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name
-from .errors import Closed, InvalidInput, NotFound, Unavailable
+from .errors import Closed, InvalidInput, NotFound
 from .frames import States
 from .handed import split_values
+from .home import FOLDER, PACKS, check_whole, settle_in
 from .lease import Lease
 from .lineage import refs as lineage_refs
 from .lineage import revision, runs, search, walk
@@ -30,10 +31,11 @@ from .lineage.database import Database
 from .lineage.states import Ref, RefEvent, State
 from .location import Location, locate
 from .manifest import CHUNK_BYTES
+from .missing import explain
 from .outset import origin_of, set_out
 from .policy.cadence import Cadence
 from .reading import read_tree
-from .recovery import LEASES, PACKS, recover
+from .recovery import recover
 from .report import RestoreReport, Selection
 from .restore import reads, restore_into
 from .rng import RngState
@@ -71,9 +73,11 @@ def open(
     """Open a repository, and make it if it is not there.
 
     ``url`` is a folder (SQLite and packs inside), or ``postgresql+psycopg://…`` with ``packs`` naming a folder. States that
-    died with their process are marked ``lost`` here, and each branch goes back to its newest restorable state.
+    died with their process are marked ``lost`` here, and each branch goes back to its newest restorable state. Where nothing may
+    be written, a repository can be read.
 
     :raises Unavailable: the database does not answer.
+    :raises NotFound: there are packs, but the lineage beside them is gone.
     :raises InvalidInput: the url is none of these, or the folder is something else.
     """
     if not isinstance(config, Config | None):
@@ -91,10 +95,12 @@ class Repository:
         self.location, self.config = location, config
         self.node = node_name()
         self._pid = os.getpid()
+        check_whole(location)
         self._database = Database(location.database_url)
         try:
             self._local = LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step)
-            self.recovered = recover(self._database, self._local, self.node)
+            self._home = settle_in(location, self._database)
+            self.recovered = recover(self._database, self._local, self._home)
         except BaseException:
             self._database.close()
             raise
@@ -137,9 +143,11 @@ class Repository:
         :raises Conflict: the branch exists and was not to be resumed, or does not descend from ``start``.
         :raises NotFound: ``start`` names no state.
         :raises Corrupt: the branch's head is damaged; names the nearest ancestor that verifies, and how to go on from it.
+        :raises Unavailable: the repository can only be read, or the branch's bytes are with somebody else.
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
         """
         self._check_open()
+        self._home.check_writable()
         if not isinstance(rng, bool):
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
         for name in objects:
@@ -181,8 +189,9 @@ class Repository:
         """The threads behind captures; made when the first tracker is."""
         if self._running is None:
             budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
-            run = describe_run({PACKS: str(self.location.packs)})
-            self._lease = Lease(self.location.packs / LEASES, run.uid)
+            folder = self._home.check_writable()
+            run = describe_run({FOLDER: folder, PACKS: str(self.location.packs)})
+            self._lease = self._home.lease(run.uid)
             with self._database.write() as session:
                 runs.start(session, run)
             self._run_uid = run.uid
@@ -196,6 +205,7 @@ class Repository:
                 config=self.config,
                 run=run.uid,
                 node=self.node,
+                folder=folder,
             )
             close_at_exit(self)
         return self._running
@@ -262,18 +272,7 @@ class Repository:
             return self._local.open(state.uid, verify=verify)
         except NotFound:
             with self._database.read() as session:
-                raise self._gone(session, walk.state(session, state.uid)) from None
-
-    def _gone(self, session: Session, state: State) -> Unavailable:
-        here = {*self._local.uids(), *(() if self._memory is None else self._memory.uids())}
-        nearest = walk.nearest_restorable(session, state.uid)
-        while nearest is not None and nearest.uid not in here:  # what only another process has is of no help
-            nearest = walk.nearest_restorable(session, nearest.parents[0]) if nearest.parents else None
-        near = None if nearest is None else nearest.uid
-        why = f"is {state.status}" if not state.status.is_restorable else "is only in the memory of another process"
-        hint = f"the nearest ancestor that can is {near[:10]} (step {nearest.step})" if nearest and near else "nor can any ancestor"
-        said = f"state {state.uid[:10]} (step {state.step}) cannot be restored: it {why}; {hint}"
-        return Unavailable(said, nearest=near, is_gone=not state.status.is_restorable)
+                raise explain(self, session, walk.state(session, state.uid)) from None
 
     # --- refs ------------------------------------------------------------------------------------------------------------
 

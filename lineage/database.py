@@ -18,9 +18,12 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url, text
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import QueuePool
 
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
+from datastates.sharing import make_folders, share
 
+from .frozen import Frozen, why_frozen
 from .migrations import HEAD, KNOWN
 
 __all__ = ["Database", "translate"]
@@ -38,6 +41,8 @@ _migrating = threading.Lock()  # Alembic's context is a global of the process
 class Database:
     """An open lineage. Threads: any, each transaction in its own; not across ``fork``.
 
+    ``read_only`` says why nothing can be written; None when it can.
+
     :raises NotFound: ``create`` is False and there is no lineage at ``url``.
     :raises InvalidInput: the URL is of another kind, or the database holds something else.
     :raises Conflict: a newer version of datastates wrote it.
@@ -51,9 +56,14 @@ class Database:
         self._shown = parsed.render_as_string(hide_password=True)
         self._pid = os.getpid()
         self._closed = False
+        self.read_only: str | None = None
+        self._frozen: Frozen | None = None
         if self.is_sqlite:
-            _prepare_file(parsed, create=create)
-        self._engine = _sqlite_engine(parsed) if self.is_sqlite else _postgresql_engine(parsed)
+            path = Path(parsed.database or "")
+            _prepare_file(path, create=create)
+            self.read_only = why_frozen(path)
+            self._frozen = None if self.read_only is None else Frozen(path)
+        self._engine = _sqlite_engine(parsed, self._frozen) if self.is_sqlite else _postgresql_engine(parsed)
         read: dict[str, Any] = {_BEGIN: "BEGIN"}
         if not self.is_sqlite:
             read |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
@@ -79,18 +89,27 @@ class Database:
         ``durable`` returns only once the commit survives a power loss; without it a crash of this process loses nothing,
         a crash of the machine may lose the last moments, never the consistency.
 
-        :raises Unavailable: another process held the write lock for a minute.
+        :raises Unavailable: another process held the write lock for a minute, or nothing may be written here (see ``read_only``).
         """
-        with self._session(self._durable_writer if durable else self._writer) as session:
-            session.connection()  # takes the write lock now, before anything is read
+        if self.read_only is not None:
+            raise Unavailable(f"{self._shown} can only be read: {self.read_only}; get the right to write there, or copy the repository")
+        with self._writing(self._durable_writer if durable else self._writer) as session:
             yield session
-            session.commit()
 
     def close(self) -> None:
         """Close every connection; idempotent."""
         self._closed = True
         if self._pid == os.getpid():
             self._engine.dispose()
+            if self._frozen is not None:
+                self._frozen.close()
+
+    @contextmanager
+    def _writing(self, engine: Engine) -> Iterator[Session]:
+        with self._session(engine) as session:
+            session.connection()  # takes the write lock now, before anything is read
+            yield session
+            session.commit()
 
     @contextmanager
     def _session(self, engine: Engine) -> Iterator[Session]:
@@ -98,6 +117,8 @@ class Database:
             raise Closed(f"the lineage {self._shown} was closed: open it again")
         if self._pid != os.getpid():
             raise Closed(f"the lineage {self._shown} was opened by process {self._pid}: open it again in this one")
+        if self._frozen is not None and self._frozen.has_changed():
+            self._engine.dispose()
         try:
             with Session(engine, autoflush=False, expire_on_commit=False) as session:
                 yield session
@@ -111,9 +132,12 @@ class Database:
             return
         if version is None and not create:
             raise NotFound(f"{self._shown} holds no lineage: create it, or check the URL")
+        if self._frozen is not None:
+            self._frozen.take_copy()
+            self._engine.dispose()
         if self.is_sqlite:
             self._use_wal()
-        with _migrating, self.write(durable=True) as session:
+        with _migrating, self._writing(self._durable_writer) as session:
             connection = session.connection()
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
@@ -186,8 +210,8 @@ def _parse(url: str) -> URL:
     return parsed
 
 
-def _prepare_file(url: URL, *, create: bool) -> None:
-    path = Path(url.database or "")
+def _prepare_file(path: Path, *, create: bool) -> None:
+    """Where there is none yet, an empty file: what SQLite makes beside it later is for the same users."""
     if path.is_dir():
         raise InvalidInput(f"{path} is a folder: name the file of the database")
     if path.exists():
@@ -195,15 +219,23 @@ def _prepare_file(url: URL, *, create: bool) -> None:
     if not create:
         raise NotFound(f"there is no lineage at {path}: create it, or check the path")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            share(path.parent, fd)
+        finally:
+            os.close(fd)
     except OSError as error:
-        raise Unavailable(f"{path.parent} cannot be made: {error}") from error
+        raise Unavailable(f"{path} cannot be made ({error.strerror}): get the right to write there, or name another folder") from error
 
 
-def _sqlite_engine(url: URL) -> Engine:
-    engine = create_engine(
-        url, pool_size=8, max_overflow=-1, connect_args={"isolation_level": None, "timeout": BUSY_TIMEOUT_S, "check_same_thread": False}
-    )
+def _sqlite_engine(url: URL, frozen: Frozen | None) -> Engine:
+    options: dict[str, Any] = {"isolation_level": None, "timeout": BUSY_TIMEOUT_S, "check_same_thread": False}
+    pool: dict[str, Any] = {"pool_size": 8, "max_overflow": -1}
+    if frozen is None:
+        engine = create_engine(url, connect_args=options, **pool)
+    else:
+        engine = create_engine("sqlite://", creator=lambda: frozen.connect(BUSY_TIMEOUT_S), poolclass=QueuePool, **pool)
     event.listen(engine, "connect", _on_sqlite_connect)
     event.listen(engine, "begin", _on_sqlite_begin)
     return engine

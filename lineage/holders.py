@@ -1,7 +1,7 @@
 """Who holds a state's bytes: its replicas, as they were reported.
 
-A disk is its node's, memory is a process's: ``holder`` names that process where the place of a replica in memory is told, so that of
-several processes of a node each may hold the same state, and let go of it.
+A disk is known by its folder of packs, memory is a process's: ``holder`` names that process where the place of a replica in memory is
+told, so that of several processes of a node each may hold the same state, and let go of it. What people read is a host's name.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import bindparam, select
+from sqlalchemy import bindparam, func, select
 
 from .lookup import id_of
-from .schema import ReplicaRow, table
+from .schema import FolderRow, ReplicaRow, table
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -21,9 +21,13 @@ __all__ = ["Replica", "holder", "replicas_of"]
 
 _MARK = "#"
 
-_replica = table(ReplicaRow)
+_replica, _folder = table(ReplicaRow), table(FolderRow)
 _REPLICAS = (
-    select(_replica.c.rank, _replica.c.tier, _replica.c.node, _replica.c.status, _replica.c.bytes)
+    select(
+        *(_replica.c.rank, _replica.c.tier, func.coalesce(_folder.c.host, _replica.c.node).label("node")),
+        *(_replica.c.status, _replica.c.bytes),
+    )
+    .outerjoin_from(_replica, _folder, _folder.c.uid == _replica.c.node)
     .where(_replica.c.state_id == bindparam("state"))
     .order_by(_replica.c.rank, _replica.c.tier, _replica.c.node)
 )

@@ -99,9 +99,9 @@ def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[
     return found[:limit], found[limit - 1].uid if len(found) > limit else None
 
 
-def unfinished(session: Session, host: str) -> list[Run]:
-    """The runs of a host that never said that they finished, oldest first: alive, or dead."""
-    query = select(_run).where(_run.c.host == host, _run.c.finished_at.is_(None)).order_by(_run.c.id)
+def unfinished(session: Session) -> list[Run]:
+    """The runs that never said that they finished, oldest first: alive, or dead."""
+    query = select(_run).where(_run.c.finished_at.is_(None)).order_by(_run.c.id)
     return [_to_run(row) for row in session.execute(query)]
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "Base",
     "CloneRow",
     "EdgeRow",
+    "FolderRow",
     "MetricRow",
     "PackRefRow",
     "PackRow",
@@ -207,6 +208,17 @@ class RepositoryRow(Base):
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     uid: Mapped[str] = mapped_column(String(24))
+
+
+class FolderRow(Base):
+    """A folder of packs, by the uid that lies in it; path and host are where it was seen last. A replica's node on the local tier."""
+
+    __tablename__ = "folder"
+
+    uid: Mapped[str] = mapped_column(String(24), primary_key=True)
+    path: Mapped[str] = mapped_column(Text)
+    host: Mapped[str] = mapped_column(Text)
+    seen_at: Mapped[int] = mapped_column(BigInteger)
 
 
 class PackRow(Base):

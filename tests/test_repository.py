@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_what_only_the_memory_of_a_training_holds_names_the_nearest_that_lies_he
         run.capture().wait()
         newest = run.capture().wait()
 
-        with pytest.raises(Unavailable, match=f"memory of another process; .* {kept.uid[:10]}") as caught:
+        with pytest.raises(Unavailable, match=f"memory of another process, {os.getpid()} on .* {kept.uid[:10]}") as caught:
             other.load(newest.uid)
         assert caught.value.nearest == kept.uid
 

@@ -70,10 +70,10 @@ class Runner:
     """Owns the stage, engine and writer threads of one repository. ``close`` is idempotent."""
 
     def __init__(
-        self, *, database: Database, arena: Arena, memory: MemoryTier, local: LocalTier, config: Config, run: str, node: str
+        self, *, database: Database, arena: Arena, memory: MemoryTier, local: LocalTier, config: Config, run: str, node: str, folder: str
     ) -> None:
         self._database, self._arena, self._memory, self._local = database, arena, memory, local
-        self._config, self._run, self._node, self._holder = config, run, node, holder(node, run)
+        self._config, self._run, self._folder, self._holder = config, run, folder, holder(node, run)
         self.stager = Stager(arena)
         self._lock = threading.Condition()
         self._engine = Engine()
@@ -481,7 +481,7 @@ class Runner:
                 uid,
                 Status.DURABLE,
                 tier="local",
-                node=self._node,
+                node=self._folder,
                 bytes=placed.bytes_new,
                 packs=[(pack.name, pack.size) for pack in placed.manifest.packs],
             )

@@ -27,10 +27,12 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Make a repository; one that exists is migrated to this version and otherwise left as it is."""
+    from datastates.home import check_whole
     from datastates.lineage import Database
 
     shell = Shell(context, url or repo, as_json)
     location = shell.location(must_exist=False)
+    check_whole(location)
     existed = location.root is not None and location.is_present
     Database(location.database_url).close()
     location.packs.mkdir(parents=True, exist_ok=True)

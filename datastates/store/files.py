@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from datastates.sharing import may_read, share
+
 from .pack import PAGE, padded
 
 __all__ = [
@@ -37,6 +39,7 @@ TEMPORARY = ".tmp-"
 """How the name of a file begins that is still being written; whoever writes it holds a lock on it."""
 
 _LOCK = ".lock"
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 _BATCH_BYTES = 16 << 20
 _BATCH_VIEWS = 512
 _NAME = re.compile(r"([0-9A-Za-z_-]{1,64})\.(\d{1,9})(?:\.manifest|(?:-\d+)?\.safetensors)")
@@ -61,15 +64,18 @@ def uid_of(name: str, kind: str) -> tuple[str, int] | None:
 
 
 @contextmanager
-def locked(root: Path, *, is_shared: bool) -> Iterator[None]:
+def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[None]:
     """Hold the folder's lock, against other threads and processes: shared to commit or open, exclusive to remove.
 
-    On a read-only file system nothing can be removed, so a shared lock that cannot be taken there is not needed.
+    The lock of a file that another user made needs no right to write it. Without ``is_needed`` a lock that cannot be had is done
+    without: to read where one may not write. What a reader then loses to whoever removes it is noticed by its digests.
+
+    :raises PermissionError: the lock's file cannot be opened.
     """
     try:
-        fd = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = _open_lock(root / _LOCK, is_shared=is_shared)
     except OSError as exc:
-        if not is_shared or exc.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+        if is_needed or exc.errno not in _FORBIDDEN:
             raise
         yield
         return
@@ -81,6 +87,21 @@ def locked(root: Path, *, is_shared: bool) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child forked meanwhile shares this lock
     finally:
         os.close(fd)
+
+
+def _open_lock(path: Path, *, is_shared: bool) -> int:
+    """To write, where that is allowed: over NFS an exclusive lock needs it."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        may_read(fd)
+        share(path.parent, fd)
+        return fd
+    except OSError as exc:
+        if exc.errno not in _FORBIDDEN or (exc.errno == errno.EROFS and not is_shared):
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 @dataclass(slots=True)
@@ -119,14 +140,14 @@ def temporary(final: Path) -> Iterator[Temporary]:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether nobody writes this temporary file any more."""
+    """Whether nobody writes this temporary file any more; not of one that cannot be opened."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # held; or over NFS, where another user's file cannot be locked
         return False
     finally:
         os.close(fd)

@@ -13,6 +13,7 @@ folder needs. Several processes may use one folder. Committing and opening share
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from pathlib import Path
 from datastates.digest import decode, encode
 from datastates.errors import Closed, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.manifest import Manifest
+from datastates.sharing import make_folders
 
 from .files import (
     TEMPORARY,
@@ -62,7 +64,7 @@ class LocalTier(Tier):
         self._on_step = on_step or (lambda step: None)
         self._references = References(self.root)
         self._is_closed = False
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folders(self.root)
 
     @cached_property
     def is_direct(self) -> bool:
@@ -87,6 +89,11 @@ class LocalTier(Tier):
         except OSError as exc:
             if not self.root.is_dir():
                 raise Unavailable(f"state {origin.uid} was not written: {self._gone()}") from exc
+            if isinstance(exc, PermissionError) or exc.errno == errno.EROFS:
+                raise Unavailable(
+                    f"state {origin.uid} was not written: {exc.filename or self.root} may not be written here ({exc.strerror}); "
+                    "get the right to write in that folder, or choose another one for packs"
+                ) from exc
             needed = sum(padded(view.nbytes) for view in payload.chunks)
             raise Unavailable(
                 f"state {origin.uid} was not written to {self.root} ({exc}): it needs up to {needed} bytes, {_free(self.root)} are free; "
@@ -101,7 +108,7 @@ class LocalTier(Tier):
         self._check_open()
         if not self.root.is_dir():
             raise Unavailable(f"state {uid} cannot be read: {self._gone()}")
-        with locked(self.root, is_shared=True):
+        with locked(self.root, is_shared=True, is_needed=False):
             return MappedReader(self.root, self.manifest(uid), verify=verify)
 
     def manifest(self, uid: str) -> Manifest:
@@ -126,6 +133,12 @@ class LocalTier(Tier):
             raise Corrupt(f"{path} says of {len(manifest.content.chunks)} chunks where {len(manifest.refs)} lie")
         return manifest
 
+    def has(self, uid: str) -> bool:
+        """Whether the manifest of a state is here."""
+        self._check_open()
+        name = manifest_name(uid, self._rank)
+        return uid_of(name, "manifest") is not None and (self.root / name).exists()
+
     def uids(self) -> Iterator[str]:
         """The uid of every state whose manifest is here."""
         self._check_open()
@@ -136,7 +149,7 @@ class LocalTier(Tier):
         """Those of the states that are durable here with every pack, as their ``put`` would have said: its process may have died."""
         self._check_open()
         wanted, found = set(uids), {}
-        with locked(self.root, is_shared=True):
+        with locked(self.root, is_shared=True, is_needed=False):
             for uid in wanted.intersection(self.uids()):
                 with suppress(NotFound, Corrupt, Unavailable):
                     manifest = self.manifest(uid)
@@ -167,8 +180,7 @@ class LocalTier(Tier):
             needed = self._references.needed()
             if needed is not None:
                 garbage += [path for path in found if uid_of(path.name, "safetensors") is not None and path.name not in needed]
-            for path in garbage:
-                path.unlink(missing_ok=True)
+            garbage = [path for path in garbage if _unlink(path)]
             sync_folder(self.root)
         return garbage
 
@@ -275,6 +287,15 @@ def _is_there(path: Path, size: int) -> bool:
         return path.stat().st_size == size
     except FileNotFoundError:
         return False
+
+
+def _unlink(path: Path) -> bool:
+    """Whether it is gone; in a folder with the sticky bit what other users made is theirs to delete."""
+    try:
+        path.unlink(missing_ok=True)
+    except PermissionError:
+        return False
+    return True
 
 
 def _free(root: Path) -> int | str:

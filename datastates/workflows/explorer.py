@@ -214,7 +214,7 @@ class _Run:
     def _repo_recovers(self) -> None:
         from datastates.recovery import recover
 
-        recover(self._repo._database, self._repo._local, self._repo.node)
+        recover(self._repo._database, self._repo._local, self._repo._home)
 
     def _epochs_behind(self, name: str, parent: State) -> int:
         return len(record.reports(self._repo, self._study, name, parent))

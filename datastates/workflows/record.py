@@ -7,10 +7,11 @@ import time
 from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict, NotFound, Unavailable
+from datastates.lease import LEASES
 from datastates.lineage import clones
 from datastates.lineage.refs import check_name
 from datastates.lineage.states import Ref, RefKind, State, Status
-from datastates.recovery import LEASES
+from datastates.missing import explain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,7 +116,7 @@ def make_durable(repository: Repository, uid: str, *, timeout_s: float = _DURABL
             if state.status.is_restorable:
                 return state
             with repository._database.read() as session:
-                raise repository._gone(session, state)
+                raise explain(repository, session, state)
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"state {uid[:10]} (step {state.step}) is only in the memory of another process, which did not write it"

@@ -121,7 +121,7 @@ def _run(task: Task) -> Outcome:
     with _watched(repository, task.explorer) as check, _claimed(repository, assignment, check):
         if (state := record.finished(repository, study, name, assignment.digest)) is not None:
             return Outcome(name, state.uid)
-        recover(repository._database, repository._local, repository.node)  # who held the claim before may have died
+        recover(repository._database, repository._local, repository._home)  # who held the claim before may have died
         seed_everything(int(assignment.digest[:8], 16))
         near = _Near(repository, task.share)
         job = Job(repository, assignment, stop=task.stop, check=check, fetch=near.fetch)

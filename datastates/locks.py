@@ -1,0 +1,145 @@
+"""Locks on files that last exactly as long as the process that took them, and that others can see.
+
+The lock belongs to one open file description, which nobody else has (``F_OFD_SETLK``): the process may open and close the file as
+often as it likes, as whoever copies the folder does, and keeps its lock. Record locks of older versions are seen, and see these.
+Where a kernel has no such locks ``flock`` takes their place. A forked child would share the description and hold the lock for a
+parent that is dead: it closes its own descriptor first thing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import weakref
+from pathlib import Path
+
+from .sharing import may_read
+
+__all__ = ["Held", "hold", "is_held"]
+
+_SET, _GET = getattr(fcntl, "F_OFD_SETLK", None), getattr(fcntl, "F_OFD_GETLK", None)
+_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
+_UNKNOWN_TO_KERNEL = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_REFUSED = (errno.EAGAIN, errno.EACCES)  # the two that POSIX has for a lock that somebody holds
+_held: weakref.WeakSet[Held] = weakref.WeakSet()
+
+
+class Held:
+    """A file that this process has locked, as long as it lives or until ``close``. Made by ``hold``."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self._fd = path, fd
+        _held.add(self)
+
+    @property
+    def inode(self) -> int:
+        """The number of the file that is locked; a copy of it has another."""
+        return os.fstat(self._fd).st_ino
+
+    def write(self, note: str) -> None:
+        """Say something to whoever reads the file."""
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, note.encode(), 0)
+
+    def close(self) -> None:
+        """Let go, and take the file away; idempotent. In a forked child: nothing."""
+        fd, self._fd = self._fd, -1
+        _held.discard(self)
+        if fd >= 0:
+            if _is_at(fd, self.path):
+                self.path.unlink(missing_ok=True)
+            os.close(fd)
+
+    def _forget(self) -> None:
+        """In a forked child: the lock is the parent's alone."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def hold(path: Path) -> Held | None:
+    """Make the file and lock it; None when somebody, in this process or another, holds it.
+
+    Everybody may read the file: whoever cannot read it could not see that it is locked.
+
+    :raises OSError: it cannot be made, or its file system has no locks.
+    """
+    while True:
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            if not _lock(fd):
+                os.close(fd)
+                return None
+            if _is_at(fd, path):
+                may_read(fd)
+                return Held(path, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # its last holder took the file away between our open and our lock
+
+
+def is_held(path: Path) -> bool:
+    """Whether a live process holds the file, this one included. Needs no right to write, and takes no lock that others could see.
+
+    :raises FileNotFoundError: it is not there.
+    :raises OSError: it cannot be read, or the file system cannot say.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _is_locked(fd)
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    if _SET is not None:
+        try:
+            fcntl.fcntl(fd, _SET, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        except OSError as exc:
+            if exc.errno in _REFUSED:
+                return False
+            if exc.errno not in _UNKNOWN_TO_KERNEL:
+                raise
+        else:
+            return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_locked(fd: int) -> bool:
+    """Both kinds are asked for: who holds the file may run on another kernel."""
+    if _GET is not None:
+        try:
+            answer = fcntl.fcntl(fd, _GET, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        except OSError as exc:
+            if exc.errno not in _UNKNOWN_TO_KERNEL:
+                raise
+        else:
+            if struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK:
+                return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: those who ask at once do not take each other for the holder
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _forget_all() -> None:
+    for each in list(_held):
+        each._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

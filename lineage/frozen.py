@@ -1,0 +1,78 @@
+"""A SQLite file that may not be written: a read-only file system, a snapshot, another user's.
+
+SQLite itself wants to write beside a file that it only reads, where it logs ahead. So a file with a log and an index of it is read with
+them, one without a log as it lies, and a log without an index, or a schema of an older version, from a copy of our own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+from pathlib import Path
+
+__all__ = ["Frozen", "why_frozen"]
+
+
+def why_frozen(path: Path) -> str | None:
+    """Why a file of SQLite and its log cannot be written, in words; None when they can."""
+    is_effective = os.access in os.supports_effective_ids
+    for place, wanted in ((path, os.W_OK), (path.parent, os.W_OK | os.X_OK)):
+        if not os.access(place, wanted, effective_ids=is_effective):
+            return f"{place} may not be written by this process"
+    return None
+
+
+class Frozen:
+    """Such a file. What others write to it meanwhile is seen by connections that are made afterwards, when ``has_changed`` says so."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self._stamp: object = None
+
+    def connect(self, timeout_s: float) -> sqlite3.Connection:
+        """A new connection to what can be read, for any thread, without the driver's own transactions."""
+        log, index = Path(f"{self._path}-wal"), Path(f"{self._path}-shm")
+        if self._copy is None and _size(log) and not index.exists():
+            self.take_copy()
+        if self._copy is not None:
+            return self._connect(str(Path(self._copy.name, self._path.name)), timeout_s)
+        self._stamp = self._now()
+        mode = "mode=ro" if _size(log) else "immutable=1"
+        return self._connect(f"{self._path.as_uri()}?{mode}", timeout_s)
+
+    def has_changed(self) -> bool:
+        """Whether connections that were made before may be wrong about the file."""
+        return self._copy is None and self._stamp is not None and self._stamp != self._now()
+
+    def take_copy(self) -> None:
+        """From here on read, and migrate, a copy of our own."""
+        self._copy = tempfile.TemporaryDirectory(prefix="datastates-", ignore_cleanup_errors=True)
+        for suffix in ("", "-wal"):
+            source = Path(f"{self._path}{suffix}")
+            if source.exists():
+                shutil.copyfile(source, Path(self._copy.name, source.name))
+
+    def close(self) -> None:
+        """Delete the copy."""
+        if self._copy is not None:
+            self._copy.cleanup()
+
+    def _connect(self, name: str, timeout_s: float) -> sqlite3.Connection:
+        return sqlite3.connect(name, timeout_s, isolation_level=None, check_same_thread=False, uri=name.startswith("file:"))
+
+    def _now(self) -> object:
+        """A file with a log changes in ways that SQLite follows by itself."""
+        if _size(Path(f"{self._path}-wal")):
+            return "logged"
+        status = self._path.stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,61 @@
+"""Trainings that share a folder with others, for tests to look at: each says the states that it has, then waits to be ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import datastates
+from datastates import Config
+from tests.training import Say
+
+CONFIG = Config(memory_bytes=32 << 20, durable_interval_s=None)
+
+
+def become(uid: int, gid: int, umask: int = 0o022) -> None:
+    """Be another user, with the umask that most have."""
+    os.setgroups([])
+    os.setgid(gid)
+    os.setuid(uid)
+    os.umask(umask)
+
+
+def lodge(folder: str, say: Say, how: str = "", branch: str = "main", user: list[int] | None = None, **options: Any) -> None:
+    """Capture a state on disk and one in memory, and stay.
+
+    ``how``: ``copy`` copies the whole folder first, lease and all; ``fork`` leaves a child behind and dies; ``die`` dies.
+    """
+    if user is not None:
+        become(*user)
+    tracked = {"weight": torch.zeros(1000)}
+    repo = datastates.open(folder, config=CONFIG, **options)
+    run = repo.track(tracked=tracked, branch=branch, rng=False)
+    tracked["weight"].add_(1)
+    kept = run.capture().wait("durable")
+    tracked["weight"].add_(1)
+    newest = run.capture().wait()
+    if how == "copy":
+        shutil.copytree(folder, Path(folder).with_name("copied"))
+    if how == "fork" and os.fork() == 0:
+        say("child", os.getpid(), "-")
+        signal.pause()
+    say("lodges", kept.uid, newest.uid)
+    if how in ("fork", "die"):
+        os._exit(0)
+    signal.pause()
+
+
+def visit(folder: str, say: Say, user: list[int], branch: str = "", **options: Any) -> None:
+    """Open as another user, say what the head of ``main`` is; train on ``branch``, if there is one, until its state is durable."""
+    become(*user)
+    with datastates.open(folder, config=CONFIG, **options) as repo:
+        head = repo.state("main")
+        say("main", head.uid, head.status)
+        if branch:
+            run = repo.track(tracked={"weight": torch.ones(1000)}, branch=branch, rng=False)
+            say(branch, run.capture().wait("durable").uid, "-")
