@@ -51,7 +51,7 @@ class _Parent:
         flat = read_flat(self.reader, spec)
         if spec.strides == like.strides:
             return flat
-        turned = torch.empty(flat.numel(), dtype=torch.uint8)
+        turned = torch.empty(flat.numel(), dtype=torch.uint8, device="cpu")
         write_tensor(rebuild(turned, like), rebuild(flat, spec))
         return turned
 

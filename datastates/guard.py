@@ -234,7 +234,7 @@ class _Loss:
         read = cls(run.step + (not run._is_driven), run._newest, loss if isinstance(loss, float | int) else loss.detach())
         if not isinstance(read.number, torch.Tensor) or not read.number.is_cuda:
             return replace(read, number=float(read.number))
-        host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
         host.copy_(read.number.float().reshape(()), non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(read.number.device))

@@ -57,9 +57,10 @@ def compose(node: tuple[Any, ...], parts: Sequence[Any]) -> torch.Tensor:
     """
     tag, first = node[0], node[1]
     if tag == "coo":
-        return torch.sparse_coo_tensor(parts[0], parts[1], first, is_coalesced=node[2], check_invariants=True)
+        return torch.sparse_coo_tensor(parts[0], parts[1], first, is_coalesced=node[2], check_invariants=True, device=parts[1].device)
     if tag in _LAYOUTS:
-        return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], first, layout=_LAYOUTS[tag], check_invariants=True)
+        where = {"layout": _LAYOUTS[tag], "device": parts[2].device}
+        return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], first, check_invariants=True, **where)
     dtype = dtype_of(first)
     with warnings.catch_warnings():
         # torch 2.13 deprecates making quantized tensors; those that exist must still come back.

@@ -233,7 +233,7 @@ def _set_option(group: dict[str, Any], key: str, stored: Any) -> None:
     live = group.get(key)
     if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor | int | float):
         with torch.no_grad():
-            live.copy_(torch.as_tensor(stored))
+            live.copy_(torch.as_tensor(stored, device=live.device))
     elif isinstance(stored, torch.Tensor) and isinstance(live, int | float):
         group[key] = stored.item()
     else:

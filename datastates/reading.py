@@ -39,6 +39,17 @@ def read_tree(
 
     :raises Corrupt: a chunk fails its digest.
     """
+    with torch.inference_mode(False):  # what is read is to be trained on
+        return _read_tree(reader, wants, is_borrowing, device, on_progress)
+
+
+def _read_tree(
+    reader: Reader,
+    wants: Callable[[str], bool],
+    is_borrowing: bool,
+    device: torch.device | str | None,
+    on_progress: Callable[[int], None] | None,
+) -> Any:
     content = reader.manifest.content
     tensors: list[torch.Tensor | None] = []
     specs = specs_of(reader)
@@ -71,13 +82,13 @@ def _read(reader: Reader, spec: TensorSpec, is_borrowing: bool, device: torch.de
 def _flat(reader: Reader, start: int, length: int, is_borrowing: bool) -> torch.Tensor:
     """The bytes of a tensor: where they lie if that is allowed, else gathered from their chunks."""
     if length == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     view = reader.span(start, length)
     if view is not None and not view.readonly:
         return torch.frombuffer(view, dtype=torch.uint8)
     if view is not None and is_borrowing:
         return _borrow(view)
-    flat = torch.empty(length, dtype=torch.uint8)
+    flat = torch.empty(length, dtype=torch.uint8, device="cpu")
     target, done = memoryview(flat.numpy().data), 0
     while done < length:
         chunk, offset = divmod(start + done, CHUNK_BYTES)

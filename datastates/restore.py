@@ -77,7 +77,9 @@ def check_into(
 
 def write(findings: Findings) -> RestoreReport:
     """The second half: do what ``check_into`` noted."""
-    _write(findings)
+    # What is made here, such as an optimizer's state, is to be trained on; what is of that mode already is written in it only.
+    with torch.inference_mode(any(target.live.is_inference() for target in findings.targets)):
+        _write(findings)
     dirty.clean(target.live for target in findings.targets)
     return findings.report()
 

@@ -135,7 +135,7 @@ class PermutationSampler(Sampler[int]):
 
 
 def _permutation(length: int, seed: int, shuffle: bool, epoch: int, turns: tuple[tuple[int, int], ...]) -> torch.Tensor:
-    order = _shuffled(length, _mixed(seed, epoch)) if shuffle else torch.arange(length)
+    order = _shuffled(length, _mixed(seed, epoch)) if shuffle else torch.arange(length, device="cpu")
     for position, salt in turns:
         rest = order[position:]
         order[position:] = rest[_shuffled(len(rest), _mixed(_mixed(_mixed(seed, epoch), position), salt))]
@@ -144,7 +144,7 @@ def _permutation(length: int, seed: int, shuffle: bool, epoch: int, turns: tuple
 
 def _shuffled(length: int, seed: int) -> torch.Tensor:
     # Torch's generator is a Mersenne Twister, which neighbouring seeds leave apart only after mixing them well.
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _mixed(seed: int, epoch: int) -> int:

@@ -180,6 +180,7 @@ def compile_plan(
         specs.append(spec_of(leaf.path, packed))
         data = _bytes_of(packed)
         is_deferred = is_dense and id(tensor) in fenced and data.numel() >= DEFER_BYTES and leaf.path not in eager_paths
+        is_deferred = is_deferred and not tensor.is_inference()  # those have no version that a tripwire could compare
         geometry = (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
         sources.append(_Source(index, leaf.path, tensor, tensor.data_ptr(), data, 0, is_deferred, is_dense, *geometry))
     return _lay_out(flat, specs, sources, aliases, frozen)

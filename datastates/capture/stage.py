@@ -186,7 +186,7 @@ def _only(pairs: _Pairs, device: torch.device) -> _Pairs:
 
 
 def _to_host(sample: torch.Tensor) -> torch.Tensor:
-    return torch.empty(sample.shape, dtype=sample.dtype, pin_memory=True).copy_(sample, non_blocking=True)
+    return torch.empty(sample.shape, dtype=sample.dtype, device="cpu", pin_memory=True).copy_(sample, non_blocking=True)
 
 
 def _pairs(plan: Plan, slots: Sequence[int], arena: Arena, copies: Sequence[Pieces]) -> _Pairs:

@@ -27,7 +27,7 @@ class Scratch:
             if not self._left:
                 return None
             self._left -= 1
-        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
 
     def give(self, buffer: torch.Tensor) -> None:
         """A buffer that was taken is free again."""

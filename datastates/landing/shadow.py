@@ -56,7 +56,9 @@ class Shadow:
 
     def tensor(self, start: int, length: int) -> torch.Tensor:
         """A stretch of it as flat ``uint8``, a storage of its own."""
-        return torch.frombuffer(self.memory(start, length), dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8)
+        return (
+            torch.frombuffer(self.memory(start, length), dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
 
     def warm(self, extents: Sequence[Extent]) -> None:
         """Begin to touch these stretches, in this order, on a thread of their own."""

@@ -51,7 +51,8 @@ class Arena:
         start = -address % _HUGE_BYTES
         self._address = address + start
         self._view = memoryview(reserved)[start : start + self.capacity * CHUNK_BYTES]
-        self.flat = torch.frombuffer(self._view, dtype=torch.uint8)
+        with torch.inference_mode(False):  # whoever makes it in that mode could not write to it out of it
+            self.flat = torch.frombuffer(self._view, dtype=torch.uint8)
         """All slots as one tensor; only what is acquired may be read."""
         self._tensors: list[torch.Tensor | None] = [None] * self.capacity
         self._free: dict[int, None] = {}
@@ -175,7 +176,7 @@ class Arena:
         self._free, self._tensors = {}, [None] * self.capacity
         self._warm = self.capacity
         self._view = memoryview(b"")
-        self.flat = torch.empty(0, dtype=torch.uint8)
+        self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _leave_to_parent(self) -> None:
         """In a forked child: none of it is there, and a thread that held our locks is not either."""
