@@ -483,7 +483,7 @@ class Repository:
     def close(self) -> None:
         """Make durable what is to be (tags, branch heads), end the threads, let go; idempotent.
 
-        :raises Torn: (or another error of the background) that no handle and no later capture has raised.
+        :raises DatastatesError: (or another error of the background) that no handle and no later capture has raised.
         """
         if self._is_closed or self._pid != os.getpid():
             return

@@ -21,7 +21,7 @@ from .capture.line import Line, Staged
 from .capture.plan import Plan, compile_plan
 from .capture.stage import CopyJob
 from .config import BackPressure
-from .errors import Closed, InvalidInput, Torn
+from .errors import Closed, InvalidInput
 from .lineage import refs as lineage_refs
 from .lineage.states import State, Value
 from .objects import Adapted
@@ -66,7 +66,6 @@ class Tracker:
         self._runner = repository._runner()
         self._back_pressure, self._is_deferring = back_pressure, is_deferring
         self._plan: Plan | None = None
-        self._eager_paths: set[str] = set()
         self._pending: CopyJob | None = None
         self._newest: str | None = None
         self._is_driven = False
@@ -89,8 +88,12 @@ class Tracker:
 
     @property
     def head(self) -> State | None:
-        """The newest state of the branch, once every capture so far is recorded; None before the first."""
+        """The newest state of the branch, once every capture so far is recorded; None before the first.
+
+        A capture that tore has no state: the head is the one before it then, and the log says so.
+        """
         self._runner.flush()
+        self._heed_edits()
         return None if self._line.tip is None else self._repository.state(self._line.tip[0])
 
     def steps(self, loader: Iterable[Batch], *, accumulate: int = 1) -> Iterator[Batch]:
@@ -132,7 +135,7 @@ class Tracker:
         as it was; whatever else is raised, the step has been counted: the training made it.
 
         :raises InvalidInput: an argument cannot be recorded; names it.
-        :raises Torn: (or another error of the background) an earlier capture failed; this one was not taken.
+        :raises DatastatesError: (or another error of the background) an earlier capture could not be recorded; this one was not taken.
         :raises Dirty: a clone into what is tracked did not end.
         :raises OverBudget: a state does not fit ``memory_bytes``; or memory is full and nothing can be written. It was not taken.
         :raises Unsupported: something tracked cannot be encoded; names it.
@@ -143,6 +146,7 @@ class Tracker:
         self.micro_step = values.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
         self.step = self._step_of(step)
         self._raise_background_error()
+        self._heed_edits()
         tree = {**self._adapted.tree(), **self.values}
         flat = flatten(tree, self._plan.flat if self._plan is not None else None, self._adapted.lasting)
         if dirty.is_any():
@@ -171,7 +175,7 @@ class Tracker:
             self._runner.release(slots)
             raise
         try:
-            self._runner.submit(staged, is_deferring=self._is_deferring)
+            self._runner.submit(staged, is_deferring=self._is_deferring and not self._line.edits.are_anywhere)
         finally:
             if not job.is_copied.is_set():
                 self._pending = job
@@ -227,7 +231,7 @@ class Tracker:
     def close(self) -> None:
         """Take the hooks off and make the branch's head durable; idempotent.
 
-        :raises Torn: (or another error of the background) the last captures failed.
+        :raises DatastatesError: (or another error of the background) the last captures could not be recorded.
         """
         if self._is_closed or self._pid != os.getpid():
             return
@@ -236,6 +240,7 @@ class Tracker:
         self._repository._trackers.remove(self)  # a repository outlives the models of its trainings
         self._runner.close_line(self._line)
         self._repository._wait_until_drained()
+        self._heed_edits()
         self._raise_background_error()
 
     def __enter__(self) -> Self:
@@ -294,18 +299,19 @@ class Tracker:
             flat,
             fenced={id(tensor) for tensor in self._adapted.fenced()},
             frozen={id(tensor) for tensor in self._adapted.frozen()},
-            eager_paths=self._eager_paths,
+            eager_paths=self._line.edits.paths,
         )
         return self._plan
 
     def _raise_background_error(self) -> None:
         error, self._line.error = self._line.error, None
-        if error is None:
-            return
-        if isinstance(error, Torn):
-            self._eager_paths.update(error.paths)
+        if error is not None:
+            raise error
+
+    def _heed_edits(self) -> None:
+        """Copy at once from now on what was edited by hand while it was copied."""
+        if self._line.edits.learn(self.branch):
             self._plan = None
-        raise error
 
     def _check_usable(self) -> None:
         if self._pid != os.getpid():

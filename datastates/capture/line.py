@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from datastates.lineage.states import Edge, Value
 from datastates.manifest import Manifest
 
+from .edits import Edits
 from .handle import Capture
 from .plan import Layout
 from .stage import CopyJob
@@ -32,6 +33,7 @@ class Line:
     tip: tuple[str, str] | None
     base: Manifest | None
     error: BaseException | None = None
+    edits: Edits = field(default_factory=Edits, repr=False)
     kin: Line | None = field(default=None, repr=False)
 
     def related(self) -> Manifest | None:

@@ -81,6 +81,7 @@ class Plan:
     """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
 
     ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when.
+    ``is_taught``: some are copied at once because they tore.
     """
 
     layout: Layout
@@ -94,6 +95,7 @@ class Plan:
     tripwire: Tripwire
     is_on_device: bool
     eager_bytes: int
+    is_taught: bool = False
     _marks: _Marks | None = None
 
     @property
@@ -183,7 +185,9 @@ def compile_plan(
         is_deferred = is_deferred and not tensor.is_inference()  # those have no version that a tripwire could compare
         geometry = (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
         sources.append(_Source(index, leaf.path, tensor, tensor.data_ptr(), data, 0, is_deferred, is_dense, *geometry))
-    return _lay_out(flat, specs, sources, aliases, frozen)
+    plan = _lay_out(flat, specs, sources, aliases, frozen)
+    plan.is_taught = bool(eager_paths)
+    return plan
 
 
 def _lay_out(

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from datastates.config import BackPressure, Config
 from datastates.digest import chunk_digest, state_digest
-from datastates.errors import Closed, Conflict, OverBudget
+from datastates.errors import Closed, Conflict, OverBudget, Torn
 from datastates.lineage import record as lineage_record
 from datastates.lineage import refs as lineage_refs
 from datastates.lineage.database import Database
@@ -189,7 +189,7 @@ class Runner:
         """Begin the copy of a capture; the engine goes on from there."""
         job = staged.job
         assert job is not None
-        job.on_done = lambda _: self._staged.put(staged)
+        job.on_done = lambda done: self._copied(staged, done)
         try:
             with self._lock:
                 self._raise_if_closed()
@@ -205,6 +205,12 @@ class Runner:
                 self.release(job.slots)
             raise
         return job
+
+    def _copied(self, staged: Staged, job: CopyJob) -> None:
+        """Runs on the stage thread."""
+        if isinstance(job.error, Torn):
+            staged.line.edits.note(staged.step, job.error, is_taught=job.plan.is_taught)
+        self._staged.put(staged)
 
     def want(self, uid: str) -> None:
         """A state is to become durable."""
@@ -420,7 +426,8 @@ class Runner:
         _log.debug("capture of step %s failed", staged.step, exc_info=error)
         with self._lock:
             self._handles.pop(staged.handle.uid, None)
-            if isinstance(error, Exception):  # an interrupt was raised where it came
+            # An interrupt was raised where it came; a torn capture is its handle's, and the next one is not to tear.
+            if isinstance(error, Exception) and not isinstance(error, Torn):
                 self._note(staged.line, error)
         staged.handle._fail(error)
 

@@ -17,6 +17,7 @@ import torch
 from datastates.errors import Torn
 from datastates.store.arena import Arena
 
+from .edits import named
 from .plan import Pieces, Plan
 from .tripwire import Armed
 
@@ -164,9 +165,8 @@ class Stager:
         assert job.armed is not None
         torn = job.plan.tripwire.tripped(job.armed, _seal(job), job.slots, self._arena.flat)
         if torn:
-            names = ", ".join(torn[:3]) + (f" and {len(torn) - 3} more" if len(torn) > 3 else "")
             raise Torn(
-                f"{names} changed between capture() and the end of its copy, outside a tracked optimizer's step: call run.fence() "
+                f"{named(torn)} changed between capture() and the end of its copy, outside a tracked optimizer's step: call run.fence() "
                 "before such an update; from now on these tensors are copied before capture() returns",
                 paths=tuple(torn),
             )

@@ -159,6 +159,7 @@ class Job:
         self._check()
         step = None if self._tracker.step == self._step else self._tracker.step  # run.steps has counted
         capture = self._tracker.capture(metrics=metrics, step=step, attributes=self._attributes(self._done + 1))
+        self._tracker.fence()  # once an epoch: weights may be edited right after, for an evaluation say
         self._step = self._tracker.step
         self._captures.append(capture)
         self._done += 1

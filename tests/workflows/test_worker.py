@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import datastates
 from datastates import Conflict, InvalidInput, Repository
@@ -22,6 +24,7 @@ from datastates.workflows.job import Assignment
 from datastates.workflows.record import claim_name, claims_folder, finished, make_durable
 from datastates.workflows.worker import Explorer, Outcome, Task, close_repositories, run
 from tests import warm
+from tests.capture.build import held_back
 from tests.workflows.studies import CONFIG, build, counts, one_epoch, prefix, train
 
 PLAN = Plan((Variant("a", None, 3), Variant("b", "a", 1)))
@@ -252,3 +255,17 @@ class Holding:
         self.process.kill()
         if self.process.returncode is None:
             self.process.communicate()
+
+
+def test_weights_edited_right_after_a_report_cost_no_report(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(repo, task(repo, "a", "main").assignment)
+    model = nn.Linear(200, 200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.track(mine=model, opt=optimizer, rng=False, strict=False)
+    with held_back(monkeypatch) as gate:
+        gate.hold()
+        job.report(loss=1.0)
+        model.weight.data.zero_()
+        gate.open()
+        assert [state.metrics for state in job._reported()] == [{"loss": 1.0}]
+    job.close()

@@ -1,0 +1,63 @@
+"""What torn captures teach: which tensors a training edits by hand, so that they are copied before ``capture`` returns from then on."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from datastates.errors import Torn
+
+__all__ = ["Edits", "named"]
+
+_log = logging.getLogger("datastates")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tear:
+    step: int
+    error: Torn
+    is_taught: bool
+
+
+class Edits:
+    """The torn captures of one tracker: the stage thread notes them, the training thread learns from them.
+
+    ``paths`` are the tensors that tore. They are copied before ``capture`` returns from then on; if others tear after that, everything is
+    (``are_anywhere``). So no more than two edits cost a state, whatever a training does by hand.
+    """
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+        self.are_anywhere = False
+        self._noted: deque[_Tear] = deque()
+
+    def note(self, step: int, error: Torn, *, is_taught: bool) -> None:
+        """The capture of ``step`` tore; ``is_taught``: though what had torn before was copied at once."""
+        self._noted.append(_Tear(step, error, is_taught))
+
+    def learn(self, branch: str) -> bool:
+        """Whether something is to be copied otherwise than before. Says which steps have no state, and the first time why."""
+        if not self._noted:
+            return False
+        tears = [self._noted.popleft() for _ in range(len(self._noted))]
+        torn = {path for tear in tears for path in tear.error.paths}
+        steps = f"step{'s' * (len(tears) > 1)} {', '.join(str(tear.step) for tear in tears)}"
+        if self.are_anywhere or torn <= self.paths:
+            _log.warning("branch %s has no state of %s either, for the same reason", branch, steps)  # they had begun before it was known
+            return False
+        self.paths |= torn
+        self.are_anywhere = any(tear.is_taught for tear in tears)
+        _log.warning(
+            "branch %s has no state of %s: %s changed between capture() and the end of its copy, outside a tracked optimizer's step. "
+            "From now on %s copied before capture() returns, so that no further state is lost; run.fence() before the edit, or "
+            "track(defer=False), would have kept this one",
+            *(branch, steps, named(sorted(torn)), "everything is" if self.are_anywhere else "these tensors are"),
+        )
+        return True
+
+
+def named(paths: Sequence[str]) -> str:
+    """The first few of them, and how many more."""
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
