@@ -47,9 +47,17 @@ __all__ = [
 
 
 class DatastatesError(Exception):
-    """The root; catch it to catch everything that datastates raises on purpose."""
+    """The root; catch it to catch everything that datastates raises on purpose.
+
+    ``trouble`` names what is the matter where many things fail for one reason: errors that have it in common say one thing.
+    """
 
     kind: ClassVar[str] = "error"
+    trouble: str | None = None
+
+    def repeats(self, said: BaseException) -> bool:
+        """Whether it says what another error has said already."""
+        return self is said or (self.trouble is not None and isinstance(said, DatastatesError) and said.trouble == self.trouble)
 
 
 class InvalidInput(DatastatesError, ValueError):
@@ -128,8 +136,8 @@ class Unavailable(DatastatesError):
 
     kind = "unavailable"
 
-    def __init__(self, message: str, *, nearest: str | None = None, is_gone: bool = False) -> None:
-        self.nearest, self.is_gone = nearest, is_gone
+    def __init__(self, message: str, *, nearest: str | None = None, is_gone: bool = False, trouble: str | None = None) -> None:
+        self.nearest, self.is_gone, self.trouble = nearest, is_gone, trouble
         super().__init__(message)
 
 

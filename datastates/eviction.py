@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .lineage import folders
 from .lineage.holders import holder
 from .lineage.withdraw import withdraw
 
 if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
     from .repository import Repository
 
 __all__ = ["evict"]
 
 
 def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
-    """Drop a state from this node's disk and from this process's memory; the bytes set free there, which no other state needed.
+    """Drop a state from this folder of packs and from this process's memory; the bytes set free there, which no other state needed.
 
     The lineage is told first: a crash in between leaves files that nobody asks for, never a state without its bytes, and a commit that
-    fails drops nothing. States of other processes and nodes keep theirs. ``is_forced`` drops a state that a ref names, but never all
+    fails drops nothing. Other processes and folders keep theirs. ``is_forced`` drops a state that a ref names, but never all
     that can be restored of a branch.
 
     :raises Conflict: a ref or a training of this process counts on it.
@@ -25,11 +28,18 @@ def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
     """
     repository._check_open()
     repository._settle()
-    here = [("local", repository.node), ("memory", holder(repository.node, repository._run_uid))]
     running = repository._running
     with repository._database.write(durable=True) as session:
-        withdraw(session, uid, here, is_forced=is_forced)
+        withdraw(session, uid, _places(repository, session, uid), is_forced=is_forced)
         if running is not None:
             running.check_withdrawal(uid)  # the last that may refuse
     freed = 0 if running is None else running.withdraw(uid)
     return freed + repository._local.remove(uid)
+
+
+def _places(repository: Repository, session: Session, uid: str) -> list[tuple[str, str]]:
+    """Where this process and this folder of packs hold a state, as the lineage names the places."""
+    home = repository._home
+    hosts = [host for host in folders.hosts_of_state(session, uid) if home.is_beside or host == repository.node]
+    disks = [home.check_writable(), *hosts]
+    return [("memory", holder(repository.node, repository._run_uid)), *(("local", disk) for disk in disks)]

@@ -53,7 +53,7 @@ class Home:
         """
         if self.read_only is not None or self.uid is None:
             raise Unavailable(
-                f"nothing can be tracked in this repository, it can only be read: {self.read_only}; get the right to write there, "
+                f"this repository can only be read: {self.read_only}; get the right to write there, "
                 "or copy the repository to where you may write and open the copy"
             )
         return self.uid

@@ -15,7 +15,7 @@ import struct
 import weakref
 from pathlib import Path
 
-from .sharing import may_read
+from .sharing import may_read, share
 
 __all__ = ["Held", "hold", "is_held"]
 
@@ -74,6 +74,7 @@ def hold(path: Path) -> Held | None:
                 return None
             if _is_at(fd, path):
                 may_read(fd)
+                share(path.parent, fd)
                 return Held(path, fd)
         except BaseException:
             os.close(fd)

@@ -20,7 +20,7 @@ from .capture.runner import Runner
 from .capture.shutdown import close_at_exit
 from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name
-from .errors import Closed, InvalidInput, NotFound
+from .errors import Closed, DatastatesError, InvalidInput, NotFound
 from .frames import States
 from .handed import split_values
 from .home import FOLDER, PACKS, check_whole, settle_in
@@ -511,10 +511,11 @@ class Repository:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self.close()
-        except Exception:
+        except Exception as exc:
             if error is None:
                 raise
-            _log.exception("closing the repository failed")
+            if not (isinstance(exc, DatastatesError) and exc.repeats(error)):
+                _log.exception("closing the repository failed")
 
     def __repr__(self) -> str:
         return f"<Repository {self.location}>"

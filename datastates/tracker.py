@@ -21,7 +21,7 @@ from .capture.line import Line, Staged
 from .capture.plan import Plan, compile_plan
 from .capture.stage import CopyJob
 from .config import BackPressure
-from .errors import Closed, InvalidInput
+from .errors import Closed, DatastatesError, InvalidInput
 from .lineage import refs as lineage_refs
 from .lineage.states import State, Value
 from .objects import Adapted
@@ -249,10 +249,11 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self.close()
-        except Exception:
+        except Exception as exc:
             if error is None:
                 raise
-            _log.exception("closing the tracker of branch %s failed", self.branch)
+            if not (isinstance(exc, DatastatesError) and exc.repeats(error)):
+                _log.exception("closing the tracker of branch %s failed", self.branch)
 
     def _go_back(
         self,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 from .lineage.states import Run, Value
 
-__all__ = ["NODE", "PROCESS", "is_running", "whereabouts"]
+__all__ = ["NODE", "PROCESS", "is_running", "node_id", "whereabouts"]
 
 NODE = "datastates.node"
 """Where the record of a run says which boot of which machine it ran on."""
 
 PROCESS = "datastates.process"
 """Where it says which process it was there: PID namespace, pid, and when it began."""
+
+
+def node_id() -> str:
+    """Which machine this is, until its next boot: the same in all its containers. Its name, where the kernel does not tell."""
+    return _boot() or socket.gethostname()
 
 
 def whereabouts() -> dict[str, Value]:

@@ -14,7 +14,7 @@ from .schema import FolderRow, ReplicaRow, table, to_us
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Folder", "get", "note", "of_state"]
+__all__ = ["Folder", "get", "hosts_of_state", "note", "of_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,14 @@ def of_state(session: Session, uid: str) -> list[Folder]:
     return [Folder(row.uid, row.path, row.host) for row in rows]
 
 
+def hosts_of_state(session: Session, uid: str) -> list[str]:
+    """The hosts whose disks hold a state, as versions noted it that knew no folders.
+
+    :raises NotFound: there is no such state.
+    """
+    return list(session.execute(_HOSTS_OF_STATE, {"state": id_of(session, uid)}).scalars())
+
+
 _folder, _replica = table(FolderRow), table(ReplicaRow)
 _GET = select(_folder).where(_folder.c.uid == bindparam("wanted"))
 _OF_STATE = (
@@ -54,6 +62,11 @@ _OF_STATE = (
     .join_from(_folder, _replica, _replica.c.node == _folder.c.uid)
     .where(_replica.c.state_id == bindparam("state"), _replica.c.tier == "local")
     .order_by(_folder.c.uid)
+)
+_HOSTS_OF_STATE = (
+    select(_replica.c.node)
+    .outerjoin_from(_replica, _folder, _folder.c.uid == _replica.c.node)
+    .where(_replica.c.state_id == bindparam("state"), _replica.c.tier == "local", _folder.c.uid.is_(None))
 )
 _sqlite, _postgresql = sqlite.insert(_folder), postgresql.insert(_folder)
 _SEEN = ("path", "host", "seen_at")

@@ -7,11 +7,13 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,14 @@ from sqlalchemy import text
 
 import datastates
 from datastates import NotFound, Status, Unavailable, whereabouts
+from datastates.eviction import evict
 from datastates.home import settle_in
 from datastates.lease import LEASES, Lease, Seen, look
 from datastates.lineage import Database
 from datastates.lineage.holders import replicas_of
 from datastates.location import locate
+from datastates.workflows.claim import Claim, holder
+from tests import warm
 from tests.forge import Forge, Job, forge
 from tests.lodgers import CONFIG
 
@@ -100,6 +105,26 @@ def test_a_lease_is_held_whoever_opens_and_closes_its_file(tmp_path: Path) -> No
     lease.close()
     assert look(tmp_path, "r") is Seen.NOTHING
     lease.close()
+
+
+def test_a_claim_is_held_whoever_opens_and_closes_its_file(tmp_path: Path) -> None:
+    (tmp_path / "packs").mkdir()
+    claim = Claim.take(tmp_path / "packs" / LEASES, "study", "mine")
+    assert claim is not None
+    shutil.copytree(tmp_path / "packs", tmp_path / "copy")
+    assert Claim.take(tmp_path / "packs" / LEASES, "study", "again") is None
+    held = warm.run([sys.executable, "-c", HOLDER, str(tmp_path / "packs" / LEASES)], capture_output=True, text=True, check=True)
+    assert held.stdout == "mine\n"
+    claim.close()
+    assert holder(tmp_path / "packs" / LEASES, "study") is None
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from datastates.workflows.claim import holder
+print(holder(Path(sys.argv[1]), "study"))
+"""
 
 
 def test_a_child_does_not_hold_the_lease_of_a_parent_that_died(smith: Forge, tmp_path: Path) -> None:
@@ -240,6 +265,31 @@ def test_packs_whose_lineage_is_gone_are_mentioned(tmp_path: Path) -> None:
     assert not (tmp_path / "lineage.db").exists()
 
 
+def test_a_folder_that_is_deleted_under_a_training_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Unavailable, match="is gone"):  # noqa: PT012, SIM117 # the blocks are what is tested
+        with datastates.open(tmp_path / "runs", config=replace(CONFIG, durable_every=1)) as repo:
+            with repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
+                run.capture().wait("durable")
+                shutil.rmtree(tmp_path / "runs")
+                run.capture().wait("durable")
+    assert not caplog.records
+
+
+def test_bytes_are_dropped_whatever_the_host_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
+        dropped, noted = run.capture().wait("durable"), run.capture().wait("durable")
+        run.capture()
+    call_us(monkeypatch, "elsewhere")
+    with datastates.open(tmp_path) as repo:
+        with repo._database.write() as session:  # as older versions noted it
+            session.execute(
+                text("UPDATE replica SET node = 'old' WHERE state_id = (SELECT id FROM state WHERE uid = :uid)"), {"uid": noted.uid}
+            )
+        for state in (dropped, noted):
+            evict(repo, state.uid)
+            assert repo.state(state.uid).status is Status.EVICTED
+
+
 def test_a_folder_keeps_one_identity_whoever_opens_it_first(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/lineage.db")
     (tmp_path / "packs").mkdir()
@@ -303,4 +353,4 @@ def test_a_user_who_may_only_read_opens_what_another_trains_in(smith: Forge, sha
         job = smith.start("tests.lodgers:visit", folder=str(shared / "runs"), user=BEN, branch="bens")
         job.say()
         assert job.wait() == 1
-    assert "nothing can be tracked in this repository, it can only be read" in smith.errors()
+    assert "this repository can only be read" in smith.errors()

@@ -88,7 +88,7 @@ class LocalTier(Tier):
             return self._put(payload, base)
         except OSError as exc:
             if not self.root.is_dir():
-                raise Unavailable(f"state {origin.uid} was not written: {self._gone()}") from exc
+                raise Unavailable(f"state {origin.uid} was not written: {self._gone()}", trouble=f"gone: {self.root}") from exc
             if isinstance(exc, PermissionError) or exc.errno == errno.EROFS:
                 raise Unavailable(
                     f"state {origin.uid} was not written: {exc.filename or self.root} may not be written here ({exc.strerror}); "
@@ -107,7 +107,7 @@ class LocalTier(Tier):
         """
         self._check_open()
         if not self.root.is_dir():
-            raise Unavailable(f"state {uid} cannot be read: {self._gone()}")
+            raise Unavailable(f"state {uid} cannot be read: {self._gone()}", trouble=f"gone: {self.root}")
         with locked(self.root, is_shared=True, is_needed=False):
             return MappedReader(self.root, self.manifest(uid), verify=verify)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.states import State, Value
+from datastates.whereabouts import node_id
 
 from . import record
 from .claim import Claim, holder
@@ -271,7 +272,7 @@ class _Presence:
         if claim is None:
             raise Conflict(f"study {study!r} is being explored by {holder(folder, name) or 'another process'}: wait for it, or end it")
         self._claim = claim
-        self.explorer = Explorer(name, note, repo.node)
+        self.explorer = Explorer(name, note, node_id())
 
     def close(self) -> None:
         """The explorer ends: workers that are still at it stop at their next epoch."""

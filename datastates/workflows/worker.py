@@ -21,13 +21,14 @@ from multiprocessing.util import Finalize
 import torch
 
 from datastates.config import Config
-from datastates.environment import available_memory_bytes, node_name
+from datastates.environment import available_memory_bytes
 from datastates.errors import Cancelled, Closed, Conflict, DatastatesError, InvalidInput
 from datastates.lineage.states import State
 from datastates.location import Location
 from datastates.manifest import CHUNK_BYTES
 from datastates.recovery import recover
 from datastates.repository import Repository
+from datastates.whereabouts import node_id
 
 from . import record
 from .claim import Claim, holder
@@ -196,7 +197,7 @@ def _watched(repository: Repository, explorer: Explorer) -> Iterator[Callable[[]
             return True
 
     if not is_alive():
-        if explorer.node == node_name():
+        if explorer.node == node_id():
             is_gone.set()
         check()
         yield check

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -17,7 +16,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Conflict, InvalidInput, Repository
+from datastates import Conflict, InvalidInput, Repository, locks
+from datastates.whereabouts import node_id
 from datastates.workflows import Job, Plan, Variant, worker
 from datastates.workflows.claim import Claim, holder
 from datastates.workflows.job import Assignment
@@ -58,7 +58,7 @@ def presence(repo: Repository) -> Iterator[Claim]:
 def task(repo: Repository, name: str, origin: str, job: Any = train) -> Task:
     """One variant of the plan."""
     assignment = Assignment("s", PLAN[name], PLAN.digest(name), PLAN.config(name), (), (), repo.state(origin).uid)
-    return Task(repo.location, CONFIG, assignment, job, None, Explorer(claim_name(repo, "s"), "explorer", repo.node), None, 1)
+    return Task(repo.location, CONFIG, assignment, job, None, Explorer(claim_name(repo, "s"), "explorer", node_id()), None, 1)
 
 
 @pytest.mark.usefixtures("presence")
@@ -189,14 +189,14 @@ def test_a_claim_is_one_process_s_and_ends_with_it(tmp_path: Path) -> None:
 
 def test_a_claim_is_on_the_file_that_others_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last holder takes the file away between our open and our lock."""
-    lock = fcntl.lockf
+    lock = locks._lock
 
-    def late(fd: int, how: int) -> None:
+    def late(fd: int) -> bool:
         monkeypatch.undo()
         (tmp_path / "thing").unlink()
-        lock(fd, how)
+        return lock(fd)
 
-    monkeypatch.setattr(fcntl, "lockf", late)
+    monkeypatch.setattr(locks, "_lock", late)
     with Claim.take(tmp_path, "thing", "ours") or pytest.fail("it is free"):
         assert (tmp_path / "thing").read_text() == "ours"
 
