@@ -33,6 +33,7 @@ from .manifest import Manifest
 from .records import record_of, record_of_ref, ref_of, state_of
 from .store.files import sync_folder
 from .store.local import LocalTier
+from .store.placing import own_bytes
 from .store.tier import Payload, Placed, Reader
 from .transport.protocol import RefRecord, StateRecord
 
@@ -112,7 +113,8 @@ def import_bundle(repository: Repository, folder: str | os.PathLike[str]) -> Bun
         clones.import_ancestry(session, list(states.values())[::-1])
         for uid, each in placed.items():
             packs = [(pack.name, pack.size) for pack in each.manifest.packs]
-            mark(session, uid, Status.DURABLE, tier="local", node=repository._home.check_writable(), bytes=each.bytes_new, packs=packs)
+            node, added = repository._home.check_writable(), own_bytes(each.manifest)
+            mark(session, uid, Status.DURABLE, tier="local", node=node, bytes=added, packs=packs)
     tags = [ref_of(record) for record in lineage.tags]
     for tag in tags:
         make_tag(repository, tag)

@@ -85,7 +85,7 @@ def arrive(
     """
     here = _check_same(known(session, [state.uid, *state.parents]), [state])
     if state.uid in here:
-        mark(session, state.uid, Status.CAPTURED, tier="memory", node=holder(node, run), bytes=state.bytes_total)
+        mark(session, state.uid, Status.CAPTURED, tier="memory", node=holder(node, run), bytes=bytes_new)
     else:
         new = _new(state, here, status=Status.CAPTURED)
         record(session, replace(new, node=holder(node, run), bytes_new=bytes_new))

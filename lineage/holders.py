@@ -35,7 +35,10 @@ _REPLICAS = (
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One rank's shard is complete on a tier of a node; ``status`` is ``ok`` or ``gone``. In memory: in that of the process of ``run``."""
+    """One rank's shard is complete on a tier of a node; ``status`` is ``ok`` or ``gone``. In memory: in that of the process of ``run``.
+
+    ``bytes`` are those that it added there: what other states held already came without a copy.
+    """
 
     rank: int
     tier: str

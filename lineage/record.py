@@ -180,7 +180,7 @@ def _insert_belongings(
     if attributes:
         connection.execute(_INSERT_ATTRIBUTE, [{"state_id": id_, **row} for row in attributes])
     if new.status.is_restorable:
-        replica = {"state_id": id_, "rank": 0, "tier": new.tier, "node": new.node, "status": "ok", "bytes": new.bytes_total}
+        replica = {"state_id": id_, "rank": 0, "tier": new.tier, "node": new.node, "status": "ok", "bytes": new.bytes_new}
         connection.execute(_INSERT_REPLICA, replica)
 
 

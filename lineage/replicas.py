@@ -32,12 +32,13 @@ def mark(
     tier: str,
     node: str,
     rank: int = 0,
-    bytes: int = 0,
+    bytes: int | None = None,
     packs: Iterable[tuple[str, int]] = (),
 ) -> Status:
     """A tier holds the state now: note the replica and the packs (name, bytes) it needs; the status that it has now.
 
-    The status rises to ``status`` or stays; an evicted or lost state whose bytes are here again rises too.
+    The status rises to ``status`` or stays; an evicted or lost state whose bytes are here again rises too. ``bytes`` are those that the
+    state added to that tier: with ``durable`` they become its ``bytes_new`` (but for a state of several ranks, of which this is a part).
 
     :raises NotFound: there is no such state.
     :raises InvalidInput: ``status`` says that there are no bytes.
@@ -49,10 +50,12 @@ def mark(
         raise unknown(uid)
     now = Status(row.status)
     if _SAFETY[status] > _SAFETY[now]:
-        session.execute(_SET_STATUS, {"state": row.id, "new_status": status.value})
+        is_told = status is Status.DURABLE and bytes is not None and row.world_size == 1
+        values = {"state": row.id, "new_status": status.value}
+        session.execute(_SET_DURABLE if is_told else _SET_STATUS, {**values, "added": bytes} if is_told else values)
         now = status
     dialect = session.get_bind().dialect.name
-    replica = {"state_id": row.id, "rank": rank, "tier": tier, "node": node, "status": "ok", "bytes": bytes}
+    replica = {"state_id": row.id, "rank": rank, "tier": tier, "node": node, "status": "ok", "bytes": bytes or 0}
     session.execute(_UPSERT_REPLICA[dialect], replica)
     _need_packs(session, row.id, dict(packs), dialect)
     return now
@@ -97,9 +100,12 @@ _state, _replica, _pack, _pack_ref = (table(row) for row in (StateRow, ReplicaRo
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 
 # Not FOR UPDATE: that would wait for, and deadlock with, whoever records a child.
-_LOCK_STATE = select(_state.c.id, _state.c.status).where(_state.c.uid == bindparam("uid")).with_for_update(key_share=True)
+_LOCK_STATE = (
+    select(_state.c.id, _state.c.status, _state.c.world_size).where(_state.c.uid == bindparam("uid")).with_for_update(key_share=True)
+)
 _LOCK_STATES = select(_state.c.id).where(_state.c.id.in_(_ids)).order_by(_state.c.id).with_for_update(key_share=True)
 _SET_STATUS = update(_state).where(_state.c.id == bindparam("state")).values(status=bindparam("new_status"))
+_SET_DURABLE = _SET_STATUS.values(bytes_new=bindparam("added"))
 _key = [_replica.c.state_id, _replica.c.rank, _replica.c.tier, _replica.c.node]
 _upsert_sqlite, _upsert_postgresql = sqlite.insert(_replica), postgresql.insert(_replica)
 _UPSERT_REPLICA = {

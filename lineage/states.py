@@ -71,7 +71,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """An immutable snapshot; a node of the lineage. ``parents`` are uids, the first parent first."""
+    """An immutable snapshot; a node of the lineage. ``parents`` are uids, the first parent first.
+
+    ``bytes_new`` are those of ``bytes_total`` that it added: to the disk once it is durable, before that to the memory of its process.
+    """
 
     uid: str
     digest: str

@@ -30,6 +30,7 @@ from datastates.policy.cadence import Cadence
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
+from datastates.store.placing import own_bytes
 from datastates.store.tier import Payload
 
 from .engine import (
@@ -482,6 +483,7 @@ class Runner:
             chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
             placed = self._local.put(Payload(reader.manifest, chunks), base=line.related() if line is not None else None)
             del chunks
+        added = own_bytes(placed.manifest)
         with self._database.write(durable=True) as session:
             lineage_record.mark(
                 session,
@@ -489,7 +491,7 @@ class Runner:
                 Status.DURABLE,
                 tier="local",
                 node=self._folder,
-                bytes=placed.bytes_new,
+                bytes=added,
                 packs=[(pack.name, pack.size) for pack in placed.manifest.packs],
             )
         if self._config.on_step is not None:
@@ -497,7 +499,7 @@ class Runner:
         if line is not None:
             line.placed(placed.manifest)
         if handle is not None and handle.state is not None:
-            handle._advance(replace(handle.state, status=Status.DURABLE))
+            handle._advance(replace(handle.state, status=Status.DURABLE, bytes_new=added))
 
     def _on_write_failed(self, uid: str, error: BaseException) -> None:
         with self._lock:

@@ -176,7 +176,9 @@ def _facts(state: StateDetail, parents: list[State], children: list[State]) -> T
     facts += [("child", state_text(child)) for child in children]
     facts += [("size", f"{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"), ("generation", state.generation)]
     facts += [("ranks", state.world_size if state.world_size > 1 else None)]
-    facts += [("replica", f"{one.tier} on {one.node or '?'}, rank {one.rank}, {size_text(one.bytes)}") for one in state.replicas]
+    facts += [
+        ("replica", f"{one.tier} on {one.node or '?'}, rank {one.rank}, {size_text(one.bytes)} added there") for one in state.replicas
+    ]
     facts += [("pack", f"{pack.name}, {size_text(pack.bytes)}") for pack in state.packs]
     if state.run_record is not None:
         facts += _run_facts(state.run_record, short(state.run_record.uid))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
@@ -40,10 +40,12 @@ from .files import (
     write_chunks,
     write_file,
 )
+from .index import SHARED_BYTES, ChunkIndex, Hint
 from .mapped import MappedReader
 from .pack import padded, payload_bytes
-from .placing import PutPlan, own_bytes, plan_put
+from .placing import PutPlan, own_bytes, places_of, plan_put
 from .references import References
+from .sharing import Stamp, find_shared, stamp_of
 from .tier import Payload, Placed, Reader, Tier
 
 __all__ = ["LocalTier"]
@@ -63,6 +65,7 @@ class LocalTier(Tier):
         self._direct, self._rank = direct, rank
         self._on_step = on_step or (lambda step: None)
         self._references = References(self.root)
+        self._index = ChunkIndex(self.root)
         self._is_closed = False
         make_folders(self.root)
 
@@ -194,14 +197,17 @@ class LocalTier(Tier):
             with suppress(NotFound):
                 return Placed(self.manifest(origin.uid), 0)
             name = free_pack_name(self.root, origin.uid, origin.rank)
-            plan = plan_put(payload.manifest, base, name)
-            if not self._write(plan, payload, file):
-                plan = plan_put(payload.manifest, None, name)
-                self._write(plan, payload, file)
-            return Placed(plan.manifest, plan.bytes_new)
+            known = places_of(base)
+            shared = find_shared(self.root, self._index, payload, known)
+            plan = plan_put(payload.manifest, {**known, **shared.places}, name)
+            if not self._write(plan, payload, file, shared.stamps):
+                plan = plan_put(payload.manifest, {}, name)
+                self._write(plan, payload, file, {})
+        self._index.add(_hints(plan))
+        return Placed(plan.manifest, plan.bytes_new)
 
-    def _write(self, plan: PutPlan, payload: Payload, file: Temporary) -> bool:
-        """Write pack and manifest and commit them; False when a pack that the plan refers to was removed meanwhile."""
+    def _write(self, plan: PutPlan, payload: Payload, file: Temporary, stamps: Mapping[str, Stamp]) -> bool:
+        """Write pack and manifest and commit them; False when a pack that the plan refers to was removed, or replaced, meanwhile."""
         encoded = _readable(plan.manifest)
         with ExitStack() as stack:
             pack = None
@@ -212,15 +218,16 @@ class LocalTier(Tier):
                 self._on_step("pack-written")
             try:
                 with locked(self.root, is_shared=True):
-                    return self._commit(plan, encoded, pack, file)
+                    if not all(_is_there(self.root / info.name, info.size, stamps.get(info.name)) for info in plan.borrowed):
+                        return False
+                    self._commit(encoded, pack, file)
+                    return True
             except BaseException:
                 self._undo(plan, file)
                 raise
 
-    def _commit(self, plan: PutPlan, encoded: bytes, pack: Temporary | None, file: Temporary) -> bool:
+    def _commit(self, encoded: bytes, pack: Temporary | None, file: Temporary) -> None:
         """Runs under the shared lock: what is referred to is not removed before the manifest says so."""
-        if not all(_is_there(self.root / info.name, info.size) for info in plan.borrowed):
-            return False
         if pack is not None:
             pack.commit()
             self._on_step("pack-renamed")
@@ -228,7 +235,6 @@ class LocalTier(Tier):
         self._on_step("manifest-written")
         file.commit()
         self._on_step("manifest-renamed")
-        return True
 
     def _undo(self, plan: PutPlan, file: Temporary) -> None:
         """Take back what a commit that failed has renamed."""
@@ -282,11 +288,20 @@ def _readable(manifest: Manifest) -> bytes:
     return encoded
 
 
-def _is_there(path: Path, size: int) -> bool:
+def _is_there(path: Path, size: int, stamp: Stamp | None = None) -> bool:
     try:
-        return path.stat().st_size == size
+        status = path.stat()
     except FileNotFoundError:
         return False
+    return status.st_size == size if stamp is None else stamp_of(status) == stamp
+
+
+def _hints(plan: PutPlan) -> Iterator[Hint]:
+    """Where the chunks of a state lie that it wrote itself, and that others may share."""
+    for index, offset in zip(plan.new, plan.layout.offsets if plan.layout is not None else (), strict=True):
+        chunk = plan.manifest.content.chunks[index]
+        if chunk.length >= SHARED_BYTES:
+            yield Hint((chunk.digest, chunk.length), plan.name, offset)
 
 
 def _unlink(path: Path) -> bool:

@@ -23,7 +23,7 @@ import msgspec
 from datastates.check import tensors_of
 from datastates.manifest import CHUNK_BYTES, Content, Manifest, TensorSpec
 
-__all__ = ["PAGE", "PackLayout", "Place", "lay_out", "padded", "payload_bytes", "places_of"]
+__all__ = ["MAX_HEADER", "PAGE", "PackLayout", "Place", "lay_out", "padded", "payload_bytes", "places_of"]
 
 PAGE = 4096
 """What chunks in a pack are aligned to: direct I/O and memory maps ask for it."""
@@ -51,7 +51,8 @@ _DTYPES = {
 """Those that safetensors' readers have known for years; one name that they do not know makes them refuse the whole file."""
 
 
-_MAX_HEADER = 100 << 20
+MAX_HEADER = 100 << 20
+"""The longest header that is read."""
 
 
 class _Header(msgspec.Struct):
@@ -117,7 +118,7 @@ def payload_bytes(path: Path) -> int:
     with path.open("rb") as file:
         try:
             length = int.from_bytes(file.read(8), "little")
-            header = msgspec.json.decode(file.read(min(length, _MAX_HEADER)), type=_Header)
+            header = msgspec.json.decode(file.read(min(length, MAX_HEADER)), type=_Header)
             return int(header.metadata["payload_bytes"])
         except (msgspec.DecodeError, KeyError, ValueError):
             return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -12,7 +13,10 @@ from datastates.manifest import ChunkRef, Manifest, PackInfo
 from .files import uid_of
 from .pack import PackLayout, lay_out
 
-__all__ = ["PutPlan", "own_bytes", "plan_put"]
+__all__ = ["Places", "PutPlan", "own_bytes", "places_of", "plan_put"]
+
+Places = Mapping[tuple[bytes, int], tuple[PackInfo, int]]
+"""The pack and the offset at which chunks lie, by their digest and length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,9 @@ class PutPlan:
     bytes_new: int
 
 
-def plan_put(manifest: Manifest, base: Manifest | None, name: str) -> PutPlan:
-    """Refer to chunks that ``base`` has a place for, and to those that came earlier in this state; the others are new."""
-    known = {} if base is None else _places(base)
+def plan_put(manifest: Manifest, places: Places, name: str) -> PutPlan:
+    """Refer to chunks that have one of ``places``, and to those that came earlier in this state; the others are new."""
+    known = dict(places)
     chunks = manifest.content.chunks
     first: dict[tuple[bytes, int], int] = {}
     for index, chunk in enumerate(chunks):
@@ -61,7 +65,9 @@ def own_bytes(placed: Manifest) -> int:
     return sum(lengths.values())
 
 
-def _places(base: Manifest) -> dict[tuple[bytes, int], tuple[PackInfo, int]]:
-    """Where the chunks of a manifest lie, by digest and length; nowhere for one that no folder placed."""
+def places_of(base: Manifest | None) -> Places:
+    """Where the chunks of a manifest lie; nowhere for one that no folder placed."""
+    if base is None:
+        return {}
     placed = zip(base.content.chunks, base.refs, strict=False)
     return {(chunk.digest, chunk.length): (base.packs[ref.pack], ref.offset) for chunk, ref in placed}

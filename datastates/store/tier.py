@@ -40,7 +40,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What ``put`` did: the manifest with this tier's places in it, and how many payload bytes were added."""
+    """What ``put`` did: the manifest with this tier's places in it, and how many payload bytes it added just now."""
 
     manifest: Manifest
     bytes_new: int
@@ -112,7 +112,8 @@ class Tier(ABC):
         """Make a state complete here, or leave no trace. Visible to ``open`` only once every byte is safe.
 
         ``base`` is a manifest that this tier placed earlier (the nearest ancestor): chunks whose digest it has are
-        referenced, not stored again. Putting a uid that is already here is a no-op that returns what is here.
+        referenced, not stored again; a tier may find more that it holds. Putting a uid that is already here is a no-op
+        that returns what is here.
         """
 
     @abstractmethod

@@ -59,7 +59,7 @@ def build_lineage(root: Path) -> None:
             parent = _record(session, uid("f", step), parent, "fork", step, metrics={"loss": 1.5 / step}, message="other\norder")
         soup = (Edge(parent, EdgeKind.SOUP, 0.5),)
         _record(session, uid("1", 8), uid("1", 7), "main", 8, edges=soup)
-        replicas.mark(session, uid("1", 3), Status.DURABLE, tier="local", node="node7", bytes=1 << 20, packs=[("p.safetensors", 4096)])
+        replicas.mark(session, uid("1", 3), Status.DURABLE, tier="local", node="node7", bytes=1 << 10, packs=[("p.safetensors", 4096)])
         replicas.evict(session, [uid("1", 2)], tier="memory", node="node7")
     database.close()
 

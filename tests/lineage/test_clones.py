@@ -210,7 +210,7 @@ def test_a_receiver_that_dies_takes_nothing_from_who_captured_the_state(database
 
 def test_a_receiver_that_lets_go_leaves_the_other_replica_of_its_node(database: Database, grow: Grow) -> None:
     a, b = started(database), started(database)
-    state = grow(run=a.uid, node=f"here#{a.uid}", bytes_total=3)
+    state = grow(run=a.uid, node=f"here#{a.uid}", bytes_total=5, bytes_new=3)
     arrive(database, state, run=b)
     with database.write() as session:
         assert record.evict(session, [state.uid], tier="memory", node=f"here#{b.uid}") == []

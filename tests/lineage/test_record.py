@@ -68,7 +68,7 @@ def test_a_state_comes_back_as_it_was_recorded(database: Database, new_state: Ma
     assert recorded.created_at == new.created_at
     assert recorded.created_at.tzinfo is UTC
     assert (recorded.status, recorded.parents, recorded.generation) == (Status.CAPTURED, (root.uid, other.uid, root.uid), 1)
-    assert replicas(database, new.uid) == {(0, "memory", "here", 2**40)}
+    assert replicas(database, new.uid) == {(0, "memory", "here", 12)}
 
 
 def test_nan_comes_back_as_nan(database: Database, grow: Grow) -> None:
@@ -204,6 +204,18 @@ def test_marking_again_renews_the_replica_and_shares_packs(database: Database, g
         assert packs_of(session, first.uid) == [("one", 10)]
         assert packs_of(session, second.uid) == [("one", 10), ("two", 20)]
     assert count_rows(database)["pack"] == 2
+
+
+def test_what_is_new_in_a_state_is_what_it_added_to_the_disk_once_it_is_durable(database: Database, grow: Grow) -> None:
+    first, parted = grow(bytes_total=100, bytes_new=7), grow(bytes_total=100, bytes_new=7, world_size=2)
+    with database.write() as session:
+        for uid in (first.uid, parted.uid):
+            mark(session, uid, Status.CAPTURED, tier="memory", node="b", bytes=50)
+            mark(session, uid, Status.DURABLE, tier="local", node="a", bytes=100)
+            mark(session, uid, Status.DURABLE, tier="local", node="b", bytes=3)
+    assert read_state(database, first.uid).bytes_new == 100
+    assert read_state(database, parted.uid).bytes_new == 7, "one rank's part is not the state's"
+    assert (0, "local", "b", 3) in replicas(database, first.uid)
 
 
 def test_a_state_cannot_be_marked_as_gone_nor_one_that_is_unknown(database: Database, grow: Grow) -> None:

@@ -125,4 +125,4 @@ def test_processes_share_a_folder_without_losing_anything(tmp_path: Path) -> Non
     assert tier.sweep() == []
     for uid in uids:
         tier.remove(uid)
-    assert {path.name for path in tmp_path.iterdir()} == {".lock"}
+    assert {path.name for path in tmp_path.iterdir()} <= {".lock", ".chunks"}

@@ -27,7 +27,7 @@ STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed"]
 
 
 def files(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {".lock"}
+    return {path.name for path in folder.iterdir()} - {".lock", ".chunks"}
 
 
 @pytest.fixture(scope="module")

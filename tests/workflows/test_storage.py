@@ -7,8 +7,13 @@ from itertools import repeat
 from pathlib import Path
 
 import pytest
+import torch
 
+import datastates
+from datastates import Tracker
 from datastates.errors import NotFound
+from datastates.eviction import evict
+from datastates.lineage.holders import replicas_of
 from datastates.workflows.storage import storage
 from tests.workflows.exploring import pool
 from tests.workflows.frozen import begin, fork, fork_alone, make, open_at, step
@@ -72,6 +77,43 @@ def test_chain_of_variants_in_one_process_stores_what_they_share_once(tmp_path: 
             start = f"fine/{number}"
     with open_at(tmp_path) as repo:
         assert storage(repo, "fine").ratio == pytest.approx(2.0 / 6, rel=0.02)
+
+
+def root(repo: datastates.Repository, number: int) -> Tracker:
+    """A training that begins on a branch of its own with weights that others begin with too, but for the last layer."""
+    model, optimizer = make(0)
+    torch.manual_seed(100 + number)
+    for parameter in model[4].parameters():
+        torch.nn.init.normal_(parameter)
+    run = repo.track(model=model, optimizer=optimizer, branch=f"root/{number}")
+    for _ in range(2):
+        step(model, optimizer)
+        state = run.capture().wait("durable")
+        assert repo.state(state.uid) == state
+    return run
+
+
+def test_trainings_that_have_no_ancestor_in_common_store_once_what_they_have_in_common(tmp_path: Path) -> None:
+    with open_at(tmp_path) as repo, root(repo, 0), root(repo, 1):
+        pass
+    with open_at(tmp_path) as repo:
+        with root(repo, 2):
+            pass
+        states = [state for number in range(3) for state in repo.log(f"root/{number}")]
+        assert used(tmp_path) == pytest.approx((0.8 + 6 * 0.2) * WHOLE, rel=0.01)
+        assert sum(state.bytes_new for state in states) == pytest.approx(used(tmp_path), rel=0.01), "each says what it added"
+        with repo._reading() as session:
+            added = [replica.bytes for state in states for replica in replicas_of(session, state.uid) if replica.tier == "local"]
+        assert added == [state.bytes_new for state in states]
+    with open_at(tmp_path) as repo:
+        first = [state.uid for state in repo.log("root/0")]
+        repo.delete_ref("root/0")
+        freed = sum(evict(repo, uid) for uid in first)
+        assert freed == pytest.approx(0.2 * WHOLE, rel=0.01), "the pack that the others need stays"
+        assert repo._local.sweep() == []
+        for number in (1, 2):
+            for state in repo.log(f"root/{number}"):
+                repo.verify(state.uid)
 
 
 def test_there_is_no_storage_of_a_study_that_is_not_there(tmp_path: Path) -> None:

@@ -1,0 +1,220 @@
+"""Where the chunks of a folder are said to lie, by digest: a file of hints that all processes of the folder read and add to.
+
+    <folder>/.chunks    2**n pages of 64 entries of 64 bytes; the first n bits of a digest say which page, the newest entry comes first
+    an entry            digest, length, offset, and the name of the pack without its suffix; zeros where there is none
+
+Nothing here is relied on. Whoever uses a hint compares the bytes that it leads to (``sharing``), so a file that is stale, torn, copied,
+forged or gone costs what could have been shared and nothing else. It is never fsynced, and no memory is held between two puts.
+
+A page that is full in a crowded file doubles the file, without the entries of packs that are gone; elsewhere, and in a file of the
+largest size, its oldest entry gives way. A file that is missing or of no size that is ours begins with what the newest manifests say.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from heapq import nlargest
+from pathlib import Path
+
+from datastates.digest import decode
+from datastates.errors import DatastatesError
+
+from .files import temporary, uid_of
+from .pack import PAGE
+
+__all__ = ["SHARED_BYTES", "ChunkIndex", "Hint"]
+
+_log = logging.getLogger(__name__)
+
+SHARED_BYTES = 64 << 10
+"""Chunks below it are not shared between states that are not related: storing them again costs less than what a shared one pins."""
+
+_NAME = ".chunks"
+_SUFFIX = ".safetensors"
+_ENTRY = struct.Struct("<16sIQ36s")
+_KEY_BYTES, _STEM_BYTES, _STEM_AT = 20, 36, 28
+_LEAST_BITS, _MOST_BITS = 4, 17  # 64 KiB, and 512 MiB: more than four million chunks
+_SAMPLED_PAGES = 16
+_BEGIN_WITH = 256
+
+_Key = tuple[bytes, int]
+"""A chunk's digest and length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A chunk, and the pack and the offset at which it is said to lie."""
+
+    key: _Key
+    pack: str
+    offset: int
+
+
+class ChunkIndex:
+    """The hints of one folder. Safe from any thread and process; what the file system refuses is logged, and nothing is found."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._path = root, root / _NAME
+
+    def find(self, keys: Iterable[_Key]) -> list[Hint]:
+        """Every hint about these chunks; several about one are tried in their order."""
+        try:
+            fd, bits = self._open()
+            try:
+                found: list[Hint] = []
+                for key in keys:
+                    page = os.pread(fd, PAGE, _page_of(key[0], bits))
+                    if key[0] in page:
+                        found += _hints(page, key)
+                return found
+            finally:
+                os.close(fd)
+        except OSError as exc:
+            _log.info("chunks of other states are not looked for: %s cannot be read (%s)", self._path, exc)
+            return []
+
+    def add(self, hints: Iterable[Hint]) -> None:
+        """Chunks that lie in packs which a manifest needs."""
+        left = [entry for hint in hints if (entry := _entry(hint)) is not None]
+        try:
+            while left:
+                with self._locked() as (fd, bits):
+                    left = _insert(fd, bits, left)
+                    if left:
+                        self._grow(fd, bits)
+        except OSError as exc:
+            _log.info("the chunks of a state are not shared: %s cannot be written (%s)", self._path, exc)
+
+    def _open(self) -> tuple[int, int]:
+        """The file for reading, and how many bits of a digest choose a page."""
+        if _bits_at(self._path) is None:
+            self._make()
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        bits = _bits(os.fstat(fd).st_size)
+        if bits is None:
+            os.close(fd)
+            raise OSError(f"{self._path} was changed meanwhile")
+        return fd, bits
+
+    def _make(self) -> None:
+        with temporary(self._path) as file:
+            if _bits_at(self._path) is not None:
+                return  # another process was first
+            os.ftruncate(file.fd, PAGE << _LEAST_BITS)
+            file.commit()
+        self.add(_newest(self._root))
+
+    @contextmanager
+    def _locked(self) -> Iterator[tuple[int, int]]:
+        """The file for writing, which no other process writes or replaces meanwhile."""
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                try:
+                    bits = _bits(os.fstat(fd).st_size)
+                    if bits is None:
+                        raise OSError(f"{self._path} was changed meanwhile")
+                    if os.path.samestat(os.fstat(fd), os.stat(self._path)):
+                        yield fd, bits
+                        return
+                finally:
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child forked meanwhile shares this lock
+            finally:
+                os.close(fd)
+
+    def _grow(self, fd: int, bits: int) -> None:
+        """Put a file of twice the pages in the place of this one."""
+        here = {_stem(name) for name in os.listdir(self._root) if name.endswith(_SUFFIX)}
+        with temporary(self._path) as file:
+            os.ftruncate(file.fd, PAGE << bits + 1)
+            for number in range(1 << bits):
+                os.pwrite(file.fd, _split(os.pread(fd, PAGE, number * PAGE), bits, here), 2 * number * PAGE)
+            file.commit()
+
+
+def _insert(fd: int, bits: int, entries: list[bytes]) -> list[bytes]:
+    """Put entries first in their pages; those that are left because the file is to grow."""
+    for number, entry in enumerate(entries):
+        at = _page_of(entry, bits)
+        page = os.pread(fd, PAGE, at)
+        if page[PAGE - _ENTRY.size + _STEM_AT] and bits < _MOST_BITS and _is_crowded(fd, bits):
+            return entries[number:]
+        os.pwrite(fd, entry + page[: -_ENTRY.size], at)
+    return []
+
+
+def _is_crowded(fd: int, bits: int) -> bool:
+    """Whether most of a few pages are filled to a quarter: digests that were made to fall on one page are no reason to grow."""
+    step, at = PAGE << bits - _LEAST_BITS, PAGE // 4 + _STEM_AT
+    return sum(os.pread(fd, 1, number * step + at) > b"\0" for number in range(_SAMPLED_PAGES)) > _SAMPLED_PAGES // 2
+
+
+def _split(page: bytes, bits: int, here: set[bytes]) -> bytes:
+    """The two pages that come of one, by the next bit of each digest, without the entries of packs that are gone."""
+    halves: tuple[list[bytes], list[bytes]] = ([], [])
+    for at in range(0, PAGE, _ENTRY.size):
+        entry = page[at : at + _ENTRY.size]
+        if entry[_STEM_AT:] in here:
+            halves[entry[bits >> 3] >> 7 - (bits & 7) & 1].append(entry)
+    return b"".join(b"".join(half).ljust(PAGE, b"\0") for half in halves)
+
+
+def _page_of(digest: bytes, bits: int) -> int:
+    """Where the page of a digest, or of an entry, begins."""
+    return (int.from_bytes(digest[:4], "big") >> 32 - bits) * PAGE
+
+
+def _hints(page: bytes, key: _Key) -> Iterator[Hint]:
+    wanted = key[0] + key[1].to_bytes(4, "little")
+    at = page.find(wanted)
+    while at >= 0:
+        if at % _ENTRY.size == 0:
+            _, _, offset, stem = _ENTRY.unpack_from(page, at)
+            pack = stem.rstrip(b"\0").decode("ascii", "replace") + _SUFFIX
+            if uid_of(pack, "safetensors") is not None:
+                yield Hint(key, pack, offset)
+        at = page.find(wanted, at + 1)
+
+
+def _entry(hint: Hint) -> bytes | None:
+    """None for a pack whose name is too long: ours are shorter."""
+    stem = _stem(hint.pack)
+    return None if len(stem) > _STEM_BYTES else _ENTRY.pack(*hint.key, hint.offset, stem)
+
+
+def _stem(pack: str) -> bytes:
+    return pack.removesuffix(_SUFFIX).encode().ljust(_STEM_BYTES, b"\0")
+
+
+def _bits_at(path: Path) -> int | None:
+    try:
+        return _bits(path.stat().st_size)
+    except FileNotFoundError:
+        return None
+
+
+def _bits(size: int) -> int | None:
+    """How many bits choose a page in a file of this size; None when none of ours has it."""
+    bits = (size // PAGE).bit_length() - 1
+    return bits if size == PAGE << max(bits, 0) and _LEAST_BITS <= bits <= _MOST_BITS else None
+
+
+def _newest(root: Path) -> Iterator[Hint]:
+    """What the newest manifests of a folder say."""
+    with os.scandir(root) as entries:
+        found = [(entry.stat().st_mtime_ns, entry.path) for entry in entries if uid_of(entry.name, "manifest") is not None]
+    for _, path in nlargest(_BEGIN_WITH, found):
+        try:
+            manifest = decode(Path(path).read_bytes(), source=path)
+        except (DatastatesError, OSError):
+            continue
+        for chunk, ref in zip(manifest.content.chunks, manifest.refs, strict=False):
+            if chunk.length >= SHARED_BYTES:
+                yield Hint((chunk.digest, chunk.length), manifest.packs[ref.pack].name, ref.offset)
