@@ -10,13 +10,16 @@ from torch.optim import AdamW
 
 from datastates.demo_model import GPT, Shape
 
-__all__ = ["LARGE", "MEDIUM", "TINY", "Trainer"]
+__all__ = ["LARGE", "MEDIUM", "SMALL", "TINY", "Trainer"]
 
 LARGE = Shape(layers=12, heads=12, width=768, context=1024, vocabulary=24_000)
 """104.3M parameters, 148 tensors; with AdamW 592 tensors, 1.25 GB."""
 
 MEDIUM = Shape(layers=8, heads=8, width=512, context=128, vocabulary=8_000)
 """29.4M parameters; with AdamW 337 MiB."""
+
+SMALL = Shape(layers=4, heads=4, width=128, context=32, vocabulary=1_500)
+"""1.0M parameters; with AdamW 12 MiB."""
 
 TINY = Shape(layers=2, heads=2, width=64, context=32, vocabulary=256)
 """For a quick look at whether all of it runs."""

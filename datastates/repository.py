@@ -12,15 +12,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import torch
-
 from . import values
 from .capture.line import Line
 from .capture.runner import Runner
 from .capture.shutdown import close_at_exit
 from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name
-from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound
+from .errors import Closed, DatastatesError, InvalidInput, NotFound
 from .frames import States
 from .handed import split_values
 from .home import FOLDER, PACKS, check_whole, settle_in
@@ -28,9 +26,8 @@ from .lease import Lease
 from .lineage import refs as lineage_refs
 from .lineage import revision, runs, search, walk
 from .lineage.database import Database
-from .lineage.states import Ref, RefEvent, RefKind, State
+from .lineage.states import Ref, RefEvent, State
 from .location import Location, locate
-from .loops import LOOPS
 from .manifest import CHUNK_BYTES
 from .missing import explain
 from .outset import origin_of, set_out
@@ -49,6 +46,7 @@ from .tracker import Tracker
 
 if TYPE_CHECKING:
     import networkx as nx
+    import torch
     from sqlalchemy.orm import Session
 
     from .diff import Diff
@@ -155,8 +153,6 @@ class Repository:
             values.text(name, "the name of what is tracked")
         told: dict[str, Any] = {"durable_every": durable_every, "durable_interval_s": durable_interval_s, "back_pressure": back_pressure}
         config = replace(self.config, **{name: value for name, value in told.items() if value is not None})  # which checks them
-        if LOOPS in objects:
-            raise InvalidInput(f"the name {LOOPS!r} is taken by the place of run.epochs and run.steps: rename what you track")
         if rng:
             objects["rng"] = RngState()
         plain, objects = split_values(objects)
@@ -178,7 +174,7 @@ class Repository:
         )
         try:
             if begin is not None:
-                set_out(self, tracker, begin, only=only, strict=strict, is_resumed=origin.is_beyond)
+                set_out(self, tracker, begin, only=only, strict=strict)
             if begin is not None and origin.is_fork:
                 self.branch(branch, begin.uid)  # now that its objects stand there: a fork that fails leaves no branch
         except BaseException:
@@ -198,7 +194,7 @@ class Repository:
             with self._database.write() as session:
                 runs.start(session, run)
             self._run_uid = run.uid
-            self._arena = Arena(budget, pin=torch.cuda.is_available())
+            self._arena = Arena(budget)
             self._memory = MemoryTier(self._arena)
             self._running = Runner(
                 database=self._database,
@@ -280,18 +276,12 @@ class Repository:
     # --- refs ------------------------------------------------------------------------------------------------------------
 
     def tag(self, name: str, rev: str | State | None, *, message: str | None = None) -> Ref:
-        """Name a state for good; it becomes durable. A tag that names it already stays as it is: a script may be started again.
+        """Name a state for good; it becomes durable.
 
         :raises Conflict: the name is taken by another state.
         """
         with self._changing(rev) as (session, uid):
-            try:
-                return lineage_refs.tag(session, name, uid, message=message)
-            except Conflict:
-                found = lineage_refs.get(session, name)
-                if found.kind is not RefKind.TAG or found.state != uid:
-                    raise
-                return found
+            return lineage_refs.tag(session, name, uid, message=message)
 
     def branch(self, name: str, rev: str | State | None) -> Ref:
         """Make a branch at a state.

@@ -3,7 +3,7 @@
     stage thread    (stage.py)  copies; hands each capture on, in order
     engine thread   digest -> content -> memory tier -> record -> make room ahead
     writer thread   local tier -> mark durable
-    arena thread    memory made warm ahead of need
+    arena thread    (warming.py) memory made warm ahead of need
 
 One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the lines; no I/O happens under it.
 """
@@ -55,13 +55,11 @@ from .engine import (
 from .handle import Capture
 from .line import Line, Staged
 from .stage import CopyJob, Stager
+from .warming import Warmer
 
 __all__ = ["Runner"]
 
 _log = logging.getLogger(__name__)
-
-_AHEAD = 3
-"""For how many further captures memory is made warm ahead of time."""
 
 _REFS_POLL_S = 1.0
 """How often refs that other processes made are looked for."""
@@ -88,12 +86,12 @@ class Runner:
         self._refs_seen: tuple[float, int] = (0.0, -1)
         self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._wanted_warm: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._warmer = Warmer(arena, is_given=config.memory_bytes is not None)
         self._is_closed = False
         self._is_abandoned = False
         self._threads = [
             threading.Thread(target=target, name=f"datastates-{name}", daemon=True)
-            for name, target in (("engine", self._run_engine), ("writer", self._run_writer), ("arena", self._run_arena))
+            for name, target in (("engine", self._run_engine), ("writer", self._run_writer))
         ]
         for thread in self._threads:
             thread.start()
@@ -107,16 +105,17 @@ class Runner:
     def drop_line(self, line: Line) -> None:
         """A tracker never began: it has captured nothing."""
         self._post(Closing(line.name))
+        self._warmer.forget(line.name)
 
-    def expect(self, size_bytes: int) -> None:
+    def expect(self, line: Line, size_bytes: int) -> None:
         """Captures of about this size are to come: memory for them is made warm meanwhile."""
-        if not self._arena.is_warm:
-            self._wanted_warm.put((1 + _AHEAD) * -(-size_bytes // CHUNK_BYTES))
+        self._warmer.expect(line.name, -(-size_bytes // CHUNK_BYTES))
 
     def close_line(self, line: Line) -> None:
         """A tracker ends: its head becomes durable (``drain`` waits for it)."""
         self.flush()
         self._post(Closing(line.name))
+        self._warmer.forget(line.name)
 
     def acquire(self, count: int, back_pressure: BackPressure, *, line: Line | None = None) -> list[int] | None:
         """Slots for a state; None when there is no room and the back-pressure is to skip.
@@ -132,24 +131,26 @@ class Runner:
                 f"open the repository with memory_bytes of at least {_budget(count)}"
             )
         if line is not None:
-            self._expect_captures(count)
+            self._expect_captures(line, count)
         since = time.monotonic()
         while True:
-            slots = self._arena.acquire(count)
-            if slots is not None:
-                return slots
-            refused = self._make_room(count, back_pressure, line, since)
-            slots = self._arena.acquire(count)
+            in_flight, refused = self._in_flight, None
+            slots = self._use_again(count, back_pressure) if line is not None else None
+            if slots is None and (line is None or not in_flight or self._warmer.is_given):
+                slots = self._arena.acquire(count)
+                if slots is None:
+                    refused = self._make_room(count, back_pressure, line, since)
+                    slots = self._arena.acquire(count)
             if slots is not None or back_pressure is BackPressure.SKIP:
                 return slots
             if refused is not None:
                 raise self._no_room(count, refused, line)
             with self._lock:
                 self._raise_if_closed()
-                if self._arena.available < count:
+                if in_flight <= self._in_flight and self._arena.reach(self._warmer.at_once) < count:
                     self._lock.wait(0.1)
 
-    def _expect_captures(self, count: int) -> None:
+    def _expect_captures(self, line: Line, count: int) -> None:
         if count > self._next_slots and 2 * count > self._arena.capacity:
             _log.warning(
                 "memory holds one state of %d MiB and no second one: the newest leaves it whenever the next is captured; "
@@ -158,8 +159,17 @@ class Runner:
                 _budget(count),
             )
         self._next_slots = count
-        if not self._arena.is_warm:
-            self._wanted_warm.put(_AHEAD * count)
+        self._warmer.expect(line.name, count)
+        self._warmer.say(count * CHUNK_BYTES)
+
+    def _use_again(self, count: int, back_pressure: BackPressure) -> list[int] | None:
+        """Slots that are warm, or whose turn it is to become so; else states that may leave memory do so, and theirs are used again."""
+        at_once = self._warmer.at_once
+        slots = self._arena.acquire(count, within=at_once)
+        if slots is None:
+            self._post(RoomNeeded(count, is_blocked=False, back_pressure=back_pressure))
+            slots = self._arena.acquire(count, within=at_once)
+        return slots
 
     def _make_room(self, count: int, back_pressure: BackPressure, line: Line | None, since: float) -> Refuse | None:
         with self._lock:
@@ -309,7 +319,7 @@ class Runner:
             self._is_closed = True
         self._staged.put(None)
         self._writes.put(None)
-        self._wanted_warm.put(None)
+        self._warmer.close()
         if self._is_abandoned:
             return  # daemon threads in the middle of a write that nobody waits for
         for thread in self._threads:
@@ -360,7 +370,7 @@ class Runner:
         staged.handle._advance(state)
         self._post(Recorded(state.uid, staged.line.name, time.monotonic()))
         self._look_at_refs()
-        if self._next_slots > self._arena.available:
+        if self._next_slots > self._arena.reach(self._warmer.at_once):
             self._post(RoomNeeded(self._next_slots, is_blocked=False, back_pressure=self._config.back_pressure))
 
     def _manifest(self, staged: Staged, slots: list[int]) -> Manifest:
@@ -513,13 +523,6 @@ class Runner:
             _log.warning("the cloned state %s was not written and is in memory only: %s", uid, error)
         self._post(WriteFailed(uid, time.monotonic()))
 
-    # --- the arena thread ------------------------------------------------------------------------------------------------
-
-    def _run_arena(self) -> None:
-        """Touch memory ahead of the captures that will need it: fresh pages cost ten times a copy into warm ones."""
-        while (count := self._wanted_warm.get()) is not None:
-            self._arena.reserve(count)
-
     # --- carrying out decisions, any thread ------------------------------------------------------------------------------
 
     def _post(self, event: Event) -> list[Action]:
@@ -543,7 +546,7 @@ class Runner:
 
     def _evict(self, uids: tuple[str, ...], until: int) -> None:
         for uid in uids:
-            if self._arena.available >= until:
+            if self._arena.reach(self._warmer.at_once) >= until:
                 return
             self._memory.remove(uid)
             self._evicted.append(uid)

@@ -16,6 +16,7 @@ import torch
 
 from datastates.errors import Torn
 from datastates.store.arena import Arena
+from datastates.store.pinning import CudaRegistrar
 
 from .edits import named
 from .plan import Pieces, Plan
@@ -59,6 +60,7 @@ class Stager:
         self._arena = arena
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._is_pinned = False
         self._thread = threading.Thread(target=self._run, name="datastates-stage", daemon=True)
         self._thread.start()
 
@@ -69,6 +71,7 @@ class Stager:
         """
         job.armed = job.plan.tripwire.arm()
         if job.plan.is_on_device:
+            self._pin(job.plan)
             host_eager, device_eager = _by_device(_pairs(job.plan, job.slots, self._arena, job.plan.eager))
             job.deferred, device_deferred = _by_device(_pairs(job.plan, job.slots, self._arena, job.plan.deferred))
             job.has_host_reads = bool(job.deferred[0])
@@ -103,6 +106,12 @@ class Stager:
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join()
+
+    def _pin(self, plan: Plan) -> None:
+        """From the first state on that has something on a device, not before: registering makes a context there."""
+        if not self._is_pinned:
+            self._is_pinned = True
+            self._arena.pin(CudaRegistrar(next(source.flat.device for source in plan.sources if source.flat.is_cuda)))
 
     def _copy_from_devices(self, job: CopyJob, eager: _Pairs, deferred: _Pairs) -> None:
         """Enqueue device copies on side streams; the current streams wait for the eager ones, the host for none."""

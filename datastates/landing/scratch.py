@@ -12,11 +12,11 @@ __all__ = ["Scratch"]
 
 
 class Scratch:
-    """At most ``count`` buffers, pinned where there is CUDA; made when first needed."""
+    """At most ``count`` buffers, made when first needed; pinned where CUDA is in use already."""
 
     def __init__(self, count: int) -> None:
         self._left, self._free = count, list[torch.Tensor]()
-        self._is_pinned = torch.cuda.is_available()
+        self._is_pinned = torch.cuda.is_initialized()
         self._lock = threading.Lock()
 
     def take(self) -> torch.Tensor | None:

@@ -1,8 +1,9 @@
 """The arena: memory for states, prefaulted once and used again and again, in page-aligned slots of one chunk each.
 
 Copying into memory that was touched before is an order of magnitude faster than into fresh pages. So the whole budget is
-one reserved mapping, made real slab by slab as it is first needed, in huge pages where the kernel gives them, and never given
-back before ``close``. Forked children (workers of a data loader) do not see it: neither do they pay for copy-on-write of it.
+one reserved mapping, of which a growing part is *warm*: made real by ``warm_up`` or by whoever writes to it first, in huge pages where
+the kernel gives them, and never given back before ``close``. Forked children (workers of a data loader) do not see it: neither do they
+pay for copy-on-write of it.
 """
 
 from __future__ import annotations
@@ -14,38 +15,30 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
 from datastates.errors import Closed, InvalidInput, OverBudget
 from datastates.manifest import CHUNK_BYTES
 
+from .pinning import Pinned, Registrar
+
 __all__ = ["Arena"]
 
-_LEAST_SLAB, _MOST_SLAB = 4, 16
-"""Slots that are touched in one go: as many as are asked for, within these. Small states then take little memory."""
-
 _HUGE_BYTES = 2 << 20
-_MADV_POPULATE_WRITE = 23
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class Arena:
-    """A pool of slots within a budget of bytes. Every method is safe from any thread; none waits for a slot.
+    """A pool of slots within a budget of bytes. Every method is safe from any thread; none waits for a slot."""
 
-    With ``pin`` slabs are registered with CUDA, so that copies from a device are asynchronous.
-    """
-
-    def __init__(self, budget_bytes: int, *, pin: bool = False) -> None:
+    def __init__(self, budget_bytes: int) -> None:
         self.capacity = budget_bytes // CHUNK_BYTES
         if self.capacity < 1:
             raise InvalidInput(f"a memory budget of {budget_bytes} bytes holds no chunk: give at least {CHUNK_BYTES}")
-        self._pin = pin
         reserved = _reserve(self.capacity * CHUNK_BYTES + _HUGE_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
         start = -address % _HUGE_BYTES
@@ -57,51 +50,102 @@ class Arena:
         self._tensors: list[torch.Tensor | None] = [None] * self.capacity
         self._free: dict[int, None] = {}
         self._warm = 0
-        self._pinned: list[int] = []
+        self._coming = 0
+        self._pinned: Pinned | None = None
+        self._registered = 0
         self._is_closed = False
-        self._lock = threading.Lock()
-        self._growing = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())
+        self._registering = threading.Lock()
         _arenas.add(self)
 
     @property
     def available(self) -> int:
         """How many slots are free, those that were never touched included."""
-        with self._lock:
-            return len(self._free) + self.capacity - self._warm
+        with self._changed:
+            return len(self._free) + self._coming + self.capacity - self._warm
+
+    def reach(self, within: int) -> int:
+        """How many slots ``acquire`` would give with this ``within``; ``reach(0)`` are free and warm."""
+        with self._changed:
+            return self._reach(within)
 
     @property
-    def is_warm(self) -> bool:
-        """Whether the whole budget has been touched."""
-        with self._lock:
-            return self._warm == self.capacity
+    def warm(self) -> int:
+        """How many slots are or were in use, or were warmed up: what the arena takes of the machine's memory."""
+        with self._changed:
+            return self._warm
 
-    def acquire(self, count: int, prefer: Sequence[int] = ()) -> list[int] | None:
+    def acquire(self, count: int, prefer: Sequence[int] = (), *, within: int | None = None) -> list[int] | None:
         """``count`` slots, or None when fewer are free; those released last come first, being warm.
 
+        With ``within`` no more than so many slots are warm afterwards (0: only such as are warm already are given), unless they are now.
         Slots of ``prefer`` that are free are among them, in front and in that order; the others rise, so that chunks which
-        follow each other often lie together.
+        follow each other often lie together. Slots that were never touched are made real as they are written to.
 
         :raises Closed: the arena was closed, or belongs to the parent of this forked process.
         """
-        while True:
-            with self._lock:
+        most = self.capacity if within is None else within
+        with self._changed:
+            self._check_open()
+            while self._reach(most) < count <= self._reach(most) + self._coming:
+                self._changed.wait()  # a few ms: they are being touched this very moment
                 self._check_open()
-                if len(self._free) + self.capacity - self._warm < count:
-                    return None
-                if len(self._free) >= count:
-                    return self._take(count, prefer)
-            self._grow(count)
+            if self._reach(most) < count:
+                return None
+            is_growing = len(self._free) < count
+            if is_growing:
+                self._put_below(self._widen(count - len(self._free)))
+            taken = self._take(count, prefer)
+        if is_growing:
+            self._register()
+        return taken
 
-    def reserve(self, count: int) -> None:
-        """Make ``count`` free slots warm ahead of time, as far as the budget goes; for a thread that has time."""
-        self._grow(count)
+    def warm_up(self, count: int = 1) -> bool:
+        """Touch ``count`` more slots ahead of whoever will need them, for a thread that has time; False where none is cold any more.
+
+        Page by page and by writing: ``MADV_POPULATE_WRITE`` would hold up every ``mmap`` and ``munmap`` of the process, which a training
+        makes all the time, until all of it is touched (290 ms for 64 MiB, where writing holds nobody up).
+        """
+        with self._changed:
+            self._check_open()
+            fresh, flat = self._widen(count), self.flat
+            self._coming += len(fresh)
+        try:
+            if fresh:
+                flat[fresh.start * CHUNK_BYTES : fresh.stop * CHUNK_BYTES : mmap.PAGESIZE].zero_()
+                self._register()
+        finally:
+            with self._changed:
+                self._coming -= len(fresh)
+                if not self._is_closed:
+                    self._put_below(fresh)
+                self._changed.notify_all()
+        return bool(fresh)
+
+    def pin(self, registrar: Registrar) -> None:
+        """From now on what is warm is registered, so that copies from and to devices are asynchronous; only the first call counts.
+
+        Not done before something lies on a device: registering makes a context there.
+        """
+        with self._changed:
+            self._check_open()
+            if self._pinned is not None:
+                return
+            self._pinned = Pinned(registrar, self._view)
+            weakref.finalize(self, self._pinned.let_go)
+        self._register()
+
+    def is_joint(self, first: int, last: int) -> bool:
+        """Whether all from slot ``first`` to slot ``last`` may be copied from or to a device in one go."""
+        pinned = self._pinned
+        return pinned is None or pinned.is_joint(self._address + first * CHUNK_BYTES, self._address + last * CHUNK_BYTES)
 
     def release(self, slots: Iterable[int]) -> None:
         """Give slots back; nothing once the arena is closed.
 
         :raises InvalidInput: one of them is free already; none is then given back.
         """
-        with self._lock:
+        with self._changed:
             if self._is_closed:
                 return
             given = dict.fromkeys(slots)
@@ -124,48 +168,49 @@ class Arena:
         return self._view[slot * CHUNK_BYTES : slot * CHUNK_BYTES + length]
 
     def close(self) -> None:
-        """Let go of the memory as soon as nobody's view of it is left; idempotent."""
-        with self._growing, self._lock:
+        """Let go of the memory as soon as nobody's view of it is left; idempotent. What is registered is unregistered before."""
+        with self._registering, self._changed:
             if self._is_closed:
                 return
             self._forget()
-        while self._pinned:
-            torch.cuda.check_error(int(_cuda().cudaHostUnregister(self._pinned.pop())))
+            self._changed.notify_all()
+        if self._pinned is not None:
+            self._pinned.let_go()
+
+    # All below runs under the lock, but for ``_register``
+
+    def _reach(self, within: int) -> int:
+        return len(self._free) + max(0, min(within, self.capacity) - self._warm)
+
+    def _widen(self, count: int) -> range:
+        """Up to ``count`` more slots are warm, or soon will be."""
+        first, self._warm = self._warm, min(self._warm + count, self.capacity)
+        return range(first, self._warm)
+
+    def _put_below(self, fresh: range) -> None:
+        """Under what was used before, so that they are taken last, and from the bottom up."""
+        self._free = dict.fromkeys((*reversed(fresh), *self._free))
 
     def _take(self, count: int, prefer: Sequence[int]) -> list[int]:
-        """Runs under the lock, with ``count`` slots free."""
+        """With ``count`` slots free."""
         taken = [slot for slot in dict.fromkeys(prefer) if slot in self._free][:count] if prefer else []
         for slot in taken:
             del self._free[slot]
         taken += sorted(self._free.popitem()[0] for _ in range(count - len(taken)))
         return taken
 
-    def _grow(self, count: int) -> None:
-        """Touch slabs until ``count`` slots are free and warm, or the budget is used up.
-
-        The lock is let go between slabs: a capture that needs a few slots does not wait for who warms up many.
-        """
-        while True:
-            with self._growing:
-                with self._lock:
-                    self._check_open()
-                    first, free = self._warm, len(self._free)
-                last = min(first + min(max(count - free, _LEAST_SLAB), _MOST_SLAB), self.capacity)
-                if free >= count or first == last:
+    def _register(self) -> None:
+        """Pin what is warm and is not pinned yet; slots begin and end registrations, so that a chunk lies in one."""
+        if self._pinned is None:
+            return
+        with self._registering:
+            with self._changed:
+                if self._is_closed:
                     return
-                self._populate(first, last)
-                with self._lock:
-                    self._warm = last
-                    # Under what was used before, so that this is taken last, and from the bottom up.
-                    self._free = dict.fromkeys((*range(last - 1, first - 1, -1), *self._free))
-
-    def _populate(self, first: int, last: int) -> None:
-        start, length = first * CHUNK_BYTES, (last - first) * CHUNK_BYTES
-        if not _advise(self._address + start, length, _MADV_POPULATE_WRITE):
-            self.flat[start : start + length : mmap.PAGESIZE].zero_()
-        if self._pin:
-            torch.cuda.check_error(int(_cuda().cudaHostRegister(self._address + start, length, 0)))
-            self._pinned.append(self._address + start)
+                first, last = self._registered, self._warm
+            if first < last:
+                self._pinned.add(self._address + first * CHUNK_BYTES, (last - first) * CHUNK_BYTES)
+                self._registered = last
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -180,8 +225,9 @@ class Arena:
 
     def _leave_to_parent(self) -> None:
         """In a forked child: none of it is there, and a thread that held our locks is not either."""
-        self._lock, self._growing = threading.Lock(), threading.Lock()
-        self._pinned.clear()
+        self._changed, self._registering = threading.Condition(threading.Lock()), threading.Lock()
+        if self._pinned is not None:
+            self._pinned.leave_to_parent()
         self._forget()
 
 
@@ -199,16 +245,6 @@ def _reserve(length: int) -> mmap.mmap:
             except OSError:  # a kernel without huge pages
                 continue
     return reserved
-
-
-def _advise(address: int, length: int, advice: int) -> bool:
-    """madvise without the interpreter's lock, which ``mmap.madvise`` holds; False where the kernel does not know the advice."""
-    return sys.platform == "linux" and not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
-
-
-def _cuda() -> Any:
-    runtime: Any = torch.cuda.cudart  # without types
-    return runtime()
 
 
 def _after_fork() -> None:

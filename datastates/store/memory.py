@@ -274,13 +274,13 @@ class _MemoryReader(Reader):
         return view
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """A view where the slots of its chunks follow each other."""
+        """A view where the slots of its chunks follow each other, and may be copied to a device in one go."""
         self._check_open()
         touched = self.chunks_of(start, length)
         slots = self._slots[touched.start : touched.stop]
         if not slots:
             return memoryview(b"")
-        if slots != list(range(slots[0], slots[0] + len(slots))):
+        if slots != list(range(slots[0], slots[0] + len(slots))) or not self._arena.is_joint(slots[0], slots[-1]):
             return None
         for index in touched:
             self.chunk(index)

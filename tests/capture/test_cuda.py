@@ -18,6 +18,7 @@ from datastates.errors import Torn
 from datastates.manifest import CHUNK_BYTES
 from datastates.repository import Repository
 from datastates.store.arena import Arena
+from datastates.store.pinning import CudaRegistrar
 from datastates.tree import flatten
 
 from .build import copied, differing, live
@@ -31,7 +32,8 @@ BUSY_CYCLES = 1_000_000_000
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena(16 * CHUNK_BYTES, pin=True)
+    made = Arena(16 * CHUNK_BYTES)
+    made.pin(CudaRegistrar(torch.device("cuda")))
     yield made
     made.close()
 

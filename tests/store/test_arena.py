@@ -13,6 +13,7 @@ import torch
 from datastates.errors import Closed, InvalidInput
 from datastates.manifest import CHUNK_BYTES
 from datastates.store.arena import Arena
+from datastates.store.pinning import CudaRegistrar
 
 
 @pytest.fixture
@@ -84,12 +85,52 @@ def test_a_slot_is_released_once(arena: Arena) -> None:
     assert arena.available == 18
 
 
-def test_reserved_slots_are_warm_before_they_are_acquired(arena: Arena) -> None:
-    arena.reserve(18)
-    assert arena.available == 20
-    assert len(arena._free) >= 18
-    arena.reserve(500)
+def test_memory_is_warmed_up_ahead_of_need_as_far_as_the_budget_goes(arena: Arena) -> None:
+    assert (arena.warm, arena.reach(0)) == (0, 0)
+    assert arena.warm_up(3)
+    assert (arena.warm, arena.reach(0), arena.available) == (3, 3, 20)
+    assert arena.warm_up(500)
+    assert not arena.warm_up()
+    assert (arena.warm, arena.reach(0)) == (20, 20)
     assert len(acquire(arena, 20)) == 20
+
+
+def test_only_so_much_becomes_warm_as_whoever_asks_allows(arena: Arena) -> None:
+    arena.warm_up(2)
+    assert arena.acquire(3, within=0) is None
+    slots = arena.acquire(2, within=0)
+    assert slots is not None
+    assert arena.acquire(4, within=5) is None
+    assert (arena.reach(5), arena.reach(500)) == (3, 18)
+    assert arena.acquire(3, within=5) is not None
+    assert arena.warm == 5
+    arena.release(slots)
+    assert set(acquire(arena, 2)) == set(slots), "what is warm is used before what is cold"
+    assert arena.warm == 5
+
+
+def test_whoever_needs_slots_that_are_being_touched_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(2 * CHUNK_BYTES)
+    touching, may_end = threading.Event(), threading.Event()
+
+    def register() -> None:
+        touching.set()
+        assert may_end.wait(30)
+
+    monkeypatch.setattr(arena, "_register", register)
+    threads = [threading.Thread(target=arena.warm_up, args=(2,))]
+    threads[0].start()
+    assert touching.wait(30)
+    assert (arena.reach(0), arena.available) == (0, 2)
+    found: list[list[int] | None] = []
+    threads.append(threading.Thread(target=lambda: found.append(arena.acquire(2))))
+    threads[1].start()
+    assert arena.acquire(3) is None
+    may_end.set()
+    for thread in threads:
+        thread.join(30)
+    assert found == [[0, 1]]
+    arena.close()
 
 
 def test_threads_never_get_the_same_slot(arena: Arena) -> None:
@@ -181,7 +222,8 @@ def test_a_forked_child_neither_sees_nor_breaks_the_arena() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_pinned_arena_takes_asynchronous_copies() -> None:
-    arena = Arena(20 * CHUNK_BYTES, pin=True)
+    arena = Arena(20 * CHUNK_BYTES)
+    arena.pin(CudaRegistrar(torch.device("cuda")))
     for slot in acquire(arena, 20):
         assert arena.tensor(slot).is_pinned()
         source = torch.full((CHUNK_BYTES,), slot, dtype=torch.uint8, device="cuda")
@@ -189,4 +231,3 @@ def test_a_pinned_arena_takes_asynchronous_copies() -> None:
         torch.cuda.synchronize()
         assert arena.tensor(slot).eq(slot).all()
     arena.close()
-    Arena(20 * CHUNK_BYTES, pin=True).close()

@@ -1,0 +1,111 @@
+"""How much memory states take: how many slots are to be warm, and the thread that makes them so, little by little.
+
+Fresh memory costs the machine up to a second of a core a GiB, whoever touches it first. So captures take it at once for the few states
+that are kept by default. Where somebody asked for more memory, what is warm is used again before more is touched, and the rest becomes
+warm at a small part of a core's time, however long that takes: meanwhile fewer states are kept. The thread has the priority of any other:
+at a lower one it would now and then hold the interpreter's lock without being given a core.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from datastates.errors import Closed
+from datastates.policy.keeping import AT_ONCE_BYTES, SMALL_BYTES, slots_kept
+from datastates.store.arena import Arena
+
+__all__ = ["Warmer"]
+
+_log = logging.getLogger("datastates")
+
+_REST = 19.0
+"""After touching a slot the thread rests for so many times as long as that took: it takes a twentieth of a core."""
+
+
+class Warmer:
+    """Knows what one state of each line takes, and warms the arena up to what is kept of them. Safe from any thread.
+
+    ``is_given``: somebody chose the size of the arena, so all of it is used.
+    """
+
+    def __init__(self, arena: Arena, *, is_given: bool) -> None:
+        self._arena, self.is_given = arena, is_given
+        self._sizes: dict[str, int] = {}
+        self._said: int | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="datastates-arena", daemon=True)
+        self._thread.start()
+
+    @property
+    def at_once(self) -> int:
+        """How many slots captures may make warm themselves before states that may leave memory do so."""
+        with self._changed:
+            return self._at_once()
+
+    @property
+    def kept(self) -> int:
+        """How many slots are to be warm in the end."""
+        with self._changed:
+            return self._kept()
+
+    def expect(self, line: str, slots: int) -> None:
+        """A state of this line takes so many slots."""
+        with self._changed:
+            if self._sizes.get(line, 0) < slots:
+                self._sizes[line] = slots
+                self._changed.notify_all()
+
+    def forget(self, line: str) -> None:
+        """The line ended."""
+        with self._changed:
+            self._sizes.pop(line, None)
+
+    def say(self, size_bytes: int) -> None:
+        """Tell the user how many states of this size are kept: once, and again where they turn out to be fewer."""
+        with self._changed:
+            kept = max(1, self._kept() // max(1, sum(self._sizes.values())) - 1)  # beside the one that is being captured
+            if self._said is not None and kept >= self._said:
+                return
+            self._said = kept
+        _log.info(
+            "the newest %d states (%.4g MiB each) are kept in memory; memory_bytes= of datastates.open, or DATASTATES_MEMORY, keeps more",
+            kept,
+            size_bytes / (1 << 20),
+        )
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _kept(self) -> int:
+        return self._arena.capacity if self.is_given and self._sizes else self._at_once()
+
+    def _at_once(self) -> int:
+        small = AT_ONCE_BYTES if self.is_given else SMALL_BYTES
+        return slots_kept(self._sizes.values(), self._arena.capacity, small_bytes=small) if self._sizes else 0
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_need():
+                began = time.perf_counter()
+                self._arena.warm_up()
+                self._rest(_REST * (time.perf_counter() - began))
+        except Closed:
+            return  # whoever gave up its captures does not wait for this thread
+
+    def _wait_for_need(self) -> bool:
+        """Wait until more is to be warm than is; False at the end."""
+        with self._changed:
+            while not self._is_closed and self._arena.warm >= self._kept():
+                self._changed.wait()
+            return not self._is_closed
+
+    def _rest(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, seconds)

@@ -1,0 +1,103 @@
+"""Memory registered with a device, so that copies from and to it are asynchronous; and let go before it is unmapped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_right
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+
+from datastates.errors import Unavailable
+
+__all__ = ["CudaRegistrar", "Pinned", "Registrar"]
+
+_log = logging.getLogger("datastates")
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: pinned for every context of the process, not for that of one device."""
+
+
+class Registrar(Protocol):
+    """Registers stretches of host memory. A stretch must stay mapped until it is unregistered; two never overlap."""
+
+    def register(self, address: int, length: int) -> None:
+        """Pin a stretch.
+
+        :raises Unavailable: the driver refuses; says why.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Undo it, by the address at which the stretch begins. Never raises."""
+
+
+class CudaRegistrar:
+    """Registers with CUDA, in the context of a device that is in use: no other device gets a context."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, address: int, length: int) -> None:
+        """Pin a stretch, for all devices."""
+        try:
+            with torch.cuda.device(self._device):
+                torch.cuda.check_error(int(_runtime().cudaHostRegister(address, length, _PORTABLE)))
+        except RuntimeError as exc:  # torch's own CudaError among them
+            raise Unavailable(f"{length} bytes of memory cannot be registered with {self._device} ({exc})") from exc
+
+    def unregister(self, address: int) -> None:
+        """Undo it. It fails only where the driver is going down, and has let go of everything by itself."""
+        with suppress(RuntimeError):
+            _runtime().cudaHostUnregister(address)
+
+
+class Pinned:
+    """The stretches of one mapping that are registered. ``owner`` is what keeps them mapped: it is held until all are let go.
+
+    Once a registration is refused no more are tried, and copies use pageable memory: slower, and as right.
+    """
+
+    def __init__(self, registrar: Registrar, owner: object) -> None:
+        self._registrar, self._owner = registrar, owner
+        self._starts: list[int] = []
+        self._edges: list[int] = []
+        self._is_refused = False
+        self._lock = threading.Lock()
+
+    def add(self, address: int, length: int) -> None:
+        """Register the stretch that follows all others; nothing once one was refused."""
+        with self._lock:
+            if self._is_refused or self._owner is None:
+                return
+            try:
+                self._edges.append(address)
+                self._registrar.register(address, length)
+            except Unavailable as exc:
+                self._is_refused = True
+                _log.warning("%s: captures from a device go through pageable memory, and take longer", exc)
+                return
+            self._starts.append(address)
+
+    def is_joint(self, first: int, last: int) -> bool:
+        """Whether two addresses lie in one registration: a copy from or to a device may not cross from one into another."""
+        with self._lock:
+            return bisect_right(self._edges, first) == bisect_right(self._edges, last)
+
+    def let_go(self) -> None:
+        """Unregister all, then let go of the owner; idempotent."""
+        with self._lock:
+            starts, self._starts = self._starts, []
+            for start in starts:
+                self._registrar.unregister(start)
+            self._owner = None
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: nothing is registered here, and a thread that held the lock is not here either."""
+        self._lock, self._starts, self._owner = threading.Lock(), [], None
+
+
+def _runtime() -> Any:
+    runtime: Any = torch.cuda.cudart  # without types
+    return runtime()
