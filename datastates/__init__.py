@@ -2,9 +2,10 @@
 
     repo = datastates.open("runs/")
     with repo.track(model=model, optimizer=optimizer) as run:
-        for batch in run.steps(loader):
-            loss = train_step(batch)
-            run.capture(metrics={"loss": loss})
+        for epoch in run.epochs(3):
+            for batch in run.steps(loader):
+                loss = train_step(batch)
+                run.capture(metrics={"loss": loss})
 
 Names are imported when they are first used, so that ``import datastates.lineage`` and the terminal do without torch.
 """

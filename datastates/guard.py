@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Sampler
 from .errors import InvalidInput, NotFound, Unavailable
 from .lineage.refs import check_name
 from .lineage.states import State
+from .loops import LOOPS
 from .objects import parts
 from .policy.spikes import Spikes
 from .sampler import PermutationSampler
@@ -206,7 +207,7 @@ class Guard:
             salt = sum(ref.name.startswith(prefix) for ref in run._repository.refs())
             for sampler in self._samplers:
                 sampler.reshuffle(salt)
-            run._is_sent_back = True
+            run._loops.send_back()
 
     def _gave_up(self, rewinds: Sequence[Rewind]) -> Unavailable:
         last = rewinds[-1]
@@ -266,7 +267,7 @@ def _kept(run: Tracker, keep: Iterable[str], *, is_skipping: bool) -> frozenset[
     known = {**run._objects, **run.values}
     if unknown := sorted(set(keep) - set(known)):
         raise InvalidInput(f"keep names {', '.join(unknown)}, and nothing of that name is tracked: there are {', '.join(sorted(known))}")
-    kept = set(keep)
+    kept = {*keep, LOOPS} if is_skipping else set(keep)
     for name, found in run._objects.items() if is_skipping else ():
         kinds = [isinstance(each, DataLoader | Sampler) for _, each in parts({name: found})]
         if any(kinds) and not all(kinds) and name not in kept:

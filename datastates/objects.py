@@ -232,8 +232,8 @@ def _check_trackable(path: str, found: object) -> None:
     kind = type(found).__name__
     if isinstance(found, DataLoader):
         raise InvalidInput(
-            f"{path} is a DataLoader, which does not know its position: use torchdata's StatefulDataLoader, "
-            f"or give it a datastates.PermutationSampler, num_workers=0, and track the sampler"
+            f"{path} is a DataLoader, which does not know its position: leave it out and loop over run.steps({path}), which finds the place"
+            " again; in a loop without run.steps track torchdata's StatefulDataLoader instead"
         )
     if isinstance(found, _CODE):
         raise InvalidInput(f"{path} is {getattr(found, '__qualname__', kind)!r}, a {kind}, which has no state: leave it out")

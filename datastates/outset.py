@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from .errors import Conflict, NotFound
 from .lineage import refs, revision, walk
 from .lineage.states import Ref, RefKind, State
 from .missing import explain, is_elsewhere, nearest_here
+from .notices import say
+from .objects import IN_BACKWARD
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -40,6 +44,7 @@ def origin_of(repository: Repository, branch: str, start: str | State | None, *,
         if ref is None:
             refs.check_name(branch)
             if origin is None:
+                _warn_of_misspelling(session, branch)
                 return Outset(None)
             if not origin.status.is_restorable:
                 raise explain(repository, session, origin)
@@ -63,16 +68,47 @@ def origin_of(repository: Repository, branch: str, start: str | State | None, *,
     return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
 
 
-def set_out(repository: Repository, tracker: Tracker, state: State, *, only: str | Sequence[str] | None, strict: bool) -> None:
+def set_out(
+    repository: Repository, tracker: Tracker, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool
+) -> None:
     """Put the tracker's objects where ``state`` stands, and have its first capture share with it what is unchanged."""
     tracker._restore_objects(state, only=only, strict=strict)
-    tracker.resumed_from = state
+    tracker.resumed_from, tracker._is_resumed = state, is_resumed
     try:
         with repository._local.open(state.uid, verify=False) as reader:
             tracker._line.base = reader.manifest
     except NotFound:
         tracker._line.kin = repository._runner().line_of(state.uid)  # in memory only: what they share is written with the first of them
-    _log.info("branch %s goes on from state %s, step %d", tracker.branch, state.uid[:10], state.step)
+    where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {tracker.epoch}" if tracker._loops.is_counted else "")
+    if not is_resumed:
+        _log.info("branch %s begins at %s", tracker.branch, where)
+        return
+    say(f"branch {tracker.branch} goes on from {where}")
+    if forgotten := _forgotten(tracker, only):
+        _log.warning(
+            "branch %s has %s too, and %s not tracked now: begun anew, and missing in what is captured from here; pass %s to track, or fork"
+            " with start=",
+            tracker.branch, ", ".join(forgotten), "they are" if len(forgotten) > 1 else "it is", ", ".join(forgotten),
+        )  # fmt: skip
+
+
+def _forgotten(tracker: Tracker, only: str | Sequence[str] | None) -> list[str]:
+    """The objects of the resumed state that this training leaves behind without having said so."""
+    if only is not None or tracker.report is None:
+        return []
+    return [name for name in tracker.report.skipped if "/" not in name and name not in ("rng", IN_BACKWARD)]
+
+
+def _warn_of_misspelling(session: Session, branch: str) -> None:
+    """A branch begins from nothing: say so where one of nearly that name is there."""
+    names = {ref.name: re.sub(r"\d+", "0", ref.name) for ref in refs.refs(session) if ref.kind is RefKind.BRANCH}
+    plain = re.sub(r"\d+", "0", branch)
+    close = get_close_matches(branch, [name for name, other in names.items() if other != plain], n=3, cutoff=0.75)
+    if close:
+        _log.warning(
+            "branch %r is new and begins without a state, and there is %s: branch=%r would go on there, start=%r fork from it",
+            branch, " and ".join(map(repr, close)), close[0], close[0],
+        )  # fmt: skip
 
 
 def _find_ref(session: Session, name: str) -> Ref | None:

@@ -18,7 +18,7 @@ from .capture.runner import Runner
 from .capture.shutdown import close_at_exit
 from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name
-from .errors import Closed, DatastatesError, InvalidInput, NotFound
+from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound
 from .frames import States
 from .handed import split_values
 from .home import FOLDER, PACKS, check_whole, settle_in
@@ -26,8 +26,9 @@ from .lease import Lease
 from .lineage import refs as lineage_refs
 from .lineage import revision, runs, search, walk
 from .lineage.database import Database
-from .lineage.states import Ref, RefEvent, State
+from .lineage.states import Ref, RefEvent, RefKind, State
 from .location import Location, locate
+from .loops import LOOPS
 from .manifest import CHUNK_BYTES
 from .missing import explain
 from .outset import origin_of, set_out
@@ -153,6 +154,8 @@ class Repository:
             values.text(name, "the name of what is tracked")
         told: dict[str, Any] = {"durable_every": durable_every, "durable_interval_s": durable_interval_s, "back_pressure": back_pressure}
         config = replace(self.config, **{name: value for name, value in told.items() if value is not None})  # which checks them
+        if LOOPS in objects:
+            raise InvalidInput(f"the name {LOOPS!r} is taken by the place of run.epochs and run.steps: rename what you track")
         if rng:
             objects["rng"] = RngState()
         plain, objects = split_values(objects)
@@ -174,7 +177,7 @@ class Repository:
         )
         try:
             if begin is not None:
-                set_out(self, tracker, begin, only=only, strict=strict)
+                set_out(self, tracker, begin, only=only, strict=strict, is_resumed=origin.is_beyond)
             if begin is not None and origin.is_fork:
                 self.branch(branch, begin.uid)  # now that its objects stand there: a fork that fails leaves no branch
         except BaseException:
@@ -276,12 +279,18 @@ class Repository:
     # --- refs ------------------------------------------------------------------------------------------------------------
 
     def tag(self, name: str, rev: str | State | None, *, message: str | None = None) -> Ref:
-        """Name a state for good; it becomes durable.
+        """Name a state for good; it becomes durable. A tag that names it already stays as it is: a script may be started again.
 
         :raises Conflict: the name is taken by another state.
         """
         with self._changing(rev) as (session, uid):
-            return lineage_refs.tag(session, name, uid, message=message)
+            try:
+                return lineage_refs.tag(session, name, uid, message=message)
+            except Conflict:
+                found = lineage_refs.get(session, name)
+                if found.kind is not RefKind.TAG or found.state != uid:
+                    raise
+                return found
 
     def branch(self, name: str, rev: str | State | None) -> Ref:
         """Make a branch at a state.

@@ -16,6 +16,7 @@ from . import dirty
 from .errors import InvalidInput
 from .generators import is_generator, kind_of, load_generator, state_of
 from .handed import is_handed
+from .loops import LOOPS
 from .model_restore import check_gradients, check_module
 from .names import join
 from .objects import GRADIENTS, IN_BACKWARD, Adapted, has_state, holds_state
@@ -124,7 +125,7 @@ class _Check:
         for name, live in self.adapted.objects.items():
             path = _path(name)
             if name not in tree:
-                if findings.selection.names(path):
+                if not getattr(live, "is_optional", False) and findings.selection.names(path):
                     findings.selection.wants(path)
                     findings.missing.append(path)
                 continue
@@ -139,7 +140,7 @@ class _Check:
         gradients = tree.get(GRADIENTS)
         if isinstance(gradients, dict) and GRADIENTS not in self.adapted.objects:
             self._gradients(gradients)
-        findings.skipped += [_path(name) for name in tree if name not in self.adapted.objects and name != GRADIENTS]
+        findings.skipped += [_path(name) for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
 
     def place(self, path: str, live: Any, stored: Any) -> object:
         """What will stand at ``path`` after the writes: ``live`` itself wherever it can be changed in place."""

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 
 from .errors import InvalidInput
 
-__all__ = ["PermutationSampler"]
+__all__ = ["Batches", "PermutationSampler"]
 
 _CHUNK = 4096
 """Indices that are made Python numbers at once."""
@@ -20,10 +20,11 @@ class PermutationSampler(Sampler[int]):
     """Every index below ``length`` once an epoch, in an order that ``seed`` and the epoch alone decide.
 
     ``position`` counts what was handed out in ``epoch``; iterating goes on from there, so a loop that was left, or restored,
-    continues. Track it with a plain ``DataLoader(sampler=…, num_workers=0)`` or with ``batches``. Workers prefetch: with them use
-    torchdata's ``StatefulDataLoader(sampler=…)`` and track the loader instead, which keeps the place that was reached, not the
-    one that was prefetched. A plain DataLoader draws a number from torch's generator each time a loop begins; pass it a
-    ``generator`` of its own where a resume in the middle of an epoch must repeat dropout bit for bit.
+    continues, and begins the next epoch where one was over. Track it, and loop over ``run.steps(batches(…))`` or over ``run.steps`` of
+    a DataLoader that it is the sampler of.
+
+    In a loop without ``run.steps`` two things are yours to see to. Workers fetch ahead: with them track a ``StatefulDataLoader`` of
+    this sampler instead. A DataLoader draws from torch's generator whenever a loop begins: give it ``generator=torch.Generator()``.
     """
 
     def __init__(self, length: int, *, seed: int = 0, shuffle: bool = True) -> None:
@@ -32,7 +33,7 @@ class PermutationSampler(Sampler[int]):
         self.length, self.seed, self.shuffle = length, seed, shuffle
         self.epoch = 0
         self.position = 0
-        self._is_restored = False
+        self._handed_out: tuple[int, int] | None = None
         self._turns: tuple[int, tuple[tuple[int, int], ...]] = (0, ())
         self._order: tuple[object, torch.Tensor] | None = None
 
@@ -41,11 +42,9 @@ class PermutationSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """The rest of the epoch, or the next one if this one is over."""
-        # Not in the generator: a loader may ask for an iterator and never use it, and then ask for another.
-        self._begin()
-        return self._rest()
+        return _Indices(self)
 
-    def batches(self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1) -> Iterator[list[int]]:
+    def batches(self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1) -> Batches:
         """The rest of this epoch in batches of indices, then further epochs; without end if ``epochs`` is None.
 
         For those who index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``.
@@ -54,11 +53,12 @@ class PermutationSampler(Sampler[int]):
             raise InvalidInput(f"batch_size is {batch_size}: it must be at least 1")
         if drop_last and batch_size > self.length:
             raise InvalidInput(f"batch_size is {batch_size} with drop_last=True, and there are {self.length} indices: none is ever full")
-        done = 0
-        while epochs is None or done < epochs:
-            self._begin()
-            yield from self._batches_of_rest(batch_size, drop_last=drop_last)
-            done += 1
+        return Batches(self, batch_size, drop_last=drop_last, epochs=epochs)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether every index of this epoch was handed out."""
+        return self.position >= self.length
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; a no-op in that epoch, so that a restored loop goes on where it was."""
@@ -76,6 +76,8 @@ class PermutationSampler(Sampler[int]):
         """Where the next index will come from."""
         names = ("length", "seed", "shuffle", "epoch", "position")
         state = {name: getattr(self, name) for name in names}
+        if self._handed_out is not None:
+            state["epoch"], state["position"] = self._handed_out
         return {**state, "turns": self._turns_now()} if self._turns_now() else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,14 +96,29 @@ class PermutationSampler(Sampler[int]):
         if not 0 <= position <= length:
             raise InvalidInput(f"position {position} is not within the {length} indices of the state")
         self.seed, self.shuffle, self.epoch, self.position = seed, shuffle, epoch, position
-        self._turns = (epoch, turns)
-        self._is_restored = True
+        self._turns, self._handed_out = (epoch, turns), None
+
+    def hold(self) -> None:
+        """Say from now on the place that ``hand_out`` counts, not the one up to which indices were asked for: workers fetch ahead."""
+        self._begin()
+        self._handed_out = (self.epoch, self.position)
+
+    def hand_out(self, count: int) -> None:
+        """Count indices whose samples the training got."""
+        if self._handed_out is not None:
+            epoch, position = self._handed_out
+            self._handed_out = (epoch, min(position + count, self.length))
+
+    def let_go(self, *, is_over: bool) -> None:
+        """End ``hold``. Unless the epoch is over, what was fetched and not handed out is yet to come."""
+        if self._handed_out is not None and not is_over:
+            self.epoch, self.position = self._handed_out
+        self._handed_out = None
 
     def _begin(self) -> None:
-        """Move on if the epoch is over. What was restored at the end of an epoch ends once more, as the first run went on to do."""
-        if self.position >= self.length and not self._is_restored:
+        """Move on if the epoch is over."""
+        if self.is_at_end:
             self.epoch, self.position = self.epoch + 1, 0
-        self._is_restored = False
 
     def _rest(self) -> Iterator[int]:
         epoch, position, turns = self.epoch, self.position, self._turns_now()
@@ -132,6 +149,50 @@ class PermutationSampler(Sampler[int]):
         if self._order is None or self._order[0] != key:
             self._order = (key, _permutation(self.length, *key))
         return self._order[1]
+
+
+class Batches(Iterator[list[int]]):
+    """The rest of the ``sampler``'s epoch, and further ones (``epochs`` in all) in batches of indices; each ``iter`` begins from there."""
+
+    def __init__(self, sampler: PermutationSampler, batch_size: int, *, drop_last: bool, epochs: int | None) -> None:
+        self.sampler, self.epochs = sampler, epochs
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._running: Iterator[list[int]] | None = None
+
+    def __iter__(self) -> Batches:
+        self._running = self._run()
+        return self
+
+    def __next__(self) -> list[int]:
+        if self._running is None:
+            self._running = self._run()
+        return next(self._running)
+
+    def _run(self) -> Iterator[list[int]]:
+        done = 0
+        while self.epochs is None or done < self.epochs:
+            self.sampler._begin()
+            yield from self.sampler._batches_of_rest(self._batch_size, drop_last=self._drop_last)
+            done += 1
+
+
+class _Indices(Iterator[int]):
+    """An iteration over a sampler. Its state is for torchdata's loaders: an epoch that was over when it was taken ends once more there."""
+
+    def __init__(self, sampler: PermutationSampler) -> None:
+        # Now, not with the first index: a loader may ask for an iterator and never use it, and then ask for another.
+        sampler._begin()
+        self._sampler, self._indices = sampler, sampler._rest()
+
+    def __next__(self) -> int:
+        return next(self._indices)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+        self._indices = self._sampler._rest()
 
 
 def _permutation(length: int, seed: int, shuffle: bool, epoch: int, turns: tuple[tuple[int, int], ...]) -> torch.Tensor:

@@ -24,7 +24,8 @@ from .config import BackPressure
 from .errors import Closed, DatastatesError, InvalidInput
 from .lineage import refs as lineage_refs
 from .lineage.states import State, Value
-from .objects import Adapted
+from .loops import LOOPS, Loops
+from .objects import Adapted, parts
 from .policy.cadence import Cadence
 from .restore import RestoreReport
 from .tree import Flat, encode_values, flatten
@@ -69,7 +70,8 @@ class Tracker:
         self._pending: CopyJob | None = None
         self._newest: str | None = None
         self._is_driven = False
-        self._is_sent_back = False
+        self._is_resumed = False
+        self._loops = Loops(lambda: [found for _, found in parts(self._objects)])
         self._is_closed = False
         self._pid = os.getpid()
         self.step = 0
@@ -96,28 +98,43 @@ class Tracker:
         self._heed_edits()
         return None if self._line.tip is None else self._repository.state(self._line.tip[0])
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that ``epochs`` is at, from 0; once it is over, how many were done."""
+        return self._loops.epoch
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of those of ``count`` epochs that are left, from 0: a training that was stopped goes on in the epoch it was in.
+
+        Loop over ``steps`` in its body. A state that is captured inside that loop goes on with the next batch, then with what follows
+        the loop in the body; a state that is captured after it counts the epoch as done, so capture last. Samplers that ask for it are
+        told the epoch (``set_epoch``). Nothing is left of a training that ended, unless ``count`` is raised.
+
+        :raises InvalidInput: ``count`` is no number of epochs.
+        """
+        return self._loops.count(values.integer(count, "the number of epochs", least=0), is_resumed=self._is_resumed)
+
     def steps(self, loader: Iterable[Batch], *, accumulate: int = 1) -> Iterator[Batch]:
         """The loader's batches; ``step`` moves on with every ``accumulate``-th of them, before it is handed out.
 
-        Capture inside the loop body, after the update: the state then says which batches were used.
+        Capture inside the loop body, after the update: the state then says which batches were used, and a training that goes on from it
+        begins with the next one. A loader need not be tracked for that: a plain DataLoader, with workers or without, is begun again with
+        the random numbers that it had, and what was used is read and dropped. Tracked loaders and samplers find their place by
+        themselves. Outside of ``epochs`` a state of the last batch goes on with another pass over the data.
+
+        :raises InvalidInput: a tracked sampler in a loader with workers, which take from it ahead of the training.
         """
         if accumulate < 1:
             raise InvalidInput(f"accumulate is {accumulate}: it counts the batches of a step, from 1")
         self._is_driven = True
         try:
-            while True:
-                self._is_sent_back = False
-                for batch in loader:
-                    self.micro_step = (self.micro_step + 1) % accumulate
-                    if self.micro_step == 0:
-                        self.step += 1
-                    yield batch
-                    if self._is_sent_back:
-                        break
-                else:
-                    return
+            for batch in self._loops.batches(loader, is_resumed=self._is_resumed):
+                self.micro_step = (self.micro_step + 1) % accumulate
+                if self.micro_step == 0:
+                    self.step += 1
+                yield batch
         finally:
-            self._is_driven = False
+            self._is_driven = self._loops.is_counting  # what follows in an epoch counts no step
 
     def capture(
         self,
@@ -148,6 +165,8 @@ class Tracker:
         self._raise_background_error()
         self._heed_edits()
         tree = {**self._adapted.tree(), **self.values}
+        if self._loops.is_used:
+            tree[LOOPS] = self._loops.state_dict()
         flat = flatten(tree, self._plan.flat if self._plan is not None else None, self._adapted.lasting)
         if dirty.is_any():
             dirty.check(leaf.tensor for leaf in flat.tensors)
@@ -278,8 +297,15 @@ class Tracker:
     def _restore_objects(
         self, state: State, *, only: str | Sequence[str] | None, strict: bool, without: Collection[str] = ()
     ) -> RestoreReport:
-        into = {name: found for name, found in {**self._objects, **self.values}.items() if name not in without}
+        everything = {LOOPS: self._loops, **self._objects, **self.values}
+        into = {name: found for name, found in everything.items() if name not in without}
+        version = self._loops.version
         self.report = self._repository._restore(state, into, only=only, strict=strict)
+        for optimizer in self._adapted.optimizers:
+            if optimizer.state:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
+        if LOOPS in into and only is None and self._loops.version == version:
+            self._loops.load_state_dict({})
         self.values.update({key: value for key, value in self.report.values.items() if key in self.values})
         self.step, self.micro_step = state.step, state.micro_step
         self._plan = None

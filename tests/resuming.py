@@ -142,11 +142,37 @@ def workers() -> Job:
     return job
 
 
+class NoisyItems(Items):
+    """With random numbers that are drawn where the data is read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + 0.1 * torch.randn(64)
+
+
+def untracked() -> Job:
+    job = mlp()
+    del job.objects["loader"]
+    job.batches = DataLoader(NoisyItems(), batch_size=8, shuffle=True)
+    return job
+
+
+def untracked_workers() -> Job:
+    job = untracked()
+    job.batches = DataLoader(NoisyItems(), batch_size=8, shuffle=True, num_workers=2)
+    return job
+
+
+def sampler_workers() -> Job:
+    job = sampler()
+    job.batches = DataLoader(NoisyItems(), batch_size=8, sampler=job.objects["sampler"], num_workers=2)
+    return job
+
+
 def sampler() -> Job:
     job = mlp()
     order = job.objects["sampler"] = PermutationSampler(103, seed=3)
     del job.objects["loader"]
-    job.batches = DataLoader(Items(), batch_size=8, sampler=order, generator=torch.Generator())
+    job.batches = DataLoader(Items(), batch_size=8, sampler=order)
     return job
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("torchdata")
 LENGTH = 34
 """Batches of the training that never stops; an epoch has 13, so that every resumed one crosses an epoch's end."""
 
-KINDS = ["mlp", "cnn_foreach", "cnn_fused", "gpt", "autocast", "workers", "sampler"]
+KINDS = ["mlp", "cnn_foreach", "cnn_fused", "gpt", "autocast", "workers", "sampler", "sampler_workers", "untracked", "untracked_workers"]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import torch
 from datastates.capture.handle import Capture
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State, Value
-from datastates.sampler import PermutationSampler
 from datastates.tracker import Tracker
 
 from . import record
@@ -126,8 +125,7 @@ class Job:
             objects = {name: value for name, value in objects.items() if name not in ("only", "strict")}
         self._fetch(self._from)
         self._tracker = self._repository.track(branch=self._branch, start=self._origin.uid, **objects)
-        if self.is_new or record.EPOCH in self._from.attributes:
-            _begin_epochs(objects)
+        self._tracker._loops.begin_elsewhere(is_between=self.is_new or record.EPOCH in self._from.attributes)
         self._step = self._tracker.step
         seed = self.variant.config.get("seed")
         if self.is_new and isinstance(seed, int):
@@ -200,13 +198,6 @@ class Job:
         if assignment.variant.train is not None:
             attributes |= {record.SAMPLES: len(assignment.train), record.SAMPLES_ALL: assignment.samples_all}
         return attributes
-
-
-def _begin_epochs(objects: Mapping[str, object]) -> None:
-    """Between two epochs: a sampler that was captured at the end of one goes to the next, and does not end that one once more."""
-    for sampler in objects.values():
-        if isinstance(sampler, PermutationSampler) and sampler.position >= sampler.length:
-            sampler.set_epoch(sampler.epoch + 1)
 
 
 def seed_everything(seed: int) -> None:

@@ -1,0 +1,305 @@
+"""Where a training goes on in its epochs, whatever a loop does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+
+import datastates
+from datastates import Config, InvalidInput, PermutationSampler, Repository, Tracker
+
+CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
+Seen = list[tuple[int, Any]]
+Body = Callable[[Tracker, Seen], None]
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    """A repository that writes only what it is asked to."""
+    with datastates.open(tmp_path / "runs", config=CONFIG) as opened:
+        yield opened
+
+
+class Stopped(Exception):
+    """The training was stopped."""
+
+
+def use(run: Tracker, seen: Seen, batch: Any, stop: int | None = None) -> None:
+    """What a step does with a batch; stopped before the one after ``stop``."""
+    if stop is not None and run.step > stop:
+        raise Stopped
+    seen.append((run.epoch, batch))
+    run.capture()
+
+
+def stopped_everywhere(
+    repo: Repository, body: Callable[[Tracker, Seen, int | None], None], steps: int, make: Callable[[], dict[str, Any]] = dict
+) -> Seen:
+    """What the training that never stops sees; those that are stopped after each step see the same."""
+    never: Seen = []
+    with repo.track(branch="never", weight=torch.zeros(1), **make()) as run:
+        body(run, never, None)
+    for stop in range(1, steps + 1):
+        seen: Seen = []
+        for until in (stop, None):
+            with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1), **make()) as run, suppress(Stopped):
+                body(run, seen, until)
+        assert seen == never, f"stopped after {stop}"
+    return never
+
+
+def test_epochs_end_where_they_would_have(repo: Repository) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        for epoch in run.epochs(3):
+            assert epoch == run.epoch
+            for batch in run.steps(range(4)):
+                use(run, seen, batch, stop)
+        assert (run.epoch, run.step) == (3, 12)
+
+    seen = stopped_everywhere(repo, body, 12)
+    assert seen == [(epoch, batch) for epoch in range(3) for batch in range(4)]
+
+
+def test_what_follows_the_loop_in_an_epoch_is_done_once_for_each_of_them(repo: Repository) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        for epoch in run.epochs(3):
+            for batch in run.steps(range(4)):
+                use(run, seen, batch, stop)
+            seen.append((epoch, "validated"))
+            run.capture(metrics={"val_loss": 1.0})
+
+    seen = stopped_everywhere(repo, body, 12)
+    assert seen.count((1, "validated")) == 1
+    assert [state.step for state in repo.log("never", limit=3)] == [12, 12, 11], "the capture after the loop counts no step"
+
+
+def test_an_epoch_that_is_left_goes_on_with_the_next(repo: Repository) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        sampler: Any = run._objects["sampler"]
+        for _ in run.epochs(3):
+            for rows in run.steps(sampler.batches(2)):
+                use(run, seen, rows, stop)
+                if run.step % 3 == 0:
+                    break
+            run.capture()
+
+    seen = stopped_everywhere(repo, body, 9, lambda: {"sampler": PermutationSampler(10, seed=2)})
+    sampler, order = PermutationSampler(10, seed=2), []
+    for epoch in range(3):
+        sampler.epoch, sampler.position = epoch, 0
+        order += [(epoch, rows) for rows in list(sampler.batches(2))[:3]]
+    assert seen == order, "each epoch begins with its own order"
+
+
+def test_several_loaders_in_an_epoch_each_keep_their_place(repo: Repository) -> None:
+    def one_after_the_other(run: Tracker, seen: Seen, stop: int | None) -> None:
+        for _ in run.epochs(2):
+            for source in (range(2), "abc"):
+                for batch in run.steps(source):
+                    use(run, seen, batch, stop)
+
+    assert [batch for _, batch in stopped_everywhere(repo, one_after_the_other, 10)] == [0, 1, "a", "b", "c"] * 2
+
+
+def test_loaders_side_by_side_go_on_together(repo: Repository) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        for _ in run.epochs(2):
+            for pair in zip(run.steps(range(4)), run.steps(list("abcd")), strict=False):
+                if stop is not None and run.step > 2 * stop:
+                    raise Stopped
+                seen.append((run.epoch, pair))
+                run.capture()
+
+    assert [pair for _, pair in stopped_everywhere(repo, body, 8)] == list(zip(range(4), "abcd", strict=True)) * 2
+
+
+def test_more_epochs_go_on_and_none_are_said_to_be_left(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    def train(count: int) -> list[int]:
+        with repo.track(weight=torch.zeros(1)) as run:
+            epochs = []
+            for epoch in run.epochs(count):
+                for _ in run.steps(range(2)):
+                    pass
+                run.capture()
+                epochs.append(epoch)
+            return epochs
+
+    assert train(2) == [0, 1]
+    with caplog.at_level(logging.INFO, "datastates"):
+        assert train(2) == []
+    assert "nothing is left to do: 2 of 2 epochs are done; raise run.epochs(2)" in caplog.text
+    assert train(4) == [2, 3]
+
+
+def test_one_capture_an_epoch_without_steps_counts_it_as_done(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    with repo.track(weight=torch.zeros(1)) as run:
+        for epoch in run.epochs(5):
+            run.capture()
+            if epoch == 1:
+                break
+    with repo.track(weight=torch.zeros(1)) as run:
+        assert next(epochs := run.epochs(5)) == 2
+        assert not caplog.records
+        run.capture()
+        run.capture()
+        assert "two captures in epoch 2 without run.steps" in caplog.text
+        assert next(epochs) == 3
+
+
+def test_going_back_inside_a_loop_goes_on_from_there(repo: Repository) -> None:
+    seen: Seen = []
+    with repo.track(weight=torch.zeros(1)) as run:
+        for _ in run.epochs(2):
+            for batch in run.steps(range(4)):
+                seen.append((run.epoch, batch))
+                run.capture()
+                if len(seen) == 6:
+                    run.restore("main~3")
+                    assert (run.step, run.epoch) == (3, 0)
+        assert run.step == 8
+    assert seen == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_going_back_after_the_loop_has_the_epochs_go_on_from_there(repo: Repository) -> None:
+    epochs, has_gone_back = [], False
+    with repo.track(weight=torch.zeros(1)) as run:
+        for epoch in run.epochs(3):
+            batches = list(run.steps(range(2)))
+            epochs.append((epoch, len(batches)))
+            run.capture()
+            if epoch == 2 and not has_gone_back:
+                has_gone_back = True
+                run.restore("main~1")
+    assert epochs == [(0, 2), (1, 2), (2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("data", ["skip", "reshuffle"])
+def test_a_guard_rewinds_inside_epochs(repo: Repository, data: Any) -> None:
+    model, sampler = nn.Linear(1, 1), PermutationSampler(12, seed=1)
+    seen: list[tuple[int, list[int]]] = []
+    with repo.track(model=model, sampler=sampler) as run:
+        guard = run.guard(data=data, back=1 if data == "skip" else 3)
+        for _ in run.epochs(2):
+            for rows in run.steps(sampler.batches(2)):
+                seen.append((run.epoch, rows))
+                if guard.rewound(float("nan") if len(seen) == 8 else 1.0):
+                    continue
+                run.capture()
+    epochs = [[row for epoch, rows in seen if epoch == number for row in rows] for number in range(2)]
+    if data == "skip":
+        assert [sorted(rows) for rows in epochs] == [list(range(12))] * 2
+        assert run.step == 10
+    else:
+        assert run.step == 12, "it goes back over the beginning of the epoch, and on"
+        assert seen[8][0] == 0
+        assert [epoch for epoch, _ in seen[-6:]] == [1] * 6
+
+
+class Distributed(Sampler[int]):
+    """Shuffles by its epoch, which it is told, as torch's DistributedSampler."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(6, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["loader", "wrapped"])
+def test_a_sampler_that_asks_for_the_epoch_is_told(repo: Repository, is_seen: bool) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        loader: Any = DataLoader(range(6), sampler=Distributed(), batch_size=2)  # type: ignore[arg-type]  # a range will do
+        for _ in run.epochs(3):
+            for batch in run.steps(loader if is_seen else Wrapped(loader)):
+                use(run, seen, batch.tolist(), stop)
+
+    seen = stopped_everywhere(repo, body, 9)
+    assert len({tuple(map(tuple, (batch for at, batch in seen if at == epoch))) for epoch in range(3)}) == 3
+
+
+class Wrapped:
+    """A progress bar."""
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.iterable)
+
+
+def test_a_loop_by_hand_that_was_resumed_is_told_of_epochs_once(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    def train(stop: int) -> None:
+        with repo.track(weight=torch.zeros(1)) as run:
+            for _ in range(3):
+                for _ in run.steps(range(10)):
+                    run.capture()
+                    if run.step == stop:
+                        return
+
+    train(20)
+    assert "run.epochs" not in caplog.text
+    train(100)
+    assert caplog.text.count("loop over run.epochs(n), which goes on in the right epoch") == 1
+
+
+def test_a_state_without_its_place_begins_with_epoch_0_and_says_so(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    with repo.track(weight=torch.zeros(1)) as run:
+        run.capture()
+    assert "loops" not in repo.load("main")
+    with repo.track(weight=torch.zeros(1)) as run:
+        assert next(run.epochs(1)) == 0
+    assert "does not say which epoch it is of" in caplog.text
+
+
+def test_iterators_and_other_loaders_than_before_are_told_apart(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    with repo.track(weight=torch.zeros(1)) as run:
+        assert next(run.steps(enumerate("abc"))) == (0, "a")
+        assert "enumerate, whose place in the data is not known" in caplog.text
+        next(iterator := run.steps(range(3)))
+        run.capture()
+        iterator.close()  # type: ignore[attr-defined]  # a generator
+    with repo.track(weight=torch.zeros(1)) as run:
+        assert next(run.steps(range(5))) == 0
+    assert "taken after 1 batches of a loader of 3, and run.steps is given one of 5" in caplog.text
+    with repo.track(weight=torch.zeros(1)) as run:
+        assert next(run.steps(batch for batch in range(5))) == 0
+    assert "a generator, whose place is not known" in caplog.text
+
+
+def test_what_makes_no_sense_is_refused(repo: Repository) -> None:
+    with pytest.raises(InvalidInput, match="the name 'loops' is taken"):
+        repo.track(loops=1)
+    with repo.track(weight=torch.zeros(1)) as run:
+        for count in (-1, True, 2.5, "3"):
+            with pytest.raises(InvalidInput, match="the number of epochs is"):
+                run.epochs(count)  # type: ignore[arg-type]  # that is the point
+        outer = run.epochs(2)
+        next(outer)
+        inner = run.epochs(3)
+        next(inner)
+        with pytest.raises(InvalidInput, match=r"another run\.epochs was begun"):
+            next(outer)
+
+
+def test_a_sampler_that_is_resumed_at_the_end_of_an_epoch_has_the_next_one_to_give(repo: Repository) -> None:
+    sampler = PermutationSampler(6)
+    with repo.track(sampler=sampler) as run:
+        list(sampler)
+        run.capture()
+    again = PermutationSampler(6)
+    with repo.track(sampler=again):
+        assert len(list(DataLoader(range(6), sampler=again, batch_size=2))) == 3  # type: ignore[arg-type]  # a range will do
+        assert again.epoch == 1
