@@ -3,7 +3,7 @@
     <folder>/.chunks    2**n pages of 64 entries of 64 bytes; the first n bits of a digest say which page, the newest entry comes first
     an entry            digest, length, offset, and the name of the pack without its suffix; zeros where there is none
 
-Nothing here is relied on. Whoever uses a hint compares the bytes that it leads to (``sharing``), so a file that is stale, torn, copied,
+Nothing here is relied on. Whoever uses a hint compares the bytes that it leads to (``borrowing``), so a file that is stale, torn, copied,
 forged or gone costs what could have been shared and nothing else. It is never fsynced, and no memory is held between two puts.
 
 A page that is full in a crowded file doubles the file, without the entries of packs that are gone; elsewhere, and in a file of the
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from datastates.digest import decode
 from datastates.errors import DatastatesError
+from datastates.sharing import share
 
 from .files import temporary, uid_of
 from .pack import PAGE
@@ -107,6 +108,7 @@ class ChunkIndex:
             if _bits_at(self._path) is not None:
                 return  # another process was first
             os.ftruncate(file.fd, PAGE << _LEAST_BITS)
+            share(self._root, file.fd)
             file.commit()
         self.add(_newest(self._root))
 
@@ -134,6 +136,7 @@ class ChunkIndex:
         here = {_stem(name) for name in os.listdir(self._root) if name.endswith(_SUFFIX)}
         with temporary(self._path) as file:
             os.ftruncate(file.fd, PAGE << bits + 1)
+            share(self._root, file.fd)
             for number in range(1 << bits):
                 os.pwrite(file.fd, _split(os.pread(fd, PAGE, number * PAGE), bits, here), 2 * number * PAGE)
             file.commit()

@@ -7,6 +7,8 @@ A state becomes durable in this order, and ``on_step`` is called after each step
     manifest-written    likewise
     manifest-renamed    from here on the state is visible, and durable
 
+What the folder holds already, for whichever state, is referred to and not written again (``borrowing``).
+
 A state is removed the other way round: its manifest first (``manifest-removed``), then the packs that no manifest in the
 folder needs. Several processes may use one folder. Committing and opening share the folder's lock, removing has it alone.
 """
@@ -26,6 +28,7 @@ from datastates.errors import Closed, Corrupt, InvalidInput, NotFound, Unavailab
 from datastates.manifest import Manifest
 from datastates.sharing import make_folders
 
+from .borrowing import Stamp, find_borrowed, stamp_of
 from .files import (
     TEMPORARY,
     Temporary,
@@ -45,7 +48,6 @@ from .mapped import MappedReader
 from .pack import padded, payload_bytes
 from .placing import PutPlan, own_bytes, places_of, plan_put
 from .references import References
-from .sharing import Stamp, find_shared, stamp_of
 from .tier import Payload, Placed, Reader, Tier
 
 __all__ = ["LocalTier"]
@@ -198,9 +200,9 @@ class LocalTier(Tier):
                 return Placed(self.manifest(origin.uid), 0)
             name = free_pack_name(self.root, origin.uid, origin.rank)
             known = places_of(base)
-            shared = find_shared(self.root, self._index, payload, known)
-            plan = plan_put(payload.manifest, {**known, **shared.places}, name)
-            if not self._write(plan, payload, file, shared.stamps):
+            borrowed = find_borrowed(self.root, self._index, payload, known)
+            plan = plan_put(payload.manifest, {**known, **borrowed.places}, name)
+            if not self._write(plan, payload, file, borrowed.stamps):
                 plan = plan_put(payload.manifest, {}, name)
                 self._write(plan, payload, file, {})
         self._index.add(_hints(plan))

@@ -256,6 +256,16 @@ def test_the_index_grows_and_forgets_only_what_lies_in_packs_that_are_gone(tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {".chunks", "a.0.safetensors"}
 
 
+def test_users_who_share_a_folder_share_its_index(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2775)
+    index = ChunkIndex(tmp_path)
+    for start in (0, 5000):
+        index.find([hint(0).key])
+        index.add(hint(number) for number in range(start))
+        assert (tmp_path / ".chunks").stat().st_mode & 0o660 == 0o660
+    assert (tmp_path / ".chunks").stat().st_size > 64 << 10
+
+
 def test_digests_that_are_made_to_fall_together_do_not_make_the_index_grow(tmp_path: Path) -> None:
     index = ChunkIndex(tmp_path)
     index.find([hint(0).key])
@@ -278,7 +288,7 @@ _ADDERS = """
 import os, sys
 from pathlib import Path
 from datastates.store.index import ChunkIndex
-from tests.store.test_sharing import hint
+from tests.store.test_borrowing import hint
 
 root = Path(sys.argv[1])
 children = []

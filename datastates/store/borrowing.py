@@ -24,7 +24,7 @@ from .index import SHARED_BYTES, ChunkIndex
 from .pack import MAX_HEADER, PAGE, padded
 from .tier import Payload
 
-__all__ = ["Shared", "Stamp", "find_shared", "stamp_of"]
+__all__ = ["Borrowed", "Stamp", "find_borrowed", "stamp_of"]
 
 _AHEAD_BYTES = 8 * CHUNK_BYTES
 """How much the disk is asked to read ahead; without, it is read at a third of its speed."""
@@ -37,21 +37,21 @@ Stamp = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class Borrowed:
     """Chunks of a state that lie in packs of others, as the files of ``stamps`` were when their bytes were compared."""
 
     places: Mapping[_Key, tuple[PackInfo, int]] = field(default_factory=dict)
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
 
-def find_shared(root: Path, index: ChunkIndex, payload: Payload, known: Container[_Key]) -> Shared:
+def find_borrowed(root: Path, index: ChunkIndex, payload: Payload, known: Container[_Key]) -> Borrowed:
     """Those chunks of a state that lie in packs of ``root``, but for ``known`` ones and for small ones."""
     views: dict[_Key, memoryview] = {}
     for chunk, view in zip(payload.manifest.content.chunks, payload.chunks, strict=True):
         if chunk.length >= SHARED_BYTES and (chunk.digest, chunk.length) not in known:
             views.setdefault((chunk.digest, chunk.length), view)
     if not views:
-        return Shared()
+        return Borrowed()
     places: dict[_Key, tuple[PackInfo, int]] = {}
     stamps: dict[str, Stamp] = {}
     hints = sorted(index.find(views), key=lambda hint: (hint.pack, hint.offset))
@@ -63,7 +63,7 @@ def find_shared(root: Path, index: ChunkIndex, payload: Payload, known: Containe
             if found:
                 places |= found
                 stamps[name] = pack.stamp
-    return Shared(places, stamps)
+    return Borrowed(places, stamps)
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
