@@ -44,7 +44,7 @@ def canonical_name(module: nn.Module, name: str) -> str:
         is_wrapper_part = here is not None and part == _inner_of(here)
         if not is_wrapper_part:
             kept.append(part)
-        here = None if here is None else here._modules.get(part)
+        here = here._modules[part] if here is not None and part in here._modules else None  # a ScriptModule has no `get`
     return ".".join(kept)
 
 

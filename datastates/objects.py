@@ -20,6 +20,7 @@ from .generators import is_generator, state_of
 from .model_state import ModelState, Seen
 from .names import Owner, canonical_name, join, parameter_names, split_wrappers
 from .optimizer_state import OptimizerState
+from .optimizers import check_optimizer_form, with_inner
 from .rng import RngState
 
 __all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state", "holds_state", "parts"]
@@ -121,7 +122,7 @@ class Adapted:
     def fenced(self) -> list[torch.Tensor]:
         """The live tensors that a tracked optimizer alone changes: its parameters and the tensors of its state."""
         found: dict[int, torch.Tensor] = {}
-        for optimizer in self.optimizers:
+        for optimizer in (each for tracked in self.optimizers for each in with_inner(tracked)):
             for group in optimizer.param_groups:
                 found.update((id(parameter), parameter) for parameter in group["params"])
             for _, value in parts({"": list(optimizer.state.values())}):
@@ -227,6 +228,8 @@ def parts(objects: Mapping[Any, object], path: str = "", _above: tuple[object, .
 
 
 def _check_trackable(path: str, found: object) -> None:
+    if isinstance(found, Optimizer):
+        check_optimizer_form(path, found)
     if has_state(found):
         return
     kind = type(found).__name__

@@ -11,6 +11,7 @@ from torch.optim import ASGD, LBFGS, Optimizer
 
 from .names import join, positional_name
 from .optimizer_state import is_plain, numbered, options_of
+from .optimizers import CLASS, bare, class_of
 from .report import Findings, Mismatch, describe, leaf_paths, own, write_tensor
 
 __all__ = ["check_optimizer"]
@@ -32,10 +33,18 @@ def check_optimizer(path: str, optimizer: Optimizer, names: Names, stored: objec
     """Find out what of ``stored`` fits, and note the writes that put it into ``optimizer``.
 
     Tensors that are there and fit are overwritten, others are made, with the dtype that the state has: never cast as torch's
-    ``load_state_dict`` does. Parameters are matched by name; by order if nothing tracked names them.
+    ``load_state_dict`` does. Parameters are matched by name; by order if nothing tracked names them. Nothing of the state of another class
+    of optimizer fits.
     """
     if not (isinstance(stored, dict) and isinstance(stored.get("state"), dict) and isinstance(stored.get("param_groups"), list)):
         findings.mismatched.append(Mismatch(path, describe(stored), type(optimizer).__name__))
+        return
+    optimizer = bare(optimizer)
+    made_by, made_of = stored.get(CLASS), class_of(optimizer)
+    if isinstance(made_by, str) and made_by != made_of:
+        if findings.selection.wants_some(path, leaf_paths(stored, path)):
+            here = f"{made_of}: make the former, or pass strict=False, and yours begins anew"
+            findings.mismatched.append(Mismatch(path, f"what {made_by} keeps", here))
         return
     check = _Check(path, optimizer, names, stored, findings)
     if not check.align_by_position():

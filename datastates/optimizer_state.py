@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from .model_state import Seen
+from .optimizers import CLASS, bare, class_of
 from .report import own
 
 __all__ = ["OptimizerState", "is_plain", "numbered", "optimizer_tree", "options_of"]
@@ -26,15 +27,16 @@ class OptimizerState:
     """One tracked optimizer. As long as its parameters and the tensors of its state are the same objects, and names are found
     in the same places, ``tree`` gives the very same ``state`` and names; the options of its groups are read every time."""
 
-    __slots__ = ("_labels", "_names", "_seen", "_state", "_trees", "optimizer")
+    __slots__ = ("_class", "_labels", "_names", "_seen", "_state", "_trees", "optimizer")
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        self.optimizer = bare(optimizer)
         self._seen: Seen | None = None
         self._trees: Seen | None = None
         self._labels: object = None
         self._names: Names = []
         self._state: object = None
+        self._class = ""
 
     def tree(self, names: Callable[[], Names], trees: Seen, labels: object) -> dict[str, object]:
         """What ``optimizer_tree`` gives; ``state`` and ``params`` in it are not to be changed.
@@ -43,8 +45,9 @@ class OptimizerState:
         """
         seen = _look(self.optimizer)
         if seen is not None and self._is_as_it_was(seen, trees, labels):
-            return {"state": self._state, "param_groups": _groups(self.optimizer, self._names)}
+            return {"state": self._state, "param_groups": _groups(self.optimizer, self._names), CLASS: self._class}
         self._names, self._trees, self._labels, self._seen = names(), trees, labels, seen
+        self._class = class_of(self.optimizer)
         tree = optimizer_tree(self.optimizer, self._names)
         self._state = tree["state"] if seen is not None else None
         return tree
@@ -80,13 +83,13 @@ _VALUES = operator.methodcaller("values")
 
 
 def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
-    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}`` with the live tensors.
+    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}], CLASS: "torch.optim.Adam"}`` with the live tensors.
 
     State of a parameter that is in no group any more is left out. An optimizer with a ``state_dict`` of its own is asked for
     that, and the numbers in it are replaced by names if it has torch's form.
     """
     if not is_plain(optimizer):
-        return _named(optimizer.state_dict(), names)
+        return {**_named(optimizer.state_dict(), names), CLASS: class_of(optimizer)}
     rows = zip(optimizer.param_groups, names, strict=True)
     name_of = {id(parameter): name for group, row in rows for parameter, name in zip(group["params"], row, strict=True)}
     state: dict[object, object] = {}
@@ -94,7 +97,7 @@ def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
         name = name_of.get(id(key)) if isinstance(key, torch.Tensor) else key  # type: ignore[redundant-expr]  # other keys are allowed
         if name is not None:
             state[name] = dict(entry) if isinstance(entry, dict) else entry
-    return {"state": state, "param_groups": _groups(optimizer, names)}
+    return {"state": state, "param_groups": _groups(optimizer, names), CLASS: class_of(optimizer)}
 
 
 def _groups(optimizer: Optimizer, names: Names) -> list[dict[str, object]]:
@@ -109,13 +112,13 @@ def options_of(group: Tree) -> dict[str, Any]:
 def is_plain(optimizer: Optimizer) -> bool:
     """Whether the optimizer keeps its state as torch's base class does, so that it can be read and written directly."""
     kind = type(optimizer)
-    has_hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
-    return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict and not has_hooks
+    hooks = [getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
+    return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict and not any(hooks)
 
 
 def numbered(optimizer: Optimizer, names: Names, stored: Tree) -> dict[str, Any]:
     """A stored tree as the optimizer's own ``load_state_dict`` takes it; shares no memory with ``stored``."""
-    tree: dict[str, Any] = own(dict(stored))
+    tree: dict[str, Any] = own({key: value for key, value in stored.items() if key != CLASS})
     number_of = _numbers_by_name(optimizer.state_dict(), names)
     if number_of is None:
         return tree

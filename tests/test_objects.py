@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from datastates.errors import InvalidInput
 from datastates.objects import Adapted
+from datastates.restore import restore_into
 from datastates.rng import RngState
 from datastates.tree import flatten
 
@@ -247,3 +248,22 @@ def test_a_lazy_module_is_refused_until_it_was_called() -> None:
         adapted.tree()
     model(torch.ones(1, 3))
     assert names(adapted.tree()) == ["weight", "bias"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.zeros(2, 2))], ids=["script", "trace"])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_compiled_script_is_a_model_like_the_one_it_was_made_of(make: Callable[[nn.Module], nn.Module], is_inside: bool) -> None:
+    plain = [nn.Sequential(Inner(), nn.Linear(2, 2)) for _ in range(2)]
+    script = make(plain[0].eval())
+    there: nn.Module = nn.Sequential(script) if is_inside else script
+    here: nn.Module = nn.Sequential(plain[1]) if is_inside else plain[1]
+    optimizer, its_optimizer = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (there, here))
+    there(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    adapted = Adapted({"model": there, "optimizer": optimizer})
+    first, tree = adapted.tree(), adapted.tree()
+    assert list(first["model"]) == names(tree) == names(Adapted({"model": here}).tree())  # type: ignore[call-overload]  # a dict
+    assert restore_into({"model": here, "optimizer": its_optimizer}, tree)
+    assert all(map(torch.equal, here.state_dict().values(), there.state_dict().values()))
+    assert restore_into({"model": there, "optimizer": optimizer}, Adapted({"model": here, "optimizer": its_optimizer}).tree())

@@ -6,14 +6,24 @@ and backward; hooks make whatever changes them next wait (CheckFreq's observatio
 
 from __future__ import annotations
 
+import functools
+import types
+import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    import torch
-    from torch.utils.hooks import RemovableHandle
+import torch
+
+from datastates.optimizers import has_hooks, with_inner
 
 __all__ = ["Fence"]
+
+_Hooked = TypeVar("_Hooked", bound=object)
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
 
 
 class Fence:
@@ -25,27 +35,57 @@ class Fence:
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
-        self._handles: dict[int, list[RemovableHandle]] = {}
+        self._handles: dict[int, tuple[weakref.ref[object], list[_Handle]]] = {}
 
     def install(self, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]) -> None:
-        """Hook what is not hooked yet; call again when the layout of what is tracked changed."""
-        for optimizer in optimizers:
-            if id(optimizer) not in self._handles:
-                # Optimizers in backward call `step` of their own from post-accumulate-grad hooks: this covers them too.
-                self._handles[id(optimizer)] = [
-                    optimizer.register_step_pre_hook(self._on_step),
-                    optimizer.register_load_state_dict_pre_hook(self._on_load),
-                ]
-        for module in modules:
-            if id(module) not in self._handles:
-                self._handles[id(module)] = [module.register_load_state_dict_pre_hook(self._on_module_load)]
+        """Hook what is not hooked yet, and what it is made of; call again when the layout of what is tracked changed."""
+        for optimizer in (each for tracked in optimizers for each in with_inner(tracked)):
+            # Optimizers in backward call `step` of their own from post-accumulate-grad hooks: this covers them too.
+            self._hook(optimizer, self._hooks_of_optimizer)
+        for module in (part for tracked in modules for part in tracked.modules()):
+            self._hook(module, self._hooks_of_module)
+
+    def _hook(self, found: _Hooked, make: Callable[[_Hooked], list[_Handle]]) -> None:
+        known = self._handles.get(id(found))
+        if known is None or known[0]() is not found:
+            self._handles[id(found)] = weakref.ref(found), make(found)
+
+    def _hooks_of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[_Handle]:
+        # Whoever averages weights in place to evaluate them calls it `eval` and `train`, as schedule-free optimizers do.
+        own = [name for name in ("eval", "train") if callable(getattr(optimizer, name, None))]
+        if not has_hooks(optimizer):
+            return [self._waiting(optimizer, name) for name in ("step", "load_state_dict", *own)]
+        hooks = [optimizer.register_step_pre_hook(self._on_step), optimizer.register_load_state_dict_pre_hook(self._on_load)]
+        return [*hooks, *(self._waiting(optimizer, name) for name in own)]
+
+    def _hooks_of_module(self, module: torch.nn.Module) -> list[_Handle]:
+        if isinstance(module, torch.jit.ScriptModule):  # it takes no such hook
+            return [self._waiting(module, "load_state_dict")]
+        return [module.register_load_state_dict_pre_hook(self._on_module_load)]
+
+    def _waiting(self, owner: object, name: str) -> _Handle:
+        """Put a method of the same name before an object's own, as torch's schedulers do."""
+        method = getattr(owner, name)
+        function = getattr(method, "__func__", None)
+
+        @functools.wraps(function or method)
+        def wait_first(self_: object, *args: object, **kwargs: object) -> object:
+            self._wait()
+            return method(*args, **kwargs) if function is None else function(self_, *args, **kwargs)
+
+        wait_first.waits = self._on_call  # type: ignore[attr-defined]  # for whoever is about to write by another way
+        members = vars(owner)
+        before = members.get(name)
+        members[name] = bound = types.MethodType(wait_first, owner)
+        return _Method(members, name, bound, before)
 
     def remove(self) -> None:
         """Take every hook off again; idempotent."""
-        for handles in self._handles.values():
+        for _, handles in self._handles.values():
             for handle in handles:
                 handle.remove()
         self._handles.clear()
+        self._wait = _nothing  # somebody may have put a method of theirs before ours, which stays then
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fence:
         # deepcopy(model), as EMA helpers do, copies the model's hooks: the copy waits on the same fence.
@@ -64,8 +104,30 @@ class Fence:
     def _on_module_load(self, *args: Any) -> None:
         self._wait()
 
+    def _on_call(self) -> None:
+        self._wait()
+
     # A restore asks: such a hook changes nothing of what is loaded.
     _on_load.only_waits = _on_module_load.only_waits = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """A method that was put into an object's ``__dict__``, and what was there before."""
+
+    members: dict[str, Any]
+    name: str
+    bound: object
+    before: object
+
+    def remove(self) -> None:
+        """Take it off again, unless somebody has put another one before it."""
+        if self.members.get(self.name) is not self.bound:
+            return
+        if self.before is None:
+            del self.members[self.name]
+        else:
+            self.members[self.name] = self.before
 
 
 def _nothing() -> None:

@@ -14,6 +14,7 @@ from datastates.geometry import dense_view, dtype_of
 from datastates.manifest import TensorSpec
 from datastates.model_restore import only_waits
 from datastates.names import split_wrappers
+from datastates.optimizers import with_inner
 from datastates.report import Target
 
 __all__ = ["Home", "live_homes", "wait_for_copies"]
@@ -56,16 +57,19 @@ def wait_for_copies(objects: Mapping[str, object]) -> None:
             for hook in filter(only_waits, part._load_state_dict_pre_hooks.values()):
                 hook(part, {}, "", {}, True, [], [], [])
         else:
-            waiting: Any = part._optimizer_load_state_dict_pre_hooks
+            waiting: Any = getattr(part, "_optimizer_load_state_dict_pre_hooks", {})
             for hook in filter(only_waits, waiting.values()):
                 hook(part, {})
+        wait = getattr(vars(part).get("load_state_dict"), "waits", None)  # where torch's hooks cannot be put
+        if wait is not None:
+            wait()
 
 
 def _hooked(found: object) -> Iterator[nn.Module | Optimizer]:
     if isinstance(found, nn.Module):
         yield from split_wrappers(found)
     elif isinstance(found, Optimizer):
-        yield found
+        yield from with_inner(found)
     elif isinstance(found, Mapping | list | tuple):
         for child in found.values() if isinstance(found, Mapping) else found:
             if not isinstance(child, torch.Tensor):

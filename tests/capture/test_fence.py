@@ -57,7 +57,7 @@ def test_loading_into_a_module_and_into_an_optimizer_waits_first() -> None:
     fence.install([optimizer], [model])
     train_step(model, optimizer)
     states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    assert waits.during(lambda: model.load_state_dict(states[0])) == 1
+    assert waits.during(lambda: model.load_state_dict(states[0])) == len([*model.modules()])
     assert waits.during(lambda: optimizer.load_state_dict(states[1])) == 1
 
 
@@ -68,7 +68,7 @@ def test_installing_again_hooks_only_what_is_new() -> None:
     for optimizers in ([first], [first], [first, second]):
         fence.install(optimizers, [model])
     assert waits.during(lambda: (first.step(), second.step())) == 2
-    assert waits.during(lambda: model.load_state_dict(model.state_dict())) == 1
+    assert waits.during(lambda: model.load_state_dict(model.state_dict())) == len([*model.modules()])
 
 
 def test_a_scheduler_and_a_scaler_step_through_the_fence() -> None:
@@ -105,6 +105,58 @@ def test_after_remove_nothing_waits_and_no_hook_is_left() -> None:
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_load_state_dict_pre_hooks
     assert not model._load_state_dict_pre_hooks
+
+
+def test_loading_into_any_part_of_a_model_waits_first() -> None:
+    model, waits = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)), Waits()
+    fence = Fence(waits)
+    fence.install([], [model])
+    for part in (model[0], model[0][0], model[1]):  # type: ignore[index]  # a Sequential
+        assert waits.during(lambda part=part: part.load_state_dict(part.state_dict())) >= 1  # type: ignore[misc]  # bound now
+    model.append(late := nn.Linear(2, 2))
+    assert waits.during(lambda: late.load_state_dict(late.state_dict())) == 0
+    fence.install([], [model])
+    assert waits.during(lambda: late.load_state_dict(late.state_dict())) == 1
+    fence.remove()
+    assert not any(part._load_state_dict_pre_hooks for part in model.modules())
+
+
+def test_a_part_that_has_the_place_in_memory_of_one_that_is_gone_is_hooked() -> None:
+    waits = Waits()
+    fence = Fence(waits)
+    for _ in range(20):
+        model = nn.Linear(2, 2)
+        fence.install([], [model])
+        assert waits.during(lambda model=model: model.load_state_dict(model.state_dict())) == 1  # type: ignore[misc]  # bound now
+        del model
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.zeros(1, 2))], ids=["script", "trace"])
+def test_loading_into_a_compiled_script_waits_first(make: Callable[[nn.Module], nn.Module]) -> None:
+    waits, model = Waits(), make(nn.Sequential(nn.Linear(2, 2)))
+    fence = Fence(waits)
+    fence.install([], [model])
+    assert waits.during(lambda: model.load_state_dict(model.state_dict())) == 1
+    fence.remove()
+    assert waits.during(lambda: model.load_state_dict(model.state_dict())) == 0
+
+
+def test_an_optimizer_that_exchanges_weights_to_evaluate_them_waits_first() -> None:
+    class Averaging(torch.optim.SGD):
+        def eval(self) -> int:
+            return len(waits.threads)
+
+        def train(self, *, mode: bool = True) -> int:
+            return len(waits.threads) * mode
+
+    waits = Waits()
+    optimizer = Averaging(Net().parameters(), lr=0.1)
+    fence = Fence(waits)
+    fence.install([optimizer], [])
+    assert (optimizer.eval(), optimizer.train(), optimizer.train(mode=False)) == (1, 2, 0)
+    fence.remove()
+    assert (optimizer.eval(), len(waits.threads)) == (3, 3)
 
 
 # --- with a tracker ---------------------------------------------------------------------------------------------------------
