@@ -5,6 +5,7 @@ Tensors are known by identity, weakly. ``is_any`` costs nothing to ask while not
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable
@@ -74,8 +75,16 @@ def check(tensors: Iterable[torch.Tensor]) -> None:
         )
 
 
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # whichever thread held it is not here
+
+
 def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
     with _lock:
         mark = _marked.get(key)
         if mark is not None and mark.tensor is gone:
             del _marked[key]
+
+
+os.register_at_fork(after_in_child=_after_fork)

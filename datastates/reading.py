@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .geometry import rebuild
+from .interrupts import checkpoint
 from .manifest import CHUNK_BYTES, TensorSpec
 from .store.tier import Reader
 from .tree import decode_skeleton, decode_values, unflatten
@@ -54,6 +55,7 @@ def _read_tree(
     tensors: list[torch.Tensor | None] = []
     specs = specs_of(reader)
     for spec in specs:
+        checkpoint()
         if spec.alias is not None:
             tied = tensors[spec.alias]
             tensors.append(tied if tied is not None or not wants(spec.path) else _read(reader, specs[spec.alias], is_borrowing, device))

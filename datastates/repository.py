@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound
 from .frames import States
 from .handed import split_values
 from .home import FOLDER, PACKS, check_whole, settle_in
+from .interrupts import undisturbed
 from .lease import Lease
 from .lineage import refs as lineage_refs
 from .lineage import revision, runs, search, walk
@@ -109,9 +111,9 @@ class Repository:
         self._running: Runner | None = None
         self._lease: Lease | None = None
         self._run_uid: str | None = None
-        self._trackers: list[Tracker] = []
+        self._trackers: weakref.WeakSet[Tracker] = weakref.WeakSet()
         self._servers: list[Server] = []
-        self._is_closed = False
+        self._is_closed = self._is_ended = False
 
     # --- tracking --------------------------------------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class Repository:
             tracker._fence.remove()
             self._runner().drop_line(line)
             raise
-        self._trackers.append(tracker)
+        self._trackers.add(tracker)
         return tracker
 
     def _runner(self) -> Runner:
@@ -233,7 +235,7 @@ class Repository:
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         """
         state = self.state(rev)
-        with naming_a_way_on(self, state), self._open_payload(state) as reader:
+        with undisturbed(), naming_a_way_on(self, state), self._open_payload(state) as reader:
             return read_tree(reader, wants=Selection(only).wants, device=device)
 
     def restore(
@@ -251,14 +253,14 @@ class Repository:
         :raises Corrupt: the first that is wrong.
         """
         state = self.state(rev)
-        with self._open_payload(state) as reader:
+        with undisturbed(), self._open_payload(state) as reader:
             reader.verify()
         return state
 
     def _restore(self, state: State, into: Mapping[str, object], *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
         for tracker in self._trackers:
             tracker.fence()
-        with naming_a_way_on(self, state), self._open_payload(state) as reader:
+        with undisturbed(), naming_a_way_on(self, state), self._open_payload(state) as reader:
             tree = read_tree(reader, wants=reads(into, only), is_borrowing=True)
             return restore_into(into, tree, only=only, strict=strict)
 
@@ -493,7 +495,7 @@ class Repository:
 
         :raises DatastatesError: (or another error of the background) that no handle and no later capture has raised.
         """
-        if self._is_closed or self._pid != os.getpid():
+        if self._is_ended or self._pid != os.getpid():
             return
         self._is_closed = True
         for server in self._servers:
@@ -506,8 +508,10 @@ class Repository:
                 errors.append(exc)
         try:
             self._let_go()
-        finally:
-            self._database.close()
+        except Exception:
+            self._end()
+            raise
+        self._end()
         if self._running is not None:
             errors += self._running.errors()  # states may be written after their tracker ended: tags make them durable
         if errors:
@@ -532,6 +536,10 @@ class Repository:
         from .notebook import repository_html  # only notebooks ask
 
         return repository_html(self)
+
+    def _end(self) -> None:
+        self._is_ended = True  # an interrupt before this: the next call goes on
+        self._database.close()
 
     def _let_go(self) -> None:
         if self._running is None or self._memory is None or self._arena is None or self._lease is None or self._run_uid is None:

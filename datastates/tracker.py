@@ -22,6 +22,7 @@ from .capture.plan import Plan, compile_plan
 from .capture.stage import CopyJob
 from .config import BackPressure
 from .errors import Closed, DatastatesError, InvalidInput
+from .interrupts import undisturbed
 from .lineage import refs as lineage_refs
 from .lineage.states import State, Value
 from .loops import LOOPS, Loops
@@ -72,7 +73,7 @@ class Tracker:
         self._is_driven = False
         self._is_resumed = False
         self._loops = Loops(lambda: [found for _, found in parts(self._objects)])
-        self._is_closed = False
+        self._is_closed = self._is_ended = False
         self._pid = os.getpid()
         self.step = 0
         self.micro_step = 0
@@ -158,6 +159,12 @@ class Tracker:
         :raises Unsupported: something tracked cannot be encoded; names it.
         :raises Closed: the tracker was closed, or this is a forked child.
         """
+        with undisturbed():
+            return self._capture(metrics, step, message, attributes)
+
+    def _capture(
+        self, metrics: Mapping[str, SupportsFloat] | None, step: int | None, message: str | None, attributes: Mapping[str, Value] | None
+    ) -> Capture:
         self._check_usable()
         noted = _Noted.of(metrics, attributes, message)
         self.micro_step = values.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
@@ -204,7 +211,7 @@ class Tracker:
     def fence(self) -> None:
         """Wait until no copy reads the tracked tensors any more; call it before changing them by hand."""
         job = self._pending
-        if job is not None:
+        if job is not None and self._pid == os.getpid():  # in a forked child nothing copies, and what is changed is its own
             self._runner.stager.fence(job)
             if job.is_copied.is_set():
                 self._pending = None
@@ -252,13 +259,14 @@ class Tracker:
 
         :raises DatastatesError: (or another error of the background) the last captures could not be recorded.
         """
-        if self._is_closed or self._pid != os.getpid():
+        if self._is_ended or self._pid != os.getpid():
             return
         self._is_closed = True
-        self._fence.remove()
-        self._repository._trackers.remove(self)  # a repository outlives the models of its trainings
         self._runner.close_line(self._line)
+        self._fence.remove()
+        self._repository._trackers.discard(self)  # a repository outlives the models of its trainings
         self._repository._wait_until_drained()
+        self._is_ended = True  # an interrupt before this: the next call goes on
         self._heed_edits()
         self._raise_background_error()
 
@@ -284,14 +292,15 @@ class Tracker:
         reason: str = "move",
     ) -> RestoreReport:
         """Put a state back, but for the objects ``without``, and the branch with it; ``reason`` is for the reflog. Nothing is in flight."""
-        report = self._restore_objects(state, only=only, strict=strict, without=without)
-        if self._line.tip is None:
-            self._repository.branch(self._line.branch, state.uid)
-        elif self._line.tip[0] != state.uid:
-            with self._repository._changing(state) as (session, uid):
-                lineage_refs.move(session, self._line.branch, uid, expected=self._line.tip[0], reason=reason)
-        self._line.tip = (state.uid, state.digest)
-        self._newest = state.uid
+        with undisturbed():
+            report = self._restore_objects(state, only=only, strict=strict, without=without)
+            if self._line.tip is None:
+                self._repository.branch(self._line.branch, state.uid)
+            elif self._line.tip[0] != state.uid:
+                with self._repository._changing(state) as (session, uid):
+                    lineage_refs.move(session, self._line.branch, uid, expected=self._line.tip[0], reason=reason)
+            self._line.tip = (state.uid, state.digest)
+            self._newest = state.uid
         return report
 
     def _restore_objects(

@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import QueuePool
 
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
+from datastates.interrupts import checkpoint, undisturbed
 from datastates.sharing import make_folders, share
 
 from .frozen import Frozen, why_frozen
@@ -120,7 +121,7 @@ class Database:
         if self._frozen is not None and self._frozen.has_changed():
             self._engine.dispose()
         try:
-            with Session(engine, autoflush=False, expire_on_commit=False) as session:
+            with undisturbed(), Session(engine, autoflush=False, expire_on_commit=False) as session:
                 yield session
         except (exc.SQLAlchemyError, sqlite3.Error) as error:
             raise translate(error, self._shown) from error
@@ -273,6 +274,7 @@ def _begin_immediate(raw: sqlite3.Connection) -> None:
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                     raise
+                checkpoint()
             else:
                 return
     finally:

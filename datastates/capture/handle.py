@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 
+from datastates.bell import Bell
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.states import State, Status
 
@@ -25,7 +24,7 @@ class Capture:
         self.uid, self.step = uid, step
         self.is_skipped = False
         self._want = want
-        self._changed = threading.Condition()
+        self._changed = Bell()
         self._state: State | None = None
         self._error: BaseException | None = None
         self._given_up: str | None = None
@@ -55,22 +54,17 @@ class Capture:
         :raises Unavailable: the capture was skipped, or its bytes were given up before they reached the status.
         :raises TimeoutError: ``timeout_s`` seconds went by.
         :raises InvalidInput: no such status.
+        :raises Closed: this is a forked child, where nothing is captured.
         """
         goal = _goal(status)
         if goal is not Status.CAPTURED:
             self._want(self.uid)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while not self._has_reached(goal):
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError(
-                        f"state {self.uid} (step {self.step}) is not {goal} after {timeout_s} s; it is {self.status or 'being copied'}"
-                    )
-                # A bounded wait, so that Ctrl-C is noticed on every platform.
-                self._changed.wait(0.5 if left is None else min(left, 0.5))
-            assert self._state is not None
-            return self._state
+        if not self._changed.wait_for(lambda: self._has_reached(goal), timeout_s):
+            raise TimeoutError(
+                f"state {self.uid} (step {self.step}) is not {goal} after {timeout_s} s; it is {self.status or 'being copied'}"
+            )
+        assert self._state is not None
+        return self._state
 
     def _has_reached(self, goal: Status) -> bool:
         state = self._state
@@ -85,24 +79,20 @@ class Capture:
         return False
 
     def _advance(self, state: State) -> None:
-        with self._changed:
-            self._state = state
-            self._changed.notify_all()
+        self._state = state
+        self._changed.ring()
 
     def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
+        self._error = error
+        self._changed.ring()
 
     def _skip(self) -> None:
-        with self._changed:
-            self.is_skipped = True
-            self._changed.notify_all()
+        self.is_skipped = True
+        self._changed.ring()
 
     def _give_up(self, why: str) -> None:
-        with self._changed:
-            self._given_up = self._given_up or why  # the first reason is the one that helps
-            self._changed.notify_all()
+        self._given_up = self._given_up or why  # the first reason is the one that helps
+        self._changed.ring()
 
     def __repr__(self) -> str:
         what = "skipped" if self.is_skipped else type(self._error).__name__ if self._error else self.status or "in flight"

@@ -16,10 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+from datastates.bell import Bell
 from datastates.config import BackPressure, Config
 from datastates.digest import chunk_digest, state_digest
 from datastates.errors import Closed, Conflict, OverBudget, Torn
+from datastates.interrupts import Mutex, checkpoint, undisturbed
 from datastates.lineage import record as lineage_record
 from datastates.lineage import refs as lineage_refs
 from datastates.lineage.database import Database
@@ -61,6 +64,12 @@ __all__ = ["Runner"]
 
 _log = logging.getLogger(__name__)
 
+_ASK_AGAIN_S = 0.1
+"""How often whoever waits for room asks for it again."""
+
+_SAY_AGAIN_S = 0.2
+"""How often whoever waits for writes hears how many are left."""
+
 _REFS_POLL_S = 1.0
 """How often refs that other processes made are looked for."""
 
@@ -74,7 +83,7 @@ class Runner:
         self._database, self._arena, self._memory, self._local = database, arena, memory, local
         self._config, self._run, self._folder, self._holder = config, run, folder, holder(node, run)
         self.stager = Stager(arena)
-        self._lock = threading.Condition()
+        self._lock, self._changed = Mutex(), Bell()
         self._engine = Engine()
         self._handles: dict[str, Capture] = {}
         self._lines_of: dict[str, Line] = {}
@@ -145,10 +154,12 @@ class Runner:
                 return slots
             if refused is not None:
                 raise self._no_room(count, refused, line)
-            with self._lock:
-                self._raise_if_closed()
-                if in_flight <= self._in_flight and self._arena.reach(self._warmer.at_once) < count:
-                    self._lock.wait(0.1)
+            self._raise_if_closed()
+            self._changed.wait_for(partial(self._may_have_room, count, in_flight), _ASK_AGAIN_S)
+            checkpoint()
+
+    def _may_have_room(self, count: int, in_flight: int) -> bool:
+        return in_flight > self._in_flight or self._arena.reach(self._warmer.at_once) >= count
 
     def _expect_captures(self, line: Line, count: int) -> None:
         if count > self._next_slots and 2 * count > self._arena.capacity:
@@ -194,27 +205,28 @@ class Runner:
     def release(self, slots: list[int]) -> None:
         """Give back slots of a capture that did not come about."""
         self._arena.release(slots)
-        self._notify()
+        self._changed.ring()
 
     def submit(self, staged: Staged, *, is_deferring: bool) -> CopyJob:
         """Begin the copy of a capture; the engine goes on from there."""
         job = staged.job
         assert job is not None
         job.on_done = lambda done: self._copied(staged, done)
-        try:
-            with self._lock:
-                self._raise_if_closed()
-                self._in_flight += 1
-                self._handles[staged.handle.uid] = staged.handle
-            self.stager.begin(job, is_deferring=is_deferring)
-        except BaseException as exc:
-            # Ctrl-C and SIGTERM come anywhere. What is in flight must land, or the exit would wait for it for ever.
-            if staged.handle.uid in self._handles:
-                self.stager.abandon(job, exc)
-            else:
-                job.is_copied.set()
-                self.release(job.slots)
-            raise
+        with undisturbed():
+            try:
+                with self._lock:
+                    self._raise_if_closed()
+                    self._in_flight += 1
+                    self._handles[staged.handle.uid] = staged.handle
+                self.stager.begin(job, is_deferring=is_deferring)
+            except BaseException as exc:
+                # What is in flight must land, or the exit would wait for it for ever.
+                if staged.handle.uid in self._handles:
+                    self.stager.abandon(job, exc)
+                else:
+                    job.is_copied.set()
+                    self.release(job.slots)
+                raise
         return job
 
     def _copied(self, staged: Staged, job: CopyJob) -> None:
@@ -258,7 +270,7 @@ class Runner:
                 return 0
             freed = self._memory.remove(uid)
             self._forget(uid, f"state {uid} was dropped before it became durable")
-            self._lock.notify_all()
+        self._changed.ring()
         return freed
 
     def line_of(self, uid: str) -> Line | None:
@@ -268,9 +280,7 @@ class Runner:
 
     def flush(self) -> None:
         """Wait until every capture so far is recorded or has failed."""
-        with self._lock:
-            while self._in_flight:
-                self._lock.wait(0.5)
+        self._changed.wait_for(lambda: not self._in_flight)
 
     def refs_changed(self) -> None:
         """Refs were made, moved or deleted: protect and write what they name."""
@@ -291,9 +301,7 @@ class Runner:
             while (pending := self.pending_writes) and not self._is_abandoned:
                 if on_wait is not None:
                     on_wait(pending)
-                with self._lock:
-                    if self._in_flight or self._engine.pending_writes:
-                        self._lock.wait(0.2)
+                self._changed.wait_for(lambda: not self.pending_writes, _SAY_AGAIN_S)
         except KeyboardInterrupt:
             self._is_abandoned = True
             raise
@@ -304,26 +312,31 @@ class Runner:
             return [line.error for line in self._failed.values() if line.branch and isinstance(line.error, Exception)]
 
     def close(self) -> None:
-        """Make the heads durable, wait, and end the threads; idempotent. Not to be called from these threads."""
-        with self._lock:
-            if self._is_closed:
-                return
-        self.stager.close()
-        self.flush()
-        self.refs_changed()
-        self._post(Closing(None))
-        self.drain()
-        self._evicted += list(self._memory.uids())  # what ends with this process; those that are durable stay so
-        self._record_evictions()
-        with self._lock:
-            self._is_closed = True
-        self._staged.put(None)
-        self._writes.put(None)
-        self._warmer.close()
+        """Make the heads durable, wait, and end the threads; idempotent, and goes on where it was interrupted. Not for these threads."""
+        if not self._is_closed:
+            self.stager.close()
+            self.flush()
+            self.refs_changed()
+            self._post(Closing(None))
+            self.drain()
+            with undisturbed():
+                self._end()
         if self._is_abandoned:
             return  # daemon threads in the middle of a write that nobody waits for
         for thread in self._threads:
             thread.join()
+
+    def _end(self) -> None:
+        self._evicted += list(self._memory.uids())  # what ends with this process; those that are durable stay so
+        self._record_evictions()
+        with self._lock:
+            self._is_closed = True
+            handles = list(self._handles.values())
+        for each in handles:
+            each._give_up(f"state {each.uid} was in memory only when its repository was closed: wait for it before that, or tag it")
+        self._staged.put(None)
+        self._writes.put(None)
+        self._warmer.close()
 
     # --- the engine thread ---------------------------------------------------------------------------------------------
 
@@ -343,7 +356,7 @@ class Runner:
             finally:
                 with self._lock:
                     self._in_flight -= 1
-                    self._lock.notify_all()
+                self._changed.ring()
 
     def _finish(self, staged: Staged) -> None:
         """Digest, adopt, record: the table of contents of a capture's second half."""
@@ -530,7 +543,7 @@ class Runner:
             actions = self._engine.handle(event)
             for action in actions:
                 self._act(action)
-            self._lock.notify_all()
+        self._changed.ring()
         return actions
 
     def _act(self, action: Action) -> None:
@@ -559,10 +572,6 @@ class Runner:
         handle = self._handles.pop(uid, None)
         if handle is not None:
             handle._give_up(why)
-
-    def _notify(self) -> None:
-        with self._lock:
-            self._lock.notify_all()
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:

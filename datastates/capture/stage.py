@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 import threadpoolctl  # type: ignore[import-untyped]  # it has no stubs
 import torch
 
+from datastates.bell import Latch
 from datastates.errors import Torn
+from datastates.interrupts import Mutex
 from datastates.store.arena import Arena
 from datastates.store.pinning import CudaRegistrar
 
@@ -41,13 +43,13 @@ class CopyJob:
     on_done: Callable[[CopyJob], None]
     armed: Armed | None = None
     error: BaseException | None = None
-    is_copied: threading.Event = field(default_factory=threading.Event)
-    eager_done: threading.Event = field(default_factory=threading.Event)
+    is_copied: Latch = field(default_factory=Latch)
+    eager_done: Latch = field(default_factory=Latch)
     deferred: _Pairs | None = None
     events: list[tuple[torch.device, torch.cuda.Event]] = field(default_factory=list)
     has_host_reads: bool = True
     versions: list[int] | None = None
-    seal: threading.Lock = field(default_factory=threading.Lock)
+    seal: Mutex = field(default_factory=Mutex)
 
 
 _Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]

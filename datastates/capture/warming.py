@@ -12,7 +12,9 @@ import logging
 import threading
 import time
 
+from datastates.bell import Bell
 from datastates.errors import Closed
+from datastates.interrupts import Mutex
 from datastates.policy.keeping import AT_ONCE_BYTES, SMALL_BYTES, slots_kept
 from datastates.store.arena import Arena
 
@@ -35,37 +37,36 @@ class Warmer:
         self._sizes: dict[str, int] = {}
         self._said: int | None = None
         self._is_closed = False
-        self._changed = threading.Condition()
+        self._lock, self._changed = Mutex(), Bell()
         self._thread = threading.Thread(target=self._run, name="datastates-arena", daemon=True)
         self._thread.start()
 
     @property
     def at_once(self) -> int:
         """How many slots captures may make warm themselves before states that may leave memory do so."""
-        with self._changed:
+        with self._lock:
             return self._at_once()
 
     @property
     def kept(self) -> int:
         """How many slots are to be warm in the end."""
-        with self._changed:
+        with self._lock:
             return self._kept()
 
     def expect(self, line: str, slots: int) -> None:
         """A state of this line takes so many slots."""
-        with self._changed:
-            if self._sizes.get(line, 0) < slots:
-                self._sizes[line] = slots
-                self._changed.notify_all()
+        with self._lock:
+            self._sizes[line] = max(slots, self._sizes.get(line, 0))
+        self._changed.ring()
 
     def forget(self, line: str) -> None:
         """The line ended."""
-        with self._changed:
+        with self._lock:
             self._sizes.pop(line, None)
 
     def say(self, size_bytes: int) -> None:
         """Tell the user how many states of this size are kept: once, and again where they turn out to be fewer."""
-        with self._changed:
+        with self._lock:
             kept = max(1, self._kept() // max(1, sum(self._sizes.values())) - 1)  # beside the one that is being captured
             if self._said is not None and kept >= self._said:
                 return
@@ -78,9 +79,8 @@ class Warmer:
 
     def close(self) -> None:
         """End the thread; idempotent."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self._changed.ring()
         self._thread.join()
 
     def _kept(self) -> int:
@@ -101,11 +101,8 @@ class Warmer:
 
     def _wait_for_need(self) -> bool:
         """Wait until more is to be warm than is; False at the end."""
-        with self._changed:
-            while not self._is_closed and self._arena.warm >= self._kept():
-                self._changed.wait()
-            return not self._is_closed
+        self._changed.wait_for(lambda: self._is_closed or self._arena.warm < self.kept)
+        return not self._is_closed
 
     def _rest(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed, seconds)
+        self._changed.wait_for(lambda: self._is_closed, seconds)

@@ -12,13 +12,14 @@ import ctypes
 import mmap
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from datastates.bell import Bell
 from datastates.errors import Closed, InvalidInput, OverBudget
+from datastates.interrupts import Mutex
 from datastates.manifest import CHUNK_BYTES
 
 from .pinning import Pinned, Registrar
@@ -54,25 +55,25 @@ class Arena:
         self._pinned: Pinned | None = None
         self._registered = 0
         self._is_closed = False
-        self._changed = threading.Condition(threading.Lock())
-        self._registering = threading.Lock()
+        self._changed = Bell()
+        self._lock, self._registering = Mutex(), Mutex()
         _arenas.add(self)
 
     @property
     def available(self) -> int:
         """How many slots are free, those that were never touched included."""
-        with self._changed:
+        with self._lock:
             return len(self._free) + self._coming + self.capacity - self._warm
 
     def reach(self, within: int) -> int:
         """How many slots ``acquire`` would give with this ``within``; ``reach(0)`` are free and warm."""
-        with self._changed:
+        with self._lock:
             return self._reach(within)
 
     @property
     def warm(self) -> int:
         """How many slots are or were in use, or were warmed up: what the arena takes of the machine's memory."""
-        with self._changed:
+        with self._lock:
             return self._warm
 
     def acquire(self, count: int, prefer: Sequence[int] = (), *, within: int | None = None) -> list[int] | None:
@@ -85,17 +86,18 @@ class Arena:
         :raises Closed: the arena was closed, or belongs to the parent of this forked process.
         """
         most = self.capacity if within is None else within
-        with self._changed:
-            self._check_open()
-            while self._reach(most) < count <= self._reach(most) + self._coming:
-                self._changed.wait()  # a few ms: they are being touched this very moment
+        while True:
+            with self._lock:
                 self._check_open()
-            if self._reach(most) < count:
-                return None
-            is_growing = len(self._free) < count
-            if is_growing:
-                self._put_below(self._widen(count - len(self._free)))
-            taken = self._take(count, prefer)
+                if not self._is_coming(count, most):
+                    if self._reach(most) < count:
+                        return None
+                    is_growing = len(self._free) < count
+                    if is_growing:
+                        self._put_below(self._widen(count - len(self._free)))
+                    taken = self._take(count, prefer)
+                    break
+            self._changed.wait_for(lambda: not self._is_coming(count, most))  # a few ms: they are being touched this very moment
         if is_growing:
             self._register()
         return taken
@@ -106,7 +108,7 @@ class Arena:
         Page by page and by writing: ``MADV_POPULATE_WRITE`` would hold up every ``mmap`` and ``munmap`` of the process, which a training
         makes all the time, until all of it is touched (290 ms for 64 MiB, where writing holds nobody up).
         """
-        with self._changed:
+        with self._lock:
             self._check_open()
             fresh, flat = self._widen(count), self.flat
             self._coming += len(fresh)
@@ -115,11 +117,11 @@ class Arena:
                 flat[fresh.start * CHUNK_BYTES : fresh.stop * CHUNK_BYTES : mmap.PAGESIZE].zero_()
                 self._register()
         finally:
-            with self._changed:
+            with self._lock:
                 self._coming -= len(fresh)
                 if not self._is_closed:
                     self._put_below(fresh)
-                self._changed.notify_all()
+            self._changed.ring()
         return bool(fresh)
 
     def pin(self, registrar: Registrar) -> None:
@@ -127,7 +129,7 @@ class Arena:
 
         Not done before something lies on a device: registering makes a context there.
         """
-        with self._changed:
+        with self._lock:
             self._check_open()
             if self._pinned is not None:
                 return
@@ -145,7 +147,7 @@ class Arena:
 
         :raises InvalidInput: one of them is free already; none is then given back.
         """
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return
             given = dict.fromkeys(slots)
@@ -169,11 +171,11 @@ class Arena:
 
     def close(self) -> None:
         """Let go of the memory as soon as nobody's view of it is left; idempotent. What is registered is unregistered before."""
-        with self._registering, self._changed:
+        with self._registering, self._lock:
             if self._is_closed:
                 return
             self._forget()
-            self._changed.notify_all()
+        self._changed.ring()
         if self._pinned is not None:
             self._pinned.let_go()
 
@@ -181,6 +183,9 @@ class Arena:
 
     def _reach(self, within: int) -> int:
         return len(self._free) + max(0, min(within, self.capacity) - self._warm)
+
+    def _is_coming(self, count: int, within: int) -> bool:
+        return self._reach(within) < count <= self._reach(within) + self._coming
 
     def _widen(self, count: int) -> range:
         """Up to ``count`` more slots are warm, or soon will be."""
@@ -204,7 +209,7 @@ class Arena:
         if self._pinned is None:
             return
         with self._registering:
-            with self._changed:
+            with self._lock:
                 if self._is_closed:
                     return
                 first, last = self._registered, self._warm
@@ -224,8 +229,7 @@ class Arena:
         self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: none of it is there, and a thread that held our locks is not either."""
-        self._changed, self._registering = threading.Condition(threading.Lock()), threading.Lock()
+        """In a forked child: none of it is there."""
         if self._pinned is not None:
             self._pinned.leave_to_parent()
         self._forget()

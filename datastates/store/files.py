@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from datastates.interrupts import undisturbed
 from datastates.sharing import may_read, share
 
 from .pack import PAGE, padded
@@ -72,21 +73,22 @@ def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[N
 
     :raises PermissionError: the lock's file cannot be opened.
     """
-    try:
-        fd = _open_lock(root / _LOCK, is_shared=is_shared)
-    except OSError as exc:
-        if is_needed or exc.errno not in _FORBIDDEN:
-            raise
-        yield
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+    with undisturbed():
         try:
+            fd = _open_lock(root / _LOCK, is_shared=is_shared)
+        except OSError as exc:
+            if is_needed or exc.errno not in _FORBIDDEN:
+                raise
             yield
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child forked meanwhile shares this lock
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child forked meanwhile shares this lock
-    finally:
-        os.close(fd)
+            os.close(fd)
 
 
 def _open_lock(path: Path, *, is_shared: bool) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 
 from datastates.digest import chunk_digest
 from datastates.errors import Closed, Corrupt, InvalidInput, NotFound, OverBudget
+from datastates.interrupts import Mutex, undisturbed
 from datastates.manifest import CHUNK_BYTES, Manifest
 
 from .arena import Arena
@@ -51,7 +51,7 @@ class MemoryTier(Tier):
         self._states: dict[str, _State] = {}
         self._chunks: dict[_Key, _Held] = {}
         self._is_closed = False
-        self._lock = threading.Lock()
+        self._lock = Mutex()
 
     def adopt(self, manifest: Manifest, slots: Sequence[int]) -> Placed:
         """Take over slots that were acquired and filled, one for each chunk in order; they are not to be written again.
@@ -258,7 +258,7 @@ class _MemoryReader(Reader):
         self._tier, self._arena, self._state, self._slots = tier, arena, state, slots
         self._unverified = set(range(len(slots))) if verify else set[int]()
         self._is_closed = False
-        self._lock = threading.Lock()
+        self._lock = Mutex()
 
     def chunk(self, index: int) -> memoryview:
         """One chunk, as it lies in its slot."""
@@ -289,11 +289,12 @@ class _MemoryReader(Reader):
 
     def close(self) -> None:
         """Let go of the slots."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        self._tier._close_reader(self._state)
+        with undisturbed():
+            with self._lock:
+                if self._is_closed:
+                    return
+                self._is_closed = True
+            self._tier._close_reader(self._state)
 
     def _check_open(self) -> None:
         if self._is_closed:

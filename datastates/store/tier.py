@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from datastates.errors import InvalidInput
+from datastates.interrupts import checkpoint
 from datastates.manifest import CHUNK_BYTES, Manifest
 
 __all__ = ["Payload", "Placed", "Reader", "Tier"]
@@ -93,6 +94,7 @@ class Reader(ABC):
         :raises Corrupt: at the first that fails.
         """
         for index in range(len(self.manifest.content.chunks)):
+            checkpoint()
             self.chunk(index)
 
     def __enter__(self) -> Self:

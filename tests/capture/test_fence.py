@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +20,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import datastates
 from datastates.capture.fence import Fence
+from datastates.errors import Closed
 
+from .build import held_back
 from .optimizers import FORMS, Form, Net, train_step
 
 
@@ -203,3 +207,40 @@ def test_a_copy_of_the_model_keeps_no_closed_repository_alive(tmp_path: Path) ->
     gc.collect()
     assert tracker() is None
     assert len(loaded._load_state_dict_pre_hooks) == 1
+
+
+def test_a_child_forked_while_a_copy_is_under_way_waits_for_none_of_its_parents_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with datastates.open(tmp_path / "runs", memory_bytes=8 << 22) as repo, repo.track(model=model, optimizer=optimizer) as run:
+        train_step(model, optimizer)
+        with held_back(monkeypatch):
+            capture = run.capture()
+            child = os.fork()
+            if not child:
+                os._exit(_in_a_child(run, capture, model, optimizer))
+            status = os.waitpid(child, 0)[1]
+        assert os.waitstatus_to_exitcode(status) == 3
+        assert capture.wait(timeout_s=60).step == 1
+
+
+def _in_a_child(run: datastates.Tracker, capture: datastates.Capture, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """How often a use of the parent's threads was refused; nothing of it hangs."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(30)
+    torch.set_num_threads(1)  # OpenMP's threads are the parent's too, and it does not know
+    model.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    run.fence()
+    refused = 0
+    uses: list[Callable[[], object]] = [capture.wait, lambda: capture.wait("durable"), lambda: run.head]
+    for use in uses:
+        try:
+            use()
+        except Closed:
+            refused += 1
+    run.close()
+    return refused

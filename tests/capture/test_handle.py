@@ -123,6 +123,22 @@ def test_a_state_that_left_memory_before_it_was_durable_says_so(opened: Callable
             capture.wait("durable", timeout_s=60)
 
 
+def test_a_wait_for_what_closing_the_repository_gave_up_ends(opened: Callable[..., Repository]) -> None:
+    repo = opened()
+    run, _, optimizer = track(repo)
+    captures = [run.capture()]
+    optimizer.step()
+    captures.append(run.capture())
+    waiter = threading.Thread(target=lambda: captures[0].wait("captured"))
+    waiter.start()
+    repo.close()
+    waiter.join(60)
+    assert captures[1].wait("durable", timeout_s=60).status is Status.DURABLE
+    assert captures[0].wait(timeout_s=60).status is Status.CAPTURED
+    with pytest.raises(Unavailable, match=f"state {captures[0].uid} was in memory only when its repository was closed"):
+        captures[0].wait("durable", timeout_s=60)
+
+
 # --- errors of the background -------------------------------------------------------------------------------------------------
 
 

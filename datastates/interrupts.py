@@ -1,0 +1,145 @@
+"""Signals that come at a bad moment wait for a good one: what raises (Ctrl-C, SIGTERM, a time limit) breaks into nothing half done.
+
+Python runs signal handlers in the main thread, between any two instructions. One that raises between the taking of a lock and the block
+that releases it leaves the lock taken for ever, and every thread that needs it waits for ever. So whatever a training thread must not be
+torn out of runs ``with undisturbed():``. A section is short, or asks ``checkpoint`` while it waits for something. Other threads than the
+main one are never interrupted, so for them all of this does nothing.
+
+The handlers are put back when the outermost section ends, and what came meanwhile is then handed to them, once for each signal.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # has no stubs; ``signal`` wraps it in enums, which takes 50 times as long
+import os
+import signal
+import threading
+import time
+import weakref
+from types import FrameType
+from typing import Any
+
+__all__ = ["PATIENCE_S", "Mutex", "checkpoint", "undisturbed"]
+
+PATIENCE_S = 2.0
+"""A signal that comes again so long after it was put off goes through: whoever asks twice can break off what hangs."""
+
+_NAMES = "HUP INT QUIT ABRT ALRM TERM USR1 USR2 CHLD CONT TSTP TTIN TTOU XCPU XFSZ VTALRM PROF WINCH IO PWR"
+_SIGNALS = [int(getattr(signal, f"SIG{name}")) for name in _NAMES.split() if hasattr(signal, f"SIG{name}")]
+
+
+class _Section:
+    """Whether the main thread is to be left alone. The order of steps matters: a handler may run after any call that is made outside."""
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+        self._depth = 0
+        self._handlers: dict[int, Any] = {}
+        self._waiting: dict[int, tuple[float, Any]] = {}
+        self._put_off = self._on_signal  # one object, to know it again
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == self._main:
+            if not self._depth:
+                self._take()
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._depth and threading.get_ident() == self._main:  # in a child that was forked inside, the depth is 0
+            self._depth -= 1
+            if not self._depth:  # from here on a handler may raise again
+                try:
+                    self._give_back()
+                finally:
+                    self._deliver()
+
+    def checkpoint(self) -> None:
+        """See the function of this name."""
+        if self._waiting and threading.get_ident() == self._main:
+            self._deliver()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, whose main thread is the one that forked: it may have been forked inside, and never leave the block."""
+        self._main, self._depth = threading.get_ident(), 0
+        self._waiting.clear()
+        self._give_back()
+
+    def _take(self) -> None:
+        """Until the depth says otherwise, handlers that were taken are called at once: a raise in here leaves all as it was."""
+        for number in _SIGNALS:
+            handler = _signal.getsignal(number)
+            if handler is not self._put_off and callable(handler):
+                self._handlers[number] = handler
+                _signal.signal(number, self._put_off)
+
+    def _give_back(self) -> None:
+        for number, handler in list(self._handlers.items()):
+            if _signal.getsignal(number) is self._put_off:
+                _signal.signal(number, handler)
+            self._handlers.pop(number, None)
+
+    def _deliver(self) -> None:
+        while self._waiting:
+            number, (_, handler) = self._waiting.popitem()
+            try:
+                handler(number, None)
+            finally:
+                self._deliver()  # the others too, whatever this one raises
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        handler = self._handlers[number]
+        if self._depth:
+            since, _ = self._waiting.setdefault(number, (time.monotonic(), handler))
+            if time.monotonic() - since < PATIENCE_S:
+                return
+            del self._waiting[number]
+        handler(number, frame)
+
+
+_section = _Section()
+
+
+def undisturbed() -> _Section:
+    """A ``with`` block of the main thread that no signal handler runs in; such blocks nest.
+
+    Inside a generator with ``contextmanager`` this is the first block: what is yielded to is then left undisturbed too, to the end.
+    """
+    return _section
+
+
+def checkpoint() -> None:
+    """Run the handlers that wait, which may raise: to be called inside a section where nothing is half done, however it was come by."""
+    _section.checkpoint()
+
+
+class Mutex:
+    """A lock that its holder may take again; whoever holds it is undisturbed. A forked child finds it free."""
+
+    __slots__ = ("__weakref__", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        _mutexes.add(self)
+
+    def __enter__(self) -> None:
+        _section.__enter__()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        _section.__exit__()
+
+    def _leave_to_parent(self) -> None:
+        self._lock = threading.RLock()
+
+
+_mutexes: weakref.WeakSet[Mutex] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    _section.leave_to_parent()
+    for mutex in list(_mutexes):
+        mutex._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
