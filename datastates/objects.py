@@ -235,7 +235,7 @@ def _check_trackable(path: str, found: object) -> None:
     kind = type(found).__name__
     if isinstance(found, DataLoader):
         raise InvalidInput(
-            f"{path} is a DataLoader, which does not know its position: leave it out and loop over run.steps({path}), which finds the place"
+            f"{path} is a DataLoader, which does not know its position: leave it out and loop over run.steps(loader), which finds the place"
             " again; in a loop without run.steps track torchdata's StatefulDataLoader instead"
         )
     if isinstance(found, _CODE):

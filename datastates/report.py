@@ -152,6 +152,7 @@ class Findings:
         self.mismatched: list[Mismatch] = []
         self.converted: list[Mismatch] = []
         self.skipped: list[str] = []
+        self.hints: list[str] = []
         self.values: dict[str, object] = {}
         self.loads: list[tuple[str, Callable[[], None]]] = []
         self.writes: list[Callable[[], None]] = []
@@ -228,7 +229,7 @@ class Findings:
         lines += _lines("not in the state", self.missing, others=self.unexpected)
         lines += _lines("not in the objects", self.unexpected, others=self.missing)
         lines += _lines("of another kind", self.mismatched)
-        lines.append("pass strict=False to restore what fits, or only=… to choose")
+        lines += self.hints or ["pass strict=False to restore what fits, or only=… to choose"]
         raise InvalidInput("\n".join(lines))
 
     def report(self) -> RestoreReport:

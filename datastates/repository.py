@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -34,6 +35,7 @@ from .loops import LOOPS
 from .manifest import CHUNK_BYTES
 from .missing import explain
 from .outset import origin_of, set_out
+from .oversights import refuse_misspelt
 from .policy.cadence import Cadence
 from .reading import read_tree
 from .recovery import recover
@@ -161,6 +163,7 @@ class Repository:
         if rng:
             objects["rng"] = RngState()
         plain, objects = split_values(objects)
+        refuse_misspelt(plain, signature(Repository.track).parameters)
         resume, strict, only = values.flag(resume, "resume"), values.flag(strict, "strict"), values.patterns(only)
         origin = origin_of(self, branch, None if start is None else values.revision(start), resume=resume)
         begin = origin.state

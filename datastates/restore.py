@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -137,10 +138,28 @@ class _Check:
                 findings.values[name] = self.place(path, live, tree[name])
             else:
                 findings.skipped.append(path)
+        findings.hints += self._hints(tree)
         gradients = tree.get(GRADIENTS)
         if isinstance(gradients, dict) and GRADIENTS not in self.adapted.objects:
             self._gradients(gradients)
         findings.skipped += [_path(name) for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
+
+    def _hints(self, tree: Mapping[str, object]) -> list[str]:
+        """What the state has instead of the objects that it does not have at all."""
+        lost = [name for name in self.adapted.objects if name not in tree and _path(name) in self.findings.missing]
+        left = [name for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
+        both = [_path(name) for name in self.adapted.objects if name in tree]
+        if not lost or not self.findings.is_strict:
+            return []
+        hints = [f"the state has {', '.join(map(_path, tree)) or 'nothing'}"]
+        live = self.adapted.outlook()
+        for name in lost:
+            close = [other for other in left if _has_same_keys(live.get(name), tree[other])] or get_close_matches(name, left, n=1)
+            if close:
+                hints.append(f"its {_path(close[0])} looks like your {_path(name)}: call it {_path(close[0])} as well")
+        if len(hints) == 1:
+            hints.append(f"only={both} restores what both have, and leaves {', '.join(map(_path, lost))} as it is")
+        return hints
 
     def place(self, path: str, live: Any, stored: Any) -> object:
         """What will stand at ``path`` after the writes: ``live`` itself wherever it can be changed in place."""
@@ -286,6 +305,10 @@ def _path(name: object) -> str:
 def _write_set(live: set[Any], stored: set[Any]) -> None:
     live.clear()
     live.update(stored)
+
+
+def _has_same_keys(live: object, stored: object) -> bool:
+    return isinstance(live, dict) and isinstance(stored, dict) and bool(live) and live.keys() == stored.keys()
 
 
 def _load_opaque(live: Any, stored: object) -> None:

@@ -27,6 +27,7 @@ from .lineage import refs as lineage_refs
 from .lineage.states import State, Value
 from .loops import LOOPS, Loops
 from .objects import Adapted, parts
+from .oversights import Oversights
 from .policy.cadence import Cadence
 from .restore import RestoreReport
 from .tree import Flat, encode_values, flatten
@@ -64,7 +65,8 @@ class Tracker:
         self._repository, self._line = repository, line
         self._objects, self.values = dict(objects), values
         self._adapted = Adapted(self._objects, gradients=gradients)
-        flatten({**self._adapted.outlook(), **values})  # what no state can hold is refused here
+        outlook = self._adapted.outlook()
+        flatten({**outlook, **values})  # what no state can hold is refused here
         self._runner = repository._runner()
         self._back_pressure, self._is_deferring = back_pressure, is_deferring
         self._plan: Plan | None = None
@@ -81,6 +83,7 @@ class Tracker:
         self.report: RestoreReport | None = None
         self._fence = Fence(self.fence)
         self._fence.install(self._adapted.optimizers, self._adapted.modules)
+        self._oversights = Oversights(self._adapted.objects, outlook, self._fence.has_stepped)
         self._runner.expect(line, self._adapted.size_bytes())
         self._runner.open_line(line, cadence)  # the last that may fail
 
@@ -171,6 +174,7 @@ class Tracker:
         self.step = self._step_of(step)
         self._raise_background_error()
         self._heed_edits()
+        self._oversights.look()
         tree = {**self._adapted.tree(), **self.values}
         if self._loops.is_used:
             tree[LOOPS] = self._loops.state_dict()

@@ -218,7 +218,7 @@ def test_gradients_stand_beside_when_asked_for() -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (DataLoader([1, 2]), r"loader/a is a DataLoader.*StatefulDataLoader.*PermutationSampler"),  # type: ignore[arg-type]  # a list will do
+        (DataLoader([1, 2]), r"loader/a is a DataLoader.*run.steps.*StatefulDataLoader"),  # type: ignore[arg-type]  # a list will do
         (lambda: None, r"loader/a is '.*<lambda>', a function, which has no state"),
         (iter([1]), r"loader/a is a list_iterator, whose position cannot be read"),
         ((i for i in range(3)), r"loader/a is a generator, whose position cannot be read"),

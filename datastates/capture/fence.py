@@ -36,6 +36,14 @@ class Fence:
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
         self._handles: dict[int, tuple[weakref.ref[object], list[_Handle]]] = {}
+        self._stepped: set[int] = set()
+
+    def has_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer, or one that it is made of, took a step since this was last asked."""
+        ids = {id(each) for each in with_inner(optimizer)}
+        has_stepped = not ids.isdisjoint(self._stepped)
+        self._stepped -= ids
+        return has_stepped
 
     def install(self, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]) -> None:
         """Hook what is not hooked yet, and what it is made of; call again when the layout of what is tracked changed."""
@@ -70,6 +78,7 @@ class Fence:
 
         @functools.wraps(function or method)
         def wait_first(self_: object, *args: object, **kwargs: object) -> object:
+            self._stepped.add(id(self_))
             self._wait()
             return method(*args, **kwargs) if function is None else function(self_, *args, **kwargs)
 
@@ -96,6 +105,7 @@ class Fence:
         return Fence, (_nothing,)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped.add(id(optimizer))
         self._wait()
 
     def _on_load(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:

@@ -1,0 +1,150 @@
+"""What a script most likely does not mean is refused, or said once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import datastates
+from datastates import Config, InvalidInput, Repository, Tracker
+
+CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    """A repository that writes only what it is asked to."""
+    with datastates.open(tmp_path / "runs", config=CONFIG) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", ["durable_evry", "durable_interval", "back_presure", "strikt", "onyl", "branches"])
+def test_a_misspelt_option_is_refused(repo: Repository, name: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{name} is no option and would be tracked as a value: did you mean "):
+        repo.track(weight=torch.zeros(1), **{name: 5})  # type: ignore[arg-type]  # that is the point
+    assert repo.refs() == []
+
+
+def test_values_of_other_names_are_tracked(repo: Repository) -> None:
+    names = ("epoch", "state", "seed", "steps", "name", "config", "lr", "batch", "fold", "restarts")
+    assert set(repo.track(weight=torch.zeros(1), **dict.fromkeys(names, 1)).values) == set(names)  # type: ignore[arg-type]
+
+
+class Counting(nn.Module):
+    """Has a buffer that changes and one that does not, neither of which its state_dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_buffer_that_is_left_out_and_changes_is_named_once(
+    repo: Repository, caplog: pytest.LogCaptureFixture, *, is_replaced: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Counting())
+    seen: Any = model[1]
+    seen.seen += 1  # by a first forward pass
+    with repo.track(model=model) as run:
+        for number in range(5):
+            run.capture()
+            assert ("model/1.seen: registered with persistent=False" in caplog.text) == (number > 1)
+            if number:
+                seen.seen = seen.seen + 1 if is_replaced else seen.seen.add_(1)
+    assert len(caplog.records) == 1
+    assert "mask" not in caplog.text
+
+
+class Metric(nn.Module):
+    """Keeps what it counts as torchmetrics' metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._defaults = {"total": torch.zeros(1)}
+        self._persistent = {"total": False}
+        self.total = torch.zeros(1)
+
+
+class Empty:
+    """Counts, and says nothing of it."""
+
+    def __init__(self) -> None:
+        self.count = 3
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass
+
+
+def test_metrics_and_others_that_say_nothing_are_named(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    repo.track(
+        metrics={"accuracy": Metric()}, counter=Empty(), criterion=nn.CrossEntropyLoss(), scaler=torch.amp.GradScaler("cpu", enabled=False)
+    )
+    assert "metrics/accuracy: what it has counted is not in its state_dict" in caplog.text
+    assert "counter: its state_dict is empty" in caplog.text
+    assert "criterion" not in caplog.text
+    assert "scaler" not in caplog.text
+
+
+def steps(run: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for _ in range(count):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        run.capture()
+
+
+def test_an_optimizer_that_was_replaced_is_named_once(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with repo.track(model=model, optimizer=optimizer) as run:
+        steps(run, model, optimizer, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        steps(run, model, optimizer, 2)
+        assert not caplog.records
+        steps(run, model, optimizer, 6)
+    assert caplog.text.count("optimizer takes no step although its parameters change") == 1
+
+
+def test_optimizers_that_take_turns_are_no_oversight(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())
+    with repo.track(model=model, first=first, second=second) as run:
+        steps(run, model, first, 5)
+        steps(run, model, second, 5)
+        for _ in range(5):
+            run.capture()  # nothing changes
+    assert not caplog.records
+
+
+def test_an_object_under_another_name_is_recognised(repo: Repository) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with repo.track(model=model, optimizer=optimizer, epoch=1) as run:
+        steps(run, model, optimizer, 1)
+    with pytest.raises(InvalidInput) as refused:
+        repo.track(net=model, optim=optimizer, epcoh=1)
+    said = str(refused.value)
+    assert "the state has model, optimizer, rng, epoch" in said
+    assert "its model looks like your net: call it model as well" in said
+    assert "its optimizer looks like your optim" in said
+    assert "its epoch looks like your epcoh" in said
+    assert "strict=False" not in said
+
+
+def test_an_object_that_is_new_is_left_as_it_is_where_that_is_asked_for(repo: Repository) -> None:
+    model = nn.Linear(2, 2)
+    with repo.track(model=model) as run:
+        run.capture()
+    with pytest.raises(InvalidInput, match=r"only=\['model', 'rng'\] restores what both have, and leaves extra as it is"):
+        repo.track(model=model, extra=torch.ones(3))
+    with repo.track(model=model, extra=(extra := torch.ones(3)), only=["model", "rng"]):
+        assert extra.tolist() == [1, 1, 1]
