@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .environment import node_name
-from .errors import NotFound, Unavailable
+from .errors import Unavailable
 from .lease import LEASES, Lease
 from .lineage import folders
 from .lineage.database import Database
-from .location import DATABASE, Location
+from .location import Location
 from .sharing import may_read
-from .store.files import locked, sync_folder, uid_of, write_file
+from .store.files import TEMPORARY, locked, sync_folder, write_file
 
-__all__ = ["FOLDER", "PACKS", "Home", "check_whole", "settle_in"]
+__all__ = ["FOLDER", "PACKS", "Home", "settle_in"]
 
 FOLDER = "datastates.folder"
 """Where the record of a run says which folder its lease and its packs are in."""
@@ -92,21 +92,6 @@ def settle_in(location: Location, database: Database) -> Home:
     return Home(packs, uid, is_beside, read_only)
 
 
-def check_whole(location: Location) -> None:
-    """Look before a new lineage is made.
-
-    :raises NotFound: the packs of an old one are there.
-    """
-    if location.is_present or not location.packs.is_dir():
-        return
-    uids = {found[0] for name in os.listdir(location.packs) if (found := uid_of(name, "manifest")) is not None}
-    if uids:
-        raise NotFound(
-            f"{location.packs} holds {len(uids)} states, but their lineage, {location.root}/{DATABASE}, is gone: bring it back from a "
-            "copy, or begin anew in another folder (a bundle is taken in by `datastates import`)"
-        )
-
-
 def _may_write(packs: Path) -> bool:
     return os.access(packs, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
@@ -130,8 +115,8 @@ def _identify(packs: Path) -> str:
         found = _read(packs)
         if found is not None:
             return found
-        made, path = secrets.token_hex(12), packs / f"{_IDENTITY}-{secrets.token_hex(4)}"
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        made, path = secrets.token_hex(12), packs / f"{TEMPORARY}identity"
+        fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o644)
         try:
             write_file(fd, made.encode() + b"\n")
             may_read(fd)

@@ -12,7 +12,7 @@ from sqlalchemy.exc import ArgumentError
 
 from .errors import InvalidInput, NotFound
 
-__all__ = ["DATABASE", "DEFAULT", "Location", "discover", "locate"]
+__all__ = ["DATABASE", "DEFAULT", "Location", "check_whole", "discover", "locate"]
 
 DATABASE = "lineage.db"
 """The lineage's file in a repository's folder; its presence is what makes a folder a repository."""
@@ -67,6 +67,21 @@ def locate(
             f"no repository in {location}: make one with `datastates init {text}`, or name another with --repo or DATASTATES_REPO"
         )
     return location
+
+
+def check_whole(location: Location) -> None:
+    """Look before a new lineage is made.
+
+    :raises NotFound: the packs of an old one are there.
+    """
+    if location.is_present or not location.packs.is_dir():
+        return
+    count = len({path.name.partition(".")[0] for path in location.packs.glob("[!.]*.manifest")})
+    if count:
+        raise NotFound(
+            f"{location.packs} holds {count} states, but their lineage, {location.root}/{DATABASE}, is gone: bring it back from a copy, "
+            "or begin anew in another folder (a bundle is taken in by `datastates import`)"
+        )
 
 
 def discover(directory: Path, environ: Mapping[str, str] | None = None) -> str:

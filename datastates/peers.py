@@ -306,7 +306,8 @@ class Peer:
 
     def _into_repository(self, opened: _Opened, repo: Repository, tags: bool, resumable: bool, on_progress: Progress | None) -> Transfer:
         with repo._database.read() as session:
-            is_shared = clones.repository_uid(session) == opened.repository
+            is_same = clones.repository_uid(session) == opened.repository
+            is_shared = is_same and bool(clones.known(session, [opened.state.uid]))  # else one of the two is a copy of the other
         ancestry, wanted = ([], []) if is_shared else loop.run(self._first(lambda session: _ancestry(session, repo, opened.state, tags)))
         relatives = [state.uid for state in ancestry[:10]]
         sink = arrivals.make_room(repo, opened.manifest, relatives=relatives)

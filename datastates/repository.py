@@ -23,14 +23,14 @@ from .environment import available_memory_bytes, describe_run, node_name
 from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound
 from .frames import States
 from .handed import split_values
-from .home import FOLDER, PACKS, check_whole, settle_in
+from .home import FOLDER, PACKS, settle_in
 from .interrupts import undisturbed
 from .lease import Lease
 from .lineage import refs as lineage_refs
 from .lineage import revision, runs, search, walk
 from .lineage.database import Database
 from .lineage.states import Ref, RefEvent, RefKind, State
-from .location import Location, locate
+from .location import Location, check_whole, locate
 from .loops import LOOPS
 from .manifest import CHUNK_BYTES
 from .missing import explain

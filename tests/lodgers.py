@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 
 import datastates
-from datastates import Config
+from datastates import Config, Unavailable
+from datastates.store.local import LocalTier
+from tests.store.build import small
 from tests.training import Say
 
 CONFIG = Config(memory_bytes=32 << 20, durable_interval_s=None)
@@ -59,3 +62,16 @@ def visit(folder: str, say: Say, user: list[int], branch: str = "", **options: A
         if branch:
             run = repo.track(tracked={"weight": torch.ones(1000)}, branch=branch, rng=False)
             say(branch, run.capture().wait("durable").uid, "-")
+
+
+def put_at_once(folder: str, say: Say, user: list[int]) -> None:
+    """Put a state as another user, who would rather not wait for a lock: says whether it was ``put``, or ``waits``."""
+    become(*user)
+    lock = fcntl.flock
+    fcntl.flock = lambda fd, how: lock(fd, how | fcntl.LOCK_NB)
+    try:
+        LocalTier(Path(folder)).put(small("s", 1))
+    except Unavailable as exc:
+        say("waits" if isinstance(exc.__cause__, BlockingIOError) else exc)
+    else:
+        say("put")

@@ -184,6 +184,25 @@ def test_a_state_that_is_not_whole_on_disk_is_lost_with_its_process(smith: Forge
         assert repo.state(uid).status is Status.LOST
 
 
+def test_a_repository_that_was_moved_finds_what_is_there(smith: Forge, tmp_path: Path) -> None:
+    facts, uid = die_unheard(smith, tmp_path / "runs")
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    with datastates.open(tmp_path / "moved") as repo:
+        assert repo.state(uid).status is Status.DURABLE
+        assert restored(repo, uid) == facts.live[uid]
+
+
+def test_a_copy_takes_nothing_of_the_original_s_files_for_its_own(smith: Forge, tmp_path: Path) -> None:
+    _, uid = die_unheard(smith, tmp_path / "runs")
+    shutil.copytree(tmp_path / "runs", tmp_path / "copy")
+    for path in (tmp_path / "copy" / "packs").glob(f"{uid}.*"):
+        path.unlink()
+    with datastates.open(tmp_path / "copy") as repo:
+        assert repo.state(uid).status is Status.LOST
+    with datastates.open(tmp_path / "runs") as repo:
+        assert repo.state(uid).status is Status.DURABLE
+
+
 def die_unheard(smith: Forge, folder: Path) -> tuple[Facts, str]:
     """A training ends when the first state is on disk, and before it could say so; that state."""
     facts = Facts()

@@ -19,15 +19,18 @@ from pathlib import Path
 import pytest
 import torch
 from sqlalchemy import text
+from typer.testing import CliRunner
 
 import datastates
 from datastates import NotFound, Status, Unavailable, whereabouts
+from datastates.cli.app import app
 from datastates.eviction import evict
 from datastates.home import settle_in
 from datastates.lease import LEASES, Lease, Seen, look
 from datastates.lineage import Database
 from datastates.lineage.holders import replicas_of
 from datastates.location import locate
+from datastates.store.files import locked
 from datastates.workflows.claim import Claim, holder
 from tests import warm
 from tests.forge import Forge, Job, forge
@@ -262,6 +265,8 @@ def test_packs_whose_lineage_is_gone_are_mentioned(tmp_path: Path) -> None:
     (tmp_path / "lineage.db").unlink()
     with pytest.raises(NotFound, match=rf"holds 1 states, but their lineage, {tmp_path}/lineage.db, is gone"):
         datastates.open(tmp_path)
+    done = CliRunner().invoke(app, ["--repo", str(tmp_path), "init"])
+    assert (done.exit_code, "is gone: bring it back" in done.output) == (3, True)
     assert not (tmp_path / "lineage.db").exists()
 
 
@@ -343,6 +348,17 @@ def test_two_users_train_in_one_folder(smith: Forge, shared: Path) -> None:
         assert repo.verify("main").status is Status.DURABLE
         assert repo.verify("bens").status is Status.DURABLE
     assert {path.stat().st_uid for path in (shared / "runs" / "packs").glob("*.manifest")} == {ANN[0], BEN[0]}
+
+
+def test_a_commit_waits_for_a_lock_whose_file_is_another_users(smith: Forge, shared: Path) -> None:
+    shared.chmod(0o777)
+    assert smith.run("tests.lodgers:put_at_once", folder=str(shared), user=ANN) == ["put"]
+    for path in shared.glob("s.*"):
+        path.unlink()
+    assert (shared / ".lock").stat().st_mode & 0o777 == 0o644
+    with locked(shared, is_shared=False):
+        assert smith.run("tests.lodgers:put_at_once", folder=str(shared), user=BEN) == ["waits"]
+    assert smith.run("tests.lodgers:put_at_once", folder=str(shared), user=BEN) == ["put"]
 
 
 def test_a_user_who_may_only_read_opens_what_another_trains_in(smith: Forge, shared: Path) -> None:

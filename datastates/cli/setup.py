@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from datastates.location import check_whole
+
 from .shell import AsJson, Repo, Shell
 
 __all__ = ["register"]
@@ -27,7 +29,6 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Make a repository; one that exists is migrated to this version and otherwise left as it is."""
-    from datastates.home import check_whole
     from datastates.lineage import Database
 
     shell = Shell(context, url or repo, as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,16 @@ def test_processes_that_share_a_database_add_a_replica(where: dict[str, Any], ma
     with other._database.read() as session:
         arrivals = clones.clones_of(session, cloned.state.uid)
         assert [each.source_repository for each in arrivals] == [clones.repository_uid(session)]
+
+
+def test_a_copy_of_a_repository_takes_over_what_came_after_it_was_copied(made: Made, url: str) -> None:
+    run = train(source := made.repo(made.folder / "original"), Training(0))
+    run.capture().wait("durable")
+    shutil.copytree(made.folder / "original", made.folder / "copy")
+    newest = [run.capture().wait() for _ in range(3)][-1]
+    copy = made.repo(made.folder / "copy")
+    made.peer(source.serve(url)).clone("main", repo=copy)
+    assert [state.uid for state in copy.log(newest.uid)] == [state.uid for state in source.log("main")]
 
 
 def test_a_state_that_does_not_fit_leaves_nothing(made: Made, url: str) -> None:
