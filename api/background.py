@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from datastates.errors import Closed
+from datastates.errors import Closed, Unavailable
 
 __all__ = ["SHARE", "Background"]
 
@@ -74,6 +74,8 @@ class Background:
             work()
         except Closed:
             pass
+        except Unavailable as error:  # the database is away: whoever asks again tries again
+            _log.warning("%s failed: %s", self._name, error)
         except Exception:
             _log.exception("%s failed", self._name)
         finally:

@@ -142,24 +142,25 @@ class Feed:
     def _run(self) -> None:
         """The poller: ends with the last listener."""
         horizon: events.Horizon | None = None
-        failed: str | None = None
+        has_failed = False
         while not self._is_done():
             pause_s = self._poll_s
             self._look.clear()
             try:
                 horizon, is_more = self._poll(horizon)
-                failed = None
+                has_failed = False
                 if is_more:
                     continue
             except Closed:
                 self.close()
             except DatastatesError as error:
-                if str(error) != failed:
-                    failed = str(error)
+                if not has_failed:
                     _log.warning("the events of %r cannot be read: %s", self._name, error)
-                pause_s = _AGAIN_S
+                has_failed, pause_s = True, _AGAIN_S
             except Exception:
-                _log.exception("the events of %r cannot be read", self._name)
+                if not has_failed:
+                    _log.exception("the events of %r cannot be read", self._name)
+                has_failed = True
                 pause_s = _AGAIN_S
             self._look.wait(pause_s)
 

@@ -96,7 +96,7 @@ def _arrive(
     was_here = state.uid in set(memory.uids())
     placed = sink.adopt()
     try:
-        with repository._database.write() as session:
+        with repository._database.write(durable=True) as session:  # nobody would tell it again
             clones.import_ancestry(session, ancestry)
             now = clones.arrive(
                 session,

@@ -224,7 +224,7 @@ def _commit(repository: Repository, blend: Blend, manifest: Manifest, slots: lis
         runner.release(slots)
         raise
     try:
-        with repository._database.write() as session:
+        with repository._database.write(durable=True) as session:  # nobody would tell it again
             state = record.record(session, _new(manifest, blend, placed.bytes_new, holder(repository.node, repository._run_uid)))
     except BaseException:
         memory.remove(manifest.origin.uid)

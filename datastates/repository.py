@@ -8,7 +8,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from inspect import signature
 from types import TracebackType
@@ -20,7 +20,7 @@ from .capture.runner import Runner
 from .capture.shutdown import close_at_exit
 from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name
-from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound
+from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
 from .frames import States
 from .handed import split_values
 from .home import FOLDER, PACKS, settle_in
@@ -210,7 +210,7 @@ class Repository:
                 memory=self._memory,
                 local=self._local,
                 config=self.config,
-                run=run.uid,
+                run=run,
                 node=self.node,
                 folder=folder,
             )
@@ -548,13 +548,15 @@ class Repository:
         if self._running is None or self._memory is None or self._arena is None or self._lease is None or self._run_uid is None:
             self._local.close()
             return
-        self._running.close()
-        with self._database.write(durable=True) as session:
-            runs.finish(session, self._run_uid)
-        self._lease.close()
-        self._memory.close()
-        self._arena.close()
-        self._local.close()
+        try:
+            self._running.close()
+            with suppress(Unavailable), self._database.write(durable=True) as session:  # else whoever opens it next finds out
+                runs.finish(session, self._run_uid)
+        finally:
+            self._lease.close()
+            self._memory.close()
+            self._arena.close()
+            self._local.close()
 
     def _wait_until_drained(self) -> None:
         if self._running is None:

@@ -36,6 +36,8 @@ _BEGIN = "datastates_begin"
 _IMMEDIATE = "BEGIN IMMEDIATE"
 _ASK_AGAIN_MS = 3  # SQLite asks after 1 and after 2 ms more, then begins to wait longer
 _DURABLE = "datastates_durable"
+_PATIENCE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
+"""A server that was cut off is found dead in half a minute, not when the kernel gives up. Its URL may say otherwise."""
 _migrating = threading.Lock()  # Alembic's context is a global of the process
 
 
@@ -283,7 +285,8 @@ def _begin_immediate(raw: sqlite3.Connection) -> None:
 
 def _postgresql_engine(url: URL) -> Engine:
     try:
-        engine = create_engine(url, pool_size=8, max_overflow=24, pool_pre_ping=True, connect_args={"connect_timeout": 10})
+        patience = {key: value for key, value in _PATIENCE.items() if key not in url.query}
+        engine = create_engine(url, pool_size=8, max_overflow=24, pool_pre_ping=True, connect_args=patience)
     except ModuleNotFoundError as error:
         raise Unavailable("PostgreSQL needs its driver: pip install 'datastates[postgresql]'") from error
     event.listen(engine, "connect", _on_postgresql_connect)

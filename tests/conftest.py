@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,34 @@ class Postgresql:
         self._free: list[str] = []
 
     def start(self) -> None:
-        data = str(self.folder / "data")
-        self._run("initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync")
-        options = f"-k {self.folder} -c listen_addresses='' -c max_connections=200"
+        self._run("initdb", "-D", str(self.folder / "data"), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync")
+        self.start_again()
+
+    def start_again(self, *, name: str = "") -> None:
+        """On the data that is there. With a ``name`` only those find it who look for ``host(name)``."""
+        options = f"-k {self.host(name)} -c listen_addresses='' -c max_connections=200"
         options += " -c fsync=off -c full_page_writes=off -c wal_level=minimal -c max_wal_senders=0 -c autovacuum=off"
-        self._run("pg_ctl", "start", "-w", "-D", data, "-l", str(self.folder / "log"), "-o", options)
+        self._run("pg_ctl", "start", "-w", "-D", str(self.folder / "data"), "-l", str(self.folder / "log"), "-o", options)
+
+    def host(self, name: str = "") -> Path:
+        """Where its socket lies."""
+        folder = self.folder / name
+        if not folder.is_dir():
+            folder.mkdir()
+            shutil.chown(folder, self.folder.owner())
+        return folder
+
+    def kill(self) -> None:
+        """The server first, then all that it had started."""
+        server = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
+        own = [server, *(int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split())]
+        for pid in own:
+            os.kill(pid, signal.SIGKILL)
+        for pid in own:
+            while is_there(pid):
+                os.sched_yield()
+        for lock in (self.folder / "data" / "postmaster.pid", *self.folder.rglob(".s.PGSQL.*.lock")):
+            lock.unlink(missing_ok=True)  # the server asks whether the process is there, and a zombie is
 
     def stop(self) -> None:
         self._run("pg_ctl", "stop", "-w", "-m", "immediate", "-D", str(self.folder / "data"))
@@ -111,8 +135,8 @@ class Postgresql:
             connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
         return self.url(name)
 
-    def _connect(self, database: str) -> psycopg.Connection[Any]:
-        return psycopg.connect(host=str(self.folder), user="postgres", dbname=database, autocommit=True)
+    def _connect(self, database: str, name: str = "") -> psycopg.Connection[Any]:
+        return psycopg.connect(host=str(self.host(name)), user="postgres", dbname=database, autocommit=True)
 
     def _run(self, program: str, *arguments: str) -> None:
         """As the package's own user when we are root: the server refuses to run as root."""
@@ -126,9 +150,30 @@ class Postgresql:
             raise RuntimeError(f"{program} failed with {done.returncode}:\n" + "\n".join(texts))
 
 
+def is_there(pid: int) -> bool:
+    """Whether a process runs: not gone, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[Postgresql]:
     """The server, one for each test process."""
+    with _server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def mortal_postgresql() -> Iterator[Postgresql]:
+    """A server that a module may kill and start again."""
+    with _server() as server:
+        yield server
+
+
+@contextmanager
+def _server() -> Iterator[Postgresql]:
     binaries = _binaries()
     missing = _missing(binaries)
     if missing or binaries is None:

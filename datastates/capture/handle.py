@@ -28,6 +28,7 @@ class Capture:
         self._state: State | None = None
         self._error: BaseException | None = None
         self._given_up: str | None = None
+        self._held_up: Unavailable | None = None
 
     @property
     def status(self) -> Status | None:
@@ -51,7 +52,8 @@ class Capture:
         Waiting for ``durable`` asks for it: the state is written even when no policy wanted it.
 
         :raises Torn: and any other error of the background, as itself.
-        :raises Unavailable: the capture was skipped, or its bytes were given up before they reached the status.
+        :raises Unavailable: the capture was skipped, or its bytes were given up before they reached the status; or the lineage has been
+            away for a minute (the state is in memory: wait again when it is back).
         :raises TimeoutError: ``timeout_s`` seconds went by.
         :raises InvalidInput: no such status.
         :raises Closed: this is a forked child, where nothing is captured.
@@ -76,14 +78,20 @@ class Capture:
             raise Unavailable(f"the capture of step {self.step} was skipped: the arena had no room (back_pressure='skip')")
         if self._given_up is not None:
             raise Unavailable(self._given_up)
+        if self._held_up is not None:
+            raise self._held_up
         return False
 
     def _advance(self, state: State) -> None:
-        self._state = state
+        self._state, self._held_up = state, None
         self._changed.ring()
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
+        self._changed.ring()
+
+    def _hold_up(self, why: Unavailable) -> None:
+        self._held_up = why
         self._changed.ring()
 
     def _skip(self) -> None:

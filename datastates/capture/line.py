@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from datastates.lineage.states import Edge, Value
+from datastates.lineage.states import Edge, NewState, Value
 from datastates.manifest import Manifest
 
 from .edits import Edits
@@ -66,3 +66,24 @@ class Staged:
     attributes: dict[str, Value]
     edges: tuple[Edge, ...] = ()
     job: CopyJob | None = field(default=None, repr=False)
+
+    def new_state(self, manifest: Manifest, bytes_new: int, run: str, holder: str) -> NewState:
+        """What the lineage is told of it, once it is in memory of which ``holder`` names the place."""
+        origin = manifest.origin
+        return NewState(
+            uid=origin.uid,
+            digest=manifest.digest,
+            parent=origin.parents[0] if origin.parents else None,
+            branch=self.line.branch,
+            run=run,
+            step=self.step,
+            micro_step=self.micro_step,
+            metrics=self.metrics,
+            attributes=self.attributes,
+            message=self.message,
+            created_at=self.created_at,
+            edges=self.edges,
+            bytes_total=self.layout.bytes_total,
+            bytes_new=bytes_new,
+            node=holder,
+        )

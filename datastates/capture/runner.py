@@ -15,25 +15,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from datastates.bell import Bell
 from datastates.config import BackPressure, Config
 from datastates.digest import chunk_digest, state_digest
-from datastates.errors import Closed, Conflict, OverBudget, Torn
+from datastates.errors import Closed, Conflict, OverBudget, Torn, Unavailable
 from datastates.interrupts import Mutex, checkpoint, undisturbed
-from datastates.lineage import record as lineage_record
 from datastates.lineage import refs as lineage_refs
 from datastates.lineage.database import Database
 from datastates.lineage.holders import holder
-from datastates.lineage.states import NewState, RefKind, State, Status
+from datastates.lineage.states import RefKind, Run, State, Status
 from datastates.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
 from datastates.policy.cadence import Cadence
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
-from datastates.store.placing import own_bytes
 from datastates.store.tier import Payload
 
 from .engine import (
@@ -56,6 +55,7 @@ from .engine import (
     Written,
 )
 from .handle import Capture
+from .journal import Entry, Journal, Listener
 from .line import Line, Staged
 from .stage import CopyJob, Stager
 from .warming import Warmer
@@ -78,21 +78,25 @@ class Runner:
     """Owns the stage, engine and writer threads of one repository. ``close`` is idempotent."""
 
     def __init__(
-        self, *, database: Database, arena: Arena, memory: MemoryTier, local: LocalTier, config: Config, run: str, node: str, folder: str
+        self, *, database: Database, arena: Arena, memory: MemoryTier, local: LocalTier, config: Config, run: Run, node: str, folder: str
     ) -> None:
         self._database, self._arena, self._memory, self._local = database, arena, memory, local
-        self._config, self._run, self._folder, self._holder = config, run, folder, holder(node, run)
+        self._config, self._run, self._holder = config, run.uid, holder(node, run.uid)
+        listener = Listener(self._on_recorded, self._on_durable, self._on_untold)
+        self._journal = Journal(database=database, local=local, run=run, folder=folder, holder=self._holder, listener=listener)
         self.stager = Stager(arena)
         self._lock, self._changed = Mutex(), Bell()
         self._engine = Engine()
         self._handles: dict[str, Capture] = {}
         self._lines_of: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
-        self._evicted: list[str] = []
         self._write_error: BaseException | None = None
         self._in_flight = 0
         self._next_slots = 0
-        self._refs_seen: tuple[float, int] = (0.0, -1)
+        self._event_seen = -1
+        self._looked_at = 0.0
+        self._look_failed: str | None = None
+        self._left: dict[str, str] = {}
         self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._warmer = Warmer(arena, is_given=config.memory_bytes is not None)
@@ -269,6 +273,7 @@ class Runner:
             if self._engine.hold_of(uid, is_captured=uid in self._handles) is not None:
                 return 0
             freed = self._memory.remove(uid)
+            self._journal.evict([uid])
             self._forget(uid, f"state {uid} was dropped before it became durable")
         self._changed.ring()
         return freed
@@ -279,8 +284,9 @@ class Runner:
             return self._lines_of.get(uid)
 
     def flush(self) -> None:
-        """Wait until every capture so far is recorded or has failed."""
+        """Wait until every capture so far is recorded or has failed; or waits in memory, as the database is away."""
         self._changed.wait_for(lambda: not self._in_flight)
+        self._journal.settle()
 
     def refs_changed(self) -> None:
         """Refs were made, moved or deleted: protect and write what they name."""
@@ -290,15 +296,20 @@ class Runner:
     def pending_writes(self) -> int:
         """Captures not yet recorded and states not yet written, as it stands."""
         with self._lock:
-            return self._in_flight + self._engine.pending_writes
+            return self._in_flight + self._engine.pending_writes + self._journal.pending
 
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
         """Wait until all captures are recorded and all that is wanted is durable (or failed).
 
         Ctrl-C while waiting gives up what is not durable yet: no later call waits for it.
+
+        :raises Unavailable: the database has been away for a minute; says what could not be recorded.
         """
         try:
             while (pending := self.pending_writes) and not self._is_abandoned:
+                overdue = self._journal.overdue()
+                if overdue is not None:
+                    raise overdue
                 if on_wait is not None:
                     on_wait(pending)
                 self._changed.wait_for(lambda: not self.pending_writes, _SAY_AGAIN_S)
@@ -312,23 +323,32 @@ class Runner:
             return [line.error for line in self._failed.values() if line.branch and isinstance(line.error, Exception)]
 
     def close(self) -> None:
-        """Make the heads durable, wait, and end the threads; idempotent, and goes on where it was interrupted. Not for these threads."""
-        if not self._is_closed:
-            self.stager.close()
-            self.flush()
-            self.refs_changed()
-            self._post(Closing(None))
-            self.drain()
+        """Make the heads durable, wait, and end the threads; idempotent, and goes on where it was interrupted. Not for these threads.
+
+        :raises Unavailable: the database has been away for a minute; says what could not be recorded.
+        """
+        try:
+            if not self._is_closed:
+                self.stager.close()
+                self.flush()
+                self.refs_changed()
+                self._post(Closing(None))
+                self.drain()
+                with undisturbed():
+                    self._end()
+        except Unavailable:
             with undisturbed():
                 self._end()
-        if self._is_abandoned:
-            return  # daemon threads in the middle of a write that nobody waits for
-        for thread in self._threads:
-            thread.join()
+            raise
+        finally:
+            if self._is_closed and not self._is_abandoned:  # else daemon threads in the middle of a write that nobody waits for
+                for thread in self._threads:
+                    thread.join()
 
     def _end(self) -> None:
-        self._evicted += list(self._memory.uids())  # what ends with this process; those that are durable stay so
-        self._record_evictions()
+        self._journal.evict(self._memory.uids())  # what ends with this process; those that are durable stay so
+        with suppress(Unavailable):  # whoever opens the repository next finds out
+            self._journal.tell_evictions()
         with self._lock:
             self._is_closed = True
             handles = list(self._handles.values())
@@ -373,16 +393,12 @@ class Runner:
             raise
         bytes_new = self._memory.adopt(manifest, job.slots).bytes_new
         try:
-            state = self._record(staged, manifest, bytes_new)
+            self._record(staged, manifest, bytes_new)
         except BaseException:
             self._memory.remove(manifest.origin.uid)
             raise
-        staged.line.tip = (state.uid, state.digest)
-        with self._lock:
-            self._lines_of[state.uid] = staged.line
-        staged.handle._advance(state)
-        self._post(Recorded(state.uid, staged.line.name, time.monotonic()))
-        self._look_at_refs()
+        self._post(Recorded(manifest.origin.uid, staged.line.name, time.monotonic()))
+        self._look_around()
         if self._next_slots > self._arena.reach(self._warmer.at_once):
             self._post(RoomNeeded(self._next_slots, is_blocked=False, back_pressure=self._config.back_pressure))
 
@@ -408,43 +424,42 @@ class Runner:
         )
         return Manifest(1, state_digest(content, parent_digests), origin, content)
 
-    def _record(self, staged: Staged, manifest: Manifest, bytes_new: int) -> State:
-        origin = manifest.origin
-        new = NewState(
-            uid=origin.uid,
-            digest=manifest.digest,
-            parent=origin.parents[0] if origin.parents else None,
-            branch=staged.line.branch,
-            run=self._run,
-            step=staged.step,
-            micro_step=staged.micro_step,
-            metrics=staged.metrics,
-            attributes=staged.attributes,
-            message=staged.message,
-            created_at=staged.created_at,
-            edges=staged.edges,
-            bytes_total=staged.layout.bytes_total,
-            bytes_new=bytes_new,
-            node=self._holder,
-        )
+    def _record(self, staged: Staged, manifest: Manifest, bytes_new: int) -> None:
+        """Into the lineage, now or when it answers again: the line goes on from this state in any case."""
+        line, before = staged.line, staged.line.tip
         with self._lock:
-            evicted, self._evicted = self._evicted, []
+            self._lines_of[manifest.origin.uid] = line
         try:
-            with self._database.write() as session:
-                if evicted:
-                    lineage_record.evict(session, evicted, tier="memory", node=self._holder)
-                return lineage_record.record(session, new)
+            self._journal.record(Entry(staged.new_state(manifest, bytes_new, self._run, self._holder), before))
         except BaseException:
             with self._lock:
-                self._evicted[:0] = evicted
+                self._lines_of.pop(manifest.origin.uid, None)
             raise
+        line.tip = (manifest.origin.uid, manifest.digest)
 
-    def _record_evictions(self) -> None:
+    def _on_recorded(self, entry: Entry, state: State, moved: Conflict | None) -> None:
+        """The lineage knows of a state."""
         with self._lock:
-            evicted, self._evicted = self._evicted, []
-        if evicted:
-            with self._database.write() as session:
-                lineage_record.evict(session, evicted, tier="memory", node=self._holder)
+            handle, line = self._handles.get(state.uid), self._lines_of.get(state.uid)
+            if line is not None and moved is not None:
+                self._note(line, moved)
+        if handle is not None:
+            handle._advance(state)
+        self._forget_left(state.uid)
+
+    def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
+        """Late, the lineage refused a state (then it leaves, and its line goes on from the one before), or its replica on disk."""
+        with self._lock:
+            line, handle = self._lines_of.get(uid), self._handles.get(uid)
+            if line is not None:
+                self._note(line, error)
+                if entry is not None and line.tip is not None and line.tip[0] == uid:
+                    line.tip = entry.before
+            if handle is not None:
+                handle._fail(error)
+            if entry is not None:
+                self._memory.remove(uid)
+                self._forget(uid, str(error))
 
     def _fail(self, staged: Staged, error: BaseException) -> None:
         _log.debug("capture of step %s failed", staged.step, exc_info=error)
@@ -466,22 +481,47 @@ class Runner:
         return _REFS_POLL_S if due is None else min(_REFS_POLL_S, max(0.01, due - time.monotonic()))
 
     def _tick(self) -> None:
+        self._post(Tick(time.monotonic()))
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Once a second at most: what waits for the lineage, and which refs others made."""
+        if time.monotonic() - self._looked_at < _REFS_POLL_S:
+            return
         try:
-            self._post(Tick(time.monotonic()))
+            self._journal.settle()
             self._look_at_refs()
-        except Exception:
-            _log.exception("looking for refs that others made failed; it is tried again")
+        except Exception as error:
+            if self._look_failed != repr(error):
+                _log.exception("looking for refs that others made failed; it is tried again")
+            self._look_failed = repr(error)
+        else:
+            self._look_failed = None
+        self._looked_at = time.monotonic()
+        self._hold_up()
+
+    def _hold_up(self) -> None:
+        """Whoever waits for a state that cannot be recorded is told, once that has taken too long."""
+        overdue = self._journal.overdue()
+        if overdue is not None:
+            with self._lock:
+                for uid, handle in self._handles.items():
+                    if self._journal.is_pending(uid):
+                        handle._hold_up(overdue)
 
     def _look_at_refs(self, *, is_forced: bool = False) -> None:
-        """Learn which states refs name, when the reflog has grown. Any thread."""
-        now = time.monotonic()
-        last_look, last_event = self._refs_seen
-        if not is_forced and now - last_look < _REFS_POLL_S:
+        """Learn which states refs name, when the reflog has grown. Any thread. While the database is away, nothing is learnt."""
+        try:
+            with self._database.read() as session:
+                newest = lineage_refs.last_event(session)
+                named = lineage_refs.refs(session) if newest != self._event_seen or is_forced else None
+                is_known = self._journal.check(session)
+            if not is_known:
+                self._journal.recall()
+        except Unavailable as error:
+            self._journal.note_away(error)
             return
-        with self._database.read() as session:
-            newest = lineage_refs.last_event(session)
-            named = lineage_refs.refs(session) if newest != last_event or is_forced else None
-        self._refs_seen = (now, newest)
+        self._event_seen = newest
         if named is not None:
             tagged = frozenset(ref.state for ref in named if ref.kind is RefKind.TAG)
             self._post(RefsChanged(tagged, {ref.name: ref.state for ref in named if ref.kind is RefKind.BRANCH}))
@@ -500,29 +540,25 @@ class Runner:
 
     def _write(self, uid: str) -> None:
         with self._lock:
-            line, handle = self._lines_of.get(uid), self._handles.get(uid)
+            line = self._lines_of.get(uid)
         # The digests were made from this very memory: reading verifies them, writing need not.
         with self._memory.open(uid, verify=False) as reader:
             chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
             placed = self._local.put(Payload(reader.manifest, chunks), base=line.related() if line is not None else None)
             del chunks
-        added = own_bytes(placed.manifest)
-        with self._database.write(durable=True) as session:
-            lineage_record.mark(
-                session,
-                uid,
-                Status.DURABLE,
-                tier="local",
-                node=self._folder,
-                bytes=added,
-                packs=[(pack.name, pack.size) for pack in placed.manifest.packs],
-            )
-        if self._config.on_step is not None:
-            self._config.on_step("marked-durable")
+        self._journal.mark(uid, placed)
         if line is not None:
             line.placed(placed.manifest)
+
+    def _on_durable(self, uid: str, added: int) -> None:
+        """The lineage knows that a state is on this node's disk."""
+        if self._config.on_step is not None:
+            self._config.on_step("marked-durable")
+        with self._lock:
+            handle = self._handles.get(uid)
         if handle is not None and handle.state is not None:
             handle._advance(replace(handle.state, status=Status.DURABLE, bytes_new=added))
+        self._forget_left(uid)
 
     def _on_write_failed(self, uid: str, error: BaseException) -> None:
         with self._lock:
@@ -562,16 +598,25 @@ class Runner:
             if self._arena.reach(self._warmer.at_once) >= until:
                 return
             self._memory.remove(uid)
-            self._evicted.append(uid)
+            self._journal.evict([uid])
             self._forget(uid, f"state {uid} left memory before it became durable: make more states durable, or give more memory_bytes")
 
     def _forget(self, uid: str, why: str) -> None:
         """A state left memory; runs under the lock."""
         self._engine.forget(uid)
+        if self._journal.is_pending(uid):
+            self._left[uid] = why  # its handle is told once the lineage is
+            return
         self._lines_of.pop(uid, None)
         handle = self._handles.pop(uid, None)
         if handle is not None:
             handle._give_up(why)
+
+    def _forget_left(self, uid: str) -> None:
+        with self._lock:
+            if uid in self._left and not self._journal.is_pending(uid):
+                self._forget(uid, self._left.pop(uid))
+        self._changed.ring()
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:

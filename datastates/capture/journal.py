@@ -1,0 +1,356 @@
+"""What this process tells the lineage: in order, late when the database is away, and again when it has forgotten.
+
+Captures do not wait for the disk of a PostgreSQL server, so one that is killed loses the commits of its last moments; a server that is
+started again, or cut off, does not answer for a while. Neither is the training's fault: states are in memory, and so is what is to be told
+of them.
+
+Rules:
+- States are told in the order in which they were captured, so a parent is known before its child. What is told of a state's disk and of
+  its leaving memory comes after the state itself.
+- While the database is away (it is asked once a second) what is to be told waits. One line of the log says so, another when it is over.
+- What was told is kept as long as the state is in memory, and until a commit that survives the server came after it.
+  When something turns out to be unknown, all that is kept and unknown is told again, in order.
+- A state whose branch moved on meanwhile, by another process, is told without its branch: it is there, under its uid.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from datastates.errors import Conflict, DatastatesError, NotFound, Unavailable
+from datastates.interrupts import Mutex
+from datastates.lineage import clones, runs, walk
+from datastates.lineage import record as lineage_record
+from datastates.lineage.database import Database
+from datastates.lineage.states import NewState, Run, State, Status
+from datastates.store.local import LocalTier
+from datastates.store.placing import own_bytes
+from datastates.store.tier import Placed
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["PATIENCE_S", "Entry", "Journal", "Listener"]
+
+_log = logging.getLogger("datastates")
+
+PATIENCE_S = 60.0
+"""How long the database may be away before whoever waits is told."""
+
+_MOST_WAITING = 10_000
+"""States that wait to be told; no more are captured then."""
+
+_MOST_GONE = 1000
+"""States that left memory and are kept only because no commit since was durable; the next one is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A state to be told, and the tip of its line before it: its uid and digest."""
+
+    new: NewState
+    before: tuple[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Called when the lineage knows of a state (and, of one that was told late, why its branch did not move), when it knows of its replica
+    on disk and the bytes added there, and when it refuses either. On the thread that told it, which may be any.
+    """
+
+    recorded: Callable[[Entry, State, Conflict | None], None]
+    durable: Callable[[str, int], None]
+    failed: Callable[[str, Exception, Entry | None], None]
+
+
+class Journal:
+    """One for each process and repository. Every method is safe from any thread, ``evict`` never waits."""
+
+    def __init__(self, *, database: Database, local: LocalTier, run: Run, folder: str, holder: str, listener: Listener) -> None:
+        self._database, self._local, self._run, self._folder, self._holder = database, local, run, folder, holder
+        self._listener = listener
+        self._turn = Mutex()
+        """Held during a transaction, so that what is told stays in order; never taken under another lock."""
+        self._waiting: dict[str, Entry] = {}
+        self._marks: dict[str, Placed] = {}
+        self._told: dict[str, NewState] = {}
+        self._gone: list[str] = []
+        self._evicted: list[str] = []
+        self._evicting = Mutex()
+        self._away_since: float | None = None
+        self._why = ""
+
+    @property
+    def pending(self) -> int:
+        """States and replicas that wait to be told."""
+        return len(self._waiting) + len(self._marks)
+
+    def is_pending(self, uid: str) -> bool:
+        """Whether something of this state waits to be told."""
+        return uid in self._waiting or uid in self._marks
+
+    def overdue(self) -> Unavailable | None:
+        """What to tell whoever waits, once the database has been away for longer than anybody should."""
+        since = self._away_since
+        if since is None or time.monotonic() - since < PATIENCE_S:
+            return None
+        waiting = [entry.new for entry in list(self._waiting.values())]
+        steps = ", ".join(f"{new.branch} step {new.step} ({new.uid[:10]})" for new in waiting[-5:])
+        what = f"{len(waiting)} states wait to be recorded, the last of them {steps}" if waiting else "nothing waits to be recorded"
+        return Unavailable(f"the lineage does not answer since {time.monotonic() - since:.0f} s ({self._why}); {what}")
+
+    # --- what is told ------------------------------------------------------------------------------------------------------
+
+    def record(self, entry: Entry) -> None:
+        """Record a state, now or when the database is there.
+
+        :raises Conflict: its branch has moved on. Any other error of the lineage, too, but that the database is away.
+        :raises Unavailable: it has been away for so long that no more can wait.
+        """
+        with self._turn:
+            if self._away_since is not None:
+                return self._wait(entry)
+            try:
+                state = self._tell_or_recall(entry.new)
+            except Unavailable as error:
+                self._note_away(error)
+                return self._wait(entry)
+            self._note_told(entry.new)
+        self._listener.recorded(entry, state, None)
+        return None
+
+    def mark(self, uid: str, placed: Placed) -> None:
+        """A state is on this node's disk.
+
+        :raises NotFound: neither the lineage knows the state nor this process. Any other error of the lineage, too, but that the
+            database is away.
+        """
+        with self._turn:
+            self._marks[uid] = placed
+            if self._away_since is not None:
+                return
+            try:
+                self._mark_or_recall(uid, placed)
+            except Unavailable as error:
+                self._note_away(error)
+                return
+            except BaseException:
+                del self._marks[uid]
+                raise
+        self._listener.durable(uid, own_bytes(placed.manifest))
+
+    def evict(self, uids: Iterable[str]) -> None:
+        """States left this process's memory; told with the next state, or by ``tell_evictions``."""
+        with self._evicting:
+            self._evicted += uids
+
+    def tell_evictions(self) -> None:
+        """Tell now of what left memory.
+
+        :raises Unavailable: the database is away.
+        """
+        with self._turn:
+            try:
+                with self._database.write(durable=True) as session:
+                    told = self._tell_evictions(session)
+            except NotFound:
+                self._recall()
+                with self._database.write(durable=True) as session:
+                    told = self._tell_evictions(session)
+            self._note_evicted(told)
+            self._forget_gone()
+
+    # --- the database is away, or has forgotten --------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Tell what waits, if the database answers again; nothing when it was not away."""
+        if self._away_since is None:
+            return
+        with self._turn:
+            if self._away_since is None:
+                return
+            try:
+                self._recall()
+                for entry in list(self._waiting.values()):
+                    self._tell_late(entry)
+                for uid, placed in list(self._marks.items()):
+                    self._mark_late(uid, placed)
+            except Unavailable as error:
+                self._note_away(error)
+            else:
+                _log.warning("the lineage answers again after %.0f s", time.monotonic() - self._away_since)
+                self._away_since = None
+
+    def note_away(self, error: Unavailable) -> None:
+        """Somebody else found that the database does not answer."""
+        with self._turn:
+            self._note_away(error)
+
+    def check(self, session: Session) -> bool:
+        """Whether the newest state of each branch that was told is known: when commits are lost, those are among them."""
+        newest = {new.branch: uid for uid, new in list(self._told.items())}
+        return len(clones.known(session, newest.values())) == len(newest)
+
+    def recall(self) -> None:
+        """Tell again what the database has forgotten."""
+        with self._turn:
+            self._recall()
+
+    # All below runs in turn
+
+    def _wait(self, entry: Entry) -> None:
+        if len(self._waiting) >= _MOST_WAITING:
+            raise Unavailable(
+                f"{len(self._waiting)} states wait to be recorded, and the lineage does not answer ({self._why}): bring it back"
+            )
+        self._waiting[entry.new.uid] = entry
+
+    def _note_away(self, error: Unavailable) -> None:
+        self._why = " ".join(str(error).split())  # drivers write several lines
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            _log.warning("the lineage does not answer: captures go on in memory, and are recorded when it does (%s)", self._why)
+
+    def _tell_or_recall(self, new: NewState) -> State:
+        try:
+            return self._tell(new)
+        except (NotFound, Conflict):
+            if not self._recall():
+                raise
+            return self._tell(new)
+
+    def _tell(self, new: NewState) -> State:
+        is_durable = len(self._gone) >= _MOST_GONE
+        with self._database.write(durable=is_durable) as session:
+            state = lineage_record.record(session, new)
+            evicted = self._tell_evictions(session)
+        self._note_evicted(evicted)
+        if is_durable:
+            self._forget_gone()
+        return state
+
+    def _note_told(self, new: NewState) -> None:
+        self._told[new.uid] = new
+
+    def _tell_late(self, entry: Entry) -> None:
+        new, moved = entry.new, None
+        try:
+            with self._database.read() as session:
+                is_known = bool(clones.known(session, [new.uid]))  # the commit came through, its answer did not
+                state = walk.state(session, new.uid) if is_known else None
+            if state is None:
+                try:
+                    state = self._tell(new)
+                except Conflict as error:
+                    moved, new = error, replace(new, branch=None)
+                    state = self._tell(new)
+        except Unavailable:
+            raise
+        except DatastatesError as error:
+            del self._waiting[new.uid]
+            self._listener.failed(new.uid, error, entry)
+            return
+        del self._waiting[new.uid]
+        self._note_told(new)
+        self._listener.recorded(entry, state, moved)
+
+    def _mark_or_recall(self, uid: str, placed: Placed) -> None:
+        try:
+            self._tell_mark(uid, placed)
+        except NotFound:
+            if not self._recall():
+                raise
+            self._tell_mark(uid, placed)
+
+    def _tell_mark(self, uid: str, placed: Placed) -> None:
+        with self._database.write(durable=True) as session:
+            self._mark_in(session, uid, placed)
+        del self._marks[uid]
+        self._forget_gone()
+
+    def _mark_in(self, session: Session, uid: str, placed: Placed) -> None:
+        packs = [(pack.name, pack.size) for pack in placed.manifest.packs]
+        lineage_record.mark(session, uid, Status.DURABLE, tier="local", node=self._folder, bytes=own_bytes(placed.manifest), packs=packs)
+
+    def _mark_late(self, uid: str, placed: Placed) -> None:
+        try:
+            self._mark_or_recall(uid, placed)
+        except Unavailable:
+            raise
+        except DatastatesError as error:
+            del self._marks[uid]
+            self._listener.failed(uid, error, None)
+        else:
+            self._listener.durable(uid, own_bytes(placed.manifest))
+
+    def _tell_evictions(self, session: Session) -> list[str]:
+        with self._evicting:
+            evicted = [uid for uid in self._evicted if uid not in self._waiting]
+        if evicted:
+            lineage_record.evict(session, evicted, tier="memory", node=self._holder)
+        return evicted
+
+    def _note_evicted(self, told: list[str]) -> None:
+        """It was committed."""
+        if told:
+            with self._evicting:
+                done = set(told)
+                self._evicted = [uid for uid in self._evicted if uid not in done]
+            self._gone += told
+
+    def _forget_gone(self) -> None:
+        """A commit was durable: those before it are."""
+        for uid in self._gone:
+            self._told.pop(uid, None)
+        self._gone.clear()
+
+    def _recall(self) -> bool:
+        """Tell again what the database has forgotten, the run included; whether there was anything."""
+        with self._database.read() as session:
+            has_run = self._has_run(session)
+            known = clones.known(session, {**self._told, **dict.fromkeys(self._evicted)})
+        lost = [new for uid, new in self._told.items() if uid not in known]
+        was_in_the_way = self._leave_out_unknown(known)
+        if has_run and not lost:
+            return was_in_the_way
+        whole = self._local.whole(new.uid for new in lost)
+        with self._database.write(durable=True) as session:
+            if not has_run:
+                runs.start(session, self._run)
+            for new in lost:
+                self._tell_again(session, new)
+            for uid, placed in whole.items():
+                self._mark_in(session, uid, placed)
+            gone = clones.known(session, self._gone)
+            lineage_record.evict(session, gone, tier="memory", node=self._holder)
+        self._forget_gone()
+        _log.warning("the lineage had forgotten %d states of this process: they are recorded again", len(lost))
+        return True
+
+    def _leave_out_unknown(self, known: Iterable[str]) -> bool:
+        """States that left memory, and that nobody knows any more, would be in the way of all that comes; whether there were any."""
+        here = {*known, *self._told, *self._waiting}
+        with self._evicting:
+            left = [uid for uid in self._evicted if uid in here]
+            is_less, self._evicted = len(left) < len(self._evicted), left
+        return is_less
+
+    def _has_run(self, session: Session) -> bool:
+        try:
+            runs.get(session, self._run.uid)
+        except NotFound:
+            return False
+        return True
+
+    def _tell_again(self, session: Session, new: NewState) -> None:
+        try:
+            with session.begin_nested():
+                lineage_record.record(session, new)
+        except Conflict as error:
+            _log.warning("state %s is recorded again, without its branch: %s", new.uid, error)
+            with session.begin_nested():
+                lineage_record.record(session, replace(new, branch=None))

@@ -1,0 +1,194 @@
+"""What a process tells the lineage while the database is away, or has answered only half."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import datastates
+from datastates.capture import journal, runner
+from datastates.config import Config
+from datastates.errors import Conflict, Unavailable
+from datastates.lineage.database import Database
+from datastates.lineage.states import Status
+from datastates.manifest import CHUNK_BYTES
+from datastates.repository import Repository
+from datastates.tracker import Tracker
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+
+class Away:
+    """A database that answers or not, as the test says."""
+
+    def __init__(self) -> None:
+        self.is_away = threading.Event()
+        self.is_mute = threading.Event()
+        """Commits, and does not say so."""
+        self.elsewhere: Database | None = None
+        """Of a process that reaches it."""
+        self.asked = threading.Semaphore(0)
+
+    def check(self, database: Database) -> None:
+        if self.is_away.is_set() and database is not self.elsewhere:
+            self.asked.release()
+            raise Unavailable("the database does not answer (connection refused)")
+
+
+@pytest.fixture
+def database(monkeypatch: pytest.MonkeyPatch) -> Away:
+    away, read, write = Away(), Database.read, Database.write
+
+    @contextmanager
+    def reading(self: Database) -> Iterator[Session]:
+        away.check(self)
+        with read(self) as session:
+            yield session
+
+    @contextmanager
+    def writing(self: Database, durable: bool = False) -> Iterator[Session]:
+        away.check(self)
+        with write(self, durable) as session:
+            yield session
+        if away.is_mute.is_set():
+            away.is_mute.clear()
+            raise Unavailable("the connection was closed")
+
+    monkeypatch.setattr(Database, "read", reading)
+    monkeypatch.setattr(Database, "write", writing)
+    monkeypatch.setattr(runner, "_REFS_POLL_S", 0.01)
+    return away
+
+
+@pytest.fixture
+def repo(tmp_path: Path, database: Away) -> Iterator[Repository]:
+    config = Config(memory_bytes=4 * CHUNK_BYTES, durable_interval_s=None)
+    with datastates.open(tmp_path, config=config) as opened:
+        yield opened
+        database.is_away.clear()
+
+
+def begin(repo: Repository) -> tuple[Tracker, torch.Tensor]:
+    weight = torch.zeros(1000)
+    return repo.track(weight=weight, rng=False), weight
+
+
+def capture(run: Tracker, weight: torch.Tensor, count: int = 1) -> list[datastates.Capture]:
+    made = []
+    for _ in range(count):
+        weight += 1
+        made.append(run.capture())
+    return made
+
+
+def test_memory_that_fills_while_the_database_is_away_lets_go_of_old_states_and_they_are_recorded_all_the_same(
+    repo: Repository, database: Away
+) -> None:
+    run, weight = begin(repo)
+    handles = capture(run, weight)
+    handles[0].wait()
+    database.is_away.set()
+    handles += capture(run, weight, 12)
+    repo.flush()
+    database.is_away.clear()
+    assert [handle.wait(timeout_s=60).step for handle in handles] == list(range(1, 14))
+    assert [state.uid for state in repo.log("main")] == [handle.uid for handle in reversed(handles)]
+    capture(run, weight)[0].wait(timeout_s=60)
+    assert {repo.state(handle.uid).status for handle in handles[:9]} == {Status.EVICTED}
+    with pytest.raises(Unavailable, match="left memory before it became durable"):
+        handles[3].wait("durable", timeout_s=60)
+    assert torch.equal(repo.load("main")["weight"], weight)
+
+
+def test_a_commit_whose_answer_was_lost_is_not_made_twice(repo: Repository, database: Away) -> None:
+    run, weight = begin(repo)
+    first = capture(run, weight)[0].wait(timeout_s=60)
+    database.is_mute.set()
+    second = capture(run, weight)[0].wait(timeout_s=60)
+    third = capture(run, weight)[0].wait(timeout_s=60)
+    assert [state.uid for state in repo.log("main")] == [third.uid, second.uid, first.uid]
+
+
+def test_a_state_whose_branch_moved_on_meanwhile_is_kept_under_its_uid(repo: Repository, database: Away, tmp_path: Path) -> None:
+    run, weight = begin(repo)
+    other = datastates.open(tmp_path)
+    first, second = (handle.wait(timeout_s=60) for handle in capture(run, weight, 2))
+    database.is_away.set()
+    (late,) = capture(run, weight)
+    repo.flush()
+    with other:
+        database.elsewhere = other._database
+        other.move("main", first.uid, expected=second.uid)
+    database.is_away.clear()
+    assert late.wait(timeout_s=60).parents == (second.uid,)
+    assert repo.state("main").uid == first.uid
+    with pytest.raises(Conflict, match="branch 'main' is at"):
+        run.capture()
+    assert torch.equal(repo.load(late.uid)["weight"], weight)
+
+
+def test_whoever_waits_for_too_long_is_told_and_may_wait_again(repo: Repository, database: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, weight = begin(repo)
+    capture(run, weight)[0].wait(timeout_s=60)
+    database.is_away.set()
+    monkeypatch.setattr(journal, "PATIENCE_S", 0.0)
+    (late,) = capture(run, weight)
+    with pytest.raises(Unavailable, match=r"does not answer since .* 1 states wait to be recorded"):
+        late.wait(timeout_s=60)
+    with pytest.raises(Unavailable, match="1 states wait"):
+        run._runner.drain()
+    database.is_away.clear()
+    repo.flush()
+    assert late.wait(timeout_s=60).step == 2
+
+
+def test_no_more_states_wait_than_can_be_kept_track_of(repo: Repository, database: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_MOST_WAITING", 2)
+    run, weight = begin(repo)
+    database.is_away.set()
+    handles = capture(run, weight, 3)
+    repo.flush()
+    with pytest.raises(
+        Unavailable, match=r"2 states wait to be recorded, and the lineage does not answer .*connection refused.*: bring it back"
+    ):
+        handles[2].wait(timeout_s=60)
+    with pytest.raises(Unavailable, match="bring it back"):
+        run.capture()
+    database.is_away.clear()
+    repo.flush()
+    fourth = capture(run, weight)[0].wait(timeout_s=60)
+    assert fourth.parents == (handles[1].uid,)
+
+
+def test_what_is_kept_to_be_told_again_is_bounded_although_nothing_becomes_durable(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_MOST_GONE", 5)
+    run, weight = begin(repo)
+    capture(run, weight, 40)
+    repo.flush()
+    assert len(run._runner._journal._told) <= 4 + 5 + 4
+
+
+def test_an_outage_is_two_lines_of_the_log(repo: Repository, database: Away, caplog: pytest.LogCaptureFixture) -> None:
+    run, weight = begin(repo)
+    capture(run, weight)[0].wait(timeout_s=60)
+    with caplog.at_level(logging.INFO):
+        database.is_away.set()
+        late = capture(run, weight, 3)
+        for _ in range(20):
+            assert database.asked.acquire(timeout=60)
+        database.is_away.clear()
+        late[-1].wait(timeout_s=60)
+        repo.flush()
+    said = [record.getMessage() for record in caplog.records if "the lineage" in record.getMessage()]
+    assert [line.split(":")[0].split(" after")[0] for line in said] == ["the lineage does not answer", "the lineage answers again"]
+    assert not any(record.exc_info for record in caplog.records)
