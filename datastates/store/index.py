@@ -96,7 +96,7 @@ class ChunkIndex:
         """The file for reading, and how many bits of a digest choose a page."""
         if _bits_at(self._path) is None:
             self._make()
-        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         bits = _bits(os.fstat(fd).st_size)
         if bits is None:
             os.close(fd)
@@ -116,7 +116,7 @@ class ChunkIndex:
     def _locked(self) -> Iterator[tuple[int, int]]:
         """The file for writing, which no other process writes or replaces meanwhile."""
         while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 try:

@@ -200,7 +200,12 @@ def a_folder(path: Path) -> None:
     path.mkdir()
 
 
-WRECKS = [missing, empty, cut, longer, huge, zeros, garbage, shifted, of_another_folder, a_folder]
+def a_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+WRECKS = [a_link, missing, empty, cut, longer, huge, zeros, garbage, shifted, of_another_folder, a_folder]
 
 
 @pytest.mark.parametrize("wreck", WRECKS)
@@ -214,6 +219,15 @@ def test_nothing_depends_on_the_index(tmp_path: Path, wreck: Callable[[Path], No
     tier.remove("a")
     tier.remove("b")
     check(LocalTier(tmp_path), big("c", 1, 2, 3))
+
+
+def test_an_index_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    tier.put(big("a", 1))
+    a_link(tmp_path / ".chunks")
+    before = (tmp_path / "elsewhere").read_bytes()
+    tier.put(big("b", 2))
+    assert (tmp_path / "elsewhere").read_bytes() == before
 
 
 @pytest.mark.parametrize("wreck", [missing, empty, cut, longer, huge])
