@@ -1,6 +1,6 @@
 """What a capture costs: how long it blocks, what memory it takes, and what a training run pays for one at every step.
 
-    python benchmarks/capture.py [--quick] [--part blocking|training|memory] [--json FILE] [--folder DIR]
+    python benchmarks/capture.py [--quick] [--part blocking|tiny|training|memory|start] [--json FILE] [--folder DIR]
 
 Every method is measured in turn, round after round, in one run; a training segment with captures is compared with the
 segments without on both sides of it. What counts is wall and CPU overhead of the run: a method can block for nothing
@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 import torch
 from capture_peers import DcpAsync, ForeachCopy, Method, Objects, Ours, Prototype, TorchSave, TorchSnapshot, state_bytes, state_tensors
+from capture_start import start
 from common import machine, out, short, spread, table
 from gpt import LARGE, MEDIUM, TINY, Trainer
 
@@ -310,6 +311,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "tiny": blocking_tiny,
     "memory": memory,
     "training": training,
+    "start": start,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import statistics
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +27,9 @@ __all__ = ["start"]
 
 SHAPES = {"tiny": TINY, "1M": SMALL, "30M": MEDIUM, "100M": LARGE}
 
+PLAIN, DEFAULT, GIVEN = "plain", "captured, default settings", "captured, memory_bytes=4G"
+GIVEN_BYTES = 4 << 30
+
 WINDOW_S = 5.0
 COUNTED_S = 30.0
 """What is compared; the training goes on to the end of a minute, when its memory is looked at."""
@@ -34,7 +37,7 @@ COUNTED_S = 30.0
 
 @dataclass(slots=True)
 class Started:
-    """One training: when each step ended, counted from ``track``, and what memory and CPU it had taken by its end."""
+    """One training: when each step ended, counted from ``track``; CPU time a step, and memory at the end and at most."""
 
     ends_s: list[float] = field(default_factory=list)
     track_s: float = 0.0
@@ -53,7 +56,7 @@ class Started:
         return max(after - before for before, after in pairwise([0.0, *self.ends_s]))
 
 
-def train(size: str, folder: Path | None, seconds: float) -> Started:
+def train(size: str, folder: Path | None, seconds: float, memory_bytes: int | None) -> Started:
     """Train in this process, captured into a repository where there is a folder for it."""
     trainer = Trainer.make(SHAPES[size])
     for _ in range(5):
@@ -65,17 +68,17 @@ def train(size: str, folder: Path | None, seconds: float) -> Started:
 
         logging.getLogger("datastates").addHandler(_Said(found.said))
         logging.getLogger("datastates").setLevel(logging.INFO)
-        repo = datastates.open(folder)
+        repo = datastates.open(folder, memory_bytes=memory_bytes)
     cpu, begin = time.process_time(), time.perf_counter()
     if folder is not None:
         run = repo.track(**trainer.objects)
     found.track_s = time.perf_counter() - begin
-    while (now := time.perf_counter() - begin) < seconds:
+    while time.perf_counter() - begin < seconds:
         _step(trainer)
         if folder is not None:
             run.capture()
         found.ends_s.append(time.perf_counter() - begin)
-    found.cpu_s = (time.process_time() - cpu) / now
+    found.cpu_s = (time.process_time() - cpu) / len(found.ends_s)
     found.rss_bytes, found.peak_bytes = _status("VmRSS"), _status("VmHWM")
     if folder is not None:
         repo.close()
@@ -108,51 +111,64 @@ def start(folder: Path, *, quick: bool, rounds: int, sizes: Sequence[str] = ("1M
     sizes, seconds = (("tiny",), 2 * WINDOW_S) if quick else (sizes, seconds)
     found: dict[str, dict[str, list[Started]]] = {}
     for size in sizes:
-        found[size] = {"plain": [], "captured": []}
+        names = [PLAIN, DEFAULT, *([GIVEN] if size == "30M" else [])]
+        found[size] = {name: [] for name in names}
         for index in range(rounds):
-            for name in ("plain", "captured") if index % 2 == 0 else ("captured", "plain"):
-                one = _in_a_process(size, folder / f"{size}-{index}" if name == "captured" else None, seconds)
+            for name in names if index % 2 == 0 else reversed(names):
+                one = _in_a_process(size, name, folder / f"{size}-{index}-{name == GIVEN}", seconds)
                 found[size][name].append(one)
                 rates = " ".join(short(rate) for rate in one.rates(seconds))
                 sys.stderr.write(f"{size}, round {index + 1} of {rounds}: {name}: {rates} steps/s\n")
         _report(size, found[size], min(seconds, COUNTED_S), seconds)
-    return {size: msgspec.to_builtins(pair) for size, pair in found.items()}
+    return {size: msgspec.to_builtins(each) for size, each in found.items()}
 
 
-def _in_a_process(size: str, folder: Path | None, seconds: float) -> Started:
-    command = [sys.executable, __file__, size, str(seconds), *([] if folder is None else [str(folder)])]
+def _in_a_process(size: str, name: str, folder: Path, seconds: float) -> Started:
+    command = [sys.executable, __file__, size, str(seconds)]
+    command += [] if name == PLAIN else [f"--folder={folder}"]
+    command += [f"--memory={GIVEN_BYTES}"] if name == GIVEN else []
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Started)
 
 
 def _report(size: str, found: dict[str, list[Started]], counted_s: float, seconds: float) -> None:
-    rounds = len(found["plain"])
-    out(f"\n## {size} parameters: the first {counted_s:.0f} s, a capture at every step; median [min .. max] of {rounds} rounds\n")
+    plain = found[PLAIN]
+    out(f"\n## {size} parameters: the first {counted_s:.0f} s, a capture at every step; median [min .. max] of {len(plain)} rounds\n")
     windows = [f"{index * WINDOW_S:.0f}-{(index + 1) * WINDOW_S:.0f} s" for index in range(int(counted_s / WINDOW_S))]
     rows = []
     for name, runs in found.items():
         rates = zip(*(run.rates(counted_s) for run in runs), strict=True)
         worst = spread([run.worst_s() for run in runs], 1e3)
-        rows.append([name, *(spread(rate) for rate in rates), worst, spread([run.cpu_s for run in runs])])
-    out(table(["steps/s", *windows, "worst step, ms", "cores used"], rows))
-    pairs = list(zip(found["plain"], found["captured"], strict=True))
-    walls = [sum(plain.rates(counted_s)) / sum(captured.rates(counted_s)) for plain, captured in pairs]
-    later = [plain.rates(seconds)[-1] / captured.rates(seconds)[-1] for plain, captured in pairs]
-    more = [(captured.rss_bytes - plain.rss_bytes) / (1 << 20) for plain, captured in pairs]
-    peaks = [(captured.peak_bytes - plain.peak_bytes) / (1 << 20) for plain, captured in pairs]
-    out(
-        f"\nwall time for the same steps, captured / plain: {spread(walls)}; in the last {WINDOW_S:.0f} of {seconds:.0f} s: {spread(later)}"
-    )
-    out(f"memory above the plain one after {seconds:.0f} s: {spread(more)} MiB; peak: {spread(peaks)} MiB")
-    out(f"track took {spread([run.track_s for run in found['captured']], 1e3)} ms; it said: {'; '.join(found['captured'][0].said)}")
-    if not walls or statistics.median(walls) <= 0:
-        raise SystemExit("no step was made: give it more time")
+        rows.append([name, *(spread(rate) for rate in rates), worst, spread([run.cpu_s for run in runs], 1e3)])
+    out(table(["steps/s", *windows, "worst step, ms", "CPU ms a step"], rows) + "\n")
+    for name in (name for name in found if name != PLAIN):
+        pairs = list(zip(plain, found[name], strict=True))
+        walls = spread([_wall(*pair, 0.0, counted_s) for pair in pairs])
+        later = spread([_wall(*pair, counted_s, seconds) for pair in pairs]) if seconds > counted_s else "not measured"
+        more, peak = (
+            spread([(getattr(ours, key) - getattr(theirs, key)) / (1 << 20) for theirs, ours in pairs])
+            for key in ("rss_bytes", "peak_bytes")
+        )
+        out(f"{name}: wall time / plain for the same steps: {walls}; from {counted_s:.0f} to {seconds:.0f} s: {later}")
+        out(f"  memory above the plain one after {seconds:.0f} s: {more} MiB; peak: {peak} MiB")
+        out(f"  track took {spread([run.track_s for run in found[name]], 1e3)} ms; it said: {'; '.join(found[name][0].said)}")
+
+
+def _wall(plain: Started, captured: Started, begin_s: float, end_s: float) -> float:
+    """How much longer the steps took that both made in a stretch of time, counted by the steps of the captured one."""
+    first = sum(end <= begin_s for end in captured.ends_s)
+    last = sum(end <= end_s for end in captured.ends_s)
+    took = (captured.ends_s[last - 1] if last else end_s) - (captured.ends_s[first - 1] if first else 0.0)
+    rate = sum(begin_s < end <= end_s for end in plain.ends_s) / (end_s - begin_s)
+    return took * rate / max(1, last - first)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="One training in this process; its steps as JSON.")
     parser.add_argument("size", choices=SHAPES)
     parser.add_argument("seconds", type=float)
-    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--memory", type=int)
     options = parser.parse_args()
-    out(msgspec.json.encode(train(options.size, options.folder, options.seconds)).decode())
+    out(msgspec.json.encode(train(options.size, options.folder, options.seconds, options.memory)).decode())

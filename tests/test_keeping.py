@@ -15,12 +15,20 @@ from datastates.capture import warming
 from datastates.capture.warming import Warmer
 from datastates.config import Config
 from datastates.manifest import CHUNK_BYTES
-from datastates.policy.keeping import AT_ONCE_BYTES, FEW, SMALL_BYTES, slots_kept
+from datastates.policy.keeping import AT_ONCE_BYTES, FEW, FEWEST, SMALL_BYTES, slots_at_once, slots_kept
 from datastates.repository import Repository
 from datastates.store.arena import Arena
 
 MANY = 1 << 20
 SMALL = SMALL_BYTES // CHUNK_BYTES
+
+
+def kept(*sizes: int, capacity: int = MANY, is_given: bool = False) -> int:
+    return slots_kept(sizes, capacity, is_given=is_given)
+
+
+def at_once(*sizes: int, capacity: int = MANY, is_given: bool = False) -> int:
+    return slots_at_once(sizes, capacity, is_given=is_given)
 
 
 @pytest.fixture
@@ -30,19 +38,24 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_states_share_what_is_small_beside_any_training() -> None:
-    assert slots_kept([1], MANY) == slots_kept([4], MANY) == SMALL
-    assert SMALL_BYTES < 128 << 20
+    assert kept(1) == kept(4) == at_once(1) == at_once(4) == SMALL
+    assert SMALL_BYTES <= 128 << 20
 
 
 def test_a_few_large_states_are_kept_of_each_training() -> None:
-    assert slots_kept([300], MANY) == FEW * 300
-    assert slots_kept([300, 100], MANY) == FEW * 400
+    assert (at_once(300), kept(300)) == (FEWEST * 300, FEW * 300)
+    assert (at_once(300, 100), kept(300, 100)) == (FEWEST * 400, FEW * 400)
 
 
 def test_never_is_more_kept_than_there_is() -> None:
-    assert slots_kept([300], 700) == 700
-    assert slots_kept([1], 2) == 2
-    assert slots_kept([1], MANY, small_bytes=AT_ONCE_BYTES) == AT_ONCE_BYTES // CHUNK_BYTES
+    assert at_once(300, capacity=700) == kept(300, capacity=700) == 700
+    assert at_once(1, capacity=2) == kept(1, capacity=2) == 2
+
+
+def test_all_that_somebody_gave_is_used_in_the_end() -> None:
+    assert kept(1, is_given=True) == kept(300, is_given=True) == MANY
+    assert at_once(1, is_given=True) == AT_ONCE_BYTES // CHUNK_BYTES
+    assert at_once(300, is_given=True) == FEWEST * 300
 
 
 def open_by_default(path: Path, **options: object) -> Repository:
@@ -70,13 +83,13 @@ def test_a_small_training_takes_little_memory_by_default(tmp_path: Path) -> None
 @pytest.mark.usefixtures("cold")
 def test_what_is_warm_is_used_again_before_more_is_touched_than_a_few_states_need(tmp_path: Path) -> None:
     weight = torch.arange(CHUNK_BYTES, dtype=torch.float32)
-    at_once = AT_ONCE_BYTES // CHUNK_BYTES
+    most = at_once(4, is_given=True)
     with open_by_default(tmp_path, memory_bytes=2 * AT_ONCE_BYTES) as repo, repo.track(weight=weight, rng=False) as run:
-        capture(run, weight, at_once // 4 + 5)
+        capture(run, weight, most // 4 + 5)
         assert repo._arena is not None
-        assert repo._arena.warm == at_once
+        assert repo._arena.warm == most
         assert repo._memory is not None
-        assert len(list(repo._memory.uids())) == at_once // 4 - 1
+        assert len(list(repo._memory.uids())) == most // 4 - 1
 
 
 @pytest.mark.usefixtures("cold")
@@ -101,7 +114,8 @@ def test_states_that_may_not_leave_take_more_memory_than_is_kept(tmp_path: Path)
 
 
 def test_captures_in_flight_are_waited_for_before_more_is_taken_than_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datastates.capture.warming.slots_kept", lambda sizes, capacity, small_bytes: 6)
+    for name in ("slots_kept", "slots_at_once"):
+        monkeypatch.setattr(f"datastates.capture.warming.{name}", lambda sizes, capacity, is_given: 6)
     weight = torch.arange(CHUNK_BYTES // 4, dtype=torch.float32)
     with open_by_default(tmp_path) as repo, repo.track(weight=weight, rng=False) as run:
         for _ in range(200):

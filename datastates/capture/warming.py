@@ -1,9 +1,9 @@
 """How much memory states take: how many slots are to be warm, and the thread that makes them so, little by little.
 
-Fresh memory costs the machine up to a second of a core a GiB, whoever touches it first. So captures take it at once for the few states
-that are kept by default. Where somebody asked for more memory, what is warm is used again before more is touched, and the rest becomes
-warm at a small part of a core's time, however long that takes: meanwhile fewer states are kept. The thread has the priority of any other:
-at a lower one it would now and then hold the interpreter's lock without being given a core.
+Fresh memory costs the machine up to a second of a core a GiB, whoever touches it first. So captures take it at once only for
+small states and for the fewest large ones that they get by with. Then what is warm is used again before more is touched, and the rest
+becomes warm at a small part of a core's time, however long that takes: meanwhile fewer states are kept. The thread has the priority of
+any other: at a lower one it would now and then hold the interpreter's lock without being given a core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from datastates.bell import Bell
 from datastates.errors import Closed
 from datastates.interrupts import Mutex
-from datastates.policy.keeping import AT_ONCE_BYTES, SMALL_BYTES, slots_kept
+from datastates.policy.keeping import slots_at_once, slots_kept
 from datastates.store.arena import Arena
 
 __all__ = ["Warmer"]
@@ -45,7 +45,7 @@ class Warmer:
     def at_once(self) -> int:
         """How many slots captures may make warm themselves before states that may leave memory do so."""
         with self._lock:
-            return self._at_once()
+            return slots_at_once(self._sizes.values(), self._arena.capacity, is_given=self.is_given) if self._sizes else 0
 
     @property
     def kept(self) -> int:
@@ -56,8 +56,11 @@ class Warmer:
     def expect(self, line: str, slots: int) -> None:
         """A state of this line takes so many slots."""
         with self._lock:
-            self._sizes[line] = max(slots, self._sizes.get(line, 0))
-        self._changed.ring()
+            is_more = self._sizes.get(line, 0) < slots
+            if is_more:
+                self._sizes[line] = slots
+        if is_more:
+            self._changed.ring()
 
     def forget(self, line: str) -> None:
         """The line ended."""
@@ -84,11 +87,7 @@ class Warmer:
         self._thread.join()
 
     def _kept(self) -> int:
-        return self._arena.capacity if self.is_given and self._sizes else self._at_once()
-
-    def _at_once(self) -> int:
-        small = AT_ONCE_BYTES if self.is_given else SMALL_BYTES
-        return slots_kept(self._sizes.values(), self._arena.capacity, small_bytes=small) if self._sizes else 0
+        return slots_kept(self._sizes.values(), self._arena.capacity, is_given=self.is_given) if self._sizes else 0
 
     def _run(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""How many states are kept in memory where nobody said: a pure function of their sizes."""
+"""How much memory states are given, at once and in the end: pure functions of their sizes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ from collections.abc import Iterable
 
 from datastates.manifest import CHUNK_BYTES
 
-__all__ = ["AT_ONCE_BYTES", "FEW", "SMALL_BYTES", "slots_kept"]
+__all__ = ["AT_ONCE_BYTES", "FEW", "FEWEST", "SMALL_BYTES", "slots_at_once", "slots_kept"]
 
-SMALL_BYTES = 96 << 20
+SMALL_BYTES = 128 << 20
 """As many small states as fit into this are kept. With what is imported a small training then takes less than 200 MiB more."""
 
 AT_ONCE_BYTES = 256 << 20
 """Where somebody chose how much memory there is, small states take so much of it at once."""
 
+FEWEST = 3
+"""So many states have memory at once, however large: one is being written, one is the head, and one is being captured."""
+
 FEW = 4
-"""So many states are kept at least, however large: one is being written, one is the head, one was the head a second ago and may
-still count as named, and one is being captured."""
+"""So many states have memory in the end, however large: one more, to go back to."""
 
 
-def slots_kept(sizes: Iterable[int], capacity: int, *, small_bytes: int = SMALL_BYTES) -> int:
-    """Slots of the arena that are to hold states, where ``sizes`` are the slots of one state of each training; at most ``capacity``."""
-    return min(capacity, max(small_bytes // CHUNK_BYTES, FEW * sum(sizes)))
+def slots_at_once(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int:
+    """Slots that captures take as they need them, where ``sizes`` are the slots of one state of each training; at most ``capacity``.
+
+    ``is_given``: somebody chose the capacity.
+    """
+    small_bytes = AT_ONCE_BYTES if is_given else SMALL_BYTES
+    return min(capacity, max(small_bytes // CHUNK_BYTES, FEWEST * sum(sizes)))
+
+
+def slots_kept(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int:
+    """Slots that are to hold states in the end."""
+    return capacity if is_given else min(capacity, max(SMALL_BYTES // CHUNK_BYTES, FEW * sum(sizes)))
