@@ -68,7 +68,8 @@ def compose(node: tuple[Any, ...], parts: Sequence[Any]) -> torch.Tensor:
         if tag == "qt":
             tensor = torch._make_per_tensor_quantized_tensor(parts[0], parts[1], parts[2])
         else:
-            tensor = torch._make_per_channel_quantized_tensor(parts[0], parts[1], parts[2], node[2])
+            # Whoever copies such a tensor shares its scales, which may lie in memory that is only lent.
+            tensor = torch._make_per_channel_quantized_tensor(parts[0], parts[1].clone(), parts[2].clone(), node[2])
     if tensor.dtype != dtype:
         raise Corrupt(f"a quantized tensor came back as {dtype_name(tensor.dtype)}, not {first}")
     return tensor

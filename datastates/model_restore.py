@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import nn
 from .errors import Corrupt, InvalidInput
 from .model_state import ModelState, metadata_for
 from .names import join
+from .own_loading import OwnLoading
 from .report import Findings, Mismatch, describe, own, write_tensor
 
-__all__ = ["check_gradients", "check_module", "only_waits"]
+__all__ = ["check_gradients", "check_module"]
 
 _EXTRA = "_extra_state"
 
@@ -23,7 +24,8 @@ _EXTRA = "_extra_state"
 def check_module(path: str, model: ModelState, stored: object, findings: Findings) -> None:
     """Find out what of ``stored`` fits, and note the write that puts it into the module.
 
-    Hooks, extra state and versions work as in ``load_state_dict``. A tied tensor of the module is satisfied by any of its names.
+    Hooks, extra state and versions work as in ``load_state_dict``. A tied tensor of the module is satisfied by any of its names. What a
+    part loads in a way of its own fits if that part takes it.
     """
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), type(model.module).__name__))
@@ -32,10 +34,15 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
     raw_names = model.raw_names()
     chosen: dict[str, object] = {}
     ties = _ties(live)
+    metadata = getattr(stored, "_metadata", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(each, dict) for each in metadata.values())):
+        raise Corrupt(f"{path} has versions of modules in a form that no module wrote: restore another state")
+    own_loading = OwnLoading(model.module)
+    taken = _taken(own_loading, live, stored, findings)
     for name, target in live.items():
         here = join(path, name)
         if name in stored:
-            if findings.wants(here) and (_is_extra(name) or findings.fits(here, stored[name], target)):
+            if findings.wants(here) and (_is_extra(name) or name in taken or findings.fits(here, stored[name], target)):
                 chosen[name] = stored[name]
         elif not any(other in stored for other in ties.get(name, ())) and findings.selection.wants(here):
             findings.missing.append(here)
@@ -43,15 +50,13 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
     _check_ties(path, chosen, ties, findings)
     findings.restored += [join(path, name) for name in chosen]
     if chosen:
-        metadata = getattr(stored, "_metadata", None)
-        if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(each, dict) for each in metadata.values())):
-            raise Corrupt(f"{path} has versions of modules in a form that no module wrote: restore another state")
         raw = {raw_names[name]: value for name, value in chosen.items()}
         targets = {raw_names[name]: live[name] for name in chosen}
-        is_plain = _loads_plainly(model.module)
+        kept = {raw_names[name] for name in chosen if own_loading.part_of(name) is not None}
         for name, value in chosen.items():
-            findings.overwrites(join(path, name), value, live[name], is_as_stored=is_plain)
-        findings.writes.append(partial(_load, path, model.module, raw, targets, metadata))
+            if name not in taken:
+                findings.overwrites(join(path, name), value, live[name], is_as_stored=not own_loading)
+        findings.writes.append(partial(_load, path, model.module, raw, targets, metadata, kept))
 
 
 def check_gradients(path: str, model: ModelState, stored: object, findings: Findings) -> None:
@@ -73,7 +78,32 @@ def check_gradients(path: str, model: ModelState, stored: object, findings: Find
             findings.writes.append(partial(_set_gradient, parameter, gradient, findings))
 
 
-def _load(path: str, module: nn.Module, raw: Mapping[str, Any], targets: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
+def _taken(own_loading: OwnLoading, live: Mapping[str, object], stored: Mapping[str, object], findings: Findings) -> set[str]:
+    """The names of entries that do not look like those of the module, and that the parts which load them take all the same."""
+    unlike: dict[str, list[str]] = {}
+    for name, target in live.items() if own_loading else ():
+        part = own_loading.part_of(name)
+        if part is not None and name in stored and not _is_extra(name) and not _looks_like(stored[name], target):
+            unlike.setdefault(part, []).append(name)
+    # Before the bytes are there nobody can ask: the check with the values does.
+    return {name for part, names in unlike.items() if not findings.has_values or own_loading.takes(part, stored) for name in names}
+
+
+def _looks_like(stored: object, live: object) -> bool:
+    if not isinstance(stored, torch.Tensor) or not isinstance(live, torch.Tensor):
+        return False
+    return (stored.shape, stored.dtype) == (live.shape, live.dtype)
+
+
+def _load(
+    path: str,
+    module: nn.Module,
+    raw: Mapping[str, Any],
+    targets: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None,
+    kept: Collection[str],
+) -> None:
+    """``kept`` are names of what a part may keep as it is given."""
     state: OrderedDict[str, Any] = OrderedDict()
     for name, value in raw.items():
         if not isinstance(value, torch.Tensor):
@@ -81,7 +111,7 @@ def _load(path: str, module: nn.Module, raw: Mapping[str, Any], targets: Mapping
         elif _repeats(targets[name]):
             write_tensor(targets[name], value)
         else:
-            state[name] = own(value) if _is_extra(name) else value
+            state[name] = own(value) if name in kept or _is_extra(name) else value
     if metadata is not None:
         state._metadata = metadata_for(module, metadata)  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
     try:
@@ -95,23 +125,6 @@ def _set_gradient(parameter: nn.Parameter, stored: Any, findings: Findings) -> N
         write_tensor(parameter.grad, stored)
     else:
         parameter.grad = findings.own(stored.to(parameter.dtype), parameter.device)
-
-
-def only_waits(hook: object) -> bool:
-    """Whether a hook on loading is a fence's: it waits for copies, and leaves alone what is loaded."""
-    return bool(getattr(getattr(hook, "hook", hook), "only_waits", False))
-
-
-def _loads_plainly(module: nn.Module) -> bool:
-    """Whether the module's ``load_state_dict`` copies what it is given, and does nothing else with tensors."""
-    return all(
-        type(part).load_state_dict is nn.Module.load_state_dict
-        and type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
-        and all(map(only_waits, part._load_state_dict_pre_hooks.values()))
-        and "load_state_dict" not in part.__dict__
-        and "_load_from_state_dict" not in part.__dict__
-        for part in module.modules()
-    )
 
 
 def _ties(live: Mapping[str, object]) -> dict[str, list[str]]:

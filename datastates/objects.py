@@ -133,7 +133,8 @@ class Adapted:
     def size_bytes(self) -> int:
         """About how large a state is, as far as can be told without asking anybody for it: modules and optimizers."""
         held = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
-        return sum({id(tensor): tensor.nbytes for tensor in (*held, *self.fenced()) if not tensor.is_meta}.values())
+        dense = (tensor for tensor in (*held, *self.fenced()) if tensor.layout is torch.strided and not tensor.is_meta)
+        return sum({id(tensor): tensor.nbytes for tensor in dense}.values())  # sparse ones do not tell
 
     def frozen(self) -> list[torch.Tensor]:
         """The parameters that ask for no gradient: they stay the same from state to state."""

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from datastates.geometry import dense_view, dtype_of
 from datastates.manifest import TensorSpec
-from datastates.model_restore import only_waits
 from datastates.names import split_wrappers
 from datastates.optimizers import with_inner
+from datastates.own_loading import only_waits
 from datastates.report import Target
 
 __all__ = ["Home", "live_homes", "wait_for_copies"]
