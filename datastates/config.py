@@ -63,13 +63,15 @@ class Config:
         :raises InvalidInput: a variable does not parse; names it.
         """
         environ = os.environ if environ is None else environ
+        if not isinstance(environ, Mapping):
+            raise InvalidInput(f"environ is {values.shown(environ)}: give a dict of variables")
         config = cls()
         for variable, apply in _VARIABLES.items():
             text = environ.get(variable)
-            if not text:
+            if text is None or text == "":
                 continue
             try:
-                config = apply(config, text)
+                config = apply(config, values.string(text, variable))
             except ValueError as exc:
                 raise InvalidInput(f"{variable}={text!r} does not parse: {exc}") from exc
         return config

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from . import values
 from .arrays import MAX_DEPTH, Unencodable, array_of, describe_dtype, dtype_from, order_of
 from .errors import Conflict, Corrupt, InvalidInput
 
@@ -48,10 +49,17 @@ class Encoder:
     decode: Callable[[Any], object]
 
 
+def _type(value: object, what: str) -> type[Any]:
+    if not isinstance(value, type):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give a class")
+    return value
+
+
 _BY_TYPE: dict[type[Any], Encoder] = {}
 _BY_NAME: dict[str, Encoder] = {}
 
 
+@values.takes(type=_type, name=values.text, encode=values.callback, decode=values.callback)
 def register_encoder(
     type: type[Any],
     name: str,

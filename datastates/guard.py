@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from . import values
 from .errors import InvalidInput, NotFound, Unavailable
 from .lineage.refs import check_name
 from .lineage.states import State
@@ -232,9 +233,9 @@ class _Loss:
 
     @classmethod
     def of(cls, loss: float | torch.Tensor, run: Tracker) -> _Loss:
-        read = cls(run.step + (not run._is_driven), run._newest, loss if isinstance(loss, float | int) else loss.detach())
-        if not isinstance(read.number, torch.Tensor) or not read.number.is_cuda:
-            return replace(read, number=float(read.number))
+        read = cls(run.step + (not run._is_driven), run._newest, loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        if not isinstance(read.number, torch.Tensor) or not read.number.is_cuda or read.number.numel() != 1:
+            return replace(read, number=values.number(read.number, "loss"))
         host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
         host.copy_(read.number.float().reshape(()), non_blocking=True)
         copied = torch.cuda.Event()

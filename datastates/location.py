@@ -10,6 +10,7 @@ from pathlib import Path
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
+from . import values
 from .errors import InvalidInput, NotFound
 
 __all__ = ["DATABASE", "DEFAULT", "Location", "check_whole", "discover", "locate"]
@@ -59,7 +60,8 @@ def locate(
     :raises InvalidInput: the url is neither, or a server's packs are not named.
     :raises NotFound: with ``must_exist``, no repository is there.
     """
-    text = os.fspath(url)
+    text = values.path(url, "url")
+    packs = None if packs is None else values.path(packs, "packs")
     environ = os.environ if environ is None else environ
     location = _on_server(text, packs or environ.get("DATASTATES_PACKS")) if "://" in text else _in_folder(text, packs)
     if must_exist and not location.is_present:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from . import values
 from .errors import Conflict, NotFound
 from .lineage import refs, revision, walk
 from .lineage.states import Ref, RefKind, State
@@ -38,6 +39,7 @@ class Outset:
 
 def origin_of(repository: Repository, branch: str, start: str | State | None, *, resume: bool) -> Outset:
     """The state that a tracker sets out from. A branch whose head cannot be restored is moved back; none is made."""
+    branch = values.text(branch, "branch")
     with repository._reading() as session:
         ref = _find_ref(session, branch)
         origin = None if start is None else revision.resolve(session, start.uid if isinstance(start, State) else start)

@@ -45,7 +45,8 @@ class Oversights:
         self._versions: dict[int, object] = {}
         self._idle: dict[int, int] = {}
         self._warn_of_metrics([each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _metrics(path, found)])
-        self._warn_of_empty([name for name, found in objects.items() if outlook.get(name) == {} and _keeps_something(found)])
+        empty = [name for name, tree in outlook.items() if isinstance(tree, dict) and not tree]
+        self._warn_of_empty([name for name in empty if name in objects and _keeps_something(objects[name])])
 
     def look(self) -> None:
         """Say what is seen now for the first time."""

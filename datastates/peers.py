@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from . import arrivals, digest
+from . import arrivals, digest, values
 from .environment import available_memory_bytes
 from .errors import Closed, Conflict, DatastatesError, Dirty, Disconnected, InvalidInput, NotFound, PeerFault
 from .landing import ObjectsSink, Shadows
@@ -24,7 +24,7 @@ from .serving import StateSource
 from .store.tier import Reader
 from .transfer import Cloned, Progress, Transfer
 from .transport import loop
-from .transport.contract import Tls
+from .transport.contract import Tls, tls_of
 from .transport.feed import Feed
 from .transport.fetch import Fetched, fetch
 from .transport.forward import Forwarder
@@ -47,6 +47,21 @@ _SPARE = 1.25
 T = TypeVar("T")
 
 
+def _revision(value: object, what: str) -> str:
+    return values.text(values.revision(value, what), what)  # it is to be sent
+
+
+def _repository(value: object, what: str) -> object:
+    from .repository import Repository  # which imports trackers
+
+    if not isinstance(value, Repository):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give the repository that datastates.open returned")
+    return value
+
+
+@values.takes(
+    token=values.optional(values.token), token_file=values.optional(values.path), tls=values.optional(tls_of), timeout_s=values.seconds
+)
 def connect(
     url: str | Sequence[str],
     *,
@@ -62,7 +77,7 @@ def connect(
     :raises Disconnected: nobody answers (of several: none of them).
     :raises Unauthorized: the token is missing or wrong.
     """
-    urls = (url,) if isinstance(url, str) else tuple(url)
+    urls = tuple(values.patterns(url, "url") or ())
     if not urls:
         raise InvalidInput("connect needs a url, such as ucx://10.0.0.2:4711")
     peer = Peer(urls, read_token(token, token_file), tls, timeout_s)
@@ -112,14 +127,17 @@ class Peer:
         """Every branch and tag there, by name."""
         return [ref_of(record) for record in loop.run(self._first(Session.refs))]
 
+    @values.takes(rev=_revision)
     def state(self, rev: str) -> State:
         """The state that a revision names there."""
         return state_of(loop.run(self._first(lambda session: session.resolve(rev))))
 
+    @values.takes(rev=_revision, limit=values.optional(values.count))
     def log(self, rev: str = "main", *, limit: int | None = None) -> list[State]:
         """A state and its ancestors there, newest first."""
         return loop.run(self._first(lambda session: _all(lambda count, after: session.log(rev, limit=count, after=after), limit)))
 
+    @values.takes(query=values.text, limit=values.optional(values.count))
     def find(self, query: str, *, limit: int | None = None) -> list[State]:
         """The states there that a query asks for."""
         return loop.run(self._first(lambda session: _all(lambda count, after: session.find(query, limit=count, after=after), limit)))
@@ -170,6 +188,19 @@ class Peer:
         )
         return transfer.wait()
 
+    @values.takes(
+        rev=_revision,
+        into=values.optional(values.named),
+        repo=values.optional(_repository),
+        only=values.patterns,
+        strict=values.flag,
+        atomic=values.optional(values.flag),
+        skip_equal=values.flag,
+        tags=values.flag,
+        chain=values.flag,
+        resumable=values.flag,
+        on_progress=values.optional(values.callback),
+    )
     def begin_clone(
         self,
         rev: str,
@@ -208,6 +239,7 @@ class Peer:
         """
         return self.begin_push(rev, repo=repo, tags=tags, on_progress=on_progress).wait()
 
+    @values.takes(rev=_revision, repo=_repository, tags=values.flag, on_progress=values.optional(values.callback))
     def begin_push(self, rev: str, *, repo: Repository, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
         """As ``push``, in the background."""
         state = repo.state(rev)

@@ -92,6 +92,21 @@ def open(
     return Repository(locate(url, packs), config)
 
 
+def _device(value: object, what: str) -> torch.device:
+    import torch  # who only looks at a lineage does without
+
+    try:
+        return torch.empty(0, device=torch.device(value)).device  # type: ignore[call-overload]  # whatever is none raises
+    except Exception as exc:
+        raise InvalidInput(f"{what} is {values.shown(value)}: give a device that is here, such as 'cpu' ({exc})") from exc
+
+
+def _tls(value: object, what: str) -> Tls:
+    from .transport.contract import tls_of  # the transport takes a while to import, and few serve
+
+    return tls_of(value, what)
+
+
 class Repository:
     """A lineage and the tiers that hold its states. Reading is safe from any thread; tracking belongs to the training thread."""
 
@@ -219,16 +234,18 @@ class Repository:
 
     # --- states ----------------------------------------------------------------------------------------------------------
 
-    def state(self, rev: str) -> State:
+    @values.takes(rev=values.revision)
+    def state(self, rev: str | State) -> State:
         """The state that a revision names.
 
         :raises NotFound: it names none; lists close names.
         :raises SyntaxProblem: it does not parse; points at the column.
         """
         with self._reading() as session:
-            return revision.resolve(session, rev)
+            return revision.resolve(session, values.revision(rev))
 
-    def load(self, rev: str, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None) -> Any:
+    @values.takes(rev=values.revision, only=values.patterns, device=values.optional(_device))
+    def load(self, rev: str | State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None) -> Any:
         """A state's tree: nested containers of tensors, each byte checked. The caller owns the tensors.
 
         From disk they are memory-mapped privately: writing to them never reaches the pack. ``only`` takes names or patterns of
@@ -241,8 +258,9 @@ class Repository:
         with undisturbed(), naming_a_way_on(self, state), self._open_payload(state) as reader:
             return read_tree(reader, wants=Selection(only).wants, device=device)
 
+    @values.takes(rev=values.revision, into=values.named, only=values.patterns, strict=values.flag)
     def restore(
-        self, rev: str, into: Mapping[str, object], *, only: str | Sequence[str] | None = None, strict: bool = True
+        self, rev: str | State, into: Mapping[str, object], *, only: str | Sequence[str] | None = None, strict: bool = True
     ) -> RestoreReport:
         """Put a state into live objects, in place; nothing is changed unless everything fits (``strict``) and is verified.
 
@@ -250,7 +268,8 @@ class Repository:
         """
         return self._restore(self.state(rev), into, only=only, strict=strict)
 
-    def verify(self, rev: str) -> State:
+    @values.takes(rev=values.revision)
+    def verify(self, rev: str | State) -> State:
         """Read every byte of a state and check it.
 
         :raises Corrupt: the first that is wrong.
@@ -283,6 +302,7 @@ class Repository:
 
     # --- refs ------------------------------------------------------------------------------------------------------------
 
+    @values.takes(rev=values.revision, message=values.optional(values.text))
     def tag(self, name: str, rev: str | State | None, *, message: str | None = None) -> Ref:
         """Name a state for good; it becomes durable. A tag that names it already stays as it is: a script may be started again.
 
@@ -297,6 +317,7 @@ class Repository:
                     raise
                 return found
 
+    @values.takes(rev=values.revision)
     def branch(self, name: str, rev: str | State | None) -> Ref:
         """Make a branch at a state.
 
@@ -305,6 +326,7 @@ class Repository:
         with self._changing(rev) as (session, uid):
             return lineage_refs.branch(session, name, uid)
 
+    @values.takes(rev=values.revision, expected=values.revision)
     def move(self, name: str, rev: str | State | None, *, expected: str | State) -> Ref:
         """Move a ref by compare-and-swap.
 
@@ -337,12 +359,14 @@ class Repository:
 
     # --- lineage ---------------------------------------------------------------------------------------------------------
 
+    @values.takes(rev=values.revision, limit=values.optional(values.count))
     def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> States:
         """A state and its ancestors, newest first: a list, which ``frame`` makes a pandas frame of."""
         uid = self._uid(rev)
         with self._reading() as session:
             return States(walk.log(session, uid, limit=limit))
 
+    @values.takes(query=values.string)
     def find(self, query: str) -> States:
         """All states that a query asks for, in its order (see ``lineage.query`` for the grammar); ``limit`` in it bounds them.
 
@@ -351,30 +375,39 @@ class Repository:
         with self._reading() as session:
             return States(search.find_all(session, query))
 
+    @values.takes(rev=values.revision, limit=values.optional(values.count))
     def ancestors(self, rev: str | State, *, limit: int | None = None) -> States:
         """All ancestors, further parents' included, newest generation first."""
         uid = self._uid(rev)
         with self._reading() as session:
             return States(walk.ancestors(session, uid, limit=limit))
 
+    @values.takes(rev=values.revision, limit=values.optional(values.count))
     def descendants(self, rev: str | State, *, limit: int | None = None) -> States:
         """All states that come from this one."""
         uid = self._uid(rev)
         with self._reading() as session:
             return States(walk.descendants(session, uid, limit=limit))
 
-    def graph(self, rev: str | State | None = None, **options: Any) -> nx.DiGraph[str]:
+    @values.takes(rev=values.optional(values.revision), ancestors=values.optional(values.count), descendants=values.optional(values.count))
+    def graph(self, rev: str | State | None = None, *, ancestors: int | None = None, descendants: int | None = 0) -> nx.DiGraph[str]:
         """The lineage as a networkx graph, edges from parent to child; see ``lineage.view.graph``."""
         of = None if rev is None else [self._uid(rev)]
         from .lineage import view  # networkx takes a while to import, and few ask for it
 
         with self._reading() as session:
-            return view.graph(session, of=of, **options)
+            return view.graph(session, of=of, ancestors=ancestors, descendants=descendants)
 
     # --- made of several states --------------------------------------------------------------------------------------------
 
+    @values.takes(old=values.revision, new=values.revision, only=values.patterns, on_progress=values.optional(values.callback))
     def diff(
-        self, old: str, new: str, *, only: str | Sequence[str] | None = None, on_progress: Callable[[int, int], None] | None = None
+        self,
+        old: str | State,
+        new: str | State,
+        *,
+        only: str | Sequence[str] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> Diff:
         """What changed between two states: each tensor's norms, distance, cosine, largest change, changed fraction; metrics, config, code.
 
@@ -384,8 +417,18 @@ class Repository:
         """
         from .diff import diff
 
-        return diff(self, old, new, only=only, on_progress=on_progress)
+        return diff(self, values.revision(old), values.revision(new), only=only, on_progress=on_progress)
 
+    @values.takes(
+        revs=values.several(values.revision),
+        method=values.string,
+        weights=values.optional(values.several(values.number)),
+        only=values.patterns,
+        rest=values.string,
+        into=values.optional(values.string),
+        tag=values.optional(values.string),
+        message=values.optional(values.text),
+    )
     def merge(
         self,
         revs: Sequence[str | State],
@@ -422,15 +465,17 @@ class Repository:
         names = {"into": into, "tag": tag, "message": message}
         return merge(self, revs, method=method, weights=weights, only=only, rest=rest, options=options, **names)
 
-    def verify_merge(self, rev: str) -> State:
+    @values.takes(rev=values.revision)
+    def verify_merge(self, rev: str | State) -> State:
         """Make a merged state again from its parents, whose bytes must be here, and compare each tensor.
 
         :raises Corrupt: a tensor is not what the parents make; names it.
         """
         from .merging import verify_merge
 
-        return verify_merge(self, rev)
+        return verify_merge(self, values.revision(rev))
 
+    @values.takes(revs=values.several(values.revision), only=values.string, pick=values.optional(values.callback))
     def ensemble(
         self,
         revs: Sequence[str | State],
@@ -452,6 +497,14 @@ class Repository:
 
     # --- other processes ---------------------------------------------------------------------------------------------------
 
+    @values.takes(
+        url=values.string,
+        token=values.optional(values.token),
+        token_file=values.optional(values.path),
+        tls=values.optional(_tls),
+        is_writable=values.flag,
+        timeout_s=values.seconds,
+    )
     def serve(
         self,
         url: str = "ucx://127.0.0.1:0",
@@ -589,9 +642,7 @@ class Repository:
             self._running.refs_changed()
 
     def _uid(self, rev: str | State | None) -> str:
-        if rev is None:
-            raise InvalidInput("there is no state to name yet: capture one first")
-        return rev.uid if isinstance(rev, State) else self.state(rev).uid
+        return self.state(values.revision(rev)).uid
 
     def _settle(self) -> None:
         if self._running is not None and not self._is_closed:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from . import values
+from .errors import InvalidInput
 from .generators import python_state, set_python_state, tensor_of
 
 __all__ = ["RngState"]
@@ -39,7 +41,18 @@ class RngState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set each generator that the state mentions."""
+        """Set each generator that the state mentions.
+
+        :raises InvalidInput: it is no such state.
+        """
+        if not isinstance(state, Mapping):
+            raise InvalidInput(f"the state of random number generators is a dict, not {values.shown(state)}")
+        try:
+            self._load(state)
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as exc:
+            raise InvalidInput(f"not a state of random number generators ({type(exc).__name__}: {exc})") from exc
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self.note = None
         if "torch" in state:
             torch.set_rng_state(tensor_of(state["torch"]))

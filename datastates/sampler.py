@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from . import values
 from .errors import InvalidInput
 
 __all__ = ["Batches", "PermutationSampler"]
@@ -28,6 +29,7 @@ class PermutationSampler(Sampler[int]):
     """
 
     def __init__(self, length: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        length, seed, shuffle = values.integer(length, "length", most=2**62), values.integer(seed, "seed"), values.flag(shuffle, "shuffle")
         if length < 1:
             raise InvalidInput(f"length is {length}: a sampler needs at least one index")
         self.length, self.seed, self.shuffle = length, seed, shuffle
@@ -44,13 +46,12 @@ class PermutationSampler(Sampler[int]):
         """The rest of the epoch, or the next one if this one is over."""
         return _Indices(self)
 
+    @values.takes(batch_size=values.positive, drop_last=values.flag, epochs=values.optional(values.count))
     def batches(self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1) -> Batches:
         """The rest of this epoch in batches of indices, then further epochs; without end if ``epochs`` is None.
 
         For those who index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``.
         """
-        if batch_size < 1:
-            raise InvalidInput(f"batch_size is {batch_size}: it must be at least 1")
         if drop_last and batch_size > self.length:
             raise InvalidInput(f"batch_size is {batch_size} with drop_last=True, and there are {self.length} indices: none is ever full")
         return Batches(self, batch_size, drop_last=drop_last, epochs=epochs)
@@ -60,11 +61,13 @@ class PermutationSampler(Sampler[int]):
         """Whether every index of this epoch was handed out."""
         return self.position >= self.length
 
+    @values.takes(epoch=values.count)
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; a no-op in that epoch, so that a restored loop goes on where it was."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
+    @values.takes(salt=values.integer)
     def reshuffle(self, salt: int) -> None:
         """Hand out the rest of this epoch in another order, which ``seed``, the epoch, the position and ``salt`` decide.
 
@@ -89,8 +92,8 @@ class PermutationSampler(Sampler[int]):
             length, seed, shuffle = int(state["length"]), int(state["seed"]), bool(state["shuffle"])
             epoch, position = int(state["epoch"]), int(state["position"])
             turns = tuple((int(place), int(salt)) for place, salt in state.get("turns", ()))
-        except (KeyError, TypeError, ValueError) as exc:
-            raise InvalidInput(f"not a state of a PermutationSampler: it has {sorted(state)}") from exc
+        except (LookupError, TypeError, ValueError, OverflowError) as exc:
+            raise InvalidInput(f"not a state of a PermutationSampler: {values.shown(state)}") from exc
         if length != self.length:
             raise InvalidInput(f"the state is of {length} indices and this sampler has {self.length}: its position means nothing here")
         if not 0 <= position <= length:

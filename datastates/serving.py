@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from . import arrivals, digest
+from . import arrivals, digest, values
 from .errors import Closed, InvalidInput
 from .landing import StateSink
 from .lineage import clones, revision, search, walk
@@ -158,6 +158,7 @@ class Server:
         server = self._server
         return ServerStats(server.sent.bytes, server.sent.chunks, len(server.sessions), server.arrived, server.refused)
 
+    @values.takes(grace_s=values.seconds)
     def close(self, *, grace_s: float = 1.0) -> None:
         """Take no more peers, let chunks that are on their way arrive, and end every connection; idempotent."""
         if not self._is_closed and self._pid == os.getpid():

@@ -118,6 +118,7 @@ class Tracker:
         """
         return self._loops.count(values.integer(count, "the number of epochs", least=0), is_resumed=self._is_resumed)
 
+    @values.takes(loader=values.iterable, accumulate=values.positive)
     def steps(self, loader: Iterable[Batch], *, accumulate: int = 1) -> Iterator[Batch]:
         """The loader's batches; ``step`` moves on with every ``accumulate``-th of them, before it is handed out.
 
@@ -128,8 +129,6 @@ class Tracker:
 
         :raises InvalidInput: a tracked sampler in a loader with workers, which take from it ahead of the training.
         """
-        if accumulate < 1:
-            raise InvalidInput(f"accumulate is {accumulate}: it counts the batches of a step, from 1")
         self._is_driven = True
         try:
             for batch in self._loops.batches(loader, is_resumed=self._is_resumed):
@@ -220,7 +219,8 @@ class Tracker:
             if job.is_copied.is_set():
                 self._pending = None
 
-    def restore(self, rev: str, *, only: str | Sequence[str] | None = None, strict: bool = True) -> RestoreReport:
+    @values.takes(rev=values.revision, only=values.patterns, strict=values.flag)
+    def restore(self, rev: str | State, *, only: str | Sequence[str] | None = None, strict: bool = True) -> RestoreReport:
         """Put a state back into the tracked objects and go on from there: the branch moves to it, with a reflog entry.
 
         :raises NotFound: no such revision.
@@ -232,6 +232,15 @@ class Tracker:
         self._runner.flush()
         return self._go_back(self._repository.state(rev), only=only, strict=strict)
 
+    @values.takes(
+        spike=values.optional(values.number),
+        patience=values.count,
+        window=values.count,
+        back=values.count,
+        data=values.string,
+        limit=values.count,
+        keep=values.several(values.string),
+    )
     def guard(
         self,
         *,

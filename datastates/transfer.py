@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from . import values
 from .errors import Cancelled, Closed, DatastatesError, InvalidInput
 from .lineage.states import State
 from .report import RestoreReport
@@ -36,6 +37,14 @@ class Cloned:
     bytes_moved: int
     seconds: float
     by_source: Mapping[str, int]
+
+
+def _peer(value: object, what: str) -> object:
+    from .peers import Peer  # which imports this
+
+    if not isinstance(value, Peer):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give the peer that datastates.connect returned")
+    return value
 
 
 class Transfer:
@@ -81,6 +90,7 @@ class Transfer:
         """Why it failed, once it has."""
         return self._error
 
+    @values.takes(timeout_s=values.optional(values.seconds))
     def wait(self, timeout_s: float | None = None) -> Cloned:
         """Wait until every byte is here and checked, and finish. Ctrl-C gives it up, and comes out once nothing is written any more.
 
@@ -92,7 +102,7 @@ class Transfer:
         """
         self._check_own()
         try:
-            if not self._ended.wait(timeout_s):
+            if not self._ended.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
                 raise TimeoutError(f"{self.bytes_done} of {self.bytes_total} bytes are here after {timeout_s} s: the clone goes on")
         except KeyboardInterrupt:
             self._is_given_up = True
@@ -106,6 +116,7 @@ class Transfer:
         """Stop it; ``wait`` then raises Cancelled. Nothing after it is done."""
         self._future.cancel()
 
+    @values.takes(peer=_peer, on_progress=values.optional(values.callback))
     def resume(self, peer: Peer, *, on_progress: Progress | None = None) -> Transfer:
         """Go on from the verified chunks, from any peer that has the state, once this has failed or was cancelled.
 

@@ -8,41 +8,60 @@ returned is of Python's own types. Neither torch nor NumPy is imported for that.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, date, datetime
 from enum import Enum
+from functools import wraps
+from inspect import signature
 from pathlib import PurePath
-from typing import TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from .errors import InvalidInput
 
 __all__ = [
     "KEY_LENGTH",
+    "Check",
     "attributes",
+    "callback",
     "choice",
+    "count",
     "flag",
     "integer",
+    "iterable",
     "key",
     "metrics",
+    "named",
     "number",
+    "optional",
     "path",
     "patterns",
     "plain",
+    "positive",
     "revision",
     "seconds",
+    "several",
     "shown",
     "size",
     "step",
+    "string",
+    "takes",
     "text",
+    "token",
 ]
 
 KEY_LENGTH = 255
 """So many characters may the name of a metric or an attribute have."""
 
+Check = Callable[[object, str], Any]
+"""Takes a value and what it is; gives it back as it is to be used, or raises."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 Plain = str | int | float | bool | None
 _EXACT = frozenset({str, int, float, bool, type(None)})
 _STEPS = 2**63
 _BYTES = 2**62
+_PART_BYTES = 255
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _Choice = TypeVar("_Choice", bound=Enum)
 
@@ -165,8 +184,8 @@ def choice(value: object, kind: type[_Choice], what: str) -> _Choice:
     :raises InvalidInput: it is none; lists them.
     """
     try:
-        return kind(value)
-    except (ValueError, TypeError):
+        return kind(str.__str__(value) if isinstance(value, str) else None)
+    except ValueError:
         raise InvalidInput(f"{what} is {shown(value)}: choose {' or '.join(repr(each.value) for each in kind)}") from None
 
 
@@ -205,10 +224,118 @@ def path(value: object, what: str) -> str:
         found = os.fspath(value)  # type: ignore[call-overload]  # what is no path raises
     except TypeError:
         raise InvalidInput(f"{what} is {shown(value)}: give a path") from None
-    found = os.fsdecode(found)
-    if not found or "\x00" in found:
-        raise InvalidInput(f"{what} is {shown(found)}: a path is not empty and holds no NUL")
-    return str.__str__(found)
+    try:
+        found = os.fsdecode(os.fsencode(found))
+    except UnicodeEncodeError:
+        raise InvalidInput(f"{what} is {shown(found)}, which no file can be called") from None
+    if not found or "\x00" in found or any(len(part) > _PART_BYTES for part in os.fsencode(found).split(os.sep.encode())):
+        raise InvalidInput(f"{what} is {shown(found)}: a path is not empty, holds no NUL, and no part of it has over {_PART_BYTES} bytes")
+    return found
+
+
+def string(value: object, what: str) -> str:
+    """A text of any letters.
+
+    :raises InvalidInput: it is no text.
+    """
+    if not isinstance(value, str):
+        raise InvalidInput(f"{what} is {shown(value)}: give a text")
+    return str.__str__(value)
+
+
+def count(value: object, what: str) -> int:
+    """A whole number from 0.
+
+    :raises InvalidInput: it is none.
+    """
+    return integer(value, what, least=0, most=_BYTES)
+
+
+def positive(value: object, what: str) -> int:
+    """A whole number from 1.
+
+    :raises InvalidInput: it is none.
+    """
+    return integer(value, what, least=1, most=_BYTES)
+
+
+def iterable(value: object, what: str) -> object:
+    """What a loop can go over; nothing is asked of it yet.
+
+    :raises InvalidInput: it is none.
+    """
+    has_items = any(name in vars(kind) for kind in type(value).__mro__ for name in ("__iter__", "__getitem__"))
+    if not has_items or _shape(value) == ():
+        raise InvalidInput(f"{what} is {shown(value)}: give what a loop can go over")
+    return value
+
+
+def token(value: object, what: str) -> str | bytes:
+    """A secret, as text or as bytes.
+
+    :raises InvalidInput: it is neither; does not say what it is.
+    """
+    if not isinstance(value, str | bytes):
+        raise InvalidInput(f"{what} is a {type(value).__name__}: give a text or bytes")
+    return text(value, what) if isinstance(value, str) and not value.isprintable() else value
+
+
+def callback(value: object, what: str) -> object:
+    """Something that can be called.
+
+    :raises InvalidInput: it cannot be.
+    """
+    if not callable(value):
+        raise InvalidInput(f"{what} is {shown(value)}: give a function")
+    return value
+
+
+def named(value: object, what: str) -> dict[str, object]:
+    """Things by name.
+
+    :raises InvalidInput: it is no dict, or a name is no text.
+    """
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise InvalidInput(f"{what} is {shown(value)}: give a dict with a name for each, such as {{'model': model}}")
+    return dict(value)
+
+
+def several(check: Check) -> Check:
+    """A list of what ``check`` takes."""
+
+    def checked(value: object, what: str) -> object:
+        if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
+            raise InvalidInput(f"{what} is {shown(value)}: give a list")
+        try:
+            items = list(value)
+        except Exception as exc:
+            raise InvalidInput(f"{what} is {shown(value)}, which is no list ({type(exc).__name__}: {exc})") from exc
+        return [check(item, f"an item of {what}") for item in items]
+
+    return checked
+
+
+def optional(check: Check) -> Check:
+    """None, or what ``check`` takes."""
+    return lambda value, what: None if value is None else check(value, what)
+
+
+def takes(**checks: Check) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A function's arguments are given to these checks by name, before it is called; it gets what they return."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        names = tuple(signature(function).parameters)
+        assert checks.keys() <= set(names), f"{function.__qualname__} has no {sorted(checks.keys() - set(names))}"
+
+        @wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            head = [checks[name](value, name) if name in checks else value for name, value in zip(names, args, strict=False)]
+            rest = {name: checks[name](value, name) if name in checks else value for name, value in kwargs.items()}
+            return function(*head, *args[len(head) :], **rest)  # type: ignore[arg-type]  # what the checks return is what it takes
+
+        return checked
+
+    return decorate
 
 
 def patterns(value: object, what: str = "only") -> list[str] | None:
@@ -220,10 +347,10 @@ def patterns(value: object, what: str = "only") -> list[str] | None:
         return None
     if isinstance(value, str):
         return [str.__str__(value)]
-    found = list(value) if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping) else None
-    if found is None or not all(isinstance(item, str) for item in found):
-        raise InvalidInput(f"{what} is {shown(value)}: give a name or a pattern such as 'model/*', or a list of them")
-    return [str.__str__(item) for item in found]
+    try:
+        return [string(item, what) for item in several(lambda item, _: item)(value, what)]
+    except InvalidInput:
+        raise InvalidInput(f"{what} is {shown(value)}: give a name or a pattern such as 'model/*', or a list of them") from None
 
 
 def revision(value: object, what: str = "the revision") -> str:
@@ -233,8 +360,8 @@ def revision(value: object, what: str = "the revision") -> str:
     """
     if value is None:
         raise InvalidInput("there is no state to name yet: capture one first")
-    found = value if isinstance(value, str) else getattr(value, "uid", None)
-    if not isinstance(found, str):
+    found = value if isinstance(value, str) else _attribute(value, "uid")
+    if not isinstance(found, str) or isinstance(value, type):
         raise InvalidInput(f"{what} is {shown(value)}: give a text such as 'main~3', or a state")
     return str.__str__(found)
 
@@ -247,6 +374,8 @@ def shown(value: object) -> str:
         said = repr(value)
         return said if len(said) <= 80 else f"{said[:60]}… ({len(said)} characters)"
     name = type(value).__name__
+    if isinstance(value, dict) and value and all(type(each) is str for each in value):
+        return f"a {name} of {', '.join(sorted(value))[:80]}"
     shape = _shape(value)
     if shape is not None:
         held = _held(value)
@@ -302,9 +431,14 @@ def _held(value: object) -> object:
 
 def _shape(value: object) -> tuple[int, ...] | None:
     """The shape of an array, a tensor or a NumPy number; None of anything else."""
+    shape = _attribute(value, "shape")
+    is_array = isinstance(shape, tuple) and callable(_attribute(value, "item")) and not isinstance(value, type)
+    return tuple(shape) if is_array and isinstance(shape, tuple) and all(isinstance(size, int) for size in shape) else None
+
+
+def _attribute(value: object, name: str) -> object:
+    """An attribute of something that may refuse to be asked."""
     try:
-        shape = getattr(value, "shape", None)
-        is_array = isinstance(shape, tuple) and callable(getattr(value, "item", None)) and not isinstance(value, type)
-        return tuple(int(size) for size in shape) if is_array and shape is not None else None
+        return getattr(value, name, None)
     except Exception:
         return None

@@ -38,10 +38,10 @@ def check_name(name: str) -> str:
 
     :raises InvalidInput: it may not; says why, and proposes one that may.
     """
-    problem = _problem(values.text(name, "the name of a branch or a tag"))
+    problem = _problem(values.string(name, "the name of a branch or a tag"))
     if problem:
         raise InvalidInput(f"{name!r} cannot name a branch or a tag: {problem}; {_propose(name)!r} would do")
-    return name
+    return str.__str__(name)
 
 
 def tag(session: Session, name: str, uid: str, *, message: str | None = None, reason: str = "tag") -> Ref:
@@ -65,6 +65,7 @@ def move(session: Session, name: str, uid: str, *, expected: str, reason: str = 
 
     :raises Conflict: it points elsewhere by now.
     """
+    name = values.text(name, "the name of a branch or a tag")
     new_id, old_id = id_of(session, uid), id_of(session, expected)
     done = session.execute(_MOVE, {"new": new_id, "ref": name, "old": old_id})
     if _changed(done) != 1:
@@ -93,7 +94,7 @@ def get(session: Session, name: str) -> Ref:
 
     :raises NotFound: there is none; names the nearest.
     """
-    row = session.execute(_REFS.where(_ref.c.name == bindparam("ref")), {"ref": name}).first()
+    row = session.execute(_REFS.where(_ref.c.name == bindparam("ref")), {"ref": values.text(name, "the name of a branch or a tag")}).first()
     if row is None:
         raise NotFound(f"there is no branch or tag {name!r}{_nearest(session, name)}")
     return _to_ref(row)
@@ -110,6 +111,7 @@ def reflog(session: Session, name: str, *, limit: int | None = None, before: int
 
     :raises NotFound: there never was such a ref; names the nearest that is.
     """
+    name = values.text(name, "the name of a branch or a tag")
     query = _EVENTS if before is None else _EVENTS.where(_event.c.id < before)
     rows = session.execute(query.limit(limit), {"ref": name}).all()
     if not rows and limit != 0 and before is None:

@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_listed(repo: Repository) -> None:
         repo.ensemble(["loose"], Net(1))
     with pytest.raises(InvalidInput, match=r"has no module 'net'"):
         repo.ensemble(["b0"], Net(1), only="net")
-    with pytest.raises(InvalidInput, match="a list of states"):
+    with pytest.raises(InvalidInput, match="give a list"):
         repo.ensemble("b0", Net(1))
     with pytest.raises(NotFound):
         repo.ensemble(["nobody"], Net(1))

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-__all__ = ["Channel", "Link", "Listener", "Tls", "Transport"]
+from datastates.errors import InvalidInput
+from datastates.values import shown
+
+__all__ = ["Channel", "Link", "Listener", "Tls", "Transport", "tls_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,16 @@ class Tls:
     certificate: Path | None = None
     key: Path | None = None
     trusted: Path | None = None
+
+
+def tls_of(value: object, what: str) -> Tls:
+    """The files for TLS that a user gives.
+
+    :raises InvalidInput: they are none.
+    """
+    if not isinstance(value, Tls):
+        raise InvalidInput(f"{what} is {shown(value)}: give a datastates.Tls")
+    return value
 
 
 class Channel(ABC):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datastates.bell import Bell
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.states import State, Status
+from datastates.values import optional, seconds, string, takes
 
 __all__ = ["Capture"]
 
@@ -46,6 +47,7 @@ class Capture:
         """What went wrong in the background, as itself."""
         return self._error
 
+    @takes(status=string, timeout_s=optional(seconds))
     def wait(self, status: str = "captured", timeout_s: float | None = None) -> State:
         """Block until the state has reached ``status`` (or a later one), and return it.
 
