@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .repository import Repository
     from .tracker import Tracker
 
-__all__ = ["Outset", "origin_of", "set_out"]
+__all__ = ["Outset", "check_origin", "origin_of", "set_out"]
 
 _log = logging.getLogger("datastates")
 
@@ -41,22 +41,14 @@ def origin_of(repository: Repository, branch: str, start: str | State | None, *,
     """The state that a tracker sets out from. A branch whose head cannot be restored is moved back; none is made."""
     branch = values.text(branch, "branch")
     with repository._reading() as session:
-        ref = _find_ref(session, branch)
-        origin = None if start is None else revision.resolve(session, start.uid if isinstance(start, State) else start)
+        ref, origin = _named(session, branch, start, resume=resume)
         if ref is None:
-            refs.check_name(branch)
             if origin is None:
                 _warn_of_misspelling(session, branch)
                 return Outset(None)
             if not origin.status.is_restorable:
                 raise explain(repository, session, origin)
         else:
-            if ref.kind is not RefKind.BRANCH:
-                raise Conflict(f"{branch!r} is a tag: choose another name for the branch")
-            if not resume:
-                raise Conflict(f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or go on there with resume=True")
-            if origin is not None and not walk.is_ancestor(session, origin.uid, ref.state):
-                raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
             head = walk.state(session, ref.state)
             begun, origin = origin, head if is_elsewhere(repository, session, head) else nearest_here(repository, session, head.uid)
             if origin is None:
@@ -68,6 +60,28 @@ def origin_of(repository: Repository, branch: str, start: str | State | None, *,
         _log.warning("branch %s goes back to state %s (step %d): %s", branch, origin.uid[:10], origin.step, why)
         repository.move(branch, origin.uid, expected=ref.state)
     return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
+
+
+def check_origin(repository: Repository, branch: str, start: str | State | None, *, resume: bool) -> None:
+    """Nothing, where a tracker may set out so; else what ``origin_of`` raises of the names."""
+    with repository._reading() as session:
+        _named(session, branch, start, resume=resume)
+
+
+def _named(session: Session, branch: str, start: str | State | None, *, resume: bool) -> tuple[Ref | None, State | None]:
+    """The branch, where it is there, and the state that ``start`` names."""
+    ref = _find_ref(session, branch)
+    origin = None if start is None else revision.resolve(session, start.uid if isinstance(start, State) else start)
+    if ref is None:
+        refs.check_name(branch)
+        return None, origin
+    if ref.kind is not RefKind.BRANCH:
+        raise Conflict(f"{branch!r} is a tag: choose another name for the branch")
+    if not resume:
+        raise Conflict(f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or go on there with resume=True")
+    if origin is not None and not walk.is_ancestor(session, origin.uid, ref.state):
+        raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
+    return ref, origin
 
 
 def set_out(

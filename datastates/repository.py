@@ -8,19 +8,21 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from . import values
+from .belongings import Belongings
 from .capture.line import Line
 from .capture.runner import Runner
-from .capture.shutdown import close_at_exit
+from .capture.shutdown import close_at_exit, closed, settle
 from .config import BackPressure, Config
 from .environment import available_memory_bytes, describe_run, node_name
-from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
+from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound
 from .frames import States
 from .handed import split_values
 from .home import FOLDER, PACKS, settle_in
@@ -34,7 +36,7 @@ from .location import Location, check_whole, locate
 from .loops import LOOPS
 from .manifest import CHUNK_BYTES
 from .missing import explain
-from .outset import origin_of, set_out
+from .outset import check_origin, origin_of, set_out
 from .oversights import refuse_misspelt
 from .policy.cadence import Cadence
 from .reading import read_tree
@@ -47,6 +49,7 @@ from .store.arena import Arena
 from .store.local import LocalTier
 from .store.memory import MemoryTier
 from .store.tier import Reader
+from .succession import enter, take_over
 from .tracker import Tracker
 
 if TYPE_CHECKING:
@@ -115,6 +118,7 @@ class Repository:
         self.node = node_name()
         self._pid = os.getpid()
         check_whole(location)
+        settle()  # what this process dropped just now is on disk then
         self._database = Database(location.database_url)
         try:
             self._local = LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step)
@@ -123,6 +127,7 @@ class Repository:
         except BaseException:
             self._database.close()
             raise
+        self._belongings: Belongings | None = None
         self._arena: Arena | None = None
         self._memory: MemoryTier | None = None
         self._running: Runner | None = None
@@ -180,7 +185,10 @@ class Repository:
         plain, objects = split_values(objects)
         refuse_misspelt(plain, signature(Repository.track).parameters)
         resume, strict, only = values.flag(resume, "resume"), values.flag(strict, "strict"), values.patterns(only)
-        origin = origin_of(self, branch, None if start is None else values.revision(start), resume=resume)
+        start = None if start is None else values.revision(start)
+        settle()
+        take_over(self, branch, partial(check_origin, self, branch, start, resume=resume))
+        origin = origin_of(self, branch, start, resume=resume)
         begin = origin.state
         if origin.is_beyond and start is not None:
             only = None  # it said what the fork takes of its start; what the fork captured is all its own
@@ -205,6 +213,7 @@ class Repository:
             self._runner().drop_line(line)
             raise
         self._trackers.add(tracker)
+        enter(tracker)
         return tracker
 
     def _runner(self) -> Runner:
@@ -229,7 +238,8 @@ class Repository:
                 node=self.node,
                 folder=folder,
             )
-            close_at_exit(self)
+            self._belongings = Belongings(self._database, self._local, self._lease, run.uid, self._arena, self._memory, self._running)
+            close_at_exit(self, self._belongings.end_unowned)
         return self._running
 
     # --- states ----------------------------------------------------------------------------------------------------------
@@ -280,7 +290,7 @@ class Repository:
         return state
 
     def _restore(self, state: State, into: Mapping[str, object], *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
-        for tracker in self._trackers:
+        for tracker in list(self._trackers):
             tracker.fence()
         with undisturbed(), naming_a_way_on(self, state), self._open_payload(state) as reader:
             tree = read_tree(reader, wants=reads(into, only), is_borrowing=True)
@@ -598,17 +608,10 @@ class Repository:
         self._database.close()
 
     def _let_go(self) -> None:
-        if self._running is None or self._memory is None or self._arena is None or self._lease is None or self._run_uid is None:
-            self._local.close()
-            return
-        try:
-            self._running.close()
-            with suppress(Unavailable), self._database.write(durable=True) as session:  # else whoever opens it next finds out
-                runs.finish(session, self._run_uid)
-        finally:
-            self._lease.close()
-            self._memory.close()
-            self._arena.close()
+        if self._belongings is not None:
+            self._belongings.let_go()
+            closed(self._belongings.end_unowned)
+        else:
             self._local.close()
 
     def _wait_until_drained(self) -> None:

@@ -6,19 +6,22 @@ import logging
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, SupportsFloat, TypeVar
 
 import msgspec
 
 from . import dirty, values
-from .capture.fence import Fence
+from .capture.fence import Fence, Pending
 from .capture.handle import Capture
 from .capture.line import Line, Staged
 from .capture.plan import Plan, compile_plan
+from .capture.shutdown import end_later
 from .capture.stage import CopyJob
 from .config import BackPressure
 from .errors import Closed, DatastatesError, InvalidInput
@@ -33,6 +36,7 @@ from .restore import RestoreReport
 from .tree import Flat, encode_values, flatten
 
 if TYPE_CHECKING:
+    from .capture.runner import Runner
     from .guard import Data, Guard
     from .repository import Repository
 
@@ -70,22 +74,24 @@ class Tracker:
         self._runner = repository._runner()
         self._back_pressure, self._is_deferring = back_pressure, is_deferring
         self._plan: Plan | None = None
-        self._pending: CopyJob | None = None
+        self._pending = Pending(self._runner.stager)
         self._newest: str | None = None
         self._is_driven = False
         self._is_resumed = False
-        self._loops = Loops(lambda: [found for _, found in parts(self._objects)])
-        self._is_closed = self._is_ended = False
+        self._loops = Loops(partial(_found, self._objects))  # and not what knows this tracker: it would outlive its last name
+        self._is_closed = self._is_ended = self._has_given_way = False
         self._pid = os.getpid()
         self.step = 0
         self.micro_step = 0
         self.resumed_from: State | None = None
         self.report: RestoreReport | None = None
-        self._fence = Fence(self.fence)
+        self._fence = Fence(self._pending.wait)
         self._fence.install(self._adapted.optimizers, self._adapted.modules)
         self._oversights = Oversights(self._adapted.objects, outlook, self._fence.has_stepped)
         self._runner.expect(line, self._adapted.size_bytes())
         self._runner.open_line(line, cadence)  # the last that may fail
+        self._finalizer = weakref.finalize(self, _end_dropped, self._runner, line, self._fence, self._pid)
+        self._finalizer.atexit = False  # the repository is closed then
 
     @property
     def branch(self) -> str:
@@ -207,17 +213,13 @@ class Tracker:
             self._runner.submit(staged, is_deferring=self._is_deferring and not self._line.edits.are_anywhere)
         finally:
             if not job.is_copied.is_set():
-                self._pending = job
+                self._pending.job = job
         self._newest = handle.uid
         return handle
 
     def fence(self) -> None:
         """Wait until no copy reads the tracked tensors any more; call it before changing them by hand."""
-        job = self._pending
-        if job is not None and self._pid == os.getpid():  # in a forked child nothing copies, and what is changed is its own
-            self._runner.stager.fence(job)
-            if job.is_copied.is_set():
-                self._pending = None
+        self._pending.wait()
 
     @values.takes(rev=values.revision, only=values.patterns, strict=values.flag)
     def restore(self, rev: str | State, *, only: str | Sequence[str] | None = None, strict: bool = True) -> RestoreReport:
@@ -280,8 +282,18 @@ class Tracker:
         self._repository._trackers.discard(self)  # a repository outlives the models of its trainings
         self._repository._wait_until_drained()
         self._is_ended = True  # an interrupt before this: the next call goes on
+        self._finalizer.detach()
         self._heed_edits()
         self._raise_background_error()
+
+    def _give_way(self) -> None:
+        """Another tracker is about to be made for this branch: its head becomes durable, and no more captures are taken here."""
+        self._has_given_way = True
+        try:
+            self.close()
+        except Exception as exc:
+            _log.warning("branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc)
+        _log.warning("branch %s is tracked anew in this process: the earlier tracker ends here and takes no more captures", self.branch)
 
     def __enter__(self) -> Self:
         return self
@@ -365,10 +377,25 @@ class Tracker:
     def _check_usable(self) -> None:
         if self._pid != os.getpid():
             raise Closed("this tracker belongs to the parent process: open the repository and track again in the child")
+        if self._has_given_way:
+            raise Closed(
+                f"this tracker gave way to another that was made for branch {self.branch} in this process: capture with that one, "
+                "or track a branch of another name"
+            )
         if self._is_closed:
             raise Closed(f"the tracker of branch {self.branch} was closed: call repo.track(...) again")
         if threading.current_thread().name.startswith("datastates-"):
             raise InvalidInput("captures are taken on the training thread, not from callbacks of the engine")
+
+
+def _found(objects: Mapping[str, object]) -> list[object]:
+    return [found for _, found in parts(objects)]
+
+
+def _end_dropped(runner: Runner, line: Line, fence: Fence, pid: int) -> None:
+    """What a tracker's end takes when it was dropped without a close; runs wherever it was collected."""
+    fence.is_over = True
+    end_later(partial(runner.close_line, line), pid)
 
 
 @dataclass(frozen=True, slots=True)

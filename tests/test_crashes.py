@@ -217,7 +217,14 @@ def die_unheard(smith: Forge, folder: Path) -> tuple[Facts, str]:
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [("SIGTERM", 128 + signal.SIGTERM), ("SIGINT", -signal.SIGINT), ("sys.exit", 3), ("exception", 1), ("end", 0)],
+    [
+        ("SIGTERM", 128 + signal.SIGTERM),
+        ("SIGHUP", 128 + signal.SIGHUP),
+        ("SIGINT", -signal.SIGINT),
+        ("sys.exit", 3),
+        ("exception", 1),
+        ("end", 0),
+    ],
 )
 def test_what_was_to_become_durable_is_durable_however_the_training_ends(smith: Forge, tmp_path: Path, how: str, code: int) -> None:
     facts = Facts()

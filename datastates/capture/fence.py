@@ -7,17 +7,21 @@ and backward; hooks make whatever changes them next wait (CheckFreq's observatio
 from __future__ import annotations
 
 import functools
+import os
 import types
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from datastates.optimizers import has_hooks, with_inner
 
-__all__ = ["Fence"]
+if TYPE_CHECKING:
+    from .stage import CopyJob, Stager
+
+__all__ = ["Fence", "Pending"]
 
 _Hooked = TypeVar("_Hooked", bound=object)
 
@@ -26,15 +30,36 @@ class _Handle(Protocol):
     def remove(self) -> None: ...
 
 
+_fences: weakref.WeakSet[Fence] = weakref.WeakSet()
+
+
+class Pending:
+    """The copy that a fence waits for: that of the newest capture, while it reads. It keeps no tracker alive."""
+
+    def __init__(self, stager: Stager) -> None:
+        self.job: CopyJob | None = None
+        self._stager, self._pid = stager, os.getpid()
+
+    def wait(self) -> None:
+        """Wait until nothing is read any more. In a forked child nothing copies, and what is changed is its own."""
+        job = self.job
+        if job is not None and self._pid == os.getpid():
+            self._stager.fence(job)
+            if job.is_copied.is_set():
+                self.job = None
+
+
 class Fence:
     """Hooks on optimizers and modules that call ``wait`` before a change.
 
     ``wait`` runs on the thread that makes the change (for optimizer-in-backward that is autograd's). It must be cheap
-    when no copy is pending. On CUDA it makes the current stream wait, not the host.
+    when no copy is pending. On CUDA it makes the current stream wait, not the host. A fence that ``is_over`` is taken off by the next one
+    that is installed: whoever drops a tracker without closing it does so on any thread, at any moment.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
+        self._wait, self.is_over = wait, False
+        _fences.add(self)
         self._handles: dict[int, tuple[weakref.ref[object], list[_Handle]]] = {}
         self._stepped: set[int] = set()
 
@@ -47,6 +72,9 @@ class Fence:
 
     def install(self, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[torch.nn.Module]) -> None:
         """Hook what is not hooked yet, and what it is made of; call again when the layout of what is tracked changed."""
+        for fence in [each for each in list(_fences) if each.is_over]:
+            fence.remove()
+            _fences.discard(fence)
         for optimizer in (each for tracked in optimizers for each in with_inner(tracked)):
             # Optimizers in backward call `step` of their own from post-accumulate-grad hooks: this covers them too.
             self._hook(optimizer, self._hooks_of_optimizer)

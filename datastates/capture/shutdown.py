@@ -1,7 +1,10 @@
-"""A clean end at exit, on Ctrl-C and on SIGTERM: what was to become durable becomes durable.
+"""A clean end, at exit, on Ctrl-C, SIGTERM and SIGHUP, and of what was dropped without a close: what was to become durable becomes durable.
 
-Worker threads are daemons, so the interpreter runs exit handlers while they still work. SIGTERM is turned into
-``SystemExit`` in the main thread, so that ``with`` blocks and exit handlers run, but only where nobody else handles it.
+Worker threads are daemons, so the interpreter runs exit handlers while they still work. SIGTERM and SIGHUP (the terminal is closed, the
+connection lost) are turned into ``SystemExit`` in the main thread, so that ``with`` blocks and exit handlers run, but only where nobody
+else handles them: what ``nohup`` ignores stays ignored.
+
+An object is collected on any thread, in the middle of anything. So what its end takes is only handed over there, and done by a thread.
 """
 
 from __future__ import annotations
@@ -9,15 +12,21 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import queue
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
-__all__ = ["close_at_exit"]
+from datastates.bell import Bell
 
-_log = logging.getLogger(__name__)
+__all__ = ["close_at_exit", "end_later", "settle"]
+
+_log = logging.getLogger("datastates")
+
+_SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
 class Closable(Protocol):
@@ -27,37 +36,104 @@ class Closable(Protocol):
         """Make durable what is to be, and let go."""
 
 
+class _Ender:
+    """The thread that ends what was dropped, in order."""
+
+    def __init__(self) -> None:
+        self._left: set[object] = set()
+        self._ends: queue.SimpleQueue[tuple[object, Callable[[], None]]] = queue.SimpleQueue()
+        self._changed = Bell()
+        threading.Thread(target=self._run, name="datastates-end", daemon=True).start()
+
+    def put(self, end: Callable[[], None]) -> None:
+        """Nothing here takes a lock: it may run while any is held."""
+        token = object()
+        self._left.add(token)
+        self._ends.put((token, end))
+
+    def settle(self) -> None:
+        left = frozenset(self._left)
+        self._changed.wait_for(lambda: left.isdisjoint(self._left))
+
+    def _run(self) -> None:
+        while True:
+            token, end = self._ends.get()
+            try:
+                end()
+                closed(end)
+            except BaseException:
+                _log.exception("ending what was dropped without a close failed")
+            del end
+            self._left.discard(token)
+            self._changed.ring()
+
+
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_ends: set[Callable[[], None]] = set()
 _owner: int | None = None
+_ender: _Ender | None = None
 
 
-def close_at_exit(closable: Closable) -> None:
-    """Close it when the process ends, unless it is gone by then. A forked child closes nothing of its parent's."""
-    global _owner
+def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
+    """Close it when the process ends. Once it is gone without a close a thread calls ``end``. A forked child does neither for its parent.
+
+    Not its ``close``, which would keep it. ``closed`` when it was closed. What a finalizer could not hand over is left for the exit.
+    """
+    global _owner, _ender
     if _owner != os.getpid():
-        _owner = os.getpid()
+        _owner, _ender = os.getpid(), _Ender()
         _open.clear()
+        _ends.clear()
         atexit.register(_close_all)
-        _take_sigterm()
+    _take_signals()
     _open.add(closable)
+    _ends.add(end)
+    weakref.finalize(closable, end_later, end, os.getpid()).atexit = False
+
+
+def closed(end: Callable[[], None]) -> None:
+    """Nothing is left to do."""
+    _ends.discard(end)
+
+
+def end_later(end: Callable[[], None], pid: int) -> None:
+    """For finalizers of what was made in process ``pid``: a thread does it, and the exit waits for it. Any thread, at any moment."""
+    if pid == os.getpid() and _ender is not None:
+        _ender.put(end)
+
+
+def settle() -> None:
+    """Wait until all that was dropped so far has ended; nothing where nothing was."""
+    if _owner == os.getpid() and _ender is not None:
+        _ender.settle()
 
 
 def _close_all() -> None:
     if _owner != os.getpid():
         return
-    if signal.getsignal(signal.SIGTERM) is _on_sigterm and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is under way: who asks twice must not break it off
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if signal.getsignal(number) is _on_signal:
+                signal.signal(number, signal.SIG_IGN)  # the end is under way: whoever asks twice must not break it off
     for closable in list(_open):
         try:
             closable.close()
         except Exception:
             _log.exception("closing a repository at exit failed")
+    settle()
+    for end in list(_ends):
+        try:
+            end()
+        except Exception:
+            _log.exception("ending a repository at exit failed")
 
 
-def _take_sigterm() -> None:
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _on_sigterm)
+def _take_signals() -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _on_signal)
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)

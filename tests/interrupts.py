@@ -1,0 +1,239 @@
+"""Interrupts at random moments of captures, restores and closes: nothing hangs, nothing that was durable is lost.
+
+    python -m tests.interrupts --count 20000
+
+A tiny training runs in a process of its own, with handlers that raise, as Ctrl-C and SIGTERM do. Each act is begun with a timer that fires
+at some moment of it; what was interrupted goes on with the same tracker, or after a while with the repository opened anew. Whatever takes
+longer than ``BOUND_S`` is a hang: the process ends with the stacks of all its threads, and another goes on. When a process has had its
+share, or has hung, each state that it reported as durable is read again by another and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import torch
+from torch import nn
+
+import datastates
+from datastates import Capture, Config, DatastatesError, Repository, Status, Tracker
+
+BOUND_S = 60.0
+"""No act takes so long on the slowest of machines, unless it hangs."""
+
+SHARE = 1000
+"""Interrupts of one process."""
+
+_SIGNALS = {"SIGALRM": signal.ITIMER_REAL, "SIGVTALRM": signal.ITIMER_VIRTUAL, "SIGPROF": signal.ITIMER_PROF}
+
+
+@dataclass
+class Training:
+    """A tiny training, and what is asked of it. ``said`` takes a line for each state that is durable: its uid and its digest."""
+
+    folder: Path
+    said: IO[str]
+    choose: random.Random
+    digests: dict[str, str] = field(default_factory=dict)
+    captures: list[Capture] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 64))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.repo: Repository | None = None
+        self.run: Tracker | None = None
+
+    def opened(self) -> Tracker:
+        """A tracker that can be used, of a repository that may have been opened for it."""
+        if self.repo is None:
+            self.repo = datastates.open(self.folder, config=Config(memory_bytes=32 << 20, durable_interval_s=None))
+        if self.run is None:
+            self.run = self.repo.track(model=self.model, optimizer=self.optimizer)
+        return self.run
+
+    def capture(self) -> None:
+        """A step, a capture, and sometimes a wait for it."""
+        run = self.opened()
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 64)).square().sum().backward()
+        self.optimizer.step()
+        live = digest(self.model, self.optimizer)
+        taken = run.capture(message=live)
+        self.digests[taken.uid] = live
+        self.captures.append(taken)
+        if self.choose.random() < 0.2:
+            taken.wait(self.choose.choice(["captured", "durable"]))
+
+    def restore(self) -> None:
+        """Some state that is there comes back."""
+        run = self.opened()
+        run.restore(self.choose.choice(["main", "main~1"]))
+        if run.head is not None and run.head.message != digest(self.model, self.optimizer):
+            raise AssertionError(f"what was restored is not {run.head.uid}")
+
+    def close(self) -> None:
+        """The tracker ends, and sometimes the repository."""
+        if self.choose.random() < 0.5 and self.run is not None:
+            self.run.close()
+            self.run = None
+        elif self.repo is not None:
+            self.repo.close()
+            self.repo = self.run = None
+
+    def drop(self) -> None:
+        """Go on with another tracker, and where the repository was closed with another of those, without closing what there is."""
+        self.run = None
+        if self.repo is not None and self.repo._is_closed:
+            self.repo = None
+
+    def report(self) -> None:
+        """Say what is durable by now, and forget it."""
+        for taken in [taken for taken in self.captures if taken.status is Status.DURABLE]:
+            self.said.write(f"{taken.uid} {self.digests.pop(taken.uid)}\n")
+            self.captures.remove(taken)
+        self.said.flush()
+        del self.captures[:-50]
+
+
+class Interrupt(KeyboardInterrupt):
+    """What the handlers raise."""
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise Interrupt(number)
+
+
+def interrupt(training: Training, count: int) -> None:
+    """That many interrupts, one an act."""
+    for name in _SIGNALS:
+        signal.signal(getattr(signal, name), _raise)
+    for _ in range(3):
+        training.capture()
+    while training.counts["interrupts"] < count:
+        act = training.choose.choices([training.capture, training.restore, training.close], [8, 2, 1])[0]
+        name, timer = training.choose.choice(list(_SIGNALS.items())[:1] * 4 + list(_SIGNALS.items()))
+        span = 10 ** training.choose.uniform(-5, -1.7)
+        faulthandler.dump_traceback_later(BOUND_S, exit=True)
+        training.counts[act.__name__] += 1
+        try:
+            try:
+                signal.setitimer(timer, span)
+                act()
+            except DatastatesError as error:  # it was closed in part
+                training.counts[f"{act.__name__} refused: {type(error).__name__}"] += 1
+                training.drop()
+            signal.setitimer(timer, 0)
+        except Interrupt:
+            training.counts["interrupts"] += 1
+            training.counts[f"{act.__name__} interrupted"] += 1
+        training.report()
+    _finish(training)
+
+
+def _finish(training: Training) -> None:
+    if training.repo is not None:
+        training.repo.close()
+    training.report()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of every bit of the weights, and of the optimizer's state."""
+    found = hashlib.blake2b(digest_size=12)
+    entries = [entry for state in optimizer.state.values() for entry in state.values()]
+    for tensor in (*model.state_dict().values(), *entries):
+        found.update(tensor.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _train(folder: Path, said: Path, seed: int, count: int) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    with said.open("a") as lines:
+        training = Training(folder, lines, random.Random(seed))
+        interrupt(training, count)
+    sys.stdout.write(json.dumps(training.counts))
+
+
+def _check(folder: Path, said: Path) -> None:
+    """In a process of its own: all that was said to be durable is, bit for bit; and the head can be restored."""
+    model = Training(folder, sys.stdout, random.Random(0)).model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    lines = [line.split() for line in said.read_text().splitlines()]
+    with datastates.open(folder) as repo:
+        for uid, live in lines:
+            assert repo.state(uid).status is Status.DURABLE, uid
+            assert repo.restore(uid, into={"model": model, "optimizer": optimizer})
+            assert digest(model, optimizer) == live, uid
+        head = repo.state("main")
+        repo.restore("main", into={"model": model, "optimizer": optimizer})
+        assert digest(model, optimizer) == head.message, head.uid
+    sys.stdout.write(str(len(lines)))
+
+
+def _process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.interrupts", *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def drive(folder: Path, count: int, *, share: int = SHARE, seed: int = 0) -> Counter[str]:
+    """So many interrupts, in processes one after the other: what was done, what hung, what was checked."""
+    counts: Counter[str] = Counter()
+    while counts["interrupts"] < count:
+        seed += 1
+        said = folder / f"said-{seed}"
+        said.touch()
+        done = _process("--train", folder / f"runs-{seed}", said, seed, min(share, count - counts["interrupts"]))
+        if done.returncode:
+            counts["hangs" if "Timeout" in done.stderr else "crashes"] += 1
+            counts["interrupts"] += share
+            sys.stderr.write(done.stderr)
+        else:
+            counts.update(json.loads(done.stdout))
+        checked = _process("--check", folder / f"runs-{seed}", said)
+        if checked.returncode:
+            counts["lost"] += 1
+            sys.stderr.write(checked.stderr)
+        else:
+            counts["durable, read again"] += int(checked.stdout)
+    return counts
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", nargs=4)
+    parser.add_argument("--check", nargs=2, type=Path)
+    given = parser.parse_args()
+    if given.train:
+        _train(Path(given.train[0]), Path(given.train[1]), int(given.train[2]), int(given.train[3]))
+    elif given.check:
+        _check(*given.check)
+    else:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            counts = drive(Path(folder), given.count, seed=given.seed)
+        for name, number in sorted(counts.items()):
+            sys.stdout.write(f"{number:8d}  {name}\n")
+        sys.stdout.write(f"{time.monotonic() - began:8.0f}  seconds\n")
+
+
+if __name__ == "__main__":
+    main()
