@@ -41,6 +41,7 @@ class Loops:
         self._waiting: list[Mapping[str, Any]] = []
         self._is_put_back = self._drops_rest = self._is_lost = False
         self._has_passes = False
+        self._left: list[Mapping[str, Any]] = []
         self._captured_bare: int | None = None
         self._said: set[str] = set()
 
@@ -55,12 +56,14 @@ class Loops:
         is_within = not all(place["is_over"] for place in going)
         if not self.is_counting:
             places = [place for place in going if not place["is_over"]]
-            return {"epoch": self.epoch if self._has_counted else None, "passes": places, "is_left": False}
+            left = [] if places else self._left_behind()
+            return {"epoch": self.epoch if self._has_counted else None, "passes": places, "is_left": False, "left": left}
         if is_within or (not going and self._has_passes):
-            return {"epoch": self.epoch, "passes": going, "is_left": self._drops_rest}
+            return {"epoch": self.epoch, "passes": going, "is_left": self._drops_rest, "left": self._left}
         if not going:
             self._note_bare_capture()
-        return {"epoch": self.epoch + 1, "passes": [], "is_left": any(each.is_left for each in self._passes)}
+        is_left = any(each.is_left for each in self._passes)
+        return {"epoch": self.epoch + 1, "passes": [], "is_left": is_left, "left": self._left_behind()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where ``state`` was taken; ``{}``: of one that does not say. Comes before loaders are put back: they are told the epoch."""
@@ -69,6 +72,7 @@ class Loops:
         self.epoch = epoch or 0
         self._waiting, self._passes = list(state.get("passes", ())), []
         self._drops_rest = bool(state.get("is_left", False))
+        self._left = list(state.get("left", ()))
         self._is_put_back, self._captured_bare = True, None
         self.version += 1
         if epoch is not None:
@@ -86,6 +90,11 @@ class Loops:
         self.is_counted_elsewhere = True
         if is_between:
             self._waiting = []
+
+    def _left_behind(self) -> list[Mapping[str, Any]]:
+        """Of each pass of the epoch what the same one of the next epoch depends on."""
+        left: list[Mapping[str, Any]] = [each.left_behind for each in self._passes] or self._left
+        return [*left] if any(left) else []
 
     def send_back(self) -> None:
         """Have the loops that run begin again: the data was put elsewhere."""
@@ -157,6 +166,11 @@ class Loops:
         self._is_put_back = False
         epoch = self.epoch if self.is_counting else None
         place = self._waiting.pop(0) if self._waiting else None
+        if place is not None and place["is_over"]:
+            turn.recall(place.get("begin", {}))
+        left, self._left = self._left[:1], self._left[1:]
+        if place is None and left:
+            turn.recall(left[0])
         if place is not None:
             is_empty = True
             for batch in (None if place["is_over"] else turn.go_on(place, epoch)) or ():

@@ -66,7 +66,21 @@ class Pass:
     def place(self) -> dict[str, object]:
         """Plain values that lead back here, in another process too."""
         place: dict[str, object] = {"batches": self.batches, "is_over": self.is_over, "length": self._length}
-        return {**place, "begin": self._begin} if self._begin and not self.is_over else place
+        begin = self.left_behind if self.is_over else self._begin
+        return {**place, "begin": begin} if begin else place
+
+    @property
+    def left_behind(self) -> dict[str, object]:
+        """What nobody tracks and the next pass over the same source depends on: its own generators and samplers; usually nothing."""
+        if self._kind not in _BEGUN_AGAIN:
+            return {}
+        left = {"generators": self._own_generators(), "samplers": self._own_samplers()}
+        return left if any(left.values()) else {}
+
+    def recall(self, left_behind: Mapping[str, Any]) -> None:
+        """Take over what an earlier pass left behind."""
+        if left_behind and self._kind in _BEGUN_AGAIN:
+            self._put_own(left_behind)
 
     def begin(self, epoch: int | None, *, drop: bool = False) -> Iterator[Any]:
         """The batches of a new pass; ``epoch`` is told to samplers that ask for it. ``drop``: not the rest of one that was left."""
@@ -164,22 +178,34 @@ class Pass:
 
     def _snapshot(self) -> dict[str, object]:
         """What the coming iteration depends on: random numbers, and the state of samplers."""
-        generators = {i: generator.get_state().numpy().tobytes() for i, generator in self._generators()}
-        samplers = {i: part.state_dict() for i, part in enumerate(self._parts) if _is_stateful_sampler(part)}
         epochs: dict[int, int] = {i: part.epoch for i, part in enumerate(self._parts) if _has_epoch(part)}
-        return {"rng": RngState().state_dict(), "generators": generators, "samplers": samplers, "epochs": epochs}
+        return {"rng": RngState().state_dict(), "generators": self._own_generators(), "samplers": self._own_samplers(), "epochs": epochs}
+
+    def _own_generators(self) -> dict[int, bytes]:
+        return {i: generator.get_state().numpy().tobytes() for i, generator in self._generators()}
+
+    def _own_samplers(self) -> dict[int, object]:
+        is_left = self.is_over  # a tracked one has its own state then
+        return {
+            i: part.state_dict()
+            for i, part in enumerate(self._parts)
+            if _is_stateful_sampler(part) and not (is_left and part is self._sampler)
+        }
 
     def _go_back(self) -> None:
         RngState().load_state_dict(self._begin["rng"])
-        for i, generator in self._generators():
-            if i in self._begin["generators"]:
-                generator.set_state(tensor_of(self._begin["generators"][i]))
-        for i, state in self._begin["samplers"].items():
-            if i < len(self._parts) and has_state(self._parts[i]):
-                self._parts[i].load_state_dict(state)
+        self._put_own(self._begin)
         for i, part in enumerate(self._parts):
             if _has_epoch(part) and i in self._begin["epochs"]:
                 set_epoch(part, self._begin["epochs"][i])
+
+    def _put_own(self, states: Mapping[str, Any]) -> None:
+        for i, generator in self._generators():
+            if i in states["generators"]:
+                generator.set_state(tensor_of(states["generators"][i]))
+        for i, state in states["samplers"].items():
+            if i < len(self._parts) and has_state(self._parts[i]):
+                self._parts[i].load_state_dict(state)
 
     def _has_own_state(self) -> bool:
         """Whether a whole pass leaves something behind that no other object keeps."""

@@ -162,9 +162,8 @@ class Batches(Iterator[list[int]]):
         self._batch_size, self._drop_last = batch_size, drop_last
         self._running: Iterator[list[int]] | None = None
 
-    def __iter__(self) -> Batches:
-        self._running = self._run()
-        return self
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._run()
 
     def __next__(self) -> list[int]:
         if self._running is None:

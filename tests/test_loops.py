@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import datastates
 from datastates import Config, InvalidInput, PermutationSampler, Repository, Tracker
@@ -46,11 +46,14 @@ def stopped_everywhere(
     """What the training that never stops sees; those that are stopped after each step see the same."""
     never: Seen = []
     with repo.track(branch="never", weight=torch.zeros(1), **make()) as run:
+        torch.manual_seed(0)
         body(run, never, None)
     for stop in range(1, steps + 1):
         seen: Seen = []
         for until in (stop, None):
             with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1), **make()) as run, suppress(Stopped):
+                if until is not None:
+                    torch.manual_seed(0)
                 body(run, seen, until)
         assert seen == never, f"stopped after {stop}"
     return never
@@ -303,3 +306,30 @@ def test_a_sampler_that_is_resumed_at_the_end_of_an_epoch_has_the_next_one_to_gi
     with repo.track(sampler=again):
         assert len(list(DataLoader(range(6), sampler=again, batch_size=2))) == 3  # type: ignore[arg-type]  # a range will do
         assert again.epoch == 1
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(range(6), 2, shuffle=True, generator=_seeded()),  # type: ignore[arg-type]  # a range will do
+        lambda: DataLoader(range(6), 2, sampler=RandomSampler(range(6), replacement=True, generator=_seeded())),  # type: ignore[arg-type]
+        lambda: DataLoader(range(6), 2, sampler=PermutationSampler(6, seed=3)),  # type: ignore[arg-type]
+        lambda: PermutationSampler(6, seed=3).batches(2),
+        lambda: [torch.zeros(1), torch.ones(1)],
+    ],
+    ids=["generator", "replacement", "sampler", "batches", "list"],
+)
+def test_what_nobody_tracks_goes_on_from_within_an_epoch_and_from_between_two(repo: Repository, make: Callable[[], Any]) -> None:
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        loader = make()
+        for epoch in run.epochs(3):
+            for batch in run.steps(loader):
+                use(run, seen, torch.as_tensor(batch).tolist(), stop)
+            seen.append((epoch, torch.rand(()).item()))
+            run.capture()
+
+    stopped_everywhere(repo, body, 9)
