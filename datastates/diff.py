@@ -18,7 +18,7 @@ import torch
 from .encoding import decode_values
 from .geometry import dtype_of, rebuild
 from .lineage import runs, walk
-from .lineage.states import Run, State, Value
+from .lineage.states import OURS, Run, State, Value
 from .manifest import CHUNK_BYTES, Manifest, TensorSpec
 from .reading import read_flat, specs_of
 from .report import Selection
@@ -288,7 +288,7 @@ def _is_equal(one: object, other: object) -> bool:
 
 
 def _config(run: Run | None) -> dict[str, Value]:
-    return {} if run is None else dict(run.config)
+    return {} if run is None else {key: value for key, value in run.config.items() if not key.startswith(OURS)}
 
 
 def _code(run: Run | None) -> str | None:

@@ -36,13 +36,9 @@ def may_read(made: int) -> None:
 
 
 def make_folder_like(parent: Path, path: Path) -> None:
-    """A folder in another one, for those who may write in that; nothing where it is there."""
-    try:
-        path.mkdir()
-    except FileExistsError:
-        return
-    with suppress(PermissionError):
-        path.chmod(stat.S_IMODE(parent.stat().st_mode))
+    """A folder in another one, for those who may write in that; one that is there is theirs too."""
+    path.mkdir(exist_ok=True)
+    _add(path, stat.S_IMODE(parent.stat().st_mode))
 
 
 def _add(made: Path | int, bits: int) -> None:

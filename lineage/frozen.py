@@ -12,6 +12,8 @@ import sqlite3
 import tempfile
 from pathlib import Path
 
+from datastates.errors import Unavailable
+
 __all__ = ["Frozen", "why_frozen"]
 
 
@@ -48,12 +50,22 @@ class Frozen:
         return self._copy is None and self._stamp is not None and self._stamp != self._now()
 
     def take_copy(self) -> None:
-        """From here on read, and migrate, a copy of our own."""
-        self._copy = tempfile.TemporaryDirectory(prefix="datastates-", ignore_cleanup_errors=True)
-        for suffix in ("", "-wal"):
-            source = Path(f"{self._path}{suffix}")
-            if source.exists():
-                shutil.copyfile(source, Path(self._copy.name, source.name))
+        """From here on read, and migrate, a copy of our own.
+
+        :raises Unavailable: there is no room for it.
+        """
+        copy = tempfile.TemporaryDirectory(prefix="datastates-", ignore_cleanup_errors=True)
+        try:
+            for source in (self._path, Path(f"{self._path}-wal")):
+                if source.exists():
+                    shutil.copyfile(source, Path(copy.name, source.name))
+        except OSError as error:
+            copy.cleanup()
+            raise Unavailable(
+                f"{self._path} can only be read from a copy, which was not made in {copy.name} ({error.strerror}): "
+                "set TMPDIR to where there is room"
+            ) from error
+        self._copy = copy
 
     def close(self) -> None:
         """Delete the copy."""

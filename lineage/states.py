@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-__all__ = ["Edge", "EdgeKind", "NewState", "Ref", "RefEvent", "RefKind", "Run", "State", "Status", "Value"]
+__all__ = ["OURS", "Edge", "EdgeKind", "NewState", "Ref", "RefEvent", "RefKind", "Run", "State", "Status", "Value"]
 
 Value = str | int | float | bool | None
 """What an attribute may hold."""
@@ -50,6 +50,10 @@ class Edge:
     parent: str
     kind: EdgeKind
     weight: float = 1.0
+
+
+OURS = "datastates."
+"""How the names begin of what a run's configuration says that nobody chose: which process it was, where its files were."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from sqlalchemy import CTE, ColumnElement, Select, Table, func, select, true
 
 from .lookup import states
 from .schema import AttributeRow, MetricRow, PackRow, RefRow, RunRow, StateRow, table
-from .states import RefKind, State, Status
+from .states import OURS, RefKind, State, Status
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -65,7 +65,7 @@ def count(session: Session) -> Counts:
         bytes_stored=int(session.execute(select(func.sum(_pack.c.bytes))).scalar() or 0),
         metrics=tuple(sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)),
         attributes=tuple(sorted(key for key in session.execute(select(_keys(_attribute).c.key)).scalars() if key is not None)),
-        config=tuple(sorted(_config_keys(session))),
+        config=tuple(sorted(key for key in _config_keys(session) if not key.startswith(OURS))),
     )
 
 

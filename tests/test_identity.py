@@ -27,7 +27,7 @@ from datastates.cli.app import app
 from datastates.eviction import evict
 from datastates.home import settle_in
 from datastates.lease import LEASES, Lease, Seen, look
-from datastates.lineage import Database
+from datastates.lineage import Database, stats
 from datastates.lineage.holders import replicas_of
 from datastates.location import locate
 from datastates.store.files import locked
@@ -247,6 +247,13 @@ def test_a_copy_of_the_packs_alone_says_nothing_of_whoever_trains_in_the_origina
                 repo.load(kept)
 
 
+def test_a_run_is_settled_in_its_own_folder_only(smith: Forge, tmp_path: Path, postgresql_url: str) -> None:
+    _, newest = dead(smith, postgresql_url, packs=str(tmp_path / "packs"))  # type: ignore[arg-type] # a URL
+    for packs, expected in (("others", Status.CAPTURED), ("packs", Status.LOST)):
+        with datastates.open(postgresql_url, packs=tmp_path / packs) as repo:
+            assert repo.state(newest).status is expected
+
+
 def test_files_that_were_deleted_are_called_so(tmp_path: Path) -> None:
     with datastates.open(tmp_path, config=CONFIG) as repo:
         run = repo.track(tracked={"weight": torch.zeros(10)}, rng=False)
@@ -311,6 +318,15 @@ def test_a_folder_keeps_one_identity_whoever_opens_it_first(tmp_path: Path) -> N
     (tmp_path / "packs").rename(tmp_path / "moved")
     with datastates.open(tmp_path, packs=tmp_path / "moved") as repo:
         assert {repo._home.uid} == uids
+
+
+def test_two_processes_with_one_configuration_do_not_differ(tmp_path: Path) -> None:
+    for branch in ("one", "other"):
+        with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(branch=branch, tracked={"w": torch.zeros(10)}, rng=False) as run:
+            run.capture()
+    with datastates.open(tmp_path) as repo, repo._database.read() as session:
+        assert repo.diff("one", "other").config == {}
+        assert stats.count(session).config == ()
 
 
 def test_the_disk_of_a_replica_is_a_folder_whatever_the_host_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sqlite3
 import subprocess
@@ -111,6 +112,27 @@ def downgrade(path: Path) -> None:
     connection.execute("UPDATE alembic_version SET version_num = 'datastates_0002'")
     connection.commit()
     connection.close()
+
+
+def test_a_lineage_alone_can_be_read(tmp_path: Path, sealed: Path) -> None:
+    newest = fill(tmp_path / "runs")
+    shutil.copyfile(tmp_path / "runs" / "lineage.db", tmp_path / "open" / "lineage.db")
+    with datastates.open(sealed) as repo:
+        assert repo.log("main")[0].uid == newest
+        with pytest.raises(Unavailable, match=f"is gone|in another folder of packs: {tmp_path}/runs/packs on "):
+            repo.load("main")
+
+
+def test_no_room_for_a_copy_is_said(tmp_path: Path, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "open")
+    downgrade(tmp_path / "open" / "lineage.db")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(Unavailable, match=r"can only be read from a copy, .* \(No space left on device\): set TMPDIR"):
+        datastates.open(sealed)
 
 
 def test_the_terminal_reads_where_nothing_can_be_written(tmp_path: Path, sealed: Path) -> None:

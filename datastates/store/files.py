@@ -22,6 +22,7 @@ from datastates.sharing import may_read, share
 from .pack import PAGE, padded
 
 __all__ = [
+    "FORBIDDEN",
     "TEMPORARY",
     "Temporary",
     "free_pack_name",
@@ -39,8 +40,10 @@ __all__ = [
 TEMPORARY = ".tmp-"
 """How the name of a file begins that is still being written; whoever writes it holds a lock on it."""
 
+FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""What the kernel says to whoever may not write."""
+
 _LOCK = ".lock"
-_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 _BATCH_BYTES = 16 << 20
 _BATCH_VIEWS = 512
 _NAME = re.compile(r"([0-9A-Za-z_-]{1,64})\.(\d{1,9})(?:\.manifest|(?:-\d+)?\.safetensors)")
@@ -77,7 +80,7 @@ def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[N
         try:
             fd = _open_lock(root / _LOCK, is_shared=is_shared)
         except OSError as exc:
-            if is_needed or exc.errno not in _FORBIDDEN:
+            if is_needed or exc.errno not in FORBIDDEN:
                 raise
             yield
             return
@@ -101,7 +104,7 @@ def _open_lock(path: Path, *, is_shared: bool) -> int:
         share(path.parent, fd)
         return fd
     except OSError as exc:
-        if exc.errno not in _FORBIDDEN or (exc.errno == errno.EROFS and not is_shared):
+        if exc.errno not in FORBIDDEN or (exc.errno == errno.EROFS and not is_shared):
             raise
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 

@@ -15,7 +15,6 @@ folder needs. Several processes may use one folder. Committing and opening share
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +29,7 @@ from datastates.sharing import make_folders
 
 from .borrowing import Stamp, find_borrowed, stamp_of
 from .files import (
+    FORBIDDEN,
     TEMPORARY,
     Temporary,
     free_pack_name,
@@ -69,7 +69,11 @@ class LocalTier(Tier):
         self._references = References(self.root)
         self._index = ChunkIndex(self.root)
         self._is_closed = False
-        make_folders(self.root)
+        try:
+            make_folders(self.root)
+        except OSError as exc:
+            if exc.errno not in FORBIDDEN:
+                raise  # else nothing is there to be read, and whoever writes is told
 
     @cached_property
     def is_direct(self) -> bool:
@@ -94,7 +98,7 @@ class LocalTier(Tier):
         except OSError as exc:
             if not self.root.is_dir():
                 raise Unavailable(f"state {origin.uid} was not written: {self._gone()}", trouble=f"gone: {self.root}") from exc
-            if isinstance(exc, PermissionError) or exc.errno == errno.EROFS:
+            if exc.errno in FORBIDDEN:
                 raise Unavailable(
                     f"state {origin.uid} was not written: {exc.filename or self.root} may not be written here ({exc.strerror}); "
                     "get the right to write in that folder, or choose another one for packs"
@@ -147,7 +151,7 @@ class LocalTier(Tier):
     def uids(self) -> Iterator[str]:
         """The uid of every state whose manifest is here."""
         self._check_open()
-        named = (uid_of(name, "manifest") for name in os.listdir(self.root))
+        named = (uid_of(name, "manifest") for name in (os.listdir(self.root) if self.root.is_dir() else ()))
         return iter([uid for uid, rank in filter(None, named) if rank == self._rank])
 
     def whole(self, uids: Iterable[str]) -> dict[str, Placed]:
