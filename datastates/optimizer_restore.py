@@ -45,6 +45,8 @@ def check_optimizer(path: str, optimizer: Optimizer, names: Names, stored: objec
         if findings.selection.wants_some(path, leaf_paths(stored, path)):
             here = f"{made_of}: make the former, or pass strict=False, and yours begins anew"
             findings.mismatched.append(Mismatch(path, f"what {made_by} keeps", here))
+        else:
+            findings.skipped.append(path)
         return
     check = _Check(path, optimizer, names, stored, findings)
     if not check.align_by_position():

@@ -38,10 +38,14 @@ def bare(optimizer: Optimizer) -> Optimizer:
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """What the state is of: torch's class that it is made from, whoever subclassed or wrapped it, else its own name."""
-    kind = type(bare(optimizer))
+    """What the state is of: torch's class that it is made from, whoever subclassed or wrapped it, else its own name, and what it wraps."""
+    optimizer = bare(optimizer)
+    kind = type(optimizer)
     base = next((each for each in kind.__mro__ if each.__module__.startswith("torch.optim.") and each is not Optimizer), None)
-    return kind.__name__ if base is None else f"torch.optim.{base.__name__}"
+    if base is not None:
+        return f"torch.optim.{base.__name__}"
+    inner = next((each for each in with_inner(optimizer) if each is not optimizer), None)
+    return kind.__name__ if inner is None else f"{kind.__name__} of {class_of(inner)}"
 
 
 def check_optimizer_form(path: str, optimizer: Optimizer) -> None:

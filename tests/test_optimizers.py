@@ -273,7 +273,16 @@ MISFITS: dict[str, tuple[Callable[[Any], Optimizer], Callable[[Any], Optimizer],
     "SGD": (lambda p: SGD(p, lr=0.5), AdamW, r"what torch\.optim\.SGD keeps, the object torch\.optim\.AdamW: make the former"),
     "Adam": (Adam, AdamW, r"what torch\.optim\.Adam keeps, the object torch\.optim\.AdamW"),
     "own": (Lion, Logging, r"what Lion keeps, the object torch\.optim\.AdamW"),
-    "wrapper": (lambda p: SlowWeights(SGD(p, lr=0.1)), lambda p: SGD(p, lr=0.1), r"what SlowWeights keeps, the object torch\.optim\.SGD"),
+    "wrapper": (
+        lambda p: SlowWeights(SGD(p, lr=0.1)),
+        lambda p: SGD(p, lr=0.1),
+        r"what SlowWeights of torch\.optim\.SGD keeps, the object torch\.optim\.SGD",
+    ),
+    "wrapped": (
+        lambda p: SlowWeights(AdamW(p)),
+        lambda p: SlowWeights(SGD(p, lr=0.1)),
+        r"what SlowWeights of torch\.optim\.AdamW keeps, the object SlowWeights of torch\.optim\.SGD",
+    ),
 }
 
 
