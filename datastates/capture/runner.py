@@ -163,7 +163,7 @@ class Runner:
             checkpoint()
 
     def _may_have_room(self, count: int, in_flight: int) -> bool:
-        return in_flight > self._in_flight or self._arena.reach(self._warmer.at_once) >= count
+        return in_flight > self._in_flight or self._arena.reach(self._warmer.allowed(count)) >= count
 
     def _expect_captures(self, line: Line, count: int) -> None:
         if count > self._next_slots and 2 * count > self._arena.capacity:
@@ -179,11 +179,10 @@ class Runner:
 
     def _use_again(self, count: int, back_pressure: BackPressure) -> list[int] | None:
         """Slots that are warm, or whose turn it is to become so; else states that may leave memory do so, and theirs are used again."""
-        at_once = self._warmer.at_once
-        slots = self._arena.acquire(count, within=at_once)
+        slots = self._arena.acquire(count, within=self._warmer.allowed(count))
         if slots is None:
             self._post(RoomNeeded(count, is_blocked=False, back_pressure=back_pressure))
-            slots = self._arena.acquire(count, within=at_once)
+            slots = self._arena.acquire(count, within=self._warmer.allowed(count))
         return slots
 
     def _make_room(self, count: int, back_pressure: BackPressure, line: Line | None, since: float) -> Refuse | None:
@@ -399,7 +398,7 @@ class Runner:
             raise
         self._post(Recorded(manifest.origin.uid, staged.line.name, time.monotonic()))
         self._look_around()
-        if self._next_slots > self._arena.reach(self._warmer.at_once):
+        if self._next_slots > self._arena.reach(self._warmer.allowed(self._next_slots)):
             self._post(RoomNeeded(self._next_slots, is_blocked=False, back_pressure=self._config.back_pressure))
 
     def _manifest(self, staged: Staged, slots: list[int]) -> Manifest:
@@ -595,7 +594,7 @@ class Runner:
 
     def _evict(self, uids: tuple[str, ...], until: int) -> None:
         for uid in uids:
-            if self._arena.reach(self._warmer.at_once) >= until:
+            if self._arena.reach(self._warmer.allowed(until)) >= until:
                 return
             self._memory.remove(uid)
             self._journal.evict([uid])

@@ -15,7 +15,7 @@ import time
 from datastates.bell import Bell
 from datastates.errors import Closed
 from datastates.interrupts import Mutex
-from datastates.policy.keeping import slots_at_once, slots_kept
+from datastates.policy.keeping import slots_allowed, slots_at_once, slots_kept
 from datastates.store.arena import Arena
 
 __all__ = ["Warmer"]
@@ -41,11 +41,13 @@ class Warmer:
         self._thread = threading.Thread(target=self._run, name="datastates-arena", daemon=True)
         self._thread.start()
 
-    @property
-    def at_once(self) -> int:
-        """How many slots captures may make warm themselves before states that may leave memory do so."""
+    def allowed(self, count: int) -> int:
+        """How many slots may be warm with a capture of ``count``, before states that may leave memory do so."""
         with self._lock:
-            return slots_at_once(self._sizes.values(), self._arena.capacity, is_given=self.is_given) if self._sizes else 0
+            if not self._sizes:
+                return 0
+            at_once = slots_at_once(self._sizes.values(), self._arena.capacity, is_given=self.is_given)
+            return slots_allowed(count, warm=self._arena.warm, at_once=at_once, kept=self._kept())
 
     @property
     def kept(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from datastates.manifest import CHUNK_BYTES
 
-__all__ = ["AT_ONCE_BYTES", "FEW", "FEWEST", "SMALL_BYTES", "slots_at_once", "slots_kept"]
+__all__ = ["AT_ONCE_BYTES", "FEW", "FEWEST", "SMALL_BYTES", "slots_allowed", "slots_at_once", "slots_kept"]
 
 SMALL_BYTES = 128 << 20
 """As many small states as fit into this are kept. With what is imported a small training then takes less than 200 MiB more."""
@@ -28,6 +28,15 @@ def slots_at_once(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int
     """
     small_bytes = AT_ONCE_BYTES if is_given else SMALL_BYTES
     return min(capacity, max(small_bytes // CHUNK_BYTES, FEWEST * sum(sizes)))
+
+
+def slots_allowed(count: int, *, warm: int, at_once: int, kept: int) -> int:
+    """Slots that may be warm after a capture of ``count`` slots, before states leave memory for it.
+
+    A quarter of the state more than there are costs no more than its copy does. So versions that share most of their chunks, and need few
+    new slots each, all stay, whereas one that shares none uses again what an older one had.
+    """
+    return min(kept, max(at_once, warm + count // 4))
 
 
 def slots_kept(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int:
