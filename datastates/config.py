@@ -25,10 +25,10 @@ class BackPressure(StrEnum):
 class Config:
     """The defaults suit one training process on one machine.
 
-    ``memory_bytes`` is the budget of the arena, staging and kept states together, in bytes or as ``"2G"``; None keeps
-    as many states as ``policy.keeping`` says, and takes a quarter of the memory that is available when the arena is made at most, for
-    states that may not leave. ``durable_interval_s`` writes the newest state at most that often (None:
-    never by time), ``durable_every`` every so many captures. ``direct_io`` None tries it and falls back. ``on_step`` is
+    ``memory_bytes`` is the budget of the arena, staging and kept states together (plain values and manifests count), in bytes or as
+    ``"2G"``; None keeps as many states as ``policy.keeping`` says, and takes a quarter of the memory that is available when the arena is
+    made at most, for states that may not leave. ``durable_interval_s`` writes the newest state at most that often (None: never by
+    time), ``durable_every`` every so many captures. ``direct_io`` None tries it and falls back. ``on_step`` is
     called with a name after each durable step (see ``store.local``), on the thread that took it: for tests and traces.
     """
 

@@ -13,6 +13,7 @@ Rules:
   When neither is left, memory holds less than two states for each line: then the head of the line that captures gives way
   unwritten, as long as its cadence would not write it now, and what the line wrote last is durable. Else what is not durable is
   written, oldest first.
+- Not more than ``most_held`` states stay in memory that may leave it: those that share all their bytes cost something, too.
 - Waiting always ends: when all that is held has failed to be written, whoever waits is refused. What failed is tried
   again for room ``RETRY_S`` later.
 """
@@ -44,6 +45,9 @@ __all__ = [
     "WriteFailed",
     "Written",
 ]
+
+MOST_HELD = 1000
+"""Of a model that does not change any number of states would fit."""
 
 RETRY_S = 5.0
 """How long a state that could not be written is not tried again only because room is needed."""
@@ -146,10 +150,10 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Drop these states from memory, in this order, until ``until`` slots are free."""
+    """Drop these states from memory, in this order, until ``until`` slots are free; None: all of them."""
 
     uids: tuple[str, ...]
-    until: int
+    until: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,7 @@ class _Entry:
 class Engine:
     """The state behind the decisions; owned by one runner, called under its lock."""
 
+    most_held: int = MOST_HELD
     _lines: dict[str, _Line] = field(default_factory=dict)
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _queue: dict[str, None] = field(default_factory=dict)
@@ -208,6 +213,7 @@ class Engine:
                 self._lines[line] = _Line(cadence, branch)
             case Recorded(uid, line, now):
                 self._on_recorded(uid, line, now)
+                return [*self._next_write(), *self._drop_surplus()]
             case Adopted(uid):
                 self._on_adopted(uid)
             case Wanted(uid):
@@ -333,8 +339,19 @@ class Engine:
         self._writing = uid
         return [Write(uid)]
 
+    def _held(self) -> set[str | None]:
+        return {*self._heads(), *self._tagged, *self._branches.values()}
+
+    def _drop_surplus(self) -> list[Action]:
+        if len(self._entries) <= self.most_held:
+            return []
+        held = self._held()
+        free = [uid for uid, entry in self._entries.items() if self._may_leave(uid, entry, held)]
+        surplus = free[: max(0, len(free) - self.most_held)]
+        return [Evict(tuple(surplus), None)] if surplus else []
+
     def _make_room(self, event: RoomNeeded) -> list[Action]:
-        held = {*self._heads(), *self._tagged, *self._branches.values()}
+        held = self._held()
         free = [uid for uid, entry in self._entries.items() if self._may_leave(uid, entry, held)]
         actions: list[Action] = [Evict(tuple(free), event.slots)] if free else []
         if not event.is_blocked:

@@ -36,6 +36,7 @@ from datastates.store.memory import MemoryTier
 from datastates.store.tier import Payload
 
 from .engine import (
+    MOST_HELD,
     Action,
     Adopted,
     Closing,
@@ -70,6 +71,12 @@ _ASK_AGAIN_S = 0.1
 _SAY_AGAIN_S = 0.2
 """How often whoever waits for writes hears how many are left."""
 
+_LEAST_HELD = 64
+"""So many states that share their bytes may be held however small the budget is."""
+
+_MOST_IN_FLIGHT = 64
+"""Captures whose second half is not done: those without tensors take no slots, and would be without number."""
+
 _REFS_POLL_S = 1.0
 """How often refs that other processes made are looked for."""
 
@@ -86,7 +93,7 @@ class Runner:
         self._journal = Journal(database=database, local=local, run=run, folder=folder, holder=self._holder, listener=listener)
         self.stager = Stager(arena)
         self._lock, self._changed = Mutex(), Bell()
-        self._engine = Engine()
+        self._engine = Engine(most_held=min(MOST_HELD, max(arena.capacity, _LEAST_HELD)))
         self._handles: dict[str, Capture] = {}
         self._lines_of: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
@@ -147,13 +154,14 @@ class Runner:
             self._expect_captures(line, count)
         since = time.monotonic()
         while True:
-            in_flight, refused = self._in_flight, None
-            slots = self._use_again(count, back_pressure) if line is not None else None
-            if slots is None and (line is None or not in_flight or self._warmer.is_given):
-                slots = self._arena.acquire(count)
-                if slots is None:
-                    refused = self._make_room(count, back_pressure, line, since)
+            in_flight, refused, slots = self._in_flight, None, None
+            if in_flight < _MOST_IN_FLIGHT and not self._is_overfull(self._arena.capacity):
+                slots = self._use_again(count, back_pressure) if line is not None else None
+                if slots is None and (line is None or not in_flight or self._warmer.is_given):
                     slots = self._arena.acquire(count)
+            if slots is None and in_flight < _MOST_IN_FLIGHT and (line is None or not in_flight or self._warmer.is_given):
+                refused = self._make_room(count, back_pressure, line, since)
+                slots = None if self._is_overfull(self._arena.capacity) else self._arena.acquire(count)
             if slots is not None or back_pressure is BackPressure.SKIP:
                 return slots
             if refused is not None:
@@ -163,7 +171,18 @@ class Runner:
             checkpoint()
 
     def _may_have_room(self, count: int, in_flight: int) -> bool:
-        return in_flight > self._in_flight or self._arena.reach(self._warmer.allowed(count)) >= count
+        return in_flight > self._in_flight or self._has_room(count)
+
+    def _has_room(self, count: int) -> bool:
+        """Whether a state of so many slots finds room, as it stands, within what is to be kept of states."""
+        allowed = self._warmer.allowed(count)
+        limit = self._arena.capacity if self._warmer.is_given else allowed
+        return self._arena.reach(allowed) >= count and not self._is_overfull(limit)
+
+    def _is_overfull(self, limit: int) -> bool:
+        """Whether states take more memory than ``limit`` slots do, counting what they take beside their slots."""
+        beside = self._memory.bytes_beside // CHUNK_BYTES
+        return beside > 0 and self._arena.capacity - self._arena.available + beside > limit
 
     def _expect_captures(self, line: Line, count: int) -> None:
         if count > self._next_slots and 2 * count > self._arena.capacity:
@@ -398,7 +417,7 @@ class Runner:
             raise
         self._post(Recorded(manifest.origin.uid, staged.line.name, time.monotonic()))
         self._look_around()
-        if self._next_slots > self._arena.reach(self._warmer.allowed(self._next_slots)):
+        if not self._has_room(self._next_slots):
             self._post(RoomNeeded(self._next_slots, is_blocked=False, back_pressure=self._config.back_pressure))
 
     def _manifest(self, staged: Staged, slots: list[int]) -> Manifest:
@@ -592,9 +611,9 @@ class Runner:
                     if (handle := self._handles.get(uid)) is not None:
                         handle._give_up(f"state {uid} gave way to newer ones before it was written (back_pressure='drop-oldest')")
 
-    def _evict(self, uids: tuple[str, ...], until: int) -> None:
+    def _evict(self, uids: tuple[str, ...], until: int | None) -> None:
         for uid in uids:
-            if self._arena.reach(self._warmer.allowed(until)) >= until:
+            if until is not None and self._has_room(until):
                 return
             self._memory.remove(uid)
             self._journal.evict([uid])

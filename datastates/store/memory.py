@@ -22,6 +22,9 @@ __all__ = ["MemoryTier"]
 _Key = tuple[bytes, int]
 """A chunk's digest and length."""
 
+_STATE_BYTES, _CHUNK_ENTRY_BYTES = 4096, 256
+"""What a state and each of its chunks take as Python objects here, in the engine, and in what the lineage is told of them (measured)."""
+
 
 @dataclass(slots=True)
 class _Held:
@@ -37,6 +40,7 @@ class _State:
 
     manifest: Manifest
     keys: tuple[_Key, ...]
+    weight: int
     readers: int = 0
     is_removed: bool = False
 
@@ -50,6 +54,8 @@ class MemoryTier(Tier):
         self._arena = arena
         self._states: dict[str, _State] = {}
         self._chunks: dict[_Key, _Held] = {}
+        self._shared = Counter[int]()
+        self._beside = 0
         self._is_closed = False
         self._lock = Mutex()
 
@@ -166,6 +172,11 @@ class MemoryTier(Tier):
         with self._lock:
             return len(self._chunks)
 
+    @property
+    def bytes_beside(self) -> int:
+        """About what states take beside their slots: plain values and small arrays, manifests, what is known of them."""
+        return self._beside
+
     def close(self) -> None:
         """Drop every state; what readers have open goes when they close. Idempotent."""
         with self._lock:
@@ -214,7 +225,13 @@ class MemoryTier(Tier):
 
     def _enter(self, manifest: Manifest, keys: tuple[_Key, ...], bytes_new: int) -> Placed:
         manifest = msgspec.structs.replace(manifest, packs=(), refs=())
-        self._states[manifest.origin.uid] = _State(manifest, keys)
+        weight = _weight(manifest)
+        self._states[manifest.origin.uid] = _State(manifest, keys, weight)
+        self._beside += weight
+        for part in _shared_parts(manifest):
+            self._shared[id(part)] += 1
+            if self._shared[id(part)] == 1:
+                self._beside += _length(part)
         return Placed(manifest, bytes_new)
 
     def _use(self, key: _Key) -> bool:
@@ -234,6 +251,12 @@ class MemoryTier(Tier):
 
     def _drop(self, state: _State) -> int:
         state.is_removed = True
+        self._beside -= state.weight
+        for part in _shared_parts(state.manifest):
+            self._shared[id(part)] -= 1
+            if not self._shared[id(part)]:
+                del self._shared[id(part)]
+                self._beside -= _length(part)
         return 0 if state.readers else self._unuse(state.keys)
 
     def _unuse(self, keys: Iterable[_Key]) -> int:
@@ -303,3 +326,20 @@ class _MemoryReader(Reader):
 
 def _keys(manifest: Manifest) -> tuple[_Key, ...]:
     return tuple((chunk.digest, chunk.length) for chunk in manifest.content.chunks)
+
+
+def _weight(manifest: Manifest) -> int:
+    """Bytes of a state beside its slots, but for what it shares with others of its layout."""
+    origin, content = manifest.origin, manifest.content
+    said = len(origin.message or "") + sum(len(value) for value in origin.attributes.values() if isinstance(value, str))
+    entries = len(origin.metrics) + len(origin.attributes) + len(content.chunks)
+    return _STATE_BYTES + said + entries * _CHUNK_ENTRY_BYTES + _length(content.values)
+
+
+def _shared_parts(manifest: Manifest) -> tuple[msgspec.Raw, msgspec.Raw]:
+    """The same objects for every state that was captured by one plan."""
+    return manifest.content.skeleton, manifest.content.tensors
+
+
+def _length(raw: msgspec.Raw) -> int:
+    return memoryview(raw).nbytes

@@ -183,6 +183,16 @@ def test_room_is_made_ahead_without_giving_anything_up() -> None:
     assert after(made, room(1, DROP, is_blocked=False)) == []
 
 
+def test_no_more_states_stay_that_may_leave_than_are_to_be_held() -> None:
+    made = Engine(most_held=2)
+    made.handle(LineOpened("main", NEVER, "main"))
+    after(made, Adopted("clone"), *(Recorded(uid, "main", 0.0) for uid in "ab"))
+    assert after(made, Recorded("c", "main", 0.0)) == []
+    assert after(made, Recorded("d", "main", 0.0)) == [Evict(("a",), None)]
+    made.forget("a")
+    assert after(made, refs("b"), Recorded("e", "main", 0.0)) == [Write("b")]
+
+
 # --- memory for less than two states ------------------------------------------------------------------------------------------
 
 

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import datastates
-from datastates.capture import engine
-from datastates.config import Config
+from datastates.capture import engine, runner
+from datastates.config import BackPressure, Config
 from datastates.errors import OverBudget, Unavailable
 from datastates.lineage.states import Status
 from datastates.manifest import CHUNK_BYTES
@@ -136,6 +137,73 @@ def test_a_budget_without_a_second_state_is_told_once(tmp_path: Path, caplog: py
     (said,) = (record.getMessage() for record in caplog.records)
     assert said.startswith("memory holds one state of 12 MiB and no second one")
     assert str(9 * CHUNK_BYTES) in said
+
+
+# --- what states take beside their slots ------------------------------------------------------------------------------------
+
+
+def in_memory(repo: Repository) -> list[str]:
+    assert repo._memory is not None
+    return list(repo._memory.uids())
+
+
+def test_plain_values_and_small_arrays_count(tmp_path: Path) -> None:
+    with opened(tmp_path, 2) as repo:  # six slots
+        array = np.arange(7500.0)  # 60,000 bytes: no tensor of it is made
+        run = repo.track(state={"array": array, "text": "x" * 1_000_000}, rng=False)
+        for _ in range(40):
+            array += 1
+            run.capture()
+        repo.flush()
+        assert 2 <= len(in_memory(repo)) <= 28, "a megabyte each, in 24"
+        assert repo._memory is not None
+        assert repo._memory.bytes_beside <= 7 * CHUNK_BYTES
+        assert run.head is not None
+        assert repo.load("main")["state"]["array"][0] == 40.0
+
+
+def test_captures_without_tensors_find_no_room_while_the_disk_is_slow(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    def slow(step: str) -> None:
+        assert go_on.wait(60)
+
+    config = Config(memory_bytes=3 * CHUNK_BYTES, durable_interval_s=None, durable_every=1, back_pressure=BackPressure.SKIP, on_step=slow)
+    with datastates.open(tmp_path, config=config) as repo:
+        run = repo.track(text="x" * 3_000_000, rng=False)
+        captures = []
+        for _ in range(12):
+            captures.append(run.capture())
+            repo.flush()
+        held = in_memory(repo)
+        go_on.set()
+        assert len(held) <= 6
+        assert [capture.is_skipped for capture in captures] == [False] * len(held) + [True] * (12 - len(held))
+        run.close()
+        assert durable(tmp_path) == len(held)
+
+
+def test_a_model_that_does_not_change_is_not_held_without_end(tmp_path: Path) -> None:
+    with opened(tmp_path, 3) as repo:
+        run, words = begin(repo)
+        for _ in range(200):
+            run.capture().wait(timeout_s=60)
+        assert len(in_memory(repo)) <= 70
+        assert torch.equal(repo.load("main")["words"], words)
+        assert durable(tmp_path) == 0
+
+
+def test_captures_that_nobody_has_recorded_yet_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_MOST_IN_FLIGHT", 3)
+    with opened(tmp_path, 3) as repo:
+        run = repo.track(value=1, rng=False)
+        most = 0
+        for _ in range(50):
+            run.capture()
+            most = max(most, run._runner._in_flight)
+        assert 1 <= most <= 3
+        assert run.head is not None
+        assert run.head.step == 50
 
 
 # --- nothing can be written ---------------------------------------------------------------------------------------------------
