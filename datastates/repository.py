@@ -92,7 +92,10 @@ def open(
     config = Config.from_environment() if config is None else config
     if memory_bytes is not None:
         config = replace(config, memory_bytes=values.size(memory_bytes, "memory_bytes"))
-    return Repository(locate(url, packs), config)
+    location = locate(url, packs)
+    settle()  # what this process dropped just now is on disk then
+    with undisturbed():
+        return Repository(location, config)
 
 
 def _device(value: object, what: str) -> torch.device:
@@ -118,7 +121,6 @@ class Repository:
         self.node = node_name()
         self._pid = os.getpid()
         check_whole(location)
-        settle()  # what this process dropped just now is on disk then
         self._database = Database(location.database_url)
         try:
             self._local = LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step)
@@ -188,33 +190,34 @@ class Repository:
         start = None if start is None else values.revision(start)
         settle()
         take_over(self, branch, partial(check_origin, self, branch, start, resume=resume))
-        origin = origin_of(self, branch, start, resume=resume)
-        begin = origin.state
-        if origin.is_beyond and start is not None:
-            only = None  # it said what the fork takes of its start; what the fork captured is all its own
-        line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
-        tracker = Tracker(
-            self,
-            line=line,
-            objects=objects,
-            values=plain,
-            cadence=Cadence(config.durable_every, config.durable_interval_s),
-            back_pressure=config.back_pressure,
-            gradients=values.flag(gradients, "gradients"),
-            is_deferring=values.flag(defer, "defer"),
-        )
-        try:
-            if begin is not None:
-                set_out(self, tracker, begin, only=only, strict=strict, is_resumed=origin.is_beyond)
-            if begin is not None and origin.is_fork:
-                self.branch(branch, begin.uid)  # now that its objects stand there: a fork that fails leaves no branch
-        except BaseException:
-            tracker._fence.remove()
-            self._runner().drop_line(line)
-            raise
-        self._trackers.add(tracker)
-        enter(tracker)
-        return tracker
+        with undisturbed():
+            origin = origin_of(self, branch, start, resume=resume)
+            begin = origin.state
+            if origin.is_beyond and start is not None:
+                only = None  # it said what the fork takes of its start; what the fork captured is all its own
+            line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
+            tracker = Tracker(
+                self,
+                line=line,
+                objects=objects,
+                values=plain,
+                cadence=Cadence(config.durable_every, config.durable_interval_s),
+                back_pressure=config.back_pressure,
+                gradients=values.flag(gradients, "gradients"),
+                is_deferring=values.flag(defer, "defer"),
+            )
+            try:
+                if begin is not None:
+                    set_out(self, tracker, begin, only=only, strict=strict, is_resumed=origin.is_beyond)
+                if begin is not None and origin.is_fork:
+                    self.branch(branch, begin.uid)  # now that its objects stand there: a fork that fails leaves no branch
+            except BaseException:
+                tracker._fence.remove()
+                self._runner().drop_line(line)
+                raise
+            self._trackers.add(tracker)
+            enter(tracker)
+            return tracker
 
     def _runner(self) -> Runner:
         """The threads behind captures; made when the first tracker is."""
@@ -623,7 +626,8 @@ class Repository:
             nonlocal has_said
             if not has_said and time.monotonic() - began > _PATIENCE_S:
                 has_said = True
-                _log.warning("making %d states durable before closing; Ctrl-C gives them up", pending)
+                with undisturbed():  # the locks of logging too can be left taken
+                    _log.warning("making %d states durable before closing; Ctrl-C gives them up", pending)
 
         self._running.drain(say)
 

@@ -293,7 +293,8 @@ class Tracker:
             self.close()
         except Exception as exc:
             _log.warning("branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc)
-        _log.warning("branch %s is tracked anew in this process: the earlier tracker ends here and takes no more captures", self.branch)
+        with undisturbed():
+            _log.warning("branch %s is tracked anew in this process: the earlier tracker ends here and takes no more captures", self.branch)
 
     def __enter__(self) -> Self:
         return self
@@ -371,8 +372,9 @@ class Tracker:
 
     def _heed_edits(self) -> None:
         """Copy at once from now on what was edited by hand while it was copied."""
-        if self._line.edits.learn(self.branch):
-            self._plan = None
+        with undisturbed():
+            if self._line.edits.learn(self.branch):
+                self._plan = None
 
     def _check_usable(self) -> None:
         if self._pid != os.getpid():

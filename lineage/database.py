@@ -103,9 +103,10 @@ class Database:
         """Close every connection; idempotent."""
         self._closed = True
         if self._pid == os.getpid():
-            self._engine.dispose()
-            if self._frozen is not None:
-                self._frozen.close()
+            with undisturbed():
+                self._engine.dispose()
+                if self._frozen is not None:
+                    self._frozen.close()
 
     @contextmanager
     def _writing(self, engine: Engine) -> Iterator[Session]:

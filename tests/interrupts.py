@@ -39,6 +39,7 @@ SHARE = 1000
 """Interrupts of one process."""
 
 _SIGNALS = {"SIGALRM": signal.ITIMER_REAL, "SIGVTALRM": signal.ITIMER_VIRTUAL, "SIGPROF": signal.ITIMER_PROF}
+"""By time that goes by, and by time that the process is at work."""
 
 
 @dataclass
@@ -111,11 +112,15 @@ class Training:
 
 
 class Interrupt(KeyboardInterrupt):
-    """What the handlers raise."""
+    """As Ctrl-C: whoever waits for what is being written gives it up."""
+
+
+class Termination(SystemExit):
+    """As SIGTERM: the exit, which comes next, waits for it."""
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    raise Interrupt(number)
+    raise (Interrupt if number == signal.SIGALRM else Termination)(number)
 
 
 def interrupt(training: Training, count: int) -> None:
@@ -126,7 +131,7 @@ def interrupt(training: Training, count: int) -> None:
         training.capture()
     while training.counts["interrupts"] < count:
         act = training.choose.choices([training.capture, training.restore, training.close], [8, 2, 1])[0]
-        name, timer = training.choose.choice(list(_SIGNALS.items())[:1] * 4 + list(_SIGNALS.items()))
+        name, timer = training.choose.choice(list(_SIGNALS.items()))
         span = 10 ** training.choose.uniform(-5, -1.7)
         faulthandler.dump_traceback_later(BOUND_S, exit=True)
         training.counts[act.__name__] += 1
@@ -138,7 +143,7 @@ def interrupt(training: Training, count: int) -> None:
                 training.counts[f"{act.__name__} refused: {type(error).__name__}"] += 1
                 training.drop()
             signal.setitimer(timer, 0)
-        except Interrupt:
+        except (Interrupt, Termination):
             training.counts["interrupts"] += 1
             training.counts[f"{act.__name__} interrupted"] += 1
         training.report()
@@ -211,6 +216,7 @@ def drive(folder: Path, count: int, *, share: int = SHARE, seed: int = 0) -> Cou
             sys.stderr.write(checked.stderr)
         else:
             counts["durable, read again"] += int(checked.stdout)
+        sys.stderr.write(f"after process {seed}: {dict(counts)}\n")
     return counts
 
 
