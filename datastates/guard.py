@@ -68,8 +68,8 @@ class Guard:
 
     With ``data="skip"`` loaders and samplers stay where they are: the batches since the good state are not seen again. With
     ``data="reshuffle"`` they go back too, and the rest of the epoch of each tracked ``PermutationSampler`` is shuffled anew: use
-    ``run.steps``, which then begins a new iteration of the loader, and let ``run.step`` or the sampler's ``epoch`` end the training, as
-    it may go back over the beginning of an epoch. Data that is itself broken is met again then.
+    ``run.steps``, which then begins a new iteration of the loader, and let ``run.epochs`` or ``run.step`` end the training, as it may
+    go back over the beginning of an epoch. Data that is itself broken is met again then.
 
     A loss on a CUDA device is read one call later, when the next step is under way: training does not wait for it, and a rewind comes
     one step later. Pass ``float(loss)`` to know at once. Where several processes train one model, pass all of them the same loss.

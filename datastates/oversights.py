@@ -22,6 +22,9 @@ _log = logging.getLogger("datastates")
 _IDLE = 3
 """So many captures in a row must find an optimizer idle while its parameters change."""
 
+_OFTEN = 64
+"""Buffers are looked at by each of the first captures, and then by each of so many: there may be hundreds."""
+
 
 def refuse_misspelt(given: Iterable[str], options: Collection[str]) -> None:
     """Refuse a plain value whose name is nearly that of an option.
@@ -41,6 +44,7 @@ class Oversights:
         self._has_stepped = has_stepped
         self._optimizers = [(path, found) for path, found in parts(objects) if isinstance(found, Optimizer)]
         self._buffers = [each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _left_out(path, found)]
+        self._looks = 0
         self._stamps: list[object] | None = None
         self._versions: dict[int, object] = {}
         self._idle: dict[int, int] = {}
@@ -50,7 +54,8 @@ class Oversights:
 
     def look(self) -> None:
         """Say what is seen now for the first time."""
-        if self._buffers:
+        self._looks += 1
+        if self._buffers and (self._looks < _OFTEN or not self._looks % _OFTEN):
             self._look_at_buffers()
         if self._optimizers:
             self._look_at_optimizers()

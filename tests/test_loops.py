@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
 
 import datastates
 from datastates import Config, InvalidInput, PermutationSampler, Repository, Tracker
@@ -45,15 +46,14 @@ def stopped_everywhere(
 ) -> Seen:
     """What the training that never stops sees; those that are stopped after each step see the same."""
     never: Seen = []
+    torch.manual_seed(0)
     with repo.track(branch="never", weight=torch.zeros(1), **make()) as run:
-        torch.manual_seed(0)
         body(run, never, None)
     for stop in range(1, steps + 1):
         seen: Seen = []
         for until in (stop, None):
+            torch.manual_seed(99 if until is None else 0)
             with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1), **make()) as run, suppress(Stopped):
-                if until is not None:
-                    torch.manual_seed(0)
                 body(run, seen, until)
         assert seen == never, f"stopped after {stop}"
     return never
@@ -333,3 +333,26 @@ def test_what_nobody_tracks_goes_on_from_within_an_epoch_and_from_between_two(re
             run.capture()
 
     stopped_everywhere(repo, body, 9)
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("is_own", [True, False], ids=["permutation", "shuffle"])
+def test_a_tracked_loader_whose_epoch_was_left_begins_the_next(repo: Repository, is_own: bool) -> None:
+    def make() -> dict[str, Any]:
+        order = {"sampler": PermutationSampler(10, seed=2)} if is_own else {"shuffle": True}
+        return {"loader": StatefulDataLoader(range(10), batch_size=2, **order)}
+
+    def body(run: Tracker, seen: Seen, stop: int | None) -> None:
+        loader: Any = run._objects["loader"]
+        for _ in run.epochs(3):
+            for number, batch in enumerate(run.steps(loader)):
+                seen.append((run.epoch, batch.tolist()))
+                if number == 2:
+                    break
+            if run.epoch + 1 == stop:
+                run.capture()
+                raise Stopped
+            run.capture()
+
+    never = stopped_everywhere(repo, body, 2, make)
+    assert [epoch for epoch, _ in never] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
