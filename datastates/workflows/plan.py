@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
+from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.refs import check_name
 from datastates.lineage.states import Value
@@ -56,10 +57,10 @@ class Plan:
     _hashes: dict[tuple[str, ...], str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        subsets = {name: _indices(name, rows) for name, rows in self.subsets.items()}
-        self._set("variants", tuple(self.variants))
+        subsets = {name: _indices(name, rows) for name, rows in values.named(self.subsets, "subsets").items()}
+        self._set("variants", tuple(_taken(variant) for variant in values.several(lambda each, _: each)(self.variants, "variants")))
         self._set("subsets", subsets)
-        self._set("seen", tuple(self.seen))
+        self._set("seen", tuple(values.patterns(self.seen, "seen") or ()))
         self._set("_by_name", {variant.name: variant for variant in self.variants})
         self._set("_size", len(set().union(*subsets.values())))
         self._set("_hashes", {})
@@ -183,7 +184,40 @@ def _check_fields(index: int, given: Mapping[str, Any]) -> None:
         raise InvalidInput(f"not a plan: variants[{index}] has {_some(unknown)}; a variant has {_some(known)}")
 
 
-def _indices(name: str, rows: Iterable[Any]) -> tuple[int, ...]:
+def _taken(variant: object) -> Variant:
+    """A variant with exact plain values, which a plan's file and the lineage hold."""
+    if not isinstance(variant, Variant):
+        raise InvalidInput(f"the plan has {values.shown(variant)} among its variants: make a Variant of it")
+    name = values.string(variant.name, "the name of a variant")
+    config = {
+        values.string(key, f"a name in the configuration of variant {name!r}"): _config_value(name, key, value)
+        for key, value in values.named(variant.config, f"the configuration of variant {name!r}").items()
+    }
+    try:
+        epochs = values.integer(variant.epochs, "epochs", least=1)
+    except InvalidInput:
+        raise InvalidInput(f"variant {name!r} has {values.shown(variant.epochs)} epochs: give it a whole number, at least 1") from None
+    train = values.patterns(variant.train, f"what variant {name!r} is trained on")
+    validation = values.patterns(variant.validation, f"what variant {name!r} is validated on")
+    parent = None if variant.parent is None else values.string(variant.parent, f"the parent of variant {name!r}")
+    return Variant(name, parent, epochs, config, None if train is None else tuple(train), tuple(validation or ()))
+
+
+def _config_value(name: str, key: str, value: object) -> Value:
+    try:
+        found = values.string(value, key) if isinstance(value, str) else values.plain(value, key)
+    except InvalidInput as exc:
+        raise InvalidInput(
+            f"variant {name!r} has {key}={values.shown(value)}: give a text, a number, a truth value or None ({exc})"
+        ) from None
+    if isinstance(found, int) and found >= 2**63:
+        raise InvalidInput(f"variant {name!r} has {key}={value}: whole numbers have 64 bits here; write it as a text")
+    if isinstance(found, float) and not math.isfinite(found):
+        raise InvalidInput(f"variant {name!r} has {key}={value}: give a finite number")
+    return found
+
+
+def _indices(name: str, rows: Any) -> tuple[int, ...]:
     try:
         indices = tuple(operator.index(row) for row in rows)
     except TypeError as exc:
@@ -201,22 +235,9 @@ def _check(plan: Plan) -> None:
     sharing = _sharing(plan.subsets)
     trained: dict[str, frozenset[str]] = {}
     for variant in plan.variants:
-        _check_alone(variant)
+        check_name(variant.name)
         _check_names(plan, variant, trained)
         _check_data(plan, variant, trained, sharing)
-
-
-def _check_alone(variant: Variant) -> None:
-    check_name(variant.name)
-    if type(variant.epochs) is not int or variant.epochs < 1:
-        raise InvalidInput(f"variant {variant.name!r} has {variant.epochs!r} epochs: give it a whole number, at least 1")
-    for key, value in variant.config.items():
-        if not (value is None or isinstance(value, str | int | float)):
-            raise InvalidInput(f"variant {variant.name!r} has {key}={value!r}: give a text, a number, a truth value or None")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise InvalidInput(f"variant {variant.name!r} has {key}={value}: whole numbers have 64 bits here; write it as a text")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidInput(f"variant {variant.name!r} has {key}={value}: give a finite number")
 
 
 def _check_names(plan: Plan, variant: Variant, before: Container[str]) -> None:
