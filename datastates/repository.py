@@ -173,6 +173,7 @@ class Repository:
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
         """
         self._check_open()
+        branch = values.text(branch, "branch")
         self._home.check_writable()
         if not isinstance(rng, bool):
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
