@@ -227,10 +227,10 @@ def test_a_metric_with_a_gradient_is_taken_without_a_warning(run: Tracker, recwa
 
 
 def test_a_capture_that_raises_for_an_earlier_one_has_counted_its_step(repo: Repository, run: Tracker) -> None:
-    other = repo.track(weight=torch.ones(3))
-    other.capture().wait()
-    with pytest.raises(datastates.Conflict):  # the branch is where the other tracker left it
+    first, second = run.capture().wait(), run.capture().wait()
+    repo.move("main", first, expected=second)
+    with pytest.raises(datastates.Conflict):  # somebody moved the branch
         run.capture().wait()
     with pytest.raises(datastates.Conflict):
         run.capture()
-    assert run.step == 2
+    assert run.step == 4
