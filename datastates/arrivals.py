@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from .config import BackPressure
 from .errors import Conflict, NotFound
+from .interrupts import undisturbed
 from .landing import StateSink
 from .lineage import clones, refs
 from .lineage.states import Ref, RefKind, State
 from .manifest import Manifest
-from .uninterrupted import to_the_end
 
 if TYPE_CHECKING:
     from .repository import Repository
@@ -76,11 +76,8 @@ def land(
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
-
-    def arrive() -> State:
-        return _arrive(repository, sink, state, ancestry, source, source_repository, bytes_moved)
-
-    now = to_the_end(arrive)
+    with undisturbed():
+        now = _arrive(repository, sink, state, ancestry, source, source_repository, bytes_moved)
     for tag in tags:
         make_tag(repository, tag)
     if tags:

@@ -21,13 +21,13 @@ from .capture.runner import Runner
 from .config import BackPressure
 from .digest import chunk_digest, state_digest
 from .errors import Conflict, Corrupt, InvalidInput, NotFound, OverBudget, Unavailable
+from .interrupts import undisturbed
 from .lineage import record, walk
 from .lineage import refs as lineage_refs
 from .lineage.holders import holder
 from .lineage.states import Edge, NewState, RefKind, State, Value
 from .manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin
 from .recipes import Method, Recipe, plan_recipe, recipe_of
-from .uninterrupted import to_the_end
 
 if TYPE_CHECKING:
     from .repository import Repository
@@ -211,7 +211,8 @@ def _make(repository: Repository, blend: Blend, *, into: str | None, message: st
     except BaseException:
         runner.release(slots)
         raise
-    return to_the_end(lambda: _commit(repository, blend, manifest, slots), instead=lambda: runner.release(slots))
+    with undisturbed():
+        return _commit(repository, blend, manifest, slots)
 
 
 def _commit(repository: Repository, blend: Blend, manifest: Manifest, slots: list[int]) -> State:

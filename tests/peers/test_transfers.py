@@ -101,7 +101,7 @@ def test_progress_only_grows_and_ends_at_the_total(made: Made, url: str) -> None
 def test_a_clone_is_awaited_in_the_users_own_loop(made: Made, url: str) -> None:
     ours, theirs = Training(0), Training(1)
     repo = made.repo()
-    train(repo, ours)
+    run = train(repo, ours)  # held: a tracker that nobody holds ends, and its head becomes durable
     peer = made.peer(repo.serve(url))
 
     async def clone() -> State:
@@ -109,6 +109,7 @@ def test_a_clone_is_awaited_in_the_users_own_loop(made: Made, url: str) -> None:
 
     assert asyncio.run(clone()) == repo.state("main")
     assert theirs.bits() == ours.bits()
+    run.close()
 
 
 def test_a_wait_that_is_too_short_leaves_the_clone_going(made: Made, url: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,6 @@ import datastates
 from datastates import Config, InvalidInput, Repository, Status, Unavailable
 from datastates.capture.runner import Runner
 from datastates.eviction import evict
-from datastates.uninterrupted import to_the_end
 from tests.peers.pairs import Made, Training, train
 
 
@@ -73,36 +71,6 @@ def test_a_clone_that_is_interrupted_as_it_lands_is_known_to_all_or_to_none(made
     assert repo.state(uid).digest == source.state("main").digest
     assert held(repo) == []
     repo.verify(uid)
-
-
-def test_an_interrupt_is_raised_once_the_work_has_ended() -> None:
-    is_done = threading.Event()
-
-    def work() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        is_done.set()
-
-    with pytest.raises(KeyboardInterrupt):
-        to_the_end(work)
-    assert is_done.is_set()
-
-
-def test_what_the_work_returns_or_raises_is_the_callers() -> None:
-    assert to_the_end(lambda: 3) == 3
-    with pytest.raises(ZeroDivisionError):
-        to_the_end(lambda: 1 // 0)
-
-
-def test_work_that_never_began_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    undone: list[bool] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start"):
-            to_the_end(lambda: pytest.fail("it began"), instead=lambda: undone.append(True))
-    assert undone == [True]
 
 
 def test_an_eviction_whose_commit_fails_drops_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
