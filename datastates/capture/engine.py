@@ -10,9 +10,9 @@ Rules:
   only when a ref names it.
 - A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named by a ref.
 - Whoever waits for room waits for captures in flight (the heads that they follow may leave then) and for writes under way.
-  When neither is left, memory holds less than two states for each line: then the head of the line that captures gives way
-  unwritten, as long as its cadence would not write it now, and what the line wrote last is durable. Else what is not durable is
-  written, oldest first.
+  When neither is left, memory holds less than two states for each line: then clones are written, whose room is free for
+  good afterwards. Then the head of the line that captures gives way unwritten, as long as its cadence would not write it
+  now, and what the line wrote last is durable. Else what is not durable is written, oldest first.
 - Not more than ``most_held`` states stay in memory that may leave it: those that share all their bytes cost something, too.
 - Waiting always ends: when all that is held has failed to be written, whoever waits is refused. What failed is tried
   again for room ``RETRY_S`` later.
@@ -381,7 +381,11 @@ class Engine:
         return failed_at is not None and failed_at >= since - RETRY_S
 
     def _squeeze(self, event: RoomNeeded) -> list[Action]:
-        """Nothing leaves by itself: a head gives way, or is written."""
+        """Nothing leaves by itself: a clone is written, else a head gives way, or is written."""
+        clone = next((uid for uid in self._adopted if self._is_in_memory_only(uid) and not self._has_failed(uid, event.since)), None)
+        if clone is not None:
+            self._want(clone)
+            return []
         line = None if event.line is None else self._lines.get(event.line)
         if line is not None and line.head is not None and self._may_give_way(line, line.head, event.now):
             return [Evict((line.head,), event.slots)]

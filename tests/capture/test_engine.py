@@ -239,6 +239,14 @@ def test_a_head_that_somebody_counts_on_does_not_give_way(event: Event) -> None:
     assert after(made, event, room(2, line="main", since=1.0)) == [Write("b")]
 
 
+def test_a_clone_is_written_before_a_head_gives_way() -> None:
+    made = engine(Cadence(interval_s=10.0))
+    after(made, Recorded("a", "main", 0.0), Written("a"), Adopted("clone"), Recorded("b", "main", 1.0))
+    made.forget("a")
+    assert after(made, room(2, line="main", since=1.0)) == [Write("clone")]
+    assert after(made, WriteFailed("clone", 2.0), room(2, line="main", since=1.0)) == [Evict(("b",), 2)]
+
+
 def test_a_head_does_not_give_way_when_its_line_could_not_be_written() -> None:
     made = engine(Cadence(interval_s=10.0))
     after(made, Recorded("a", "main", 0.0), WriteFailed("a", 1.0))
