@@ -8,13 +8,15 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
+from datastates import values as take
 from datastates.errors import InvalidInput
 from datastates.lineage.refs import check_name
 from datastates.lineage.states import Value
 
-from .plan import Plan, Variant
+from . import arguments
+from .plan import Plan, Variant, plan_of
 
 __all__ = [
     "Choice",
@@ -24,6 +26,7 @@ __all__ = [
     "Schedule",
     "Uniform",
     "cut",
+    "distributions",
     "ensemble",
     "epochs_at",
     "grid",
@@ -34,6 +37,30 @@ __all__ = [
 ]
 
 _NAME_LENGTH = 60
+
+
+def distributions(value: object, what: str) -> dict[str, Distribution]:
+    """What is searched, by its name in the configuration.
+
+    :raises InvalidInput: something is drawn from what is no distribution; names it.
+    """
+    found: dict[str, Any] = take.named(value, what)
+    for key, each in found.items():
+        if not isinstance(each, Uniform | LogUniform | Choice):
+            raise InvalidInput(f"{key} is drawn from {take.shown(each)}: give a Uniform, a LogUniform or a Choice")
+    return found
+
+
+def _schedule(value: object, what: str) -> Schedule:
+    try:
+        return take.choice(value, Schedule, what)
+    except InvalidInput:
+        raise InvalidInput(f"there is no schedule {take.shown(value)}: choose one of {', '.join(Schedule)}") from None
+
+
+def _set_numbers(of: Uniform | LogUniform) -> None:
+    for name in ("low", "high"):
+        object.__setattr__(of, name, take.number(getattr(of, name), f"{name} of {type(of).__name__}"))  # frozen for everybody else
 
 
 class Data(TypedDict, total=False):
@@ -53,8 +80,9 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
+        _set_numbers(self)
         if not -math.inf < self.low < self.high < math.inf:
-            raise InvalidInput(f"Uniform from {self.low} to {self.high}: give a finite low below a finite high")
+            raise InvalidInput(f"Uniform from {self.low:g} to {self.high:g}: give a finite low below a finite high")
 
     def draw(self, source: random.Random) -> Value:
         """One value."""
@@ -69,8 +97,9 @@ class LogUniform:
     high: float
 
     def __post_init__(self) -> None:
+        _set_numbers(self)
         if not 0 < self.low < self.high < math.inf:
-            raise InvalidInput(f"LogUniform from {self.low} to {self.high}: give a low above 0, below a finite high")
+            raise InvalidInput(f"LogUniform from {self.low:g} to {self.high:g}: give a low above 0, below a finite high")
 
     def draw(self, source: random.Random) -> Value:
         """One value."""
@@ -85,6 +114,7 @@ class Choice:
     values: Sequence[Value]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "values", arguments.plain_values(self.values, "values of Choice"))  # frozen for everybody else
         if not self.values:
             raise InvalidInput("Choice of no values: give it one at least")
 
@@ -108,20 +138,24 @@ class Schedule(StrEnum):
 ScheduleName = Literal["flat", "linear", "log", "sqrt"]
 
 
+@take.takes(config=arguments.tried, epochs=arguments.positive)
 def grid(config: Mapping[str, Sequence[Value]], *, epochs: int, **data: Unpack[Data]) -> Plan:
     """A variant for each combination of the values of ``config``, the last key's changing fastest.
 
-    :raises InvalidInput: a key has no values, or one of them twice.
+    :raises InvalidInput: a key has no values, or one of them twice; or they make more than a million variants.
     """
     for key, values in config.items():
-        if len(values) == 0 or isinstance(values, str):
-            raise InvalidInput(f"{key}={values!r}: give a sequence of values to try")
+        if isinstance(values, range):
+            continue
         if len({repr(value) for value in values}) < len(values):
             raise InvalidInput(f"{key} has a value twice: {', '.join(map(repr, values))}")
+    if (count := math.prod(_length(values) for values in config.values())) > arguments.MOST_VARIANTS:
+        raise InvalidInput(f"the grid has {count:,} variants: give values for at most {arguments.MOST_VARIANTS:,}")
     combined = [dict(zip(config, values, strict=True)) for values in itertools.product(*config.values())]
     return _flat(_names(combined), combined, epochs, data)
 
 
+@take.takes(distributions=distributions, count=arguments.variants, seed=arguments.seed, epochs=arguments.positive)
 def sample(distributions: Mapping[str, Distribution], count: int, seed: int, epochs: int, **data: Unpack[Data]) -> Plan:
     """``count`` variants with values drawn at random; the same for the same seed.
 
@@ -133,12 +167,20 @@ def sample(distributions: Mapping[str, Distribution], count: int, seed: int, epo
     return _flat([f"sample-{number}" for number in range(1, count + 1)], drawn, epochs, data)
 
 
+@take.takes(seeds=arguments.counted(arguments.MOST_VARIANTS), epochs=arguments.positive)
 def ensemble(seeds: int | Sequence[int], epochs: int, **data: Unpack[Data]) -> Plan:
     """A variant for each seed, or for the seeds from 0 on; each is seeded with ``config["seed"]`` where it forks."""
     chosen = range(seeds) if isinstance(seeds, int) else seeds
     return _flat([f"seed-{seed}" for seed in chosen], [{"seed": int(seed)} for seed in chosen], epochs, data)
 
 
+@take.takes(
+    folds=arguments.folds,
+    epochs=arguments.positive,
+    samples=take.optional(arguments.counted(arguments.MOST_SAMPLES)),
+    seed=arguments.seed,
+    seen=arguments.names,
+)
 def kfold(
     folds: int | Mapping[str, Sequence[int]],
     *,
@@ -168,6 +210,15 @@ def kfold(
     return _plan(variants, {"subsets": subsets, "seen": seen})
 
 
+@take.takes(
+    subsets=take.named,
+    depth=lambda value, what: take.integer(value, what, most=arguments.MOST_DEPTH),
+    epochs=arguments.positive,
+    fan_out=arguments.variants,
+    schedule=_schedule,
+    seen=arguments.names,
+    always=arguments.names,
+)
 def leave_out(
     subsets: Mapping[str, Sequence[int]],
     *,
@@ -205,6 +256,7 @@ def leave_out(
     return _plan(variants, {"subsets": subsets, "seen": seen})
 
 
+@take.takes(schedule=_schedule, epochs=arguments.whole, stage=arguments.whole, stages=arguments.whole)
 def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages: int) -> int:
     """The epochs E of a tree's first stage, at stage s of S; never less than 1.
 
@@ -226,6 +278,7 @@ def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages
     raise InvalidInput(f"there is no schedule {schedule!r}: choose one of {', '.join(Schedule)}")
 
 
+@take.takes(plan=plan_of, seeds=arguments.counted(arguments.MOST_VARIANTS))
 def repeat(plan: Plan, seeds: int | Sequence[int]) -> Plan:
     """A whole plan once for each seed, which its first variants are seeded with; variant ``1.2`` becomes ``seed-0/1.2``.
 
@@ -234,9 +287,12 @@ def repeat(plan: Plan, seeds: int | Sequence[int]) -> Plan:
     chosen = range(seeds) if isinstance(seeds, int) else seeds
     if taken := [variant.name for variant in plan.children(None) if "seed" in variant.config]:
         raise InvalidInput(f"variant {taken[0]!r} has a seed of its own: repeat a plan whose variants have none")
+    if len(chosen) * len(plan) > arguments.MOST_VARIANTS:
+        raise InvalidInput(f"{len(plan)} variants for {len(chosen)} seeds: give at most {arguments.MOST_VARIANTS:,} together")
     return replace(plan, variants=tuple(_seeded(variant, int(seed)) for seed in chosen for variant in plan.variants))
 
 
+@take.takes(samples=arguments.counted(arguments.MOST_SAMPLES), count=take.integer, seed=arguments.seed)
 def cut(samples: int | Sequence[int], count: int, *, seed: int = 0) -> dict[str, tuple[int, ...]]:
     """Indices (or ``range(samples)``) in random order, cut into ``count`` subsets whose sizes differ by one at most.
 
@@ -282,13 +338,16 @@ def _seeded(variant: Variant, seed: int) -> Variant:
 
 def _flat(names: Sequence[str], configs: Sequence[Mapping[str, Value]], epochs: int, data: Data) -> Plan:
     """Variants that all fork from the start, on the same data."""
-    train, validation = data.get("train"), tuple(data.get("validation", ()))
-    trained = None if train is None else tuple(train)
+    if unknown := sorted(set(data) - Data.__optional_keys__):
+        raise InvalidInput(f"a plan takes no {unknown[0]!r}: its data are {', '.join(sorted(Data.__optional_keys__))}")
+    train, validation = data.get("train"), arguments.names(data.get("validation"), "validation")
+    trained = None if train is None else arguments.names(train, "train")
     return _plan([Variant(name, None, epochs, config, trained, validation) for name, config in zip(names, configs, strict=True)], data)
 
 
 def _plan(variants: Sequence[Variant], data: Data) -> Plan:
-    return Plan(tuple(variants), {name: tuple(rows) for name, rows in data.get("subsets", {}).items()}, tuple(data.get("seen", ())))
+    subsets: Any = data.get("subsets", {})  # the plan takes them as they are, or refuses them
+    return Plan(tuple(variants), subsets, arguments.names(data.get("seen"), "seen"))
 
 
 def _names(configs: Sequence[Mapping[str, Value]]) -> list[str]:
@@ -297,6 +356,11 @@ def _names(configs: Sequence[Mapping[str, Value]]) -> list[str]:
     if len(set(told)) == len(told) and all(_may_name(name) for name in told):
         return told
     return [f"grid-{number}" for number in range(1, len(configs) + 1)]
+
+
+def _length(values: Sequence[Value]) -> int:
+    """Also of a range that ``len`` cannot count."""
+    return len(values) if not isinstance(values, range) else max(0, -((values.start - values.stop) // values.step))
 
 
 def _may_name(name: str) -> bool:

@@ -8,13 +8,22 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .plan import Plan, Variant
+from datastates import values
+from datastates.errors import InvalidInput
+
+from .plan import Plan, Variant, plan_of
 from .printed import PrintedGroup
 from .work import Work
 
 __all__ = ["announce", "describe"]
 
 _log = logging.getLogger("datastates")
+
+
+def _work_of(value: object, what: str) -> Work:
+    if not isinstance(value, Work):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give what work(plan) returns")
+    return value
 
 
 def announce(study: str, plan: Plan, work: Work, console: Console | None = None) -> None:
@@ -29,6 +38,7 @@ def announce(study: str, plan: Plan, work: Work, console: Console | None = None)
         _log.warning("study %s: %s", study, _warning(plan, leaks))
 
 
+@values.takes(plan=plan_of, work=_work_of, limit=values.count)
 def describe(plan: Plan, work: Work, *, limit: int = 40) -> PrintedGroup:
     """A plan's variants as a tree with their data and cost, its saving, and what its validation cannot tell.
 

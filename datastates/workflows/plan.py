@@ -18,7 +18,7 @@ from datastates.errors import InvalidInput
 from datastates.lineage.refs import check_name
 from datastates.lineage.states import Value
 
-__all__ = ["Plan", "Variant"]
+__all__ = ["Plan", "Variant", "plan_of"]
 
 _VERSION = 1
 
@@ -168,6 +168,16 @@ class Plan:
         return self._hashes[names]
 
 
+def plan_of(value: object, what: str) -> Plan:
+    """A plan, as an argument.
+
+    :raises InvalidInput: it is none.
+    """
+    if not isinstance(value, Plan):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give a Plan")
+    return value
+
+
 class _Form(msgspec.Struct, forbid_unknown_fields=True):
     """What JSON may say."""
 
@@ -220,10 +230,12 @@ def _config_value(name: str, key: str, value: object) -> Value:
 def _indices(name: str, rows: Any) -> tuple[int, ...]:
     try:
         indices = tuple(operator.index(row) for row in rows)
-    except TypeError as exc:
+    except Exception as exc:
         raise InvalidInput(f"subset {name!r} holds what is no index ({exc}): give it integers from 0") from exc
     if indices and min(indices) < 0:
         raise InvalidInput(f"subset {name!r} holds {min(indices)}: indices count from 0")
+    if indices and max(indices) >= 2**63:
+        raise InvalidInput(f"subset {name!r} holds {values.shown(max(indices))}: an index has at most 63 bits")
     return indices
 
 

@@ -16,11 +16,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from datastates import values
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.states import Value
 
 from . import record
-from .builders import Choice, Data, Distribution, LogUniform, Uniform
+from .builders import Choice, Data, Distribution, LogUniform, Uniform, distributions
 from .executors import Processes
 from .explorer import explore
 from .members import Member, Population, name_of
@@ -102,6 +103,17 @@ def population(
     return Population(study, metric, mode, report.start, tuple(search), tuple(trained))
 
 
+def _config(value: object, what: str) -> dict[str, Value]:
+    return {key: values.plain(each, key) for key, each in values.named(value, what).items()}
+
+
+def _source(value: object, what: str) -> random.Random:
+    if not isinstance(value, random.Random):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give a random.Random")
+    return value
+
+
+@values.takes(config=_config, search=distributions, source=_source)
 def perturbed(config: Mapping[str, Value], search: Mapping[str, Distribution], source: random.Random) -> dict[str, Value]:
     """The usual rule: a quarter of the values are drawn anew, the others move a little and stay within bounds.
 
@@ -116,9 +128,9 @@ def perturbed(config: Mapping[str, Value], search: Mapping[str, Distribution], s
 
 def _moved(value: Value, distribution: Distribution, source: random.Random) -> Value:
     match distribution:
-        case Choice(values) if value in values:
-            at = list(values).index(value) + source.choice((-1, 1))
-            return values[min(max(at, 0), len(values) - 1)]
+        case Choice(known) if value in known:
+            at = known.index(value) + source.choice((-1, 1))
+            return known[min(max(at, 0), len(known) - 1)]
         case LogUniform(low, high) if isinstance(value, int | float):
             return min(max(value * source.choice(_FACTORS), float(low)), float(high))
         case Uniform(low, high) if isinstance(value, int | float):

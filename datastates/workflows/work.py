@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 
-from .plan import Plan
+from .plan import Plan, plan_of
 from .record import EPOCH, SAMPLES, SAMPLES_ALL, STUDY, VARIANT, branch_of, done_tag, refs_of, start_tag
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class _Part:
     share: Fraction
 
 
+@values.takes(plan=plan_of, prefix_epochs=values.number)
 def work(plan: Plan, *, prefix_epochs: float = 0.0) -> Work:
     """The cost of a plan. ``prefix_epochs`` is what its start took.
 
