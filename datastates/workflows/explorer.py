@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from datastates import values
 from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.states import State, Value
 from datastates.whereabouts import node_id
@@ -22,7 +23,7 @@ from . import record
 from .claim import Claim, holder
 from .describe import announce
 from .job import Assignment, Stop
-from .plan import Plan, Variant
+from .plan import Plan, Variant, plan_of
 from .pool import Pool, check_executor, check_pickles
 from .progress import Display, display_for
 from .result import Exploration, read_study
@@ -41,6 +42,16 @@ _LOOK_S = 0.5
 _GRACE_S = 30.0
 
 
+@values.takes(
+    start=values.revision,
+    plan=plan_of,
+    study=values.string,
+    retries=values.integer,
+    threads=values.integer,
+    stop=values.optional(values.callback),
+    share=values.optional(values.string),
+    progress=values.flag,
+)
 def explore(
     repo: Repository,
     start: str,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import datastates
 from datastates import DatastatesError, workflows
 from datastates.errors import InvalidInput
 from datastates.workflows import Choice, Plan, Uniform, Variant
-from tests.test_wrong_types import WRONG, Hostile
+from tests.test_wrong_types import QUIET, WRONG, Hostile
 
 SUBSETS = {"a": (0, 1), "b": (2, 3)}
 PLAN = Plan((Variant("only", train=("a",), validation=("b",)),), SUBSETS)
@@ -66,7 +68,7 @@ OTHERWISE = {
     "Work": "made by work",
     "outliers": "takes a study that is done; not tried with wrong values yet",
     "population": "trains; not tried with wrong values yet",
-    "explore": "trains; not tried with wrong values yet",
+    "explore": "trains; tried from a start that is not there, below",
     "prefix_epochs": "its revision goes to Repository.state, which is tried",
     "read_study": "reads a study; not tried with wrong values yet",
     "storage": "reads a study; not tried with wrong values yet",
@@ -128,3 +130,13 @@ def test_numbers_of_numpy_are_taken_as_what_they_hold() -> None:
     assert workflows.cut(four, np.int64(2)) == workflows.cut(4, 2)  # type: ignore[arg-type]  # NumPy's number is as good
     assert workflows.ensemble(four[3:], 1) == workflows.ensemble([3], 1)
     assert Choice(four[1:3]).values == (1, 2)
+
+
+def test_what_explore_cannot_use_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    given = {"start": "nowhere", "plan": PLAN, "study": "s", "retries": 0, "threads": 1, "stop": None, "share": None, "progress": False}
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        for parameter in given:
+            for value in WRONG:
+                call: dict[str, Any] = {**given, parameter: value}
+                with pytest.raises(DatastatesError):
+                    workflows.explore(repo, train=print, executor=workflows.SerialExecutor(), **call)
