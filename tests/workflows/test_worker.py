@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Conflict, InvalidInput, Repository, locks
+from datastates import Conflict, InvalidInput, Repository, locks, succession
 from datastates.whereabouts import node_id
 from datastates.workflows import Job, Plan, Variant, worker
 from datastates.workflows.claim import Claim, holder
@@ -121,12 +122,15 @@ def test_a_variant_that_another_process_does_not_let_go_is_a_conflict(repo: Repo
     assert run(task(repo, "a", "main")).error is None
 
 
-def test_of_two_workers_that_do_not_see_each_other_s_claims_one_gives_way(repo: Repository, tmp_path: Path) -> None:
+def test_of_two_workers_that_do_not_see_each_other_s_claims_one_gives_way(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on two hosts whose file system passes no locks on: branches are moved by compare-and-swap."""
     assignment = task(repo, "a", "main").assignment
     with datastates.open(tmp_path / "runs", config=CONFIG) as other:
         ours, theirs = Job(repo, assignment), Job(other, assignment)
         ours.track(**objects())
+        monkeypatch.setattr(succession, "_living", weakref.WeakSet())  # as it is in another process
         theirs.track(**objects())
         won = ours.report(loss=1.0).wait()
         theirs.report(loss=2.0)
