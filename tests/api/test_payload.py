@@ -264,7 +264,7 @@ def test_a_state_whose_bytes_are_gone_is_refused(tmp_path: Path, client: httpx.C
     with datastates.open(folder, memory_bytes=32 * MIB) as repo:
         repo._local.remove(uid)
         with repo._database.write() as session:
-            record.evict(session, [uid], tier="local", node=repo.node)
+            record.evict(session, [uid], tier="local", node=repo._home.check_writable())
         with live({NAME: repo}) as url:
             answer = client.get(f"{url}{BASE}/states/{uid}/payload")
             assert (answer.status_code, answer.json()["kind"]) == (410, "unavailable")  # though no ancestor has any

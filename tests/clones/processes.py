@@ -77,7 +77,15 @@ def _rows(table: str) -> list[list[str]]:
 
 def own_threads() -> list[str]:
     """Threads of this process that end with the clone that they are for: those that live as long as the process left out."""
-    lasting = ("MainThread", "datastates-transport", "datastates-ucx", "asyncio_", "datastates-serve", "datastates-capture")
+    lasting = (
+        "MainThread",
+        "datastates-transport",
+        "datastates-ucx",
+        "asyncio_",
+        "datastates-serve",
+        "datastates-capture",
+        "datastates-end",
+    )
     return sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith(lasting))
 
 
@@ -184,7 +192,8 @@ def serve(
         _slow_down(pace_s)
     with datastates.open(folder, config=quiet_config(chunks)) as repo:
         if twin_of is None:
-            uid = repo.track(weights=make(seed, chunks), rng=False).capture().wait().uid
+            run = repo.track(weights=make(seed, chunks), rng=False)  # held: a tracker that is dropped writes its head
+            uid = run.capture().wait().uid
         else:
             with datastates.connect(twin_of) as peer:
                 uid = peer.clone("main", repo=repo).state.uid

@@ -42,7 +42,9 @@ def memory_free(repo: Repository) -> int:
 
 
 class Training:
-    """A model whose layers are a chunk or less each, its optimizer, and steps that draw random numbers."""
+    """A model whose layers are a chunk or less each, its optimizer, and steps that draw random numbers; and whoever tracks it."""
+
+    run: datastates.Tracker  # held here: a tracker that is dropped writes its head
 
     def __init__(self, seed: int, width: int = 256) -> None:
         torch.manual_seed(seed)
@@ -72,7 +74,7 @@ class Training:
 
 def train(repo: Repository, training: Training, count: int = 3, **options: Any) -> datastates.Tracker:
     """Take ``count`` steps, and a state after each."""
-    run = repo.track(**training.objects, **options)
+    run = training.run = repo.track(**training.objects, **options)
     for _ in range(count):
         loss = training.step()
         run.capture(metrics={"loss": loss}, attributes={"kind": "toy"}).wait()
