@@ -1,0 +1,181 @@
+"""Who may connect: places for connections, counted from ``accept`` on, by address and in all, and none of what the training needs.
+
+A place is *held* while its connection is worth keeping: it has proved a token, or a request of it is being answered. When all places are
+taken, the oldest one that nobody holds gives way, of the address that has most of them: whoever connects and says nothing keeps nobody out.
+Knows no sockets and no event loop: who accepts asks here, and closes what is refused or gives way.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import resource
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+__all__ = ["Admission", "Descriptors", "Limits", "Place", "of_process"]
+
+_SHARE = 4
+"""Connections of all servers have at most one in so many of a process's descriptors, and none of the last one in so many."""
+
+_MANY = 1 << 20  # where the limit on descriptors is none
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """At most so many connections at a time; ``per_address`` counts an IPv6 network of 64 bits as one address, as one host has it whole."""
+
+    connections: int = 256
+    per_address: int = 64
+
+
+class Descriptors:
+    """The descriptors that connections may use, in all servers of a process together. Safe from any thread."""
+
+    def __init__(self, soft_limit: int) -> None:
+        self.limit = max(1, soft_limit // _SHARE)
+        self._beyond = soft_limit - self.limit
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    @property
+    def taken(self) -> int:
+        """How many connections there are."""
+        return self._taken
+
+    def leaves_room(self, descriptor: int) -> bool:
+        """Whether the process has enough left with this one: the kernel gives the lowest free number, so it says how many are used."""
+        return descriptor < self._beyond
+
+    def take(self) -> bool:
+        """Count one more, if there may be one."""
+        with self._lock:
+            is_free = self._taken < self.limit
+            self._taken += is_free
+            return is_free
+
+    def give(self) -> None:
+        """Count one less."""
+        with self._lock:
+            self._taken -= 1
+
+
+class Place:
+    """A connection that was let in, until ``release``."""
+
+    __slots__ = ("_admission", "_give_way", "host", "is_held", "is_released")
+
+    def __init__(self, admission: Admission, host: str, give_way: Callable[[], None]) -> None:
+        self._admission, self._give_way, self.host = admission, give_way, host
+        self.is_held = self.is_released = False
+
+    def hold(self) -> None:
+        """It does not give way from now on."""
+        self.is_held = True
+
+    def loosen(self) -> None:
+        """It gives way again to whoever comes."""
+        self.is_held = False
+
+    def release(self) -> None:
+        """The connection is closed; idempotent."""
+        self._admission._release(self)
+
+
+class Admission:
+    """The places of one server; every call is made on its thread. ``unlimited`` are addresses with no limit of their own, as proxies
+    have; this machine is one of them. ``refused`` counts those that were not let in, ``displaced`` those that gave way.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, descriptors: Descriptors | None = None, unlimited: Collection[str] = ()) -> None:
+        self.limits = Limits() if limits is None else limits
+        self._descriptors = of_process() if descriptors is None else descriptors
+        self._unlimited = frozenset(map(_host, unlimited))
+        self._places: dict[str, dict[Place, None]] = {}  # by host, the oldest first
+        self.connections = self.refused = self.displaced = 0
+
+    def admit(self, address: str, descriptor: int, give_way: Callable[[], None]) -> Place | None:
+        """A place for a connection from an address, or None: close it then. ``give_way`` closes the connection when its place is needed."""
+        host = _host(address)
+        if not self._descriptors.leaves_room(descriptor) or not self._make_room(host):
+            self.refused += 1
+            return None
+        place = Place(self, host, give_way)
+        self._places.setdefault(host, {})[place] = None
+        self.connections += 1
+        return place
+
+    def of(self, address: str) -> int:
+        """How many connections an address has."""
+        return len(self._places.get(_host(address), ()))
+
+    def _make_room(self, host: str) -> bool:
+        """Take a descriptor for one more, after whoever has to give way for it went."""
+        has_own_limit = host not in self._unlimited and not _is_loopback(host)
+        if has_own_limit and len(self._places.get(host, ())) >= self.limits.per_address and not self._displace([host]):
+            return False
+        if self.connections >= self.limits.connections and not self._displace(self._places):
+            return False
+        return self._descriptors.take() or (self._displace(self._places) and self._descriptors.take())
+
+    def _displace(self, hosts: Collection[str]) -> bool:
+        """Send away the oldest that nobody holds, of the host that has most of them; whether there was one."""
+        idle = [[place for place in self._places[host] if not place.is_held] for host in hosts]
+        most = max(idle, key=len, default=[])
+        if not most:
+            return False
+        most[0].release()
+        self.displaced += 1
+        most[0]._give_way()
+        return True
+
+    def _release(self, place: Place) -> None:
+        if place.is_released:
+            return
+        place.is_released = True
+        places = self._places[place.host]
+        del places[place]
+        if not places:
+            del self._places[place.host]
+        self.connections -= 1
+        self._descriptors.give()
+
+
+def of_process() -> Descriptors:
+    """Those of this process: all its servers share them."""
+    return _ours
+
+
+def _of_limit() -> Descriptors:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Descriptors(_MANY if soft == resource.RLIM_INFINITY else soft)
+
+
+def _begin_anew() -> None:
+    global _ours
+    _ours = _of_limit()  # a forked child serves none of its parent's connections
+
+
+_ours = _of_limit()
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def _host(address: str) -> str:
+    """What counts as one: an IPv4 address however it is written, 64 bits of IPv6; anything else as it is."""
+    try:
+        said = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(said, ipaddress.IPv6Address):
+        if said.ipv4_mapped is not None:
+            return str(said.ipv4_mapped)
+        return str(said) if said.is_loopback else str(ipaddress.IPv6Network((said, 64), strict=False).network_address)
+    return str(said)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True  # a Unix socket: this machine
