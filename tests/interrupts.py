@@ -1,11 +1,15 @@
 """Interrupts at random moments of captures, restores and closes: nothing hangs, nothing that was durable is lost.
 
     python -m tests.interrupts --count 20000
+    python -m tests.interrupts --count 4000 --seed 100    # a part of it: parts of other seeds are others, and their counts add up
 
 A tiny training runs in a process of its own, with handlers that raise, as Ctrl-C and SIGTERM do. Each act is begun with a timer that fires
 at some moment of it; what was interrupted goes on with the same tracker, or after a while with the repository opened anew. Whatever takes
 longer than ``BOUND_S`` is a hang: the process ends with the stacks of all its threads, and another goes on. When a process has had its
-share, or has hung, each state that it reported as durable is read again by another and compared bit for bit.
+share, has hung or has crashed, each state that it reported as durable is read again by another and compared bit for bit.
+
+A capture or a restore may be refused once the tracker was closed in part; whatever else is refused, and every ``close`` that is, is an
+anomaly, shown with its traceback. Interrupts that a process had are counted as it reports them, whatever became of it.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ import argparse
 import faulthandler
 import hashlib
 import json
+import logging
 import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +37,22 @@ from torch import nn
 
 import datastates
 from datastates import Capture, Config, DatastatesError, Repository, Status, Tracker
+from datastates.errors import Closed, Unavailable
 
 BOUND_S = 60.0
 """No act takes so long on the slowest of machines, unless it hangs."""
 
 SHARE = 1000
 """Interrupts of one process."""
+
+ANOMALIES = ("crashes", "hangs", "lost", "refused without a reason")
+"""None of these is to be counted."""
+
+_MOST_FAILURES = 10
+"""So many processes that crashed or hung are enough."""
+
+_SAY_EVERY = 20
+"""Interrupts between two reports of what was done."""
 
 _SIGNALS = {"SIGALRM": signal.ITIMER_REAL, "SIGVTALRM": signal.ITIMER_VIRTUAL, "SIGPROF": signal.ITIMER_PROF}
 """By time that goes by, and by time that the process is at work."""
@@ -52,6 +68,7 @@ class Training:
     digests: dict[str, str] = field(default_factory=dict)
     captures: list[Capture] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    is_acting: bool = False
 
     def __post_init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 64))
@@ -83,7 +100,13 @@ class Training:
     def restore(self) -> None:
         """Some state that is there comes back."""
         run = self.opened()
-        run.restore(self.choose.choice(["main", "main~1"]))
+        rev = self.choose.choice(["main", "main~1"])
+        try:
+            run.restore(rev)
+        except Unavailable:
+            if rev == "main":
+                raise
+            return  # given up when a close was interrupted
         if run.head is not None and run.head.message != digest(self.model, self.optimizer):
             raise AssertionError(f"what was restored is not {run.head.uid}")
 
@@ -102,6 +125,11 @@ class Training:
         if self.repo is not None and self.repo._is_closed:
             self.repo = None
 
+    def signalled(self, number: int, frame: FrameType | None) -> None:
+        """As the handlers of a user do; a signal that another thread was given may come when the act is over."""
+        if self.is_acting:
+            raise (Interrupt if number == signal.SIGALRM else Termination)(number)
+
     def report(self) -> None:
         """Say what is durable by now, and forget it."""
         for taken in [taken for taken in self.captures if taken.status is Status.DURABLE]:
@@ -119,14 +147,10 @@ class Termination(SystemExit):
     """As SIGTERM: the exit, which comes next, waits for it."""
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
-    raise (Interrupt if number == signal.SIGALRM else Termination)(number)
-
-
 def interrupt(training: Training, count: int) -> None:
     """That many interrupts, one an act."""
     for name in _SIGNALS:
-        signal.signal(getattr(signal, name), _raise)
+        signal.signal(getattr(signal, name), training.signalled)
     for _ in range(3):
         training.capture()
     while training.counts["interrupts"] < count:
@@ -134,20 +158,38 @@ def interrupt(training: Training, count: int) -> None:
         name, timer = training.choose.choice(list(_SIGNALS.items()))
         span = 10 ** training.choose.uniform(-5, -1.7)
         faulthandler.dump_traceback_later(BOUND_S, exit=True)
+        torch.set_grad_enabled(True)  # an interrupt inside a ``no_grad`` of torch can leave it off: a handler's user puts it on again
         training.counts[act.__name__] += 1
         try:
             try:
+                training.is_acting = True
                 signal.setitimer(timer, span)
                 act()
-            except DatastatesError as error:  # it was closed in part
-                training.counts[f"{act.__name__} refused: {type(error).__name__}"] += 1
+            except DatastatesError as error:
+                _note_refusal(training, act.__name__, error)
                 training.drop()
             signal.setitimer(timer, 0)
+            training.is_acting = False
         except (Interrupt, Termination):
+            training.is_acting = False
             training.counts["interrupts"] += 1
             training.counts[f"{act.__name__} interrupted"] += 1
+            if training.counts["interrupts"] % _SAY_EVERY == 0:
+                _say(training.counts)
         training.report()
     _finish(training)
+
+
+def _note_refusal(training: Training, act: str, error: DatastatesError) -> None:
+    training.counts[f"{act} refused: {type(error).__name__}"] += 1
+    if act == "close" or not isinstance(error, Closed):
+        training.counts["refused without a reason"] += 1
+        traceback.print_exception(error)
+
+
+def _say(counts: Counter[str]) -> None:
+    sys.stdout.write(json.dumps(counts) + "\n")
+    sys.stdout.flush()
 
 
 def _finish(training: Training) -> None:
@@ -155,6 +197,7 @@ def _finish(training: Training) -> None:
         training.repo.close()
     training.report()
     faulthandler.cancel_dump_traceback_later()
+    _say(training.counts)
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -167,12 +210,11 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _train(folder: Path, said: Path, seed: int, count: int) -> None:
+    logging.getLogger("datastates").setLevel(logging.ERROR)  # each tracker says where it goes on from
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     with said.open("a") as lines:
-        training = Training(folder, lines, random.Random(seed))
-        interrupt(training, count)
-    sys.stdout.write(json.dumps(training.counts))
+        interrupt(Training(folder, lines, random.Random(seed)), count)
 
 
 def _check(folder: Path, said: Path) -> None:
@@ -199,17 +241,16 @@ def _process(*arguments: object) -> subprocess.CompletedProcess[str]:
 def drive(folder: Path, count: int, *, share: int = SHARE, seed: int = 0) -> Counter[str]:
     """So many interrupts, in processes one after the other: what was done, what hung, what was checked."""
     counts: Counter[str] = Counter()
-    while counts["interrupts"] < count:
+    while counts["interrupts"] < count and counts["hangs"] + counts["crashes"] < _MOST_FAILURES:
         seed += 1
         said = folder / f"said-{seed}"
         said.touch()
         done = _process("--train", folder / f"runs-{seed}", said, seed, min(share, count - counts["interrupts"]))
         if done.returncode:
             counts["hangs" if "Timeout" in done.stderr else "crashes"] += 1
-            counts["interrupts"] += share
-            sys.stderr.write(done.stderr)
-        else:
-            counts.update(json.loads(done.stdout))
+            sys.stderr.write(f"process {seed} ended with {done.returncode}\n")
+        sys.stderr.write(done.stderr)
+        counts.update(json.loads((done.stdout.splitlines() or ["{}"])[-1]))
         checked = _process("--check", folder / f"runs-{seed}", said)
         if checked.returncode:
             counts["lost"] += 1

@@ -13,6 +13,8 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from torch import nn
 
 import datastates
 from datastates import Closed, Config, Conflict, Repository, Status
-from datastates.capture.shutdown import settle
+from datastates.capture import shutdown
+from datastates.capture.shutdown import end_later, settle
 from datastates.store.arena import _arenas
 
 QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
@@ -188,3 +191,29 @@ def test_neither_another_branch_nor_a_copy_of_the_repository_takes_over(folder: 
             linked.track(weight=torch.zeros(3)).capture()
             with pytest.raises(Closed, match="gave way"):
                 run.capture()
+
+
+def test_an_interrupt_at_any_line_of_a_finalizer_leaves_nobody_waiting(folder: Path) -> None:
+    datastates.open(folder, config=QUIET).track(weight=torch.zeros(3), rng=False).close()  # from here on a thread ends things
+    for line in range(12):
+        left = line
+
+        def interrupt(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename == shutdown.__file__:
+                left -= event == "line"
+                if left < 0:
+                    raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            end_later(gc.enable, os.getpid())
+        except KeyboardInterrupt:
+            assert left < 0
+        finally:
+            sys.settrace(None)
+        waiting = threading.Thread(target=settle, daemon=True)
+        waiting.start()
+        waiting.join(30)
+        assert not waiting.is_alive(), f"interrupted at line {line}"

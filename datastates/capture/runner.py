@@ -238,6 +238,7 @@ class Runner:
             try:
                 with self._lock:
                     self._raise_if_closed()
+                    self._is_abandoned = False
                     self._in_flight += 1
                     self._handles[staged.handle.uid] = staged.handle
                 self.stager.begin(job, is_deferring=is_deferring)
@@ -259,6 +260,7 @@ class Runner:
 
     def want(self, uid: str) -> None:
         """A state is to become durable."""
+        self._is_abandoned = False
         self._post(Wanted(uid))
 
     def adopt(self, uid: str, base: Manifest | None = None) -> None:
@@ -308,6 +310,7 @@ class Runner:
 
     def refs_changed(self) -> None:
         """Refs were made, moved or deleted: protect and write what they name."""
+        self._is_abandoned = False
         self._look_at_refs(is_forced=True)
 
     @property
@@ -319,7 +322,7 @@ class Runner:
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
         """Wait until all captures are recorded and all that is wanted is durable (or failed).
 
-        Ctrl-C while waiting gives up what is not durable yet: no later call waits for it.
+        Ctrl-C while waiting gives up what is not durable yet: no later call waits for it, until something else is captured or named.
 
         :raises Unavailable: the database has been away for a minute; says what could not be recorded.
         """
@@ -349,7 +352,7 @@ class Runner:
             if not self._is_closed:
                 self.stager.close()
                 self.flush()
-                self.refs_changed()
+                self._look_at_refs(is_forced=True)
                 self._post(Closing(None))
                 self.drain()
                 with undisturbed():
@@ -579,6 +582,8 @@ class Runner:
         self._forget_left(uid)
 
     def _on_write_failed(self, uid: str, error: BaseException) -> None:
+        if self._is_closed:
+            return  # nobody waited for it, its handle was told, and its tier may be closed by now
         with self._lock:
             self._write_error = error
             line, handle = self._lines_of.get(uid), self._handles.get(uid)

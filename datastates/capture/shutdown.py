@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
-from datastates.bell import Bell
+from datastates.bell import Latch
 
 __all__ = ["close_at_exit", "end_later", "settle"]
 
@@ -40,32 +40,27 @@ class _Ender:
     """The thread that ends what was dropped, in order."""
 
     def __init__(self) -> None:
-        self._left: set[object] = set()
-        self._ends: queue.SimpleQueue[tuple[object, Callable[[], None]]] = queue.SimpleQueue()
-        self._changed = Bell()
+        self._ends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="datastates-end", daemon=True).start()
 
     def put(self, end: Callable[[], None]) -> None:
-        """Nothing here takes a lock: it may run while any is held."""
-        token = object()
-        self._left.add(token)
-        self._ends.put((token, end))
+        """One call, which takes no lock of Python's: it may run while any is held, and an interrupt comes before it or after it."""
+        self._ends.put(end)
 
     def settle(self) -> None:
-        left = frozenset(self._left)
-        self._changed.wait_for(lambda: left.isdisjoint(self._left))
+        reached = Latch()
+        self._ends.put(reached.set)
+        reached.wait()
 
     def _run(self) -> None:
         while True:
-            token, end = self._ends.get()
+            end = self._ends.get()
             try:
                 end()
                 closed(end)
             except BaseException:
                 _log.exception("ending what was dropped without a close failed")
             del end
-            self._left.discard(token)
-            self._changed.ring()
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
