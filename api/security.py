@@ -22,6 +22,7 @@ from starlette.responses import RedirectResponse
 
 from datastates.errors import DatastatesError
 
+from .connections import PLACE
 from .problems import Refusal, respond
 from .routing import Scope
 
@@ -144,6 +145,8 @@ class Guard:
             return
         scope.update({"path": self._prefix + path, "root_path": self._prefix})  # in place: Shield reads them too
         scope["state"] = {**scope.get("state", {}), **self._admit(scope["method"], path, headers)}
+        if (place := scope["state"].get(PLACE)) is not None and not is_open(scope["method"], path):
+            place.hold()  # until the answer is complete; see connections
         if scope["method"] not in _READING:
             receive = await _bounded(headers, receive)
         await self._app(scope, receive, send)

@@ -17,12 +17,14 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
+from datastates.admission import Admission
 from datastates.environment import node_name
 from datastates.errors import InvalidInput, Unavailable, Unsupported
 from datastates.repository import Repository
 from datastates.serving import Server, ServerStats
 
 from .app import create_app
+from .connections import Connection, Connections
 from .routing import Scope
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ DEFAULT_URL = "http://127.0.0.1:8642"
 _GRACE_S = 5
 _HEADER_BYTES = 64 << 10
 _BACKLOG = 512
+_AT_ONCE = 32  # connections that are taken from the backlog before the first of them is counted
 
 
 class WebServer(Server):
@@ -75,7 +78,8 @@ class WebServer(Server):
         self._shown = f"http://{f'[{host}]' if ':' in host else host}:{taken}{prefix and prefix + '/'}"
         self._pid = os.getpid()
         self._is_closed = False
-        self._uvicorn = _Uvicorn(self.app, trusted_proxies, has_access_log=has_access_log)
+        self._admission = Admission(unlimited=trusted_proxies)
+        self._uvicorn = _Uvicorn(self.app, self._admission, trusted_proxies, has_access_log=has_access_log)
         self._thread = threading.Thread(target=self._run, name="datastates-web", daemon=True)
         self._thread.start()
         self._uvicorn.is_ready.wait()
@@ -86,9 +90,11 @@ class WebServer(Server):
         return self._shown
 
     def stats(self) -> ServerStats:
-        """Bytes that left; ``peers`` are requests: those that are being answered, and all that were; chunks are not counted here."""
+        """Bytes that left; ``peers`` are requests: those that are being answered, and all that were; chunks are not counted here.
+        ``refused`` are requests without a token that may, and connections for which there was no room."""
         totals = self.app.state.meter.totals()
-        return ServerStats(totals.bytes_sent, 0, totals.under_way, totals.requests, totals.refused)
+        turned_away = totals.refused + self._admission.refused + self._admission.displaced
+        return ServerStats(totals.bytes_sent, 0, totals.under_way, totals.requests, turned_away)
 
     def close(self, *, grace_s: float = _GRACE_S) -> None:
         """Take no more requests, end event streams, let answers that were begun be finished; idempotent."""
@@ -112,12 +118,13 @@ class WebServer(Server):
 class _Uvicorn(uvicorn.Server):
     """Says when it listens, leaves signals alone, and ends event streams first, which would never end by themselves."""
 
-    def __init__(self, app: FastAPI, trusted_proxies: Sequence[str], *, has_access_log: bool) -> None:
+    def __init__(self, app: FastAPI, admission: Admission, trusted_proxies: Sequence[str], *, has_access_log: bool) -> None:
         config = uvicorn.Config(
             app,
             lifespan="on",
             ws="none",
-            http="h11",
+            http=Connection,
+            backlog=_AT_ONCE,
             log_config=None,
             log_level=logging.WARNING,
             access_log=has_access_log,
@@ -130,11 +137,14 @@ class _Uvicorn(uvicorn.Server):
         if has_access_log:
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # all else stays at warnings
         super().__init__(config)
+        self.server_state = Connections(admission)
         self.is_ready = threading.Event()
         self._application = app
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)  # asyncio takes one number for how many wait and how many it takes at once
         self.is_ready.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,0 +1,141 @@
+"""What a stranger's connections cost a server: places that give way, requests that must come, answers that must be taken."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from datastates import Repository
+from datastates.admission import Limits
+from datastates.api import WebServer, connections, serve_in_thread
+from datastates.api.routing import Scope
+from tests.api.conftest import READ, TOKENS
+
+HALF = b"GET /api/v1/repositories HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
+WHOLE = b"GET /api/v1/repositories HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer " + READ.encode() + b"\r\n\r\n"
+
+
+def port_of(server: WebServer) -> int:
+    return int(server.url.rstrip("/").rpartition(":")[2])
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def is_ended(connection: socket.socket, timeout_s: float = 10) -> bool:
+    """Whether the server ends it, with or without saying something first."""
+    connection.settimeout(timeout_s)
+    try:
+        while connection.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+@contextmanager
+def connected(server: WebServer, count: int, said: bytes = b"") -> Iterator[list[socket.socket]]:
+    """So many connections that say this and then nothing."""
+    with ExitStack() as stack:
+        made = []
+        for _ in range(count):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server)), timeout=10))
+            connection.sendall(said)
+            made.append(connection)
+        yield made
+
+
+def send_for_ever(connection: socket.socket, said: bytes) -> None:
+    while True:
+        connection.sendall(said)
+
+
+def get(server: WebServer, path: str = "/api/v1/repositories") -> int:
+    headers = {"Authorization": f"Bearer {READ}"}
+    return httpx.get(f"{server.url.rstrip('/')}{path}", headers=headers, timeout=10).status_code
+
+
+@pytest.mark.parametrize("said", [b"", HALF, b"POST /x HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10000\r\n\r\n"])
+def test_half_sent_requests_leave_room_for_whole_ones(repo: Repository, said: bytes) -> None:
+    flood = 600
+    with serve_in_thread(repo, tokens=TOKENS) as server:
+        limit, before = server._admission.limits.connections, open_descriptors()
+        with connected(server, flood, said):
+            assert get(server) == 200
+            assert server._admission.connections <= limit
+            assert open_descriptors() - before <= flood + limit + 64, "of theirs and ours, which are in one process here"
+            assert server.stats().refused >= flood - limit
+        assert get(server) == 200
+
+
+def test_who_is_answered_is_not_sent_away(repo: Repository) -> None:
+    with serve_in_thread(repo, tokens=TOKENS) as server, httpx.Client(timeout=20) as client:
+        headers = {"Authorization": f"Bearer {READ}"}
+        with client.stream("GET", f"{server.url}/api/v1/repositories/runs/events", headers=headers, params={"after": 0}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            with connected(server, 600):
+                repo.tag("still-here", "main")
+                assert any("still-here" in line for line in lines)
+
+
+def test_request_that_does_not_come_is_not_waited_for(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_S", 0.2)
+    post = b"POST /api/v1/repositories/runs/merges HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10000\r\n\r\n{"
+    with serve_in_thread(repo, tokens=TOKENS) as server:
+        for said in (b"", HALF, post, WHOLE + HALF, WHOLE + post, WHOLE[:-2]):
+            with connected(server, 1, said) as (connection,):
+                assert is_ended(connection), said
+        assert get(server) == 200
+
+
+def test_header_that_comes_byte_by_byte_is_not_for_ever(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_S", 0.5)
+    with serve_in_thread(repo, tokens=TOKENS) as server, connected(server, 1, HALF) as (connection,):
+        began = time.monotonic()
+        while time.monotonic() < began + 10:
+            try:
+                connection.sendall(b"x")
+            except ConnectionError:
+                break
+            if is_ended(connection, 0.02):
+                break
+        assert time.monotonic() < began + 10
+
+
+def test_answer_that_is_not_taken_is_given_up(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "ANSWER_S", 0.2)
+    with serve_in_thread(repo, tokens=TOKENS) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port_of(server)))
+        connection.settimeout(10)
+        with pytest.raises(ConnectionError):
+            send_for_ever(connection, WHOLE)
+        assert get(server) == 200
+
+
+def test_address_has_no_more_than_its_share(repo: Repository) -> None:
+    with serve_in_thread(repo, tokens={READ: Scope.READ}) as server:
+        server._admission.limits = Limits(connections=4, per_address=2)
+        with connected(server, 4) as idle:
+            assert get(server) == 200
+            assert is_ended(idle[0])
+            assert not is_ended(idle[3], 0.1)
+
+
+def test_many_requests_of_one_connection_are_answered(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_S", 0.3)
+    with serve_in_thread(repo, tokens=TOKENS) as server, httpx.Client(timeout=20, headers={"Authorization": f"Bearer {READ}"}) as client:
+        ended = time.monotonic() + 1.0
+        while time.monotonic() < ended:
+            assert client.get(f"{server.url}/api/v1/repositories").status_code == 200
+        assert server._admission.connections == 1
