@@ -1,4 +1,4 @@
-"""The messages of the control channel, version 1: their fields, their limits, and how they are written.
+"""The messages of the control channel, version 2: their fields, their limits, and how they are written.
 
 Every field that a peer chooses is bounded by its type, so that nothing is believed, stored or allocated before it was checked.
 """
@@ -15,6 +15,7 @@ from datastates.manifest import CHUNK_BYTES
 
 __all__ = [
     "BODY_BYTES",
+    "DIGESTS",
     "FIRST_FRAME_BYTES",
     "FRAME_BYTES",
     "MAGIC",
@@ -26,6 +27,7 @@ __all__ = [
     "Bye",
     "Challenge",
     "Denied",
+    "Digests",
     "EdgeRecord",
     "Failed",
     "Failure",
@@ -35,6 +37,7 @@ __all__ = [
     "Identity",
     "Log",
     "Message",
+    "Moved",
     "Offer",
     "Open",
     "Opened",
@@ -58,7 +61,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAGIC: Final = b"datastates"
 
 FIRST_FRAME_BYTES: Final = 16 << 10
@@ -75,6 +78,9 @@ BODY_BYTES: Final = 256 << 20
 
 PIECES: Final = 64
 """The most pieces that a chunk is sent in."""
+
+DIGESTS: Final = 64
+"""The most chunks whose digests are asked for at once."""
 
 _Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+\\Z")]
 _Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]+\\Z")]
@@ -205,13 +211,18 @@ class Denied(Struct, frozen=True, tag=True):
 class Ready(Struct, frozen=True, tag=True):
     """What each side says of itself in its first authenticated frame.
 
-    ``address`` is its end of the data plane. It takes a peer for dead that is silent for ``timeout_ms``. A client has no ``identity``.
+    ``planes`` are the data planes that it can use and ``wish`` the one that it was asked to use, if any (see ``choice``). ``near`` is where
+    processes of its host prove that they are (see ``near``). ``address`` is its end of the data plane; empty where that was not needed
+    yet (``Moved`` tells it then). It takes a peer for dead that is silent for ``timeout_ms``. A client has no ``identity``.
     """
 
-    features: Annotated[tuple[_Name, ...], Meta(max_length=32)]
+    planes: Annotated[tuple[_Name, ...], Meta(max_length=8)]
     address: _Address
     timeout_ms: Annotated[int, Meta(ge=100, le=86_400_000)]
     identity: Identity | None = None
+    wish: _Name = ""
+    near: _Name = ""
+    features: Annotated[tuple[_Name, ...], Meta(max_length=32)] = ()
 
 
 class Refused(Struct, frozen=True, tag=True):
@@ -253,8 +264,8 @@ class Open(Struct, frozen=True, tag=True):
     """Pin a state -> Opened.
 
     ``relay`` is where the asking side will itself serve this state, when it joins a chain; ``failed`` are urls of the chain that did
-    not answer it. ``here`` asks for this server's own copy, whatever chain there is. ``near``: the asking side can read
-    this process's memory (see ``near.py``) and would like to know where the chunks lie.
+    not answer it. ``here`` asks for this server's own copy, whatever chain there is. ``near``: the asking side has proved to
+    be a process of this host and user (see ``near``) and would like to know where the chunks lie.
     """
 
     uid: _Uid
@@ -265,7 +276,8 @@ class Open(Struct, frozen=True, tag=True):
 
 
 class Opened(Struct, frozen=True):
-    """A state that is pinned under ``handle``, and the bytes of each of its chunks; or, in a chain, the url of the peer to ask instead.
+    """A state that is pinned under ``handle``, and the bytes of each of its chunks; and in a chain the url of the peer to ask for them
+    instead; what they should be is asked here (``Digests``), so it is pinned all the same.
 
     ``addresses`` is where the chunks lie in the memory of the process that answers, or nothing.
     """
@@ -284,6 +296,15 @@ class Release(Struct, frozen=True, tag=True):
     generation: _Count = 0
 
 
+class Digests(Struct, frozen=True, tag=True):
+    """The BLAKE3 of chunks of a state that is held open under ``handle`` -> bytes, 32 for each. Either side may ask it.
+
+    Of a chunk that is not what its manifest says none is told: the answer is an error."""
+
+    handle: _Id
+    indexes: Annotated[tuple[_Id, ...], Meta(min_length=1, max_length=DIGESTS)]
+
+
 class Push(Struct, frozen=True, tag=True):
     """Take a state of the asking side, which holds it open under ``handle`` -> StateRecord. The encoded ``Offer`` has ``bytes`` bytes
     and comes as ``Part`` frames of the same id."""
@@ -292,7 +313,7 @@ class Push(Struct, frozen=True, tag=True):
     bytes: Annotated[int, Meta(ge=1, le=BODY_BYTES)]
 
 
-Question = Refs | Find | Log | Resolve | Open | Release | Push
+Question = Refs | Find | Log | Resolve | Open | Release | Push | Digests
 
 
 class Ask(Struct, frozen=True, tag=True):
@@ -351,6 +372,16 @@ class Gone(Struct, frozen=True, tag=True):
     is_link: bool = False
 
 
+class Moved(Struct, frozen=True, tag=True):
+    """Where my end of the data plane is from now on; what was under way to the old one is lost.
+
+    An empty ``address``: there is none, because it ended or (``failure``) cannot be made. Whoever hears of one tells its own in return,
+    unless it has."""
+
+    address: _Address
+    failure: Failure | None = None
+
+
 class Took(Struct, frozen=True, tag=True):
     """The side that has a state open read so many chunks of it by itself, where they lie (see ``near.py``), since it last said so."""
 
@@ -371,7 +402,9 @@ class Bye(Struct, frozen=True, tag=True):
     failure: Failure
 
 
-Message = Hello | Challenge | Proof | Welcome | Denied | Ready | Refused | Ask | Part | Answer | Failed | Want | Gone | Took | Ping | Bye
+Message = (
+    Hello | Challenge | Proof | Welcome | Denied | Ready | Refused | Ask | Part | Answer | Failed | Want | Gone | Moved | Took | Ping | Bye
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -130,7 +130,7 @@ class Session:
         """
         transport = transport_for(url) if transport is None else transport
         channel = await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
-        own = Ready(near.beacon(), transport.address(), _milliseconds(timeout_s))
+        own = Ready((), transport.address(), _milliseconds(timeout_s), features=near.beacon())
         sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
         return cls(sealed, transport, own, its, None)
 
@@ -155,7 +155,7 @@ class Session:
             admission()
             return own
 
-        own = Ready(near.beacon(), transport.address(), _milliseconds(timeout_s), identity)
+        own = Ready((), transport.address(), _milliseconds(timeout_s), identity, features=near.beacon())
         sealed, its = await admit(channel, ready, token=token, timeout_s=timeout_s)
         return cls(sealed, transport, own, its, service)
 

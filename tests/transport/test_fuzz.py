@@ -25,6 +25,7 @@ from datastates.transport.memory import MemoryTransport
 from datastates.transport.protocol import (
     FIRST_FRAME_BYTES,
     MAGIC,
+    PROTOCOL_VERSION,
     Answer,
     Ask,
     Failed,
@@ -192,13 +193,13 @@ class Fuzzer:
 
     async def first_frame(self) -> None:
         channel = await self.dial()
-        body = mutated(self.rng, [encode(Hello(MAGIC, 1, bytes(32))), *BODIES])
+        body = mutated(self.rng, [encode(Hello(MAGIC, PROTOCOL_VERSION, bytes(32))), *BODIES])
         await self._send_and_see(channel, body)
         await channel.close()
 
     async def second_frame(self) -> None:
         channel = await self.dial()
-        await channel.send(encode(Hello(MAGIC, 1, self.rng.randbytes(32))))
+        await channel.send(encode(Hello(MAGIC, PROTOCOL_VERSION, self.rng.randbytes(32))))
         await channel.receive(FIRST_FRAME_BYTES)
         await self._send_and_see(channel, mutated(self.rng))
         await channel.close()

@@ -82,7 +82,7 @@ def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
 
         async def impostor() -> None:
             await right.receive(1 << 14)
-            await right.send(encode(Challenge(1, bytes(32))))
+            await right.send(encode(Challenge(protocol.PROTOCOL_VERSION, bytes(32))))
             proof = decode(await right.receive(1 << 14), peer="")
             assert isinstance(proof, Proof)
             await right.send(encode(Welcome(proof.mac)))  # the client's own code, turned round
@@ -116,8 +116,8 @@ def test_other_versions_are_named_on_both_sides() -> None:
         near, far = await shake(left, right)
         assert isinstance(near, PeerFault)
         assert isinstance(far, PeerFault)
-        assert "version 9 of the protocol, this side 1" in str(near)
-        assert "version 7 of the protocol, this side 1" in str(far)
+        assert "version 9 of the protocol, this side 2" in str(near)
+        assert "version 7 of the protocol, this side 2" in str(far)
 
     asyncio.run(test())
 

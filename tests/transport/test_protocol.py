@@ -19,6 +19,7 @@ from datastates.transport.protocol import (
     Bye,
     Challenge,
     Denied,
+    Digests,
     Failed,
     Failure,
     Find,
@@ -27,6 +28,7 @@ from datastates.transport.protocol import (
     Identity,
     Log,
     Message,
+    Moved,
     Open,
     Part,
     Ping,
@@ -51,7 +53,10 @@ EVERY: list[Message] = [
     Proof(bytes(32)),
     Welcome(bytes(32)),
     Denied(),
-    Ready(("tls",), b"address", 10_000, Identity("f00d", "node", "0.1")),
+    Ready(("tcp", "ucx"), b"address", 10_000, Identity("f00d", "node", "0.1"), "ucx", "datastates-0"),
+    Moved(b"address"),
+    Moved(b"", Failure("unavailable", "it does not start")),
+    Ask(7, Digests(0, (0, 5))),
     Refused(FAILURE),
     Ask(1, Refs()),
     Ask(2, Find("metrics.loss < 1", 10, "cursor")),
@@ -95,6 +100,9 @@ def test_every_message_is_tried_above() -> None:
         Ask(0, Find("x" * (17 << 10), 1)),
         Ask(0, Open("../../etc/passwd")),
         Ask(0, Open("5e0f\n")),
+        Ask(0, Digests(0, ())),
+        Ask(0, Digests(0, tuple(range(65)))),
+        Moved(bytes((8 << 10) + 1)),
         Ask(0, Push(0, 0)),
         Ask(0, Push(0, protocol.BODY_BYTES + 1)),
         Want(0, 0, 0, ()),
@@ -107,7 +115,7 @@ def test_every_message_is_tried_above() -> None:
     ids=str,
 )
 def test_a_field_out_of_bounds_is_the_peers_fault(message: Message) -> None:
-    with pytest.raises(PeerFault, match="there sent no message of protocol 1"):
+    with pytest.raises(PeerFault, match="there sent no message of protocol 2"):
         decode(encode(message), peer="there")
 
 
