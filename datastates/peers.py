@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -29,6 +29,7 @@ from .transport.feed import Feed
 from .transport.fetch import Fetched, fetch
 from .transport.forward import Forwarder
 from .transport.handshake import read_token
+from .transport.limits import LISTED_STATES, LISTING_TIMEOUTS
 from .transport.plane import surely
 from .transport.protocol import Offer, StateRecord
 from .transport.registry import transport_for
@@ -135,12 +136,12 @@ class Peer:
     @values.takes(rev=_revision, limit=values.optional(values.count))
     def log(self, rev: str = "main", *, limit: int | None = None) -> list[State]:
         """A state and its ancestors there, newest first."""
-        return loop.run(self._first(lambda session: _all(lambda count, after: session.log(rev, limit=count, after=after), limit)))
+        return loop.run(self._listed(lambda session: _all(lambda count, after: session.log(rev, limit=count, after=after), limit)))
 
     @values.takes(query=values.text, limit=values.optional(values.count))
     def find(self, query: str, *, limit: int | None = None) -> list[State]:
         """The states there that a query asks for."""
-        return loop.run(self._first(lambda session: _all(lambda count, after: session.find(query, limit=count, after=after), limit)))
+        return loop.run(self._listed(lambda session: _all(lambda count, after: session.find(query, limit=count, after=after), limit)))
 
     # --- clones ------------------------------------------------------------------------------------------------------------
 
@@ -340,7 +341,7 @@ class Peer:
         with repo._database.read() as session:
             is_same = clones.repository_uid(session) == opened.repository
             is_shared = is_same and bool(clones.known(session, [opened.state.uid]))  # else one of the two is a copy of the other
-        ancestry, wanted = ([], []) if is_shared else loop.run(self._first(lambda session: _ancestry(session, repo, opened.state, tags)))
+        ancestry, wanted = ([], []) if is_shared else loop.run(self._listed(lambda session: _ancestry(session, repo, opened.state, tags)))
         relatives = [state.uid for state in ancestry[:10]]
         sink = arrivals.make_room(repo, opened.manifest, relatives=relatives)
 
@@ -442,6 +443,22 @@ class Peer:
                 error = exc
         assert error is not None, "there is at least one session"
         raise error
+
+    async def _listed(self, ask: Callable[[Session], Awaitable[T]]) -> T:
+        """As ``_first``, for what comes in pages: their number is the peer's to choose, the time that they take is not."""
+        patience_s = LISTING_TIMEOUTS * self._timeout_s
+
+        async def within(session: Session) -> T:
+            try:
+                async with asyncio.timeout(patience_s):
+                    return await ask(session)
+            except TimeoutError:
+                raise Disconnected(
+                    f"{session.peer} lists states without coming to an end for {patience_s:g} s: pass a limit, or connect with a longer "
+                    "timeout_s"
+                ) from None
+
+        return await self._first(within)
 
     async def _open_state(self, rev: str, *, chain: bool) -> _Opened:
         """Open a state at every source that has it, each by a connection of its own."""
@@ -563,15 +580,25 @@ def _decode(raw: bytes, state: State, url: str) -> Manifest:
 
 
 async def _all(page: Callable[[int, str | None], Coroutine[Any, Any, Any]], limit: int | None) -> list[State]:
-    found: list[State] = []
+    found: dict[str, State] = {}
     after: str | None = None
     while limit is None or len(found) < limit:
         got = await page(_PAGE if limit is None else min(_PAGE, limit - len(found)), after)
-        found += map(state_of, got.states)
+        _enter(found, map(state_of, got.states))
         after = got.next
         if after is None or not got.states:
             break
-    return found
+    return list(found.values())[:limit]
+
+
+def _enter(found: dict[str, State], page: Iterable[State]) -> None:
+    """A page of a list that must come to an end: none of its states was there before."""
+    for state in page:
+        if state.uid in found:
+            raise PeerFault(f"the peer lists state {state.uid[:10]} twice: its list does not come to an end")
+        found[state.uid] = state
+    if len(found) > LISTED_STATES:
+        raise PeerFault(f"the peer lists more than {LISTED_STATES} states: pass a limit")
 
 
 async def _ancestry(session: Session, repo: Repository, state: State, tags: bool) -> tuple[list[State], list[Ref]]:
@@ -580,11 +607,14 @@ async def _ancestry(session: Session, repo: Repository, state: State, tags: bool
     A page that it has all of is no end: what a merge brought in from elsewhere may be older than that.
     """
     coming: list[State] = []
+    listed = {state.uid: state}
     after: str | None = state.uid
     while after is not None and await asyncio.to_thread(arrivals.lacks_parents, repo, [state, *coming]):
         page = await session.log(state.uid, limit=_PAGE, after=after)
-        coming += await asyncio.to_thread(arrivals.missing_ancestry, repo, list(map(state_of, page.states)))
-        after = page.next
+        states = list(map(state_of, page.states))
+        _enter(listed, states)
+        coming += await asyncio.to_thread(arrivals.missing_ancestry, repo, states)
+        after = page.next if states else None
     if not tags:
         return coming, []
     uids = {state.uid, *(each.uid for each in coming)}

@@ -94,10 +94,14 @@ class RepositoryStore:
         """Pin a state: in memory if it is there, else on disk."""
         return StateSource(self._repository._open_payload(self._repository.state(uid), verify=False))
 
-    def receive(self, offer: Offer) -> Sink:
-        """Make room for what a peer pushes."""
+    def check_writable(self) -> None:
+        """Refuse pushes unless they were allowed."""
         if not self._is_writable:
             raise InvalidInput("this server takes no states: serve with is_writable=True (datastates serve --writable)")
+
+    def receive(self, offer: Offer) -> Sink:
+        """Make room for what a peer pushes."""
+        self.check_writable()
         manifest = digest.decode(offer.manifest, source=f"the pushed state {offer.state.uid}")
         if (manifest.origin.uid, manifest.digest) != (offer.state.uid, offer.state.digest):
             raise InvalidInput(f"the manifest of the pushed state {offer.state.uid} is another state's: push again")

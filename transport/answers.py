@@ -11,10 +11,11 @@ from typing import TypeVar
 
 import msgspec
 
-from datastates.errors import DatastatesError, PeerFault
+from datastates.errors import DatastatesError, InvalidInput, PeerFault, Unavailable
 
 from .feed import Feed
 from .fetch import fetch
+from .limits import Budget, Limits
 from .near import beacon
 from .protocol import Find, Log, Offer, Open, Opened, Push, Question, Refs, Resolve
 from .sending import Sending, Sent
@@ -35,6 +36,7 @@ class Service:
     threads: Executor
     relays: Relays | None = None
     sent: Sent = field(default_factory=Sent)
+    offers: Budget = field(default_factory=lambda: Budget(Limits().offer_bytes))
 
 
 class Answers:
@@ -43,6 +45,7 @@ class Answers:
     def __init__(self, service: Service, sending: Sending, peer: str, timeout_s: float) -> None:
         self._service, self._sending, self._peer, self._timeout_s = service, sending, peer, timeout_s
         self._joined: set[tuple[str, str]] = set()
+        self._offered = service.offers.share()
 
     async def answer(self, question: Question) -> bytes:
         """The body of an answer; any error is the answer too."""
@@ -61,13 +64,32 @@ class Answers:
             case _:
                 raise PeerFault(f"{self._peer} asks {type(question).__name__} of a side that cannot answer it")
 
+    def begin_push(self, push: Push) -> None:
+        """Make room for what the peer is going to say of a state that it pushes; ``take`` gives it back.
+
+        :raises InvalidInput: this server takes none.
+        :raises Unavailable: there is no room for it now.
+        """
+        self._service.store.check_writable()
+        if push.bytes > self._offered.limit:
+            raise InvalidInput(f"a push comes with {push.bytes} bytes of manifest and ancestry, at most {self._offered.limit} are taken")
+        if not self._offered.take(push.bytes):
+            raise Unavailable(f"there is no room for {push.bytes} bytes of a further push now: try again when others are done")
+
     async def take(self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
         """Fetch a state that the peer pushes; the body of the answer is its record."""
+        try:
+            return await self._take(body, feed)
+        finally:
+            self._offered.give(push.bytes)
+
+    async def _take(self, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
         store = self._service.store
         try:
             offer = _offer.decode(body)
         except (msgspec.DecodeError, RecursionError, ValueError) as exc:
             raise PeerFault(f"{self._peer} pushes what is no offer ({exc})") from exc
+        body.clear()
         sink = await self._run(lambda: store.receive(offer), late=lambda sink: store.abandon(offer, sink))
         source = feed(offer, tuple(sink.lengths))
         try:
@@ -81,7 +103,8 @@ class Answers:
         return _encode(record)
 
     def close(self) -> None:
-        """The peer is gone: its relays serve no more."""
+        """The peer is gone: its relays serve no more, and what it pushed takes no room."""
+        self._offered.close()
         for uid, url in self._joined:
             if self._service.relays is not None:
                 self._service.relays.leave(uid, url)

@@ -20,7 +20,9 @@ _AT_ONCE = 64
 class _Pending:
     done: asyncio.Future[bytes]
     limit: int
+    asked_at: float
     touched_at: float
+    is_push: bool
     body: bytearray = field(default_factory=bytearray)
 
 
@@ -36,12 +38,15 @@ class Asking:
     async def ask(self, question: Question, *, limit: int, offer: bytes = b"") -> bytes:
         """The whole body of the answer, of at most ``limit`` bytes. ``offer`` travels behind a ``Push``."""
         async with self._room:
-            pending = _Pending(asyncio.get_running_loop().create_future(), limit, self._clock())
+            now = self._clock()
+            pending = _Pending(asyncio.get_running_loop().create_future(), limit, now, now, is_push=bool(offer))
             number, self._next = self._next, self._next + 1
             self._pending[number] = pending
             try:
                 await self._post(Ask(number, question))
                 for start in range(0, len(offer), PART_BYTES):
+                    if pending.done.done():  # refused before all of it was sent
+                        break
                     await self._post(Part(number, offer[start : start + PART_BYTES]))
                 return await pending.done
             finally:
@@ -52,9 +57,11 @@ class Asking:
     def answered(self, message: Answer) -> None:
         """A part of an answer is here.
 
-        :raises PeerFault: to no question, or the parts are longer than allowed.
+        :raises PeerFault: to no question, or the parts are longer than allowed, or shorter than a part of a longer answer is.
         """
         pending = self._find(message.id)
+        if not message.is_last and len(message.data) != PART_BYTES:
+            raise PeerFault(f"{self._peer} answers in a part of {len(message.data)} bytes, where each but the last has {PART_BYTES}")
         if pending is None:
             return
         if len(pending.body) + len(message.data) > pending.limit:
@@ -74,17 +81,27 @@ class Asking:
             pending.done.set_exception(revive(message.failure))
 
     def touch(self) -> None:
-        """The peer works on what it was asked (it wants chunks of what is pushed to it)."""
+        """The peer works on what is pushed to it: it wants a chunk that it has not wanted before."""
         for pending in self._pending.values():
-            pending.touched_at = self._clock()
+            if pending.is_push:
+                pending.touched_at = self._clock()
 
-    def expire(self, patience_s: float) -> None:
-        """Give up questions of which nothing was heard for so long."""
+    def expire(self, silent_s: float, total_s: float) -> None:
+        """Give up questions of whose answer no further part came for ``silent_s``, or not all of it within ``total_s``.
+
+        A push lasts for as long as the peer goes on asking for its chunks.
+        """
+        now = self._clock()
         for pending in self._pending.values():
-            if self._clock() - pending.touched_at > patience_s and not pending.done.done():
-                pending.done.set_exception(
-                    Disconnected(f"{self._peer} is alive, but has not answered for {patience_s:g} s: try again later")
-                )
+            if pending.done.done():
+                continue
+            if now - pending.touched_at > silent_s:
+                problem = f"has not answered for {silent_s:g} s"
+            elif now - pending.asked_at > total_s and not pending.is_push:
+                problem = f"has sent {len(pending.body)} bytes of an answer in {total_s:g} s and does not come to its end"
+            else:
+                continue
+            pending.done.set_exception(Disconnected(f"{self._peer} is alive, but {problem}: try again later"))
 
     def fail(self, error: DatastatesError) -> None:
         """The session is over."""

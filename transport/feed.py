@@ -135,11 +135,10 @@ class Receiving:
             gone.set_result(message)
 
     def claim(self, sent: int) -> bool:
-        """The peer says how much it has sent: False if it cannot be true. What is under way counts as progress."""
+        """The peer says how much it has sent: False if it cannot be true. Progress is what arrives, not what is said."""
         if not self._claimed <= sent <= self.bytes_wanted:
             return False
-        if sent > self._claimed:
-            self._claimed, self._moved_at = sent, self._clock()
+        self._claimed = sent
         return True
 
     def _take_tags(self, count: int) -> int:

@@ -173,6 +173,9 @@ class _RelayStore:
         except asyncio.CancelledError:
             raise Unavailable("this receiver gave up before it began: take the state from the source") from None
 
+    def check_writable(self) -> None:
+        raise _only_forwards()
+
     def receive(self, offer: Offer) -> Sink:
         raise _only_forwards()
 

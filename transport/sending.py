@@ -46,6 +46,7 @@ class _Held:
     uid: str
     lengths: tuple[int, ...]
     sends: dict[asyncio.Task[None], Want] = field(default_factory=dict)
+    wanted: set[int] = field(default_factory=set)
     is_released: bool = False
 
 
@@ -88,8 +89,8 @@ class Sending:
         self._used_at = self._clock()
         return handle
 
-    def want(self, want: Want) -> None:
-        """Send a chunk, in a task of its own.
+    def want(self, want: Want) -> bool:
+        """Send a chunk, in a task of its own; whether it was not wanted before.
 
         :raises PeerFault: there is no such chunk, it has another length, or too many are on their way.
         """
@@ -103,7 +104,7 @@ class Sending:
             refusal = asyncio.create_task(self._gone(want, Closed(_CLOSED)))
             self._refusals.add(refusal)
             refusal.add_done_callback(self._refusals.discard)
-            return
+            return False
         if want.index >= len(held.lengths) or sum(want.pieces) != held.lengths[want.index]:
             had = f"has {held.lengths[want.index]} bytes" if want.index < len(held.lengths) else f"is none of {len(held.lengths)}"
             raise PeerFault(f"{self._peer} wants {sum(want.pieces)} bytes of chunk {want.index} of state {held.uid}, which {had}")
@@ -112,6 +113,9 @@ class Sending:
             send = asyncio.create_task(self._send(held, want))
             held.sends[send] = want
             send.add_done_callback(held.sends.pop)
+        is_new = want.index not in held.wanted
+        held.wanted.add(want.index)
+        return is_new
 
     def took(self, took: Took) -> None:
         """The peer has read chunks where they lie.

@@ -26,6 +26,7 @@ from .contract import Channel, Tls, Transport
 from .failures import again, describe
 from .feed import Feed, Receiving
 from .handshake import admit, greet
+from .limits import ANSWER_TIMEOUTS, SILENT_TIMEOUTS
 from .plane import Plane
 from .protocol import (
     BODY_BYTES,
@@ -70,7 +71,6 @@ _logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8  # questions of a peer that are being answered; more wait
 _QUESTIONS = 256  # questions that a peer may have open, the waiting ones included
-_ANSWER_TIMEOUTS = 6  # for so many timeouts an answer may be silent
 _IDLE_TIMEOUTS = 30  # for so many timeouts states may be held open without a chunk being wanted
 _FAREWELL_S = 0.2
 
@@ -78,6 +78,7 @@ _FAREWELL_S = 0.2
 @dataclass(slots=True)
 class _Upload:
     push: Push
+    moved_at: float
     body: bytearray = field(default_factory=bytearray)
 
 
@@ -102,6 +103,7 @@ class Session:
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._questions: set[int] = set()
         self._uploads: dict[int, _Upload] = {}
+        self._refused: dict[int, int] = {}  # bodies that were refused and may still be on their way: what is left of them
         self._error: DatastatesError | None = None
         self._ended = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -324,8 +326,8 @@ class Session:
                 if not self._receiving.claim(sent):
                     raise PeerFault(f"{self.peer} says it has sent {sent} bytes, which it was not asked for")
             case Want():
-                self._asking.touch()
-                self._sending.want(message)
+                if self._sending.want(message):
+                    self._asking.touch()
             case Gone():
                 self._receiving.gone(message)
             case Took():
@@ -351,20 +353,36 @@ class Session:
             raise PeerFault(f"{self.peer} asks question {number} {problem}")
         self._questions.add(number)
         match question:
-            case Push(_, announced):
-                if announced + sum(upload.push.bytes for upload in self._uploads.values()) > BODY_BYTES:
-                    raise PeerFault(f"{self.peer} offers more than {BODY_BYTES} bytes of manifests at once")
-                self._uploads[number] = _Upload(question)
+            case Push():
+                self._begin_upload(number, question)
             case Release():
                 self._guard(self._reply, number, self._release, question)
             case _:
                 self._guard(self._answer, number, question)
 
+    def _begin_upload(self, number: int, push: Push) -> None:
+        """Refused is a push before its body is taken: what of that is on its way already is dropped."""
+        try:
+            self._require(push).begin_push(push)
+        except DatastatesError as exc:
+            self._refused[number] = push.bytes
+            if len(self._refused) > _QUESTIONS:
+                del self._refused[next(iter(self._refused))]
+            self._questions.discard(number)
+            self._guard(self._post, Failed(number, describe(exc)))
+        else:
+            self._uploads[number] = _Upload(push, self._clock())
+
     def _part(self, number: int, data: bytes) -> None:
         upload = self._uploads.get(number)
-        if upload is None or not data or len(upload.body) + len(data) > upload.push.bytes:
-            raise PeerFault(f"{self.peer} sent {len(data)} bytes for question {number}, which has no room for them")
+        left = self._refused.get(number, 0) if upload is None else upload.push.bytes - len(upload.body)
+        if len(data) != min(PART_BYTES, left) or not data:
+            raise PeerFault(f"{self.peer} sent {len(data)} bytes for question {number}, where {min(PART_BYTES, left)} belong")
+        if upload is None:
+            self._refused[number] -= len(data)
+            return
         upload.body += data
+        upload.moved_at = self._clock()
         if len(upload.body) == upload.push.bytes:
             del self._uploads[number]
             self._guard(self._reply, number, self._take_push, upload)
@@ -414,7 +432,7 @@ class Session:
             if late > self.timeout_s / 4:
                 self._stood_still_s += late  # this process stood still, not the peer
             self._check_peer()
-            self._asking.expire(_ANSWER_TIMEOUTS * self.timeout_s)
+            self._asking.expire(SILENT_TIMEOUTS * self.timeout_s, ANSWER_TIMEOUTS * self.timeout_s)
             if not self._writing.locked():
                 self._guard(self._post, Ping(self._sending.bytes))
 
@@ -428,6 +446,8 @@ class Session:
             raise Disconnected(f"{self.peer} is alive, but has sent nothing of the chunks that were asked for in {limit:g} s")
         if self._sending.stalled_s > limit:
             raise Disconnected(f"{self.peer} is alive, but has taken nothing of the chunks that it asked for in {limit:g} s")
+        if any(now - upload.moved_at > limit for upload in self._uploads.values()):
+            raise Disconnected(f"{self.peer} is alive, but has sent nothing for {limit:g} s of what it says of a state that it pushes")
         if self._sending.idle_s > _IDLE_TIMEOUTS * limit:
             raise Disconnected(f"{self.peer} has held states open for {_IDLE_TIMEOUTS * limit:g} s without asking for a chunk")
 

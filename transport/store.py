@@ -64,10 +64,16 @@ class Store(Protocol):
         :raises Unavailable: its bytes are not here.
         """
 
-    def receive(self, offer: Offer) -> Sink:
-        """Make room for a state that a peer pushes.
+    def check_writable(self) -> None:
+        """Nothing, if peers may push; on the loop thread, must not block.
 
-        :raises InvalidInput: this server takes none.
+        :raises InvalidInput: this server takes no states.
+        """
+
+    def receive(self, offer: Offer) -> Sink:
+        """Check everything that a peer says of a state that it pushes, then make room for it.
+
+        :raises InvalidInput: something of it is wrong.
         """
 
     def received(self, offer: Offer, sink: Sink) -> StateRecord:

@@ -132,6 +132,9 @@ class MemoryStore:
         self.opened.append(source)
         return source
 
+    def check_writable(self) -> None:
+        self.hook("writable")
+
     def receive(self, offer: Offer) -> MemorySink:
         self.hook("receive")
         self.sinks.append(MemorySink(offer.manifest))
