@@ -42,6 +42,9 @@ class Channel(ABC):
     host: str | None = None
     """The address of this end that the other one reaches; None where both are in one process."""
 
+    is_secret: bool = False
+    """Whether TLS protects it."""
+
     @abstractmethod
     async def send(self, frame: bytes) -> None:
         """Hand a frame over; waits while the other end does not take any.
@@ -105,7 +108,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:
-        """Run ``accept`` in a task of its own for each peer that arrives. Port 0 takes any free one.
+        """Run ``accept`` in a task of its own for each peer that arrives and says a word. Port 0 takes any free one.
 
         :raises Unavailable: the address cannot be bound.
         """

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
 import ssl
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,12 +18,19 @@ from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 
 from .contract import Channel, Listener, Tls
 
-__all__ = ["TcpChannel", "TcpListener", "dial", "listen"]
+__all__ = ["JOIN", "TcpChannel", "TcpListener", "client_context", "dial", "keep_from_children", "listen", "set_up", "split"]
+
+JOIN = b"Datum\0\0\2"
+"""What a connection for data begins with. A frame begins with a zero, TLS with 22."""
 
 _LENGTH_BYTES = 4
 _BUFFER_BYTES = 256 << 10
 _FLUSH_S = 1.0
 _TLS_S = 10.0
+_FIRST_S = 10.0
+_BACKLOG = 128
+_PAUSE_S = 1.0
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _GONE = (OSError, EOFError)
 _logger = logging.getLogger(__name__)
 
@@ -34,12 +42,13 @@ class TcpChannel(Channel):
         self._reader, self._writer = reader, writer
         self.peer = _printable(writer.get_extra_info("peername"))
         self.host: str = writer.get_extra_info("sockname")[0]
+        self.is_secret = writer.get_extra_info("ssl_object") is not None
         self._announced: int | None = None
         self._is_closed = False
         self._closing: asyncio.Future[None] | None = None
         socket_ = writer.get_extra_info("socket")
         with contextlib.suppress(OSError):  # it is gone already, which the first use will say
-            _set_up(socket_)
+            set_up(socket_)
         _open_sockets[self] = [socket_]
 
     async def send(self, frame: bytes) -> None:
@@ -92,44 +101,125 @@ class TcpChannel(Channel):
         return Disconnected(f"{self.peer} is gone: {reason}")
 
 
-class TcpListener(Listener):
-    """A listening socket."""
+_Arrive = Callable[[socket.socket, Callable[[], None]], Coroutine[Any, Any, None]]
 
-    def __init__(self, server: asyncio.Server, url: str) -> None:
-        self._server, self.url = server, url
-        _open_sockets[self] = list(server.sockets)
+
+class TcpListener(Listener):
+    """A listening socket. What arrives is sorted by its first byte: TLS, a frame of control, or a connection for data."""
+
+    def __init__(self, listening: socket.socket, url: str, arrive: _Arrive) -> None:
+        self._socket, self.url, self._arrive = listening, url, arrive
+        self._silent: set[asyncio.Task[None]] = set()
+        _open_sockets[self] = [listening]
+        self._visits: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
-        """Take no more peers."""
-        self._server.close()  # without ``wait_closed``, which from Python 3.12 on waits for all connections
+        """Take no more peers; those that have not said a word are gone."""
+        waiting = {self._accepting, *self._silent}
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        self._socket.close()
         _open_sockets.pop(self, None)
 
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+            except OSError as exc:  # no descriptors, no memory, or the peer left
+                _logger.warning("no connection can be taken at %s: %s", self.url, exc)
+                await asyncio.sleep(_PAUSE_S if exc.errno in _SHORT else 0)
+                continue
+            self._begin(connection)
 
-async def listen(url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> TcpListener:
-    """Listen on ``scheme://host:port``.
+    def _begin(self, connection: socket.socket) -> None:
+        visit: asyncio.Task[None] = asyncio.create_task(self._arrive(connection, lambda: self._silent.discard(visit)))
+        for tasks in (self._visits, self._silent):
+            tasks.add(visit)
+            visit.add_done_callback(tasks.discard)
+
+
+Accept = Callable[[Channel], Awaitable[None]]
+Join = Callable[[socket.socket, ssl.SSLContext | None], Awaitable[None]]
+
+
+async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join | None = None) -> TcpListener:
+    """Listen on ``scheme://host:port``; ``accept`` runs for each peer once it has said a word. ``join`` gets connections for data as
+    they arrive: not a byte of them was read.
 
     :raises Unavailable: the address cannot be bound.
     :raises InvalidInput: the url names no host and port, or a file for TLS is missing.
     """
-    scheme, host, port = _address(url)
-    visits: set[asyncio.Task[None]] = set()
-
-    def arrive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        visit = asyncio.create_task(_visit(accept, TcpChannel(reader, writer)))
-        visits.add(visit)
-        visit.add_done_callback(visits.discard)
-
+    scheme, host, port = split(url)
     context = _server_context(tls)
+
+    async def arrive(connection: socket.socket, spoke: Callable[[], None]) -> None:
+        try:
+            first = await _first_byte(connection)
+            if first == JOIN[:1] and join is not None:
+                spoke()
+                await join(connection, context)
+                return
+            channel = await _channel(connection, context)
+            spoke()
+        except (OSError, TimeoutError) as exc:
+            _logger.info("a connection to %s was given up: %s", url, exc)
+            connection.close()
+            return
+        except BaseException:
+            connection.close()
+            raise
+        await _visit(accept, channel)
+
     try:
-        where = await _first_address(host, port)
-        server = await asyncio.start_server(
-            arrive, where, port, limit=_BUFFER_BYTES, ssl=context, ssl_handshake_timeout=None if context is None else _TLS_S
-        )
+        listening = _listening(await _first_address(host, port), port)
     except (OSError, UnicodeError) as exc:
         reason = getattr(exc, "strerror", None) or exc
         raise Unavailable(f"{url} cannot be listened on ({reason}): choose another address, or port 0 for any") from exc
-    bound_host, bound_port = server.sockets[0].getsockname()[:2]
-    return TcpListener(server, f"{scheme}://{_bracketed(bound_host)}:{bound_port}")
+    bound_host, bound_port = listening.getsockname()[:2]
+    return TcpListener(listening, f"{scheme}://{_bracketed(bound_host)}:{bound_port}", arrive)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setblocking(False)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if listening.family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening.bind((host, port))
+        listening.listen(_BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+async def _first_byte(connection: socket.socket) -> bytes:
+    """What a connection begins with, which stays unread; nothing if it is closed first."""
+    loop = asyncio.get_running_loop()
+    connection.setblocking(False)
+    readable = asyncio.Event()
+    loop.add_reader(connection, readable.set)
+    try:
+        async with asyncio.timeout(_FIRST_S):
+            await readable.wait()
+    finally:
+        loop.remove_reader(connection)
+    return connection.recv(1, socket.MSG_PEEK)
+
+
+async def _channel(connection: socket.socket, context: ssl.SSLContext | None) -> TcpChannel:
+    """An accepted connection as a channel, after TLS's handshake where there is any."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=_BUFFER_BYTES, loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.connect_accepted_socket(
+        lambda: protocol, connection, ssl=context, ssl_handshake_timeout=None if context is None else _TLS_S
+    )
+    return TcpChannel(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
 
 async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChannel:
@@ -137,8 +227,8 @@ async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChan
 
     :raises Disconnected: nobody answers there in time, or what answers cannot be trusted.
     """
-    _, host, port = _address(url)
-    context = _client_context(tls)
+    _, host, port = split(url)
+    context = client_context(tls)
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(
@@ -170,7 +260,7 @@ async def _first_address(host: str, port: int) -> str:
     return str(place[0])
 
 
-def _address(url: str) -> tuple[str, str, int]:
+def split(url: str) -> tuple[str, str, int]:
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -194,7 +284,11 @@ def _server_context(tls: Tls | None) -> ssl.SSLContext | None:
     return context
 
 
-def _client_context(tls: Tls | None) -> ssl.SSLContext | None:
+def client_context(tls: Tls | None) -> ssl.SSLContext | None:
+    """What a client trusts.
+
+    :raises InvalidInput: the files cannot be used.
+    """
     if tls is None:
         return None
     try:
@@ -211,12 +305,18 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _set_up(connection: Any) -> None:
+def set_up(connection: Any) -> None:
+    """What every connection of ours has: nothing waits to be sent, and a peer that vanished is found."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):  # Linux: a peer that vanished is found within a minute, not two hours
         for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def keep_from_children(owner: object, connection: Any) -> None:
+    """A child that is forked while ``owner`` lives lets go of its copy of this socket."""
+    _open_sockets[owner] = [connection]
 
 
 _open_sockets: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDictionary()

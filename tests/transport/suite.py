@@ -35,7 +35,9 @@ async def meeting(transport: Transport, url: str) -> AsyncIterator[tuple[Channel
 
     listener = await transport.listen(url, accept)
     here = await transport.dial(listener.url, timeout_s=5)
+    await here.send(b"a word")  # whoever says nothing has not arrived
     there = await arrived
+    assert await there.receive(LIMIT) == b"a word"
     try:
         yield here, there
     finally:

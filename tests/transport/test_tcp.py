@@ -28,13 +28,20 @@ async def meeting(
 ) -> AsyncIterator[tuple[tcp.TcpChannel, Channel]]:
     """Both ends of a channel."""
     async with listening(url, tls=server) as (listener, arrivals):
-        here = await tcp.dial(listener.url, timeout_s=5, tls=client)
-        there = await arrivals.get()
+        here, there = await meet(listener, arrivals, client)
         try:
             yield here, there
         finally:
             await here.close()
             await there.close()
+
+
+async def meet(listener: tcp.TcpListener, arrivals: asyncio.Queue[Channel], tls: Tls | None = None) -> tuple[tcp.TcpChannel, Channel]:
+    here = await tcp.dial(listener.url, timeout_s=5, tls=tls)
+    await here.send(b"a word")  # whoever says nothing has not arrived
+    there = await arrivals.get()
+    assert await there.receive(LIMIT) == b"a word"
+    return here, there
 
 
 @asynccontextmanager
@@ -216,6 +223,7 @@ def test_a_listener_outlives_what_its_guests_do(caplog: pytest.LogCaptureFixture
         listener = await tcp.listen("ucx://127.0.0.1:0", accept)
         for _ in range(3):
             channel = await tcp.dial(listener.url, timeout_s=5)
+            await channel.send(b"a word")
             with pytest.raises(Disconnected):
                 await channel.receive(LIMIT)
             await channel.close()
@@ -229,8 +237,7 @@ def test_a_listener_outlives_what_its_guests_do(caplog: pytest.LogCaptureFixture
 def test_a_forked_child_holds_neither_port_nor_connection() -> None:
     async def work() -> None:
         async with listening() as (listener, arrivals):
-            here = await tcp.dial(listener.url, timeout_s=5)
-            there = await arrivals.get()
+            here, there = await meet(listener, arrivals)
             ready, say = os.pipe()
             child = os.fork()
             if child == 0:
@@ -252,6 +259,22 @@ def test_a_forked_child_holds_neither_port_nor_connection() -> None:
                 os.waitpid(child, 0)  # noqa: ASYNC222 # it was killed
                 os.close(ready)
                 os.close(say)
+
+    run(work())
+
+
+def test_whoever_says_nothing_has_not_arrived_and_is_gone_with_the_listener() -> None:
+    async def work() -> None:
+        async with listening() as (listener, arrivals):
+            silent = await tcp.dial(listener.url, timeout_s=5)
+            here, there = await meet(listener, arrivals)
+            assert arrivals.empty()
+        with pytest.raises(Disconnected):
+            await silent.receive(LIMIT)
+        await here.send(b"those who are here stay")
+        assert await there.receive(LIMIT)
+        for end in (silent, here, there):
+            await end.close()
 
     run(work())
 
