@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -85,6 +86,12 @@ class Link(ABC):
         :raises Disconnected: the peer is gone, or the link was aborted.
         """
 
+    async def posted(self) -> None:
+        """Wait until what is sent to the receives that were begun so far has a place to go to, or the link is over.
+
+        A peer that is asked to send before that may take up the room of what others are to send, which then waits for this."""
+        await asyncio.sleep(0)  # every receive runs up to where it waits
+
     @abstractmethod
     async def abort(self) -> None:
         """Stop everything under way; idempotent. Once this returns no buffer is read or written any more."""
@@ -120,9 +127,18 @@ class Transport(ABC):
         :raises Disconnected: nobody answers in time.
         """
 
+    @property
     @abstractmethod
-    def address(self) -> bytes:
-        """Where this process's end of the data plane is; a peer passes it to ``link``. At most 8 KiB."""
+    def located(self) -> bytes:
+        """Where this process's end of the data plane is at the moment; empty while there is none, which is the case until it is used."""
+
+    @abstractmethod
+    async def address(self) -> bytes:
+        """Where this process's end of the data plane is; a peer passes it to ``link``. At most 8 KiB. Makes it if there is none; when that
+        ends by itself, the next one is elsewhere.
+
+        :raises Unavailable: it cannot be made.
+        """
 
     @abstractmethod
     async def link(self, address: bytes) -> Link:

@@ -112,20 +112,20 @@ class Receiving:
         tag = self._take_tags(len(buffers))
         gone: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
         posted = [asyncio.create_task(self._piece(link, tag + n, buffer)) for n, buffer in enumerate(buffers)]
-        if not self._wanted:
-            self._moved_at = self._clock()
-        self._wanted[tag] = gone
         want = Want(handle, index, tag, tuple(buffer.nbytes for buffer in buffers), self._plane.generation)
-        self.bytes_wanted += sum(want.pieces)
         try:
-            await asyncio.sleep(0)  # every receive runs up to where it waits: it is posted
+            await link.posted()
+            if not self._wanted:
+                self._moved_at = self._clock()
+            self._wanted[tag] = gone
+            self.bytes_wanted += sum(want.pieces)
             await self._post(want)
             await _first_error(posted, gone)
         except BaseException:
             await self._take_back(link, posted)
             raise
         finally:
-            del self._wanted[tag]
+            self._wanted.pop(tag, None)
 
     def gone(self, message: Gone) -> None:
         """The peer will not send a chunk."""

@@ -49,7 +49,12 @@ class MemoryTransport(Transport):
         listener.visit(there)
         return here
 
-    def address(self) -> bytes:
+    @property
+    def located(self) -> bytes:
+        """The same for both ends."""
+        return _ADDRESS
+
+    async def address(self) -> bytes:
         """The same for both ends."""
         return _ADDRESS
 

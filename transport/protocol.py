@@ -375,10 +375,11 @@ class Gone(Struct, frozen=True, tag=True):
 class Moved(Struct, frozen=True, tag=True):
     """Where my end of the data plane is from now on; what was under way to the old one is lost.
 
-    An empty ``address``: there is none, because it ended or (``failure``) cannot be made. Whoever hears of one tells its own in return,
-    unless it has."""
+    An empty ``address``: there is none, because it ended or (``failure``) cannot be made. Whoever
+    ``asks`` is to be told the other one's."""
 
     address: _Address
+    asks: bool = False
     failure: Failure | None = None
 
 

@@ -41,6 +41,7 @@ from .protocol import (
     Identity,
     Log,
     Message,
+    Moved,
     Offer,
     Open,
     Opened,
@@ -94,7 +95,7 @@ class Session:
         self._sealed, self._writing = sealed, asyncio.Lock()
         self._heard_at = self._clock()
         self._written_at: float | None = None  # when the frame that is being written was begun
-        self._plane = Plane(transport, its.address, self.peer)
+        self._plane = Plane(transport, own.address, its.address, self.peer, self._post)
         self._near = near.reach(its.features)
         self._asking = Asking(self._post, self._clock, self.peer)
         self._receiving = Receiving(self._plane, self._post, self._clock)
@@ -132,7 +133,7 @@ class Session:
         """
         transport = transport_for(url) if transport is None else transport
         channel = await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
-        own = Ready((), transport.address(), _milliseconds(timeout_s), features=near.beacon())
+        own = Ready((), transport.located, _milliseconds(timeout_s), features=near.beacon())
         sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
         return cls(sealed, transport, own, its, None)
 
@@ -157,7 +158,7 @@ class Session:
             admission()
             return own
 
-        own = Ready((), transport.address(), _milliseconds(timeout_s), identity, features=near.beacon())
+        own = Ready((), transport.located, _milliseconds(timeout_s), identity, features=near.beacon())
         sealed, its = await admit(channel, ready, token=token, timeout_s=timeout_s)
         return cls(sealed, transport, own, its, service)
 
@@ -330,6 +331,10 @@ class Session:
                     self._asking.touch()
             case Gone():
                 self._receiving.gone(message)
+            case Moved():
+                self._plane.moved(message)
+                if message.asks:
+                    self._guard(self._plane.answer)
             case Took():
                 self._sending.took(message)
             case Ask(number, question):

@@ -52,10 +52,16 @@ class UcxTransport(Transport):
         await self._prepare()
         return await tcp.dial(url, timeout_s=timeout_s, tls=tls)
 
-    def address(self) -> bytes:
+    @property
+    def located(self) -> bytes:
+        """The address of the worker, if there is one."""
+        raw = self._worker.address if self._worker is not None else b""
+        return _MAGIC + blake3(raw).digest(_DIGEST_BYTES) + raw if raw else b""
+
+    async def address(self) -> bytes:
         """The worker's address, with all interfaces that UCX_NET_DEVICES allows."""
-        raw = self._started()[0].address
-        return _MAGIC + blake3(raw).digest(_DIGEST_BYTES) + raw
+        await self._prepare()
+        return self.located
 
     async def link(self, address: bytes) -> Link:
         """An endpoint to a worker."""

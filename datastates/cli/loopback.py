@@ -41,7 +41,7 @@ async def _try() -> Found:
     listeners = [await each.listen("ucx://127.0.0.1:0", _refuse) for each in (sender, receiver)]  # which starts the workers
     import ucxx  # after our own worker, which silences a warning of UCX's
 
-    link, back = await sender.link(receiver.address()), await receiver.link(sender.address())
+    link, back = await sender.link(await receiver.address()), await receiver.link(await sender.address())
     data, into = bytearray(range(256)) * (CHUNK_BYTES // 256), [bytearray(CHUNK_BYTES) for _ in range(_AT_ONCE)]
 
     async def move(tags: Iterable[int]) -> None:

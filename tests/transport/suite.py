@@ -50,7 +50,7 @@ async def meeting(transport: Transport, url: str) -> AsyncIterator[tuple[Channel
 @asynccontextmanager
 async def linked(transport: Transport) -> AsyncIterator[tuple[Link, Link]]:
     """Both ends of the data plane; here they lie in one process."""
-    here, there = await transport.link(transport.address()), await transport.link(transport.address())
+    here, there = await transport.link(await transport.address()), await transport.link(await transport.address())
     try:
         yield here, there
     finally:
@@ -306,7 +306,7 @@ class TransportSuite:
         rng = random.Random(0)
 
         async def work() -> None:
-            address = transport.address()
+            address = await transport.address()
             assert len(address) <= 8 << 10
             damaged = [b"", b"x", address[:-1], address + b"x", address[1:], rng.randbytes(len(address))]
             for position in range(len(address)):

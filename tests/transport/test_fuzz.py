@@ -239,7 +239,7 @@ class Fuzzer:
 
     async def _authenticated(self) -> tuple[tcp.TcpChannel, Sealed]:
         channel = await self.dial()
-        sealed, _ = await greet(channel, Ready((), self.transport.address(), 60_000), token=TOKEN, timeout_s=PATIENCE_S)
+        sealed, _ = await greet(channel, Ready((), await self.transport.address(), 60_000), token=TOKEN, timeout_s=PATIENCE_S)
         return channel, sealed
 
     async def _ask_behind(self, sealed: Sealed, body: bytes, number: int) -> str:

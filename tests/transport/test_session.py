@@ -558,3 +558,51 @@ def test_a_session_that_is_closed_fails_whoever_waits_on_it() -> None:
         block.set()
 
     run(test)
+
+
+def test_where_the_data_plane_is_is_told_when_it_is_needed_and_not_before() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            feed = await opened(peer)
+            assert not world.near.located
+            assert not world.far.located
+            assert await receive(feed, 0) == STATE[0]
+            assert world.near.located
+            assert world.far.located
+
+    run(test)
+
+
+@pytest.mark.parametrize("end", ["near", "far"])
+def test_a_data_plane_that_died_is_made_anew_elsewhere_and_the_chunks_come(end: str) -> None:
+    async def test(world: World) -> None:
+        transport = world.near if end == "near" else world.far
+        async with session(world) as peer:
+            feed = await opened(peer)
+            assert await receive(feed, 0) == STATE[0]
+            for index in range(1, len(STATE)):
+                if index % 3 == 0:
+                    transport.die()  # in between
+                receiving = asyncio.ensure_future(receive(feed, index))
+                if index % 3 == 1:  # half way
+                    posted = len(world.near.posted)
+                    world.far.hold.clear()
+                    await until(lambda: len(world.near.posted) > posted)  # noqa: B023 # waited for at once
+                    transport.die()
+                    world.far.hold.set()
+                assert await receiving == STATE[index]
+            assert peer.is_open
+
+    run(test)
+
+
+def test_a_data_plane_that_cannot_be_made_is_named_by_the_end_that_lacks_it() -> None:
+    async def test(world: World) -> None:
+        world.far.problem = Unavailable("UCX does not start over there")
+        async with session(world) as peer:
+            feed = await opened(peer)
+            with pytest.raises(Unavailable, match="does not start over there"):
+                await receive(feed, 0)
+            assert peer.is_open
+
+    run(test)

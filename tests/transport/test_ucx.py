@@ -41,7 +41,7 @@ async def main():
     print(listener.url, flush=True)
     channel = await arrived
     link = await transport.link(await channel.receive(8192))
-    await channel.send(transport.address())
+    await channel.send(await transport.address())
     data = memoryview(bytes(range(256)) * (1 << 14))
     await link.send(1, data)
     print("sent", flush=True)
@@ -88,7 +88,7 @@ def test_a_message_from_another_process_arrives_and_both_end_at_once() -> None:
         async def work() -> None:
             transport = transport_for(url)
             channel = await transport.dial(url, timeout_s=5)
-            await channel.send(transport.address())
+            await channel.send(await transport.address())
             link = await transport.link(await channel.receive(8192))
             memory = bytearray(4 << 20)
             await link.receive(1, memoryview(memory))
@@ -110,7 +110,7 @@ def test_a_peer_that_is_killed_or_stopped_lets_go_of_our_memory(how: signal.Sign
         async def work() -> None:
             transport = transport_for(url)
             channel = await transport.dial(url, timeout_s=5)
-            await channel.send(transport.address())
+            await channel.send(await transport.address())
             link = await transport.link(await channel.receive(8192))
             await link.receive(1, memoryview(bytearray(4 << 20)))
             memory = bytearray(4 << 20)
@@ -140,7 +140,7 @@ def test_a_message_that_breaks_off_half_way_is_written_no_further_after_the_abor
         async def work() -> None:
             transport = transport_for(url)
             channel = await transport.dial(url, timeout_s=5)
-            await channel.send(transport.address())
+            await channel.send(await transport.address())
             link = await transport.link(await channel.receive(8192))
             await link.receive(1, memoryview(bytearray(4 << 20)))
             memory = bytearray(256 << 20)
@@ -167,7 +167,7 @@ def test_a_message_that_breaks_off_half_way_is_written_no_further_after_the_abor
 async def echo() -> None:
     """One message through this process's own worker."""
     transport = transport_for("ucx://")
-    link = await transport.link(transport.address())
+    link = await transport.link(await transport.address())
     into, data = bytearray(5 << 20), os.urandom(5 << 20)
     await asyncio.gather(link.send(3, memoryview(data)), link.receive(3, memoryview(into)))
     assert into == data
@@ -272,7 +272,7 @@ def test_the_users_own_settings_win() -> None:
 def test_two_aborts_and_sends_afterwards_are_harmless() -> None:
     async def work() -> None:
         transport = transport_for("ucx://")
-        link = await transport.link(transport.address())
+        link = await transport.link(await transport.address())
         waiting = [asyncio.ensure_future(link.receive(50 + n, memoryview(bytearray(1 << 20)))) for n in range(20)]
         await asyncio.sleep(0)
         await asyncio.gather(link.abort(), link.abort())
@@ -288,7 +288,7 @@ def test_two_aborts_and_sends_afterwards_are_harmless() -> None:
 def test_hundreds_of_messages_begun_at_once_cost_no_warning(capfd: pytest.CaptureFixture[str]) -> None:
     async def work() -> None:
         transport = transport_for("ucx://")
-        link = await transport.link(transport.address())
+        link = await transport.link(await transport.address())
         into = [bytearray(1000) for _ in range(600)]
         receiving = [link.receive(1 << 40 | n, memoryview(each)) for n, each in enumerate(into)]
         await asyncio.gather(*receiving, *(link.send(1 << 40 | n, memoryview(b"x" * 1000)) for n in range(600)))

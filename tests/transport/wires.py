@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
-from datastates.errors import Disconnected, PeerFault
+from datastates.errors import DatastatesError, Disconnected, PeerFault
 from datastates.transport.contract import Channel, Link, Listener, Tls, Transport
 
 Change = Callable[[int, bytes], Iterable[bytes]]
@@ -100,6 +100,7 @@ class QueueTransport(Transport):
 
     scheme = "queue"
     processes: dict[bytes, QueueTransport] = {}  # noqa: RUF012 # a test's world
+    dead: dict[bytes, QueueTransport] = {}  # noqa: RUF012 # under the names that they had
 
     def __init__(self, name: str) -> None:
         self.name = name.encode()
@@ -108,10 +109,13 @@ class QueueTransport(Transport):
         self.hold = asyncio.Event()
         self.hold.set()
         self.aborts = 0
+        self.is_located = False
+        self.problem: DatastatesError | None = None
         self.links: list[QueueLink] = []
         self.accept: Callable[[Channel], Awaitable[None]] | None = None
         self.visits: set[asyncio.Task[None]] = set()
         self.processes[self.name] = self
+        self.dead.pop(self.name, None)
 
     def box(self, tag: int) -> asyncio.Queue[bytes]:
         return self.boxes.setdefault(tag, asyncio.Queue())
@@ -139,10 +143,30 @@ class QueueTransport(Transport):
         visit.add_done_callback(server.visits.discard)
         return here
 
-    def address(self) -> bytes:
+    @property
+    def located(self) -> bytes:
+        return self.name if self.is_located else b""
+
+    async def address(self) -> bytes:
+        if self.problem is not None:
+            raise self.problem
+        self.is_located = True
         return self.name
 
+    def die(self) -> None:
+        """Whatever is under way to or from here fails; the next end is elsewhere."""
+        self.boxes, self.is_located = {}, False
+        for transport in self.processes.values():
+            for link in transport.links:
+                if self in {link.here, link.there}:
+                    link.aborted.set()
+        self.dead[self.name] = self.processes.pop(self.name)
+        self.name += b"'"
+        self.processes[self.name] = self
+
     async def link(self, address: bytes) -> Link:
+        if address in self.dead:
+            raise Disconnected(f"{address!r} is gone")
         if address not in self.processes:
             raise PeerFault(f"{address!r} is no address")
         link = QueueLink(self, self.processes[address])
