@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .config import BackPressure
-from .errors import Conflict, NotFound
+from .errors import Conflict, InvalidInput, NotFound
 from .interrupts import undisturbed
 from .landing import StateSink
 from .lineage import clones, refs
@@ -22,8 +22,14 @@ __all__ = ["abandon", "lacks_parents", "land", "make_room", "make_tag", "missing
 _log = logging.getLogger("datastates")
 
 
-def make_room(repository: Repository, manifest: Manifest, *, relatives: Iterable[str] = ()) -> StateSink:
-    """Where the chunks of a state go: the repository's arena. May wait for room, as a capture does.
+def make_room(
+    repository: Repository,
+    manifest: Manifest,
+    *,
+    relatives: Iterable[str] = (),
+    acquire: Callable[[int], Sequence[int] | None] | None = None,
+) -> StateSink:
+    """Where the chunks of a state go: the repository's arena. May wait for room, as a capture does, unless ``acquire`` gets it.
 
     :raises OverBudget: it can never fit.
     """
@@ -32,10 +38,10 @@ def make_room(repository: Repository, manifest: Manifest, *, relatives: Iterable
     assert memory is not None, "the runner made it"
     assert arena is not None, "the runner made it"
 
-    def acquire(count: int) -> Sequence[int] | None:
+    def wait(count: int) -> Sequence[int] | None:
         return runner.acquire(count, BackPressure.WAIT)
 
-    return StateSink(manifest, memory, arena, acquire, local=repository._local, relatives=relatives)
+    return StateSink(manifest, memory, arena, acquire or wait, local=repository._local, relatives=relatives)
 
 
 def abandon(repository: Repository, sink: StateSink) -> None:
@@ -120,5 +126,5 @@ def make_tag(repository: Repository, tag: Ref) -> None:
     try:
         with repository._database.write(durable=True) as session:
             refs.tag(session, tag.name, tag.state, message=tag.message)
-    except (Conflict, NotFound) as exc:
-        _log.warning("tag %s was not taken over: %s", tag.name, exc)
+    except (Conflict, InvalidInput, NotFound) as exc:
+        _log.warning("tag %.255r was not taken over: %s", tag.name, exc)

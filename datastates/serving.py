@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from . import arrivals, digest, values
-from .errors import Closed, InvalidInput
+from .errors import Closed, InvalidInput, PeerFault
 from .landing import StateSink
 from .lineage import clones, revision, search, walk
 from .lineage import refs as lineage_refs
+from .lineage.states import Ref, State
+from .pushroom import PushRoom, Room
 from .records import record_of, record_of_ref, ref_of, state_of
 from .store.tier import Reader
 from .transport import loop
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RepositoryStore", "Server", "ServerStats"]
 
+_TAGS = 1000  # each is a transaction of its own
 _VERSION = version("datastates")  # found now: a process that forks while a thread looks for it leaves the child the lock of an import
 
 
@@ -58,10 +61,13 @@ class StateSource:
 
 
 class RepositoryStore:
-    """A repository, seen by a server; every method runs in worker threads. ``is_writable`` takes what peers push."""
+    """A repository, seen by a server; every method runs in worker threads. ``is_writable`` takes what peers push;
+    for room for it somebody waits ``patience_s`` at most."""
 
-    def __init__(self, repository: Repository, *, is_writable: bool = False) -> None:
+    def __init__(self, repository: Repository, *, is_writable: bool = False, patience_s: float = 10.0) -> None:
         self._repository, self._is_writable = repository, is_writable
+        self._room = PushRoom(repository, patience_s)
+        self._rooms: dict[Sink, Room] = {}
 
     def identity(self) -> Identity:
         """Who this is."""
@@ -100,32 +106,58 @@ class RepositoryStore:
             raise InvalidInput("this server takes no states: serve with is_writable=True (datastates serve --writable)")
 
     def receive(self, offer: Offer) -> Sink:
-        """Make room for what a peer pushes."""
+        """Check what a peer says of a state, all of it; then make room for its bytes."""
         self.check_writable()
         manifest = digest.decode(offer.manifest, source=f"the pushed state {offer.state.uid}")
         if (manifest.origin.uid, manifest.digest) != (offer.state.uid, offer.state.digest):
             raise InvalidInput(f"the manifest of the pushed state {offer.state.uid} is another state's: push again")
-        return arrivals.make_room(self._repository, manifest, relatives=(state.uid for state in offer.ancestry[:10]))
+        state, ancestry, tags = _told(offer)
+        with self._repository._database.read() as session:
+            clones.check_arrival(session, state, ancestry, tags)
+        room = self._room.share()
+        try:
+            sink = arrivals.make_room(
+                self._repository, manifest, relatives=(state.uid for state in offer.ancestry[:10]), acquire=room.acquire
+            )
+        except BaseException:
+            room.close()
+            raise
+        self._rooms[sink] = room
+        return sink
 
     def received(self, offer: Offer, sink: Sink) -> StateRecord:
         """Record what was pushed."""
         assert isinstance(sink, StateSink), "receive made it"
+        state, ancestry, tags = _told(offer)
         state = arrivals.land(
             self._repository,
             sink,
-            state_of(offer.state),
-            ancestry=[state_of(each) for each in offer.ancestry],
-            tags=[ref_of(ref) for ref in offer.refs],
+            state,
+            ancestry=ancestry,
+            tags=tags,
             source="push",
             source_repository="",
             bytes_moved=sink.bytes_missing,
         )
+        self._rooms.pop(sink).close()
         return record_of(state)
 
     def abandon(self, offer: Offer, sink: Sink) -> None:
         """A push ended early."""
         assert isinstance(sink, StateSink), "receive made it"
         arrivals.abandon(self._repository, sink)
+        if (room := self._rooms.pop(sink, None)) is not None:
+            room.close()
+
+
+def _told(offer: Offer) -> tuple[State, list[State], list[Ref]]:
+    """What a peer says of a state that it pushes.
+
+    :raises PeerFault: it cannot be.
+    """
+    if len(offer.refs) > _TAGS:
+        raise PeerFault(f"{len(offer.refs)} refs come with state {offer.state.uid}: at most {_TAGS} are taken")
+    return state_of(offer.state), [state_of(each) for each in offer.ancestry], [ref_of(ref) for ref in offer.refs if ref.kind == "tag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +178,7 @@ class Server:
     """
 
     def __init__(self, repository: Repository, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float) -> None:
-        store = RepositoryStore(repository, is_writable=is_writable)
+        store = RepositoryStore(repository, is_writable=is_writable, patience_s=timeout_s)
         self._server = transport_server.Server(store, url, token=token, tls=tls, timeout_s=timeout_s, relays=Chains())
         self._pid = os.getpid()
         self._is_closed = False

@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import bindparam, insert, select
 
-from datastates.errors import Conflict
+from datastates import values
+from datastates.errors import Conflict, InvalidInput
 
+from . import refs
 from .holders import holder
 from .lookup import id_of
 from .lookup import states as load
-from .record import mark, record
+from .record import check, mark, record
 from .schema import CloneRow, RepositoryRow, RunRow, StateRow, from_us, table, to_us
-from .states import NewState, State, Status
+from .states import NewState, Ref, State, Status
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Clone", "arrive", "clones_of", "import_ancestry", "known", "repository_uid"]
+__all__ = ["Clone", "arrive", "check_arrival", "clones_of", "import_ancestry", "known", "repository_uid"]
 
 _BATCH = 500  # uids in one IN list
 
@@ -51,6 +53,25 @@ def known(session: Session, uids: Iterable[str]) -> dict[str, str]:
         rows = session.execute(_DIGESTS, {"uids": wanted[start : start + _BATCH]})
         found.update((row.uid, row.digest) for row in rows)
     return found
+
+
+def check_arrival(session: Session, state: State, ancestry: Sequence[State], tags: Sequence[Ref]) -> None:
+    """Nothing, if ``import_ancestry``, ``arrive`` and ``refs.tag`` would take all of this; nothing is changed.
+
+    :raises Conflict: a state of the same uid and another digest is here, or among them.
+    :raises InvalidInput: a name or a value cannot be stored, or a tag names a state that does not come; names it.
+    """
+    coming: dict[str, str] = {}
+    for each in (state, *ancestry):
+        if coming.setdefault(each.uid, each.digest) != each.digest:
+            raise Conflict(f"state {each.uid} comes with two digests: one of them is forged")
+        check(_new(each, coming, status=Status.CAPTURED))
+    _check_same(known(session, coming), (state, *ancestry))
+    for tag in tags:
+        refs.check_name(tag.name)
+        values.text(tag.message or "", f"the message of tag {tag.name}")
+        if tag.state not in coming:
+            raise InvalidInput(f"tag {tag.name!r} names state {tag.state[:24]}, which does not come with it: leave the tag out")
 
 
 def import_ancestry(session: Session, states: Sequence[State]) -> int:

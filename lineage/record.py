@@ -38,7 +38,7 @@ from .states import NewState, RefKind, State, Value
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["evict", "mark", "packs_of", "record"]
+__all__ = ["check", "evict", "mark", "packs_of", "record"]
 
 _UID = re.compile(r"[0-9a-f]{24}")
 
@@ -85,6 +85,16 @@ def record(session: Session, new: NewState) -> State:
     )
 
 
+def check(new: NewState) -> None:
+    """Nothing, if ``record`` would store such a state; whether its parents are there is another question.
+
+    :raises InvalidInput: a uid, a name or a value cannot be stored; names it.
+    """
+    _check(new)
+    for key, value in new.attributes.items():
+        _attribute_row(key, value)
+
+
 # The steps of record
 
 
@@ -96,8 +106,9 @@ def _check(new: NewState) -> None:
     values.text(new.message or "", "message")
     if len({(edge.parent, edge.kind) for edge in new.edges}) < len(new.edges):
         raise InvalidInput(f"{new.uid} names a further parent twice in the same way: name each once")
-    if not -(2**63) <= new.step < 2**63:
-        raise InvalidInput(f"step {new.step} does not fit 64 bits: count steps from 0")
+    for what, number in (("step", new.step), ("micro_step", new.micro_step), ("world_size", new.world_size)):
+        if not -(2**63) <= number < 2**63:
+            raise InvalidInput(f"{what} {number} does not fit 64 bits: count from 0")
 
 
 def _check_place(new: NewState, place: Any) -> None:

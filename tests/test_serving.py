@@ -18,13 +18,26 @@ import pytest
 import torch
 
 import datastates
-from datastates import Closed, Config, Conflict, Corrupt, InvalidInput, NotFound, Repository, Status, Unauthorized, Unavailable, digest
-from datastates.errors import Cancelled
+from datastates import (
+    Closed,
+    Config,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    OverBudget,
+    Repository,
+    Status,
+    Unauthorized,
+    Unavailable,
+    digest,
+)
+from datastates.errors import Cancelled, PeerFault
 from datastates.lineage import clones
 from datastates.lineage.holders import replicas_of
 from datastates.records import record_of, state_of
 from datastates.serving import RepositoryStore
-from datastates.transport.protocol import Offer
+from datastates.transport.protocol import Offer, RefRecord
 from datastates.transport.sink import Sink
 from datastates.transport.store import Source
 from tests.forge import Forge, forge
@@ -234,14 +247,16 @@ def test_a_push_whose_manifest_is_another_state_is_refused_before_memory_is_take
 
 def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(repo: Repository, other: Repository) -> None:
     genuine = offer_of(repo)
-    with other._database.write() as session:
-        clones.import_ancestry(session, [state_of(state) for state in genuine.ancestry])
     forged = msgspec.structs.replace(genuine.ancestry[0], digest="f" * 64)
     with repo.serve("memory://"), other.serve("memory://", is_writable=True):
         store = RepositoryStore(other, is_writable=True)
         offer = msgspec.structs.replace(genuine, ancestry=(forged,))
         sink = store.receive(offer)
         fill(repo, sink)
+        with other._database.write() as session:  # by another process, meanwhile
+            clones.import_ancestry(session, [state_of(state) for state in genuine.ancestry])
+        with pytest.raises(Conflict, match="forged"):
+            store.receive(offer)
         with pytest.raises(Conflict, match="forged"):
             store.received(offer, sink)
         store.abandon(offer, sink)
@@ -251,6 +266,62 @@ def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(re
     assert other._arena.available == other._arena.capacity
     with pytest.raises(NotFound):
         other.state(genuine.state.uid)
+
+
+EVIL: dict[str, Callable[[Offer], dict[str, Any]]] = {
+    "name of a tag": lambda offer: {"refs": (RefRecord("bad name", "tag", offer.state.uid),)},
+    "message of a tag": lambda offer: {"refs": (RefRecord("fine", "tag", offer.state.uid, "a\0b"),)},
+    "tag of another state": lambda offer: {"refs": (RefRecord("fine", "tag", "ab" * 12),)},
+    "tags without number": lambda offer: {"refs": tuple(RefRecord(f"t{n}", "tag", offer.state.uid) for n in range(1001))},
+    "status": lambda offer: {"state": msgspec.structs.replace(offer.state, status="odd")},
+    "status of an ancestor": lambda offer: {"ancestry": (msgspec.structs.replace(offer.ancestry[0], status="odd"),)},
+    "message": lambda offer: {"state": msgspec.structs.replace(offer.state, message="a\0b")},
+    "metric": lambda offer: {"ancestry": (msgspec.structs.replace(offer.ancestry[0], metrics={"": 1.0}),)},
+    "attribute": lambda offer: {"state": msgspec.structs.replace(offer.state, attributes={"a": "\0"})},
+    "step": lambda offer: {"state": msgspec.structs.replace(offer.state, step=1 << 63)},
+    "micro step": lambda offer: {"state": msgspec.structs.replace(offer.state, micro_step=1 << 63)},
+    "uid": lambda offer: {"ancestry": (msgspec.structs.replace(offer.ancestry[0], uid="x"),)},
+    "two digests": lambda offer: {"ancestry": (msgspec.structs.replace(offer.state, digest="f" * 64),)},
+}
+
+
+@pytest.mark.parametrize("what", EVIL)
+def test_everything_about_a_push_is_checked_before_memory_is_taken(repo: Repository, other: Repository, what: str) -> None:
+    store, genuine = RepositoryStore(other, is_writable=True), offer_of(repo)
+    with pytest.raises((InvalidInput, Conflict, PeerFault)):
+        store.receive(msgspec.structs.replace(genuine, **EVIL[what](genuine)))
+    assert other._running is None, "no memory was taken"
+
+
+def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_be_written(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, pushed = torch.zeros(SLOT // 2), torch.zeros(SLOT // 4)
+    with datastates.open(tmp_path / "busy", config=replace(QUIET, memory_bytes=10 * SLOT)) as busy:
+        run = busy.track(weights={"it": weights}, rng=False)
+        run.capture().wait()  # of two slots: six are the training's
+
+        def full(*arguments: object, **options: object) -> None:
+            raise Unavailable("the disk is full")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(busy._local, "put", full)
+            with busy.serve("memory://", is_writable=True, timeout_s=0.3) as server, datastates.connect(server.url) as peer:
+                source = repo.track(weights={"it": pushed}, rng=False, branch="pushed")
+                for number in range(4):
+                    pushed.fill_(number + 0.5)
+                    peer.push(source.capture().wait().uid, repo=repo)
+                pushed.fill_(100)
+                with pytest.raises(Unavailable, match="push again later"):
+                    peer.push(source.capture().wait().uid, repo=repo)
+                with pytest.raises(OverBudget, match="4 of 10 are not needed"):
+                    peer.push(
+                        repo.track(weights={"it": torch.rand(5 * SLOT // 4)}, rng=False, branch="big").capture().wait().uid, repo=repo
+                    )
+            for number in range(5):
+                weights.fill_(number)
+                assert run.capture().wait(timeout_s=20).step == number + 2
+        assert busy.state("main").step == 6
 
 
 def test_a_push_moves_only_what_is_missing_and_says_so(repo: Repository, other: Repository) -> None:

@@ -23,6 +23,7 @@ from .store import Relays, Source, Store, SupportsAddresses
 
 __all__ = ["Answers", "Service"]
 
+_ROOM_AT_ONCE = 2
 _T = TypeVar("_T")
 _encode = msgspec.msgpack.Encoder().encode
 _offer = msgspec.msgpack.Decoder(Offer)
@@ -30,12 +31,13 @@ _offer = msgspec.msgpack.Decoder(Offer)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the sessions of one server share. ``threads`` runs the store."""
+    """What the sessions of one server share. ``threads`` runs the store; ``pushing`` leaves some of them to those that do not push."""
 
     store: Store
     threads: Executor
     relays: Relays | None = None
     sent: Sent = field(default_factory=Sent)
+    pushing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ROOM_AT_ONCE))
     offers: Budget = field(default_factory=lambda: Budget(Limits().offer_bytes))
 
 
@@ -90,7 +92,8 @@ class Answers:
         except (msgspec.DecodeError, RecursionError, ValueError) as exc:
             raise PeerFault(f"{self._peer} pushes what is no offer ({exc})") from exc
         body.clear()
-        sink = await self._run(lambda: store.receive(offer), late=lambda sink: store.abandon(offer, sink))
+        async with self._service.pushing:  # for room somebody may have to wait
+            sink = await self._run(lambda: store.receive(offer), late=lambda sink: store.abandon(offer, sink))
         source = feed(offer, tuple(sink.lengths))
         try:
             await fetch(sink, [source], timeout_s=self._timeout_s)

@@ -254,6 +254,10 @@ class Engine:
             return "a training of this process stands there: end that, or drop an older state"
         return None
 
+    def unwritten_clones(self) -> list[str]:
+        """Clones that are not durable, the oldest first."""
+        return [uid for uid, entry in self._entries.items() if uid in self._adopted and not entry.is_durable]
+
     @property
     def pending_writes(self) -> int:
         """How many states are being written or wait to be."""

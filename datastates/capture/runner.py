@@ -137,11 +137,13 @@ class Runner:
         self._post(Closing(line.name))
         self._warmer.forget(line.name)
 
-    def acquire(self, count: int, back_pressure: BackPressure, *, line: Line | None = None) -> list[int] | None:
+    def acquire(
+        self, count: int, back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
+    ) -> list[int] | None:
         """Slots for a state; None when there is no room and the back-pressure is to skip.
 
         Blocks under ``wait`` and ``drop-oldest`` until memory is let go. After a capture, which names its ``line``, room for the next
-        one of its size is made ahead.
+        one of its size is made ahead. After ``within_s`` nobody waits any longer: None.
 
         :raises OverBudget: the state could never fit, or nothing that is in its way can be written.
         """
@@ -162,7 +164,7 @@ class Runner:
             if slots is None and in_flight < _MOST_IN_FLIGHT and (line is None or not in_flight or self._warmer.is_given):
                 refused = self._make_room(count, back_pressure, line, since)
                 slots = None if self._is_overfull(self._arena.capacity) else self._arena.acquire(count)
-            if slots is not None or back_pressure is BackPressure.SKIP:
+            if slots is not None or back_pressure is BackPressure.SKIP or (within_s is not None and time.monotonic() - since > within_s):
                 return slots
             if refused is not None:
                 raise self._no_room(count, refused, line)
@@ -312,6 +314,16 @@ class Runner:
         """Refs were made, moved or deleted: protect and write what they name."""
         self._is_abandoned = False
         self._look_at_refs(is_forced=True)
+
+    @property
+    def needed_slots(self) -> int:
+        """Slots that captures need to go on: for a state that is kept, one that is written and one that is captured."""
+        return min(3 * self._next_slots, self._arena.capacity)
+
+    def unwritten_clones(self) -> list[str]:
+        """Clones that are in memory and not durable, the oldest first."""
+        with self._lock:
+            return self._engine.unwritten_clones()
 
     @property
     def pending_writes(self) -> int:

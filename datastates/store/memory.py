@@ -160,6 +160,11 @@ class MemoryTier(Tier):
             uses = Counter(key for state in states if not state.readers for key in state.keys)
             return sum(self._chunks[key].uses == count for key, count in uses.items())
 
+    def slots_of(self, uids: Iterable[str]) -> int:
+        """How many slots all these states have together, those that others share included."""
+        with self._lock:
+            return len({key for uid in uids if (state := self._states.get(uid)) is not None for key in state.keys})
+
     @property
     def bytes_held(self) -> int:
         """Payload bytes that are held, each distinct chunk once."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from datastates import Repository, peers
+from datastates import Peer, Repository, peers
 from datastates.errors import Disconnected, PeerFault
 from datastates.transport.protocol import StatePage, StateRecord
 from tests.peers.pairs import Made, Training, train
@@ -39,6 +39,14 @@ def strangers() -> Iterator[list[StateRecord]]:
         yield [record(f"{2 * number + n:024x}", step=number) for n in range(2)]
 
 
+def listed(kind: str, peer: Peer, made: Made) -> None:
+    """Ask for a list, as a user does."""
+    if kind == "clone":
+        peer.clone("main", repo=made.repo())
+    else:
+        peer.log("main") if kind == "log" else peer.find("step > 0")
+
+
 @pytest.mark.parametrize("kind", ["log", "find", "clone"])
 def test_a_list_without_end_is_given_up_in_time(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = made.peer(served(made).serve("memory://"), timeout_s=0.1)
@@ -46,10 +54,7 @@ def test_a_list_without_end_is_given_up_in_time(made: Made, kind: str, monkeypat
     lying(strangers(), monkeypatch)
 
     with pytest.raises(Disconnected, match="without coming to an end for 2 s"):
-        if kind == "clone":
-            peer.clone("main", repo=made.repo())
-        else:
-            peer.log("main") if kind == "log" else peer.find("step > 0")
+        listed(kind, peer, made)
 
 
 @pytest.mark.parametrize("kind", ["log", "clone"])
@@ -59,7 +64,7 @@ def test_a_list_that_goes_round_is_the_peers_fault(made: Made, kind: str, monkey
     lying(itertools.repeat([record("ab" * 12)]), monkeypatch)
 
     with pytest.raises(PeerFault, match="twice"):
-        peer.log("main") if kind == "log" else peer.clone("main", repo=made.repo())
+        listed(kind, peer, made)
 
 
 def test_a_list_of_more_states_than_anybody_has_is_the_peers_fault(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
