@@ -39,12 +39,24 @@ class Belongings:
             return
         try:
             self.runner.close()
-            with suppress(Unavailable), self.database.write(durable=True) as session:  # else whoever opens it next finds out
-                runs.finish(session, self.run_uid)
+            with suppress(Unavailable):  # whoever opens it next finds out
+                self._finish()
         except Exception:
             self._free()
             raise
         self._free()
+
+    def _finish(self) -> None:
+        """The run is over. Where Ctrl-C gave up what was to be written, branches go back to what can be restored."""
+        if not self.runner.has_given_up:
+            with self.database.write(durable=True) as session:
+                return runs.finish(session, self.run_uid)
+        with self.database.write(durable=True) as session:
+            moved = runs.recover(session, [self.run_uid])
+        for each in moved:
+            where = "nothing of it is left, so the name is free" if each.new is None else f"it is back at {each.new[:10]}"
+            _log.warning("branch %s: its newest states were given up before they were durable; %s", each.branch, where)
+        return None
 
     def _free(self) -> None:
         self.lease.close()

@@ -69,6 +69,24 @@ def test_a_write_that_was_given_up_is_no_error_of_the_close(repo: Repository, wr
     run.close()
 
 
+def test_a_branch_whose_head_was_given_up_goes_back_when_the_repository_is_closed(
+    repo: Repository, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = repo.track(weight=torch.zeros(3), rng=False)
+    writer.go_on.set()
+    kept = run.capture().wait("durable")
+    writer.go_on.clear()
+    writer.is_writing.clear()
+    given_up = run.capture()
+    give_up(run, writer, monkeypatch)
+    repo.close()
+    assert not writer.go_on.is_set()
+    with datastates.open(repo.location.packs.parent) as again:
+        assert again.state("main").uid == kept.uid
+        assert again.state(given_up.uid).status is Status.EVICTED
+        assert again.reflog("main")[0].old == given_up.uid
+
+
 def test_what_is_captured_after_a_close_was_given_up_is_waited_for_again(
     repo: Repository, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,6 +350,11 @@ class Runner:
             self._is_abandoned = True
             raise
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether Ctrl-C ended the last wait for what is to be durable."""
+        return self._is_abandoned
+
     def errors(self) -> list[Exception]:
         """What failed on lines of trackers, and none of these has raised. A clone's failure was logged: nobody asks for it."""
         with self._lock:

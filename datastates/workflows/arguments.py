@@ -1,23 +1,39 @@
-"""What the makers of plans take, as plain values within bounds that a study may have; or a refusal that says what would do."""
+"""What studies and the makers of their plans take, as plain values within bounds that a study may have; or a refusal that says what would
+do.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.states import Value
 
+if TYPE_CHECKING:
+    from datastates.repository import Repository
+
 __all__ = [
     "MOST_DEPTH",
     "MOST_SAMPLES",
     "MOST_VARIANTS",
+    "Split",
+    "configuration",
     "counted",
     "folds",
     "names",
     "plain_values",
     "positive",
+    "repository",
+    "samples",
     "seed",
+    "split",
+    "subsets",
     "tried",
     "variants",
     "whole",
@@ -28,6 +44,84 @@ MOST_VARIANTS = 1_000_000
 MOST_DEPTH = 20
 MOST_SAMPLES = 100_000_000
 _BITS = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What the variants of a plan are trained and validated on, as a plan holds it; ``train=None`` leaves it to the train function."""
+
+    subsets: dict[str, tuple[int, ...]]
+    train: tuple[str, ...] | None
+    validation: tuple[str, ...]
+    seen: tuple[str, ...]
+
+
+def split(value: object, what: str) -> Split:
+    """Some of ``subsets``, ``train``, ``validation`` and ``seen``, by name."""
+    given = values.named(value, what)
+    known = [each.name for each in fields(Split)]
+    if unknown := sorted(set(given).difference(known)):
+        raise InvalidInput(f"a plan takes no {unknown[0]!r}: its data are {', '.join(sorted(known))}")
+    train = None if given.get("train") is None else names(given["train"], "train")
+    validation, seen = (names(given.get(name), name) for name in ("validation", "seen"))
+    return Split(subsets(given.get("subsets", {}), "subsets"), train, validation, seen)
+
+
+def repository(value: object, what: str) -> Repository:
+    """What ``datastates.open`` returned."""
+    from datastates.repository import Repository  # which plans do without
+
+    if not isinstance(value, Repository):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give what datastates.open returned")
+    return value
+
+
+def samples(value: object, what: str) -> int:
+    """How many samples there are, from 1."""
+    return values.integer(value, what, least=1, most=MOST_SAMPLES)
+
+
+def subsets(value: object, what: str) -> dict[str, tuple[int, ...]]:
+    """Parts of the data by name, each as indices: any integers from 0, in ranges, arrays or tensors."""
+    found: dict[str, tuple[int, ...]] = {}
+    left = MOST_SAMPLES
+    for name, rows in values.named(value, what).items():
+        found[name] = _indices(rows, f"subset {name!r}", left)
+        left -= len(found[name])
+    return found
+
+
+def _indices(rows: Any, what: str, most: int) -> tuple[int, ...]:
+    try:
+        is_over = isinstance(rows, range) and bool(rows[most:])
+        found = () if is_over else tuple(operator.index(row) for row in islice(rows, most + 1))
+    except Exception as exc:
+        raise InvalidInput(f"{what} holds what is no index ({exc}): give it integers from 0") from exc
+    if is_over or len(found) > most:
+        raise InvalidInput(f"with {what} there are over {MOST_SAMPLES:,} indices: a plan has at most that many")
+    if found and min(found) < 0:
+        raise InvalidInput(f"{what} holds {values.shown(min(found))}: indices count from 0")
+    if found and max(found) >= _BITS:
+        raise InvalidInput(f"{what} holds {values.shown(max(found))}: an index has at most 63 bits")
+    return found
+
+
+def configuration(value: object, what: str) -> dict[str, Value]:
+    """A configuration: plain, finite values by name."""
+    return {values.string(key, f"a name in {what}"): _config_value(each, str(key), what) for key, each in values.named(value, what).items()}
+
+
+def _config_value(value: object, key: str, what: str) -> Value:
+    """One value of a configuration ``what``."""
+    try:
+        found = values.string(value, key) if isinstance(value, str) else values.plain(value, key)
+    except InvalidInput as exc:
+        raise InvalidInput(f"{what} has {key}={values.shown(value)}: give a text, a number, a truth value or None ({exc})") from None
+    if isinstance(found, int) and found >= _BITS:
+        raise InvalidInput(f"{what} has {key}={value}: whole numbers have 64 bits here; write it as a text")
+    if isinstance(found, float) and not math.isfinite(found):
+        raise InvalidInput(f"{what} has {key}={value}: give a finite number")
+    return found
 
 
 def positive(value: object, what: str) -> int:

@@ -207,7 +207,7 @@ def kfold(
         raise InvalidInput(f"kfold was given {len(subsets)} folds: give it at least 2")
     names = [f"without-{name}" for name in subsets]
     variants = [Variant(name, None, epochs, {}, _without(subsets, (out,)), (out,)) for name, out in zip(names, subsets, strict=True)]
-    return _plan(variants, {"subsets": subsets, "seen": seen})
+    return _plan(variants, subsets, seen)
 
 
 @take.takes(
@@ -253,7 +253,7 @@ def leave_out(
         stage = name.count(".") + 1
         parent = name.rpartition(".")[0] or None
         variants.append(Variant(name, parent, epochs_at(schedule, epochs, stage, depth), {}, _without(subsets, held), held))
-    return _plan(variants, {"subsets": subsets, "seen": seen})
+    return _plan(variants, subsets, seen)
 
 
 @take.takes(schedule=_schedule, epochs=arguments.whole, stage=arguments.whole, stages=arguments.whole)
@@ -338,16 +338,14 @@ def _seeded(variant: Variant, seed: int) -> Variant:
 
 def _flat(names: Sequence[str], configs: Sequence[Mapping[str, Value]], epochs: int, data: Data) -> Plan:
     """Variants that all fork from the start, on the same data."""
-    if unknown := sorted(set(data) - Data.__optional_keys__):
-        raise InvalidInput(f"a plan takes no {unknown[0]!r}: its data are {', '.join(sorted(Data.__optional_keys__))}")
-    train, validation = data.get("train"), arguments.names(data.get("validation"), "validation")
-    trained = None if train is None else arguments.names(train, "train")
-    return _plan([Variant(name, None, epochs, config, trained, validation) for name, config in zip(names, configs, strict=True)], data)
+    split = arguments.split(data, "the data")
+    variants = [Variant(name, None, epochs, config, split.train, split.validation) for name, config in zip(names, configs, strict=True)]
+    return Plan(tuple(variants), split.subsets, split.seen)
 
 
-def _plan(variants: Sequence[Variant], data: Data) -> Plan:
-    subsets: Any = data.get("subsets", {})  # the plan takes them as they are, or refuses them
-    return Plan(tuple(variants), subsets, arguments.names(data.get("seen"), "seen"))
+def _plan(variants: Sequence[Variant], subsets: Mapping[str, Sequence[int]], seen: Sequence[str]) -> Plan:
+    split = arguments.split({"subsets": subsets, "seen": seen}, "the data")
+    return Plan(tuple(variants), split.subsets, split.seen)
 
 
 def _names(configs: Sequence[Mapping[str, Value]]) -> list[str]:

@@ -19,7 +19,7 @@ from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.states import State, Value
 from datastates.whereabouts import node_id
 
-from . import record
+from . import arguments, record
 from .claim import Claim, holder
 from .describe import announce
 from .job import Assignment, Stop
@@ -43,9 +43,11 @@ _GRACE_S = 30.0
 
 
 @values.takes(
+    repo=arguments.repository,
     start=values.revision,
     plan=plan_of,
     study=values.string,
+    config=values.optional(arguments.configuration),
     retries=values.integer,
     threads=values.integer,
     stop=values.optional(values.callback),
@@ -85,9 +87,10 @@ def explore(
     _check(plan, study, train, executor, stop, retries=retries, threads=threads)
     with ExitStack() as stack:
         presence = stack.enter_context(_Presence(repo, study))
-        origin = record.tag_start(repo, study, start)
-        known = read_study(repo, study, plan, config=config)
         shared = None if share is None else _serve(repo, share, stack)
+        pool = stack.enter_context(Pool(executor, workers=_room(len(plan), threads)))
+        origin = record.tag_start(repo, study, start)  # from here on there is a study
+        known = read_study(repo, study, plan, config=config)
         worker_config = replace(repo.config, on_step=None)
 
         def task(variant: Variant, parent: State) -> Task:
@@ -103,7 +106,6 @@ def explore(
             )
             return Task(repo.location, worker_config, assignment, train, stop, presence.explorer, shared, threads)
 
-        pool = stack.enter_context(Pool(executor, workers=_room(len(plan), threads)))
         if progress:
             announce(study, plan, work(plan, prefix_epochs=prefix_epochs(repo, origin.uid)))
         display = stack.enter_context(display_for(study, plan, progress=progress))
@@ -306,13 +308,13 @@ def _check(plan: Plan, study: str, train: Train, executor: object, stop: Stop | 
     if threads < 1:
         raise InvalidInput(f"threads is {threads}: a worker needs at least 1")
     if not callable(train):
-        raise InvalidInput(f"train is a {type(train).__name__}: pass a function that takes a Job")
+        raise InvalidInput(f"train is {values.shown(train)}: pass a function that takes a Job")
     if executor is None:
         check_pickles(train, stop)
     elif isinstance(executor, Executor):
         check_executor(executor)
     elif not callable(executor):
-        raise InvalidInput(f"the executor is a {type(executor).__name__}: pass a concurrent.futures.Executor, or a function that makes one")
+        raise InvalidInput(f"the executor is {values.shown(executor)}: pass a concurrent.futures.Executor, or a function that makes one")
 
 
 def _room(variants: int, threads: int) -> int:

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from torch import nn
+
+from datastates import values
 from datastates.errors import InvalidInput
 from datastates.repository import Repository
 
+from . import arguments
 from .losses import LossOf, Meter, measure
 from .outlier_report import OutlierReport
-from .plan import Plan
+from .plan import Plan, plan_of
 from .scores import put_together
 from .sources import gather
-from .subset_scores import score_subsets
-from .suspects import select
-
-if TYPE_CHECKING:
-    from torch import nn
+from .subset_scores import check_subsets, score_subsets
+from .suspects import check_rate, select
 
 __all__ = ["outliers"]
 
 
+def _model(value: object, what: str) -> nn.Module:
+    if not isinstance(value, nn.Module):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give the torch.nn.Module that states are to be restored into")
+    return value
+
+
+@values.takes(
+    repo=arguments.repository,
+    branches=values.patterns,
+    model=_model,
+    loss=values.callback,
+    count=arguments.samples,
+    study=values.optional(values.string),
+    plan=values.optional(plan_of),
+    subsets=values.optional(arguments.subsets),
+    states=arguments.positive,
+    noise_rate=values.optional(check_rate),
+    name=values.string,
+    batch=arguments.samples,
+    steps_per_epoch=values.optional(arguments.positive),
+    on_progress=values.optional(values.callback),
+)
 def outliers(
     repo: Repository,
     branches: str | Sequence[str] = (),
@@ -59,10 +81,8 @@ def outliers(
     :raises Unavailable: not one state could be read.
     :raises Unsupported: ``noise_rate`` is None, and scikit-learn, which estimates it, is not installed.
     """
-    for key, value in {"count": count, "states": states, "steps_per_epoch": steps_per_epoch}.items():
-        if value is not None and value < 1:
-            raise InvalidInput(f"{key} is {value}: it must be at least 1")
-    names = [branches] if isinstance(branches, str) else list(branches)
+    names = values.patterns(branches) or []
+    check_subsets(subsets or {}, count)
     if not names and study is None:
         raise InvalidInput("outliers was given neither branches nor a study: name at least one of them")
     found = gather(repo, names, study=study, plan=plan, count=count, states=states, steps_per_epoch=steps_per_epoch)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import operator
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -17,6 +15,8 @@ from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.refs import check_name
 from datastates.lineage.states import Value
+
+from . import arguments
 
 __all__ = ["Plan", "Variant", "plan_of"]
 
@@ -57,7 +57,7 @@ class Plan:
     _hashes: dict[tuple[str, ...], str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        subsets = {name: _indices(name, rows) for name, rows in values.named(self.subsets, "subsets").items()}
+        subsets = arguments.subsets(self.subsets, "subsets")
         self._set("variants", tuple(_taken(variant) for variant in values.several(lambda each, _: each)(self.variants, "variants")))
         self._set("subsets", subsets)
         self._set("seen", tuple(values.patterns(self.seen, "seen") or ()))
@@ -199,10 +199,7 @@ def _taken(variant: object) -> Variant:
     if not isinstance(variant, Variant):
         raise InvalidInput(f"the plan has {values.shown(variant)} among its variants: make a Variant of it")
     name = values.string(variant.name, "the name of a variant")
-    config = {
-        values.string(key, f"a name in the configuration of variant {name!r}"): _config_value(name, key, value)
-        for key, value in values.named(variant.config, f"the configuration of variant {name!r}").items()
-    }
+    config = arguments.configuration(variant.config, f"the configuration of variant {name!r}")
     try:
         epochs = values.integer(variant.epochs, "epochs", least=1)
     except InvalidInput:
@@ -211,32 +208,6 @@ def _taken(variant: object) -> Variant:
     validation = values.patterns(variant.validation, f"what variant {name!r} is validated on")
     parent = None if variant.parent is None else values.string(variant.parent, f"the parent of variant {name!r}")
     return Variant(name, parent, epochs, config, None if train is None else tuple(train), tuple(validation or ()))
-
-
-def _config_value(name: str, key: str, value: object) -> Value:
-    try:
-        found = values.string(value, key) if isinstance(value, str) else values.plain(value, key)
-    except InvalidInput as exc:
-        raise InvalidInput(
-            f"variant {name!r} has {key}={values.shown(value)}: give a text, a number, a truth value or None ({exc})"
-        ) from None
-    if isinstance(found, int) and found >= 2**63:
-        raise InvalidInput(f"variant {name!r} has {key}={value}: whole numbers have 64 bits here; write it as a text")
-    if isinstance(found, float) and not math.isfinite(found):
-        raise InvalidInput(f"variant {name!r} has {key}={value}: give a finite number")
-    return found
-
-
-def _indices(name: str, rows: Any) -> tuple[int, ...]:
-    try:
-        indices = tuple(operator.index(row) for row in rows)
-    except Exception as exc:
-        raise InvalidInput(f"subset {name!r} holds what is no index ({exc}): give it integers from 0") from exc
-    if indices and min(indices) < 0:
-        raise InvalidInput(f"subset {name!r} holds {min(indices)}: indices count from 0")
-    if indices and max(indices) >= 2**63:
-        raise InvalidInput(f"subset {name!r} holds {values.shown(max(indices))}: an index has at most 63 bits")
-    return indices
 
 
 def _check(plan: Plan) -> None:

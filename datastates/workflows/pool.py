@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
+from datastates import values
 from datastates.errors import InvalidInput
 
 from . import worker
@@ -56,11 +57,15 @@ class Pool:
         worker.close_repositories()  # of calls that ran in this process
 
 
-def check_executor(executor: Executor) -> Executor:
+def check_executor(executor: object) -> Executor:
     """The executor itself, if variants may be trained by it.
 
-    :raises InvalidInput: its workers would share random number generators, or this process's connections.
+    :raises InvalidInput: it is none, or its workers would share random number generators, or this process's connections.
     """
+    if not isinstance(executor, Executor):
+        raise InvalidInput(
+            f"the function that is to make an executor made {values.shown(executor)}: let it return a concurrent.futures.Executor"
+        )
     if isinstance(executor, ThreadPoolExecutor):
         raise InvalidInput(
             "variants cannot be trained by threads of one process: they would draw from the same random number generators;"

@@ -20,12 +20,13 @@ from datastates import values
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.states import Value
 
-from . import record
+from . import arguments, record
 from .builders import Choice, Data, Distribution, LogUniform, Uniform, distributions
 from .executors import Processes
 from .explorer import explore
 from .members import Member, Population, name_of
 from .plan import Plan, Variant
+from .pool import check_pickles
 from .result import Exploration, read_study
 from .worker import Train
 
@@ -41,6 +42,27 @@ _AGAIN = 0.25
 _FACTORS = (0.8, 1.25)
 
 
+@values.takes(
+    repo=arguments.repository,
+    start=values.revision,
+    train=values.callback,
+    study=values.string,
+    search=distributions,
+    metric=values.key,
+    mode=values.string,
+    members=arguments.variants,
+    rounds=arguments.variants,
+    epochs_per_round=arguments.positive,
+    initial=values.several(arguments.configuration),
+    config=values.optional(arguments.configuration),
+    exploit=values.number,
+    perturb=values.optional(values.callback),
+    seed=arguments.seed,
+    retries=values.count,
+    threads=arguments.positive,
+    share=values.optional(values.string),
+    progress=values.flag,
+)
 def population(
     repo: Repository,
     start: str,
@@ -83,14 +105,16 @@ def population(
     :raises Unavailable: no member of a round came to a number; the first one's error is in the message.
     """
     _check(search, initial, members=members, rounds=rounds, exploit=exploit, mode=mode)
+    split = arguments.split({} if data is None else data, "data")
     rule = _Rule(metric, mode, dict(search), exploit, perturb or perturbed, seed, has_seed="seed" in {**(config or {}), **search})
     with ExitStack() as stack:
         if executor is None:
+            check_pickles(train, None)
             executor = stack.enter_context(Processes(max(1, min(members, len(os.sched_getaffinity(0)) // threads))))
         trained: list[Member] = []
         for round_ in range(1, rounds + 1):
             begun = _begin(rule, members, initial) if round_ == 1 else rule.next(trained[-members:])
-            plan = _plan(trained, begun, epochs_per_round, data or {})
+            plan = _plan(trained, begun, epochs_per_round, split)
             if _is_over(repo, study, round_):
                 report = read_study(repo, study, plan, config=config)  # who failed then has failed for good: others went on from that
             else:
@@ -103,17 +127,13 @@ def population(
     return Population(study, metric, mode, report.start, tuple(search), tuple(trained))
 
 
-def _config(value: object, what: str) -> dict[str, Value]:
-    return {key: values.plain(each, key) for key, each in values.named(value, what).items()}
-
-
 def _source(value: object, what: str) -> random.Random:
     if not isinstance(value, random.Random):
         raise InvalidInput(f"{what} is {values.shown(value)}: give a random.Random")
     return value
 
 
-@values.takes(config=_config, search=distributions, source=_source)
+@values.takes(config=arguments.configuration, search=distributions, source=_source)
 def perturbed(config: Mapping[str, Value], search: Mapping[str, Distribution], source: random.Random) -> dict[str, Value]:
     """The usual rule: a quarter of the values are drawn anew, the others move a little and stay within bounds.
 
@@ -183,7 +203,9 @@ class _Rule:
     def _copy(self, member: Member, best: Sequence[Member]) -> _Step:
         source = random.Random(f"{self.seed}/{member.round}/{member.number}")
         donor = source.choice(best)
-        changes = {**self.perturb(donor.config, self.search, source), **self.seeded(source)}
+        rule = getattr(self.perturb, "__name__", "perturb")
+        moved = arguments.configuration(self.perturb(donor.config, self.search, source), f"the configuration from {rule}")
+        changes = {**moved, **self.seeded(source)}
         return _Step(member.round + 1, member.number, donor.variant, True, changes)
 
     def seeded(self, source: random.Random) -> dict[str, Value]:
@@ -212,13 +234,12 @@ def _begin(rule: _Rule, members: int, initial: Sequence[Mapping[str, Value]]) ->
     return steps
 
 
-def _plan(trained: Sequence[Member], begun: Sequence[_Step], epochs: int, data: Data) -> Plan:
+def _plan(trained: Sequence[Member], begun: Sequence[_Step], epochs: int, split: arguments.Split) -> Plan:
     """The study so far, without those that failed, and the round that begins."""
-    train = data.get("train")
-    names, held = None if train is None else tuple(train), tuple(data.get("validation", ()))
+    names, held = split.train, split.validation
     variants = [Variant(each.variant, each.parent, epochs, each.changes, names, held) for each in trained if each.state is not None]
     variants += [Variant(each.variant, each.parent, epochs, each.changes, names, held) for each in begun]
-    return Plan(tuple(variants), {name: tuple(rows) for name, rows in data.get("subsets", {}).items()}, tuple(data.get("seen", ())))
+    return Plan(tuple(variants), split.subsets, split.seen)
 
 
 def _is_over(repo: Repository, study: str, round_: int) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from datastates import values
 from datastates.errors import NotFound
 from datastates.lineage.states import State, Value
 
-from . import record
-from .plan import Plan
+from . import arguments, record
+from .plan import Plan, plan_of
 from .printed import PrintedTable
 from .storage import Storage
 
@@ -110,6 +111,18 @@ class Exploration:
         return table
 
 
+def _errors(value: object, what: str) -> dict[str, str]:
+    return {name: values.string(each, f"the error of {name!r}") for name, each in values.named(value, what).items()}
+
+
+@values.takes(
+    repository=arguments.repository,
+    study=values.string,
+    plan=plan_of,
+    config=values.optional(arguments.configuration),
+    errors=values.optional(_errors),
+    reused=values.several(values.string),
+)
 def read_study(
     repository: Repository,
     study: str,
@@ -117,7 +130,7 @@ def read_study(
     *,
     config: Mapping[str, Value] | None = None,
     errors: Mapping[str, str] | None = None,
-    reused: frozenset[str] = frozenset(),
+    reused: Collection[str] = (),
 ) -> Exploration:
     """What the lineage knows of a study; ``errors`` are of this run.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from datastates import values
 from datastates.lineage.replicas import packs_of
 
+from . import arguments
 from .record import STUDY, start_tag
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Storage:
         return f"{said}; full copies would take {full:,.1f} MiB ({self.ratio:.0%})"
 
 
+@values.takes(repo=arguments.repository, study=values.string)
 def storage(repo: Repository, study: str) -> Storage:
     """What a study's states, and its start, take on disk, read from the lineage.
 

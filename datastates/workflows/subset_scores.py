@@ -13,7 +13,7 @@ from datastates.errors import InvalidInput
 from .scores import Scores
 from .suspects import Selection
 
-__all__ = ["SubsetScore", "score_subsets"]
+__all__ = ["SubsetScore", "check_subsets", "score_subsets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,26 @@ class SubsetScore:
     suspects: int
 
 
+def check_subsets(subsets: Mapping[str, Sequence[int]], count: int) -> None:
+    """Nothing, if every sample of them is one of ``count``.
+
+    :raises InvalidInput: one is not.
+    """
+    for name, indices in subsets.items():
+        wrong = next((index for index in indices if not 0 <= index < count), None)
+        if wrong is not None:
+            raise InvalidInput(f"subset {name!r} has sample {wrong}, but count is {count}: pass the count of all samples")
+
+
 def score_subsets(scores: Scores, selection: Selection, subsets: Mapping[str, Sequence[int]]) -> tuple[SubsetScore, ...]:
     """The subsets, the most suspicious first; one without a sample that is scored is left out.
 
     :raises InvalidInput: a subset has a sample that is not there.
     """
+    check_subsets(subsets, len(scores.score))
     found = []
     for name, indices in subsets.items():
         rows = np.unique(np.asarray(indices, dtype=np.int64))
-        if rows.size and not (rows[0] >= 0 and rows[-1] < len(scores.score)):
-            wrong = rows[0] if rows[0] < 0 else rows[-1]
-            raise InvalidInput(f"subset {name!r} has sample {wrong}, but count is {len(scores.score)}: pass the count of all samples")
         values = scores.score[rows]
         values = values[~np.isnan(values)]
         if values.size:

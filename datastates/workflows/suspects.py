@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from datastates import values
 from datastates.errors import InvalidInput, Unsupported
 
 from .scores import Flags, Floats, Scores
 
-__all__ = ["Selection", "estimate", "select"]
+__all__ = ["Selection", "check_rate", "estimate", "select"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,14 +24,25 @@ class Selection:
     suspects: Flags
 
 
+def check_rate(value: object, what: str = "noise_rate") -> float:
+    """A noise rate, as an argument.
+
+    :raises InvalidInput: it is not from 0 to 1.
+    """
+    rate = values.number(value, what)
+    if not 0 <= rate <= 1:
+        raise InvalidInput(f"{what} is {rate:g}: it is a share of the samples, from 0 to 1, or None to estimate it")
+    return rate
+
+
 def select(scores: Scores, noise_rate: float | None = None) -> Selection:
     """The suspects at a noise rate, by default at the estimated one.
 
     :raises InvalidInput: the rate is not from 0 to 1.
     :raises Unsupported: it is to be estimated, and scikit-learn is not installed.
     """
-    if noise_rate is not None and not 0 <= noise_rate <= 1:
-        raise InvalidInput(f"noise_rate is {noise_rate}: it is a share of the samples, from 0 to 1, or None to estimate it")
+    if noise_rate is not None:
+        check_rate(noise_rate)
     known = ~np.isnan(scores.score)
     rate = estimate(scores.strength[known]) if noise_rate is None else noise_rate
     chosen = np.zeros(len(known), dtype=np.bool_)

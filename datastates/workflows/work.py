@@ -26,6 +26,7 @@ from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 
+from . import arguments
 from .plan import Plan, plan_of
 from .record import EPOCH, SAMPLES, SAMPLES_ALL, STUDY, VARIANT, branch_of, done_tag, refs_of, start_tag
 
@@ -70,6 +71,7 @@ def work(plan: Plan, *, prefix_epochs: float = 0.0) -> Work:
     return _sum(Fraction(prefix_epochs), parts, {name: [step.name for step in plan.path(name)] for name in parts})
 
 
+@values.takes(repo=arguments.repository, study=values.string)
 def work_done(repo: Repository, study: str) -> Work:
     """The work of a study so far, read from the lineage alone: from the states above each variant's branch, or its ``done`` tag.
 
@@ -88,6 +90,7 @@ def work_done(repo: Repository, study: str) -> Work:
     return _sum(Fraction(prefix_epochs(repo, start.uid)), parts, paths)
 
 
+@values.takes(repo=arguments.repository, rev=values.revision)
 def prefix_epochs(repo: Repository, rev: str) -> float:
     """What a state took, in epochs over the full data, as far as it and its ancestors say so; 0 when none does.
 

@@ -324,9 +324,9 @@ def test_wrong_arguments_are_refused(repo: Repository) -> None:
         go(repo, threads=0)
     with pytest.raises(InvalidInput, match="cannot name a branch"):
         go(repo, study="my study")
-    with pytest.raises(InvalidInput, match="train is a str"):
+    with pytest.raises(InvalidInput, match="train is 'train'"):
         go(repo, job="train")
-    with pytest.raises(InvalidInput, match="the executor is a int"):
+    with pytest.raises(InvalidInput, match="the executor is 4"):
         explore(repo, "main", PLAN, train, 4, study="s")  # type: ignore[arg-type]  # that is the mistake
     with pytest.raises(InvalidInput, match="train does not pickle"):
         explore(repo, "main", PLAN, lambda job: None, study="s")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import datastates
 from datastates import DatastatesError, workflows
 from datastates.errors import InvalidInput
 from datastates.workflows import Choice, Plan, Uniform, Variant
-from tests.test_wrong_types import QUIET, WRONG, Hostile
+from tests.test_wrong_types import WRONG, Hostile
+from tests.workflows.test_wrong_studies import CASES as STUDIED
 
 SUBSETS = {"a": (0, 1), "b": (2, 3)}
 PLAN = Plan((Variant("only", train=("a",), validation=("b",)),), SUBSETS)
@@ -66,13 +65,7 @@ OTHERWISE = {
     "SerialExecutor": "takes nothing",
     "Storage": "made by storage",
     "Work": "made by work",
-    "outliers": "takes a study that is done; not tried with wrong values yet",
-    "population": "trains; not tried with wrong values yet",
-    "explore": "trains; tried from a start that is not there, below",
-    "prefix_epochs": "its revision goes to Repository.state, which is tried",
-    "read_study": "reads a study; not tried with wrong values yet",
-    "storage": "reads a study; not tried with wrong values yet",
-    "work_done": "reads a study; not tried with wrong values yet",
+    **dict.fromkeys(STUDIED, "takes a study: see test_wrong_studies"),
     "reconfigure": "takes a Job",
 }
 
@@ -110,6 +103,10 @@ def test_a_wrong_argument_is_refused_by_an_error_of_ours(name: str) -> None:
         lambda: workflows.grid({"a": range(2**70)}, epochs=1),
         lambda: workflows.leave_out(SUBSETS, depth=10**6, epochs=1),
         lambda: workflows.leave_out(SUBSETS, depth=1, fan_out=2**63, epochs=1),
+        lambda: workflows.leave_out({"a": range(2**62), "b": range(2)}, depth=1, epochs=1),
+        lambda: workflows.kfold({"a": range(2**62), "b": range(2)}, epochs=1),
+        lambda: Plan((Variant("only"),), {"a": range(2**70)}),  # type: ignore[dict-item]  # any integers will do
+        lambda: Plan((Variant("only"),), {str(number): range(number * 10**6, 2**40) for number in range(10**4)}),  # type: ignore[misc]
         lambda: workflows.epochs_at("log", 1, 2**63, 2**63),
         lambda: workflows.repeat(PLAN, 2**63),
         lambda: workflows.repeat(workflows.grid({"a": range(1000)}, epochs=1), 1001),
@@ -130,13 +127,3 @@ def test_numbers_of_numpy_are_taken_as_what_they_hold() -> None:
     assert workflows.cut(four, np.int64(2)) == workflows.cut(4, 2)  # type: ignore[arg-type]  # NumPy's number is as good
     assert workflows.ensemble(four[3:], 1) == workflows.ensemble([3], 1)
     assert Choice(four[1:3]).values == (1, 2)
-
-
-def test_what_explore_cannot_use_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    given = {"start": "nowhere", "plan": PLAN, "study": "s", "retries": 0, "threads": 1, "stop": None, "share": None, "progress": False}
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
-        for parameter in given:
-            for value in WRONG:
-                call: dict[str, Any] = {**given, parameter: value}
-                with pytest.raises(DatastatesError):
-                    workflows.explore(repo, train=print, executor=workflows.SerialExecutor(), **call)
