@@ -10,7 +10,7 @@ from enum import StrEnum
 from . import values
 from .errors import InvalidInput
 
-__all__ = ["BackPressure", "Config", "parse_bytes"]
+__all__ = ["BackPressure", "Config", "Data", "data_plane", "parse_bytes"]
 
 
 class BackPressure(StrEnum):
@@ -21,6 +21,23 @@ class BackPressure(StrEnum):
     DROP_OLDEST = "drop-oldest"
 
 
+class Data(StrEnum):
+    """What carries the bytes of clones: UCX where both sides found RDMA and our own connections otherwise; UCX, for which the network
+    must be private; or our own connections."""
+
+    AUTO = "auto"
+    UCX = "ucx"
+    TCP = "tcp"
+
+
+def data_plane(value: object, what: str = "data") -> Data:
+    """One of them, or its text.
+
+    :raises InvalidInput: it is none.
+    """
+    return values.choice(value, Data, what)
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The defaults suit one training process on one machine.
@@ -28,8 +45,9 @@ class Config:
     ``memory_bytes`` is the budget of the arena, staging and kept states together (plain values and manifests count), in bytes or as
     ``"2G"``; None keeps as many states as ``policy.keeping`` says, and takes a quarter of the memory that is available when the arena is
     made at most, for states that may not leave. ``durable_interval_s`` writes the newest state at most that often (None: never by
-    time), ``durable_every`` every so many captures. ``direct_io`` None tries it and falls back. ``on_step`` is
-    called with a name after each durable step (see ``store.local``), on the thread that took it: for tests and traces.
+    time), ``durable_every`` every so many captures. ``direct_io`` None tries it and falls back. ``data`` is what carries
+    the bytes of clones. ``on_step`` is called with a name after each durable step (see ``store.local``), on the thread that took it: for
+    tests and traces.
     """
 
     memory_bytes: int | None = None
@@ -38,6 +56,7 @@ class Config:
     back_pressure: BackPressure = BackPressure.WAIT
     direct_io: bool | None = None
     verify: bool = True
+    data: Data = Data.AUTO
     on_step: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
@@ -47,6 +66,7 @@ class Config:
         if self.durable_interval_s is not None:
             self._set("durable_interval_s", values.seconds(self.durable_interval_s, "durable_interval_s"))
         self._set("back_pressure", values.choice(self.back_pressure, BackPressure, "back_pressure"))
+        self._set("data", data_plane(self.data))
         self._set("verify", values.flag(self.verify, "verify"))
         if self.direct_io is not None:
             self._set("direct_io", values.flag(self.direct_io, "direct_io"))
@@ -58,7 +78,7 @@ class Config:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """The defaults, changed by ``DATASTATES_MEMORY``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_BACK_PRESSURE``.
+        """The defaults, changed by ``DATASTATES_MEMORY``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_BACK_PRESSURE``, ``_DATA``.
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -82,6 +102,7 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_DURABLE_EVERY": lambda config, text: replace(config, durable_every=int(text)),
     "DATASTATES_DURABLE_INTERVAL": lambda config, text: replace(config, durable_interval_s=float(text)),
     "DATASTATES_BACK_PRESSURE": lambda config, text: replace(config, back_pressure=BackPressure(text)),
+    "DATASTATES_DATA": lambda config, text: replace(config, data=data_plane(text)),
 }
 
 

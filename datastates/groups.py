@@ -37,9 +37,16 @@ class _Broadcasting(meeting.Group):
     """A group that clones a state of one rank to all others."""
 
     def broadcast(
-        self, repo: Repository, rev: str, *, into: Mapping[str, object] | None = None, root: int = 0, timeout_s: float = 10.0
+        self,
+        repo: Repository,
+        rev: str,
+        *,
+        into: Mapping[str, object] | None = None,
+        root: int = 0,
+        timeout_s: float = 10.0,
+        data: str | None = None,
     ) -> Cloned | None:
-        """Clone a state from the root's repository to every other rank, over UCX in a chain; collective.
+        """Clone a state from the root's repository to every other rank, in a chain; collective. ``data`` as for ``Repository.serve``.
 
         Each other rank takes it into its own ``repo``'s memory, or ``into`` live objects. The root serves on its own address only
         while this runs, with a token that the group exchanges. Returns what this rank cloned (the root: None) once all are done.
@@ -51,16 +58,16 @@ class _Broadcasting(meeting.Group):
             raise InvalidInput(f"rank {root} cannot be the root of a group of {self.size}")
         hosts = self.exchange(socket.gethostname().encode())
         if self.rank == root:
-            self._give(repo, rev, is_one_host=len(set(hosts)) == 1, root=root, timeout_s=timeout_s)
+            self._give(repo, rev, is_one_host=len(set(hosts)) == 1, root=root, timeout_s=timeout_s, data=data)
             return None
-        return self._take(repo, into, root=root, timeout_s=timeout_s)
+        return self._take(repo, into, root=root, timeout_s=timeout_s, data=data)
 
-    def _give(self, repo: Repository, rev: str, *, is_one_host: bool, root: int, timeout_s: float) -> None:
+    def _give(self, repo: Repository, rev: str, *, is_one_host: bool, root: int, timeout_s: float, data: str | None) -> None:
         token, server = secrets.token_urlsafe(32), None
         try:
             uid = repo.state(rev).uid
             host = _LOOPBACK if is_one_host else _address()
-            server = repo.serve(f"ucx://{host}:0", token=token, timeout_s=timeout_s) if self.size > 1 else None
+            server = repo.serve(f"ucx://{host}:0", token=token, timeout_s=timeout_s, data=data) if self.size > 1 else None
             invitation = _Invitation(server.url if server is not None else "", token, uid)
         except Exception as exc:  # whatever it is, the others must not wait for ever
             self.exchange(msgspec.msgpack.encode(_Invitation(failure=describe(exc))))
@@ -72,13 +79,13 @@ class _Broadcasting(meeting.Group):
             if server is not None:
                 server.close()
 
-    def _take(self, repo: Repository, into: Mapping[str, object] | None, *, root: int, timeout_s: float) -> Cloned | None:
+    def _take(self, repo: Repository, into: Mapping[str, object] | None, *, root: int, timeout_s: float, data: str | None) -> Cloned | None:
         invitation = msgspec.msgpack.decode(self.exchange(b"")[root], type=_Invitation)
         if invitation.failure is not None:
             raise revive(invitation.failure)
         cloned, error = None, None
         try:
-            with connect(invitation.url, token=invitation.token, timeout_s=timeout_s) as peer:
+            with connect(invitation.url, token=invitation.token, timeout_s=timeout_s, data=data) as peer:
                 cloned = peer.clone(invitation.uid, into=into, repo=repo if into is None else None, chain=True)
         except BaseException as exc:
             error = exc

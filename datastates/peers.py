@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from . import arrivals, digest, values
+from .config import Config, Data, data_plane
 from .environment import available_memory_bytes
 from .errors import Closed, Conflict, DatastatesError, Dirty, Disconnected, InvalidInput, NotFound, PeerFault
 from .landing import ObjectsSink, Shadows
@@ -61,7 +62,11 @@ def _repository(value: object, what: str) -> object:
 
 
 @values.takes(
-    token=values.optional(values.token), token_file=values.optional(values.path), tls=values.optional(tls_of), timeout_s=values.seconds
+    token=values.optional(values.token),
+    token_file=values.optional(values.path),
+    tls=values.optional(tls_of),
+    timeout_s=values.seconds,
+    data=values.optional(data_plane),
 )
 def connect(
     url: str | Sequence[str],
@@ -70,18 +75,22 @@ def connect(
     token_file: str | os.PathLike[str] | None = None,
     tls: Tls | None = None,
     timeout_s: float = 10.0,
+    data: str | None = None,
 ) -> Peer:
     """Reach a repository that another process serves; or several, which then share the work of a clone.
 
     The token is the server's, here, in a file, or as ``DATASTATES_TOKEN``. A peer that is silent for ``timeout_s`` counts as gone.
+    ``data`` is what carries the bytes, as for ``Repository.serve``; unless it is given, ``DATASTATES_DATA`` says so.
 
     :raises Disconnected: nobody answers (of several: none of them).
     :raises Unauthorized: the token is missing or wrong.
+    :raises Unsupported: the two sides can use no data plane in common.
     """
     urls = tuple(values.patterns(url, "url") or ())
     if not urls:
         raise InvalidInput("connect needs a url, such as ucx://10.0.0.2:4711")
-    peer = Peer(urls, read_token(token, token_file), tls, timeout_s)
+    carries = Config.from_environment().data if data is None else Data(data)
+    peer = Peer(urls, read_token(token, token_file), tls, timeout_s, carries)
     loop.run(peer._sessions())
     return peer
 
@@ -113,8 +122,8 @@ class _Arrival:
 class Peer:
     """Other processes' repositories, as one: questions go to the first that answers. Safe from any thread but the transport's."""
 
-    def __init__(self, urls: tuple[str, ...], token: bytes, tls: Tls | None, timeout_s: float) -> None:
-        self.urls = urls
+    def __init__(self, urls: tuple[str, ...], token: bytes, tls: Tls | None, timeout_s: float, data: Data = Data.AUTO) -> None:
+        self.urls, self._data = urls, data
         self._token, self._tls, self._timeout_s = token, tls, timeout_s
         self._open: dict[str, Session] = {}
         self._all: set[Session] = set()
@@ -426,7 +435,7 @@ class Peer:
     async def _connected(self, url: str) -> Session:
         """A further session; it ends with this peer at the latest."""
         self._check_open()
-        session = await Session.connect(url, token=self._token, timeout_s=self._timeout_s, tls=self._tls)
+        session = await Session.connect(url, token=self._token, timeout_s=self._timeout_s, tls=self._tls, data=self._data)
         self._all = {session, *(each for each in self._all if each.is_open)}
         if self._is_closed:  # meanwhile
             await session.close()
@@ -507,7 +516,7 @@ class Peer:
 
     async def _join_chain(self, url: str, state: State) -> _Opened:
         forwarder = await Forwarder.join(
-            url, state.uid, connect=self._connected, transport=transport_for(url), token=self._token, tls=self._tls
+            url, state.uid, connect=self._connected, transport=transport_for(url), token=self._token, tls=self._tls, data=self._data
         )
         try:
             manifest = await asyncio.to_thread(_decode, forwarder.manifest, state, url)

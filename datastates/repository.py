@@ -20,7 +20,7 @@ from .belongings import Belongings
 from .capture.line import Line
 from .capture.runner import Runner
 from .capture.shutdown import close_at_exit, closed, settle
-from .config import BackPressure, Config
+from .config import BackPressure, Config, data_plane
 from .environment import available_memory_bytes, describe_run, node_name
 from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound
 from .frames import States
@@ -518,26 +518,30 @@ class Repository:
         tls=values.optional(_tls),
         is_writable=values.flag,
         timeout_s=values.seconds,
+        data=values.optional(data_plane),
     )
     def serve(
         self,
-        url: str = "ucx://127.0.0.1:0",
+        url: str = "tcp://127.0.0.1:0",
         *,
         token: str | bytes | None = None,
         token_file: str | os.PathLike[str] | None = None,
         tls: Tls | None = None,
         is_writable: bool = False,
         timeout_s: float = 10.0,
+        data: str | None = None,
     ) -> Server:
         """Let other processes browse this lineage and clone its states, from memory where they are there, while training goes on.
 
         Port 0 takes any that is free: the server's ``url`` has it. A server that other machines can reach needs a token, here or as
         ``DATASTATES_TOKEN``. ``is_writable`` takes states that peers push. ``close`` of the repository closes it too.
+        ``data`` is what carries the bytes: ``tcp`` (ours), ``ucx`` (at a ``ucx://`` url; says that the network is private), or ``auto``:
+        UCX where both sides found RDMA, ours otherwise. Unless it is given, the configuration says so (``DATASTATES_DATA``).
         ``http://127.0.0.1:0`` serves the page and the web API instead; ``is_writable`` then lets who has the token make and move names.
 
         :raises InvalidInput: other machines can reach it and there is no token.
         :raises Unavailable: the address is taken.
-        :raises Unsupported: UCXX is not installed.
+        :raises Unsupported: ``data="ucx"``, and UCXX is not installed.
         """
         from .serving import Server  # the transport takes a while to import, and few serve
         from .transport.handshake import read_token
@@ -549,7 +553,15 @@ class Repository:
 
             server: Server = serve_repository(self, url, token=secret, tls=tls, is_writable=is_writable)
         else:
-            server = Server(self, url, token=secret, tls=tls, is_writable=is_writable, timeout_s=timeout_s)
+            server = Server(
+                self,
+                url,
+                token=secret,
+                tls=tls,
+                is_writable=is_writable,
+                timeout_s=timeout_s,
+                data=self.config.data if data is None else data,
+            )
         self._servers.append(server)
         return server
 

@@ -177,9 +177,11 @@ class Server:
     What a peer clones is pinned: its memory is not used for new captures until the peer is done, or silent for ``timeout_s``.
     """
 
-    def __init__(self, repository: Repository, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float) -> None:
+    def __init__(
+        self, repository: Repository, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float, data: str
+    ) -> None:
         store = RepositoryStore(repository, is_writable=is_writable, patience_s=timeout_s)
-        self._server = transport_server.Server(store, url, token=token, tls=tls, timeout_s=timeout_s, relays=Chains())
+        self._server = transport_server.Server(store, url, token=token, tls=tls, timeout_s=timeout_s, relays=Chains(), data=data)
         self._pid = os.getpid()
         self._is_closed = False
         loop.run(self._server.start())

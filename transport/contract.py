@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from datastates.errors import InvalidInput
 from datastates.values import shown
 
-__all__ = ["Channel", "Link", "Listener", "Tls", "Transport", "tls_of"]
+__all__ = ["Channel", "End", "Link", "Listener", "Terms", "Tls", "Transport", "tls_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,9 @@ class Channel(ABC):
 
     host: str | None = None
     """The address of this end that the other one reaches; None where both are in one process."""
+
+    remote: tuple[str, int] | None = None
+    """The address and the port of the other end; None where both are in one process."""
 
     is_secret: bool = False
     """Whether TLS protects it."""
@@ -108,10 +112,57 @@ class Listener(ABC):
         """Take no more peers; those that are here stay. Idempotent."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What both ends of a session know of it. ``where`` is the address that was dialled, at the end that dialled it.
+
+    ``name`` and ``key`` follow from the session's keys: the one is said in plain, the other never. By ``tls`` and ``host`` the end that
+    dialled trusts the other one.
+    """
+
+    name: bytes
+    key: bytes
+    peer: str
+    where: tuple[str, int] | None = None
+    host: str = ""
+    tls: ssl.SSLContext | None = None
+    timeout_s: float = 10.0
+
+
+class End(Protocol):
+    """This side's end of the data plane of one session, or of all of them."""
+
+    @property
+    def located(self) -> bytes:
+        """As ``Transport.located``."""
+
+    async def address(self) -> bytes:
+        """As ``Transport.address``."""
+
+    async def link(self, address: bytes) -> Link:
+        """As ``Transport.link``."""
+
+    async def leave(self) -> None:
+        """The session is over; its link was aborted. Idempotent."""
+
+
 class Transport(ABC):
     """One kind of connection. A process has one instance of each kind, made by ``transport_for`` on first use."""
 
     scheme: ClassVar[str]
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """The data planes that its sessions can have, the best first (see ``choice``)."""
+        return (self.scheme,)
+
+    def end(self, plane: str, terms: Terms, generation: Callable[[], int]) -> End:
+        """This side's end of a session's data plane; ``generation`` says how often that was reset."""
+        return self
+
+    async def leave(self) -> None:
+        """A session is over; this is the end of all of them, and goes on."""
+        return
 
     @abstractmethod
     async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:

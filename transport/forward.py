@@ -41,7 +41,9 @@ class Forwarder:
         self.repository = ""
 
     @classmethod
-    async def join(cls, url: str, uid: str, *, connect: Connect, transport: Transport, token: bytes, tls: Tls | None) -> Self:
+    async def join(
+        cls, url: str, uid: str, *, connect: Connect, transport: Transport, token: bytes, tls: Tls | None, data: str = "auto"
+    ) -> Self:
         """Connect to the source at ``url``, listen beside it, and say so there.
 
         :raises Unavailable: the state's bytes are not there.
@@ -51,7 +53,9 @@ class Forwarder:
         if tls is not None and tls.certificate is None:
             await session.close()
             raise InvalidInput("a chain with TLS needs a certificate at every receiver, who serves too: give tls.certificate and tls.key")
-        server = Server(store, _own_url(transport, session), transport=transport, token=token, tls=tls, timeout_s=session.timeout_s)
+        server = Server(
+            store, _own_url(transport, session), transport=transport, token=token, tls=tls, timeout_s=session.timeout_s, data=data
+        )
         try:
             await server.start()
             self = cls(url, uid, session, connect, server, store)

@@ -183,4 +183,4 @@ def _proof(token: bytes, role: bytes, transcript: bytes) -> bytes:
 def _seal(channel: Channel, token: bytes, transcript: bytes, *, mine: bytes, its: bytes) -> Sealed:
     master = hmac.digest(transcript, token, "sha256")
     outgoing, incoming = (Seal(hmac.digest(master, b"datastates frames " + role + b"\x01", "sha256"), role) for role in (mine, its))
-    return Sealed(channel, outgoing, incoming)
+    return Sealed(channel, outgoing, incoming, hmac.digest(master, b"datastates further keys\x01", "sha256"))

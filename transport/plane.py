@@ -16,7 +16,7 @@ from typing import Any
 
 from datastates.errors import DatastatesError, Disconnected
 
-from .contract import Link, Transport
+from .contract import End, Link
 from .failures import describe, revive
 from .protocol import Failure, Message, Moved
 
@@ -31,8 +31,9 @@ class Plane:
     ``told`` is the own address as the peer knows it, ``address`` is the peer's; both may be empty.
     """
 
-    def __init__(self, transport: Transport, told: bytes, address: bytes, peer: str, post: Callable[[Message], Awaitable[None]]) -> None:
-        self._transport, self._told, self._address, self._peer, self._post = transport, told, address, peer, post
+    def __init__(self, told: bytes, address: bytes, peer: str, post: Callable[[Message], Awaitable[None]]) -> None:
+        self._told, self._address, self._peer, self._post = told, address, peer, post
+        self._end: End
         self._failure: Failure | None = None
         self._news = asyncio.Event()
         self._link: Link | None = None
@@ -40,6 +41,12 @@ class Plane:
         self._aborts: dict[int, asyncio.Task[None]] = {}
         self._is_closed = self._is_answering = False
         self.generation = 0
+
+    def begin(self, end: End) -> None:
+        """What makes the links; once, before anything else."""
+        self._end = end
+        if not self._told:
+            self._told = end.located
 
     async def link(self, generation: int | None = None) -> Link:
         """The link to send and receive on; for what was asked for in a ``generation``, only while that lasts.
@@ -51,7 +58,7 @@ class Plane:
             for abort in list(self._aborts.values()):
                 await surely(abort)
             if self._link is None and not self._is_closed:
-                self._link = await self._connected()
+                self._link = await self._settled()
             if self._is_closed or self._link is None:
                 await self.drop(self._link)
                 raise Disconnected(f"the connection to {self._peer} is closed")
@@ -68,7 +75,7 @@ class Plane:
         self._give_up(link)
         for abort in list(self._aborts.values()):
             await surely(abort)
-        if self._told and self._transport.located != self._told and not self._is_closed:
+        if self._told and self._end.located != self._told and not self._is_closed:
             self._told = b""
             with suppress(Disconnected):  # the session is over
                 await self._post(Moved(b""))
@@ -87,7 +94,7 @@ class Plane:
             return
         self._is_answering = True
         try:
-            address, failure = await self._transport.address(), None
+            address, failure = await self._end.address(), None
         except DatastatesError as exc:
             address, failure = b"", describe(exc)
         self._told, self._is_answering = address, False
@@ -104,6 +111,16 @@ class Plane:
         self._is_closed = True
         self._news.set()
         await self.drop()
+        await self._end.leave()
+
+    async def _settled(self) -> Link:
+        """A link that was made within one generation."""
+        while True:
+            begun = self.generation
+            link = await self._connected()
+            if begun == self.generation:
+                return link
+            await link.abort()
 
     async def _connected(self) -> Link:
         """An address may be that of an end that is no more: then the peer is asked, once."""
@@ -117,7 +134,7 @@ class Plane:
 
     async def _reached(self) -> Link:
         address = self._address
-        link = await self._transport.link(address)
+        link = await self._end.link(address)
         if address != self._address:
             await link.abort()
             raise Disconnected(f"the data plane of {self._peer} moved meanwhile")
@@ -125,7 +142,7 @@ class Plane:
 
     async def _meet(self) -> None:
         """See to it that each end knows where the other one is."""
-        own = await self._transport.address()
+        own = await self._end.address()
         asks = not self._address
         if asks:
             self._failure = None

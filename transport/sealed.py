@@ -36,9 +36,13 @@ class Seal:
 class Sealed:
     """A channel whose both ends have proved themselves. One task sends, one receives; a cancelled ``send`` ends its use."""
 
-    def __init__(self, channel: Channel, outgoing: Seal, incoming: Seal) -> None:
-        self.peer, self.host = channel.peer, channel.host
-        self._channel, self._outgoing, self._incoming = channel, outgoing, incoming
+    def __init__(self, channel: Channel, outgoing: Seal, incoming: Seal, root: bytes) -> None:
+        self.peer, self.host, self.is_secret, self.remote = channel.peer, channel.host, channel.is_secret, channel.remote
+        self._channel, self._outgoing, self._incoming, self._root = channel, outgoing, incoming, root
+
+    def derive(self, purpose: bytes) -> bytes:
+        """32 bytes that both ends of this connection know, and nobody else."""
+        return hmac.digest(self._root, b"datastates " + purpose + b"\x01", "sha256")
 
     async def send(self, body: bytes) -> None:
         """Hand over an encoded message."""

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from datastates.errors import Closed, DatastatesError, InvalidInput, Unavailable
 
 from .answers import Service
+from .choice import offer
 from .contract import Channel, Listener, Tls, Transport
 from .protocol import Identity
 from .registry import transport_for
@@ -43,6 +44,7 @@ class Server:
         max_sessions: int = 64,
         relays: Relays | None = None,
         transport: Transport | None = None,
+        data: str = "auto",
     ) -> None:
         if not token and not is_loopback(url):
             raise InvalidInput(
@@ -51,6 +53,8 @@ class Server:
             )
         self._store, self._url, self._token, self._tls = store, url, token, tls
         self._transport = transport_for(url) if transport is None else transport
+        self._data = data
+        offer(self._transport.planes, self._transport.scheme, data)  # what cannot be is said now, not to each peer
         self._timeout_s, self._max_sessions, self._relays = timeout_s, max_sessions, relays
         self._listener: Listener | None = None
         self._service: Service | None = None
@@ -132,6 +136,7 @@ class Server:
                 token=self._token,
                 timeout_s=self._timeout_s,
                 admission=self._check_room,
+                data=self._data,
             )
         except DatastatesError as exc:
             self.refused += 1

@@ -19,13 +19,15 @@ import msgspec
 
 from datastates.errors import Closed, DatastatesError, Disconnected, PeerFault
 
-from . import near
+from . import near, tcp
 from .answers import Answers, Service
 from .asking import Asking
-from .contract import Channel, Tls, Transport
+from .choice import agree, offer
+from .contract import Channel, Terms, Tls, Transport
 from .failures import again, describe
 from .feed import Feed, Receiving
 from .handshake import admit, greet
+from .joining import NAME_BYTES
 from .limits import ANSWER_TIMEOUTS, SILENT_TIMEOUTS
 from .plane import Plane
 from .protocol import (
@@ -83,10 +85,20 @@ class _Upload:
     body: bytearray = field(default_factory=bytearray)
 
 
+@dataclass(frozen=True, slots=True)
+class _Dialled:
+    """How this side came to the other one."""
+
+    url: str
+    tls: Tls | None
+
+
 class Session:
     """Made by ``connect`` or ``serve``; every method belongs to the loop thread. ``peer`` says where the other end is."""
 
-    def __init__(self, sealed: Sealed, transport: Transport, own: Ready, its: Ready, service: Service | None) -> None:
+    def __init__(
+        self, sealed: Sealed, transport: Transport, own: Ready, its: Ready, service: Service | None, dialled: _Dialled | None = None
+    ) -> None:
         self.peer, self.identity, self.timeout_s = sealed.peer, its.identity, own.timeout_ms / 1000
         self.host = sealed.host
         self._interval_s = min(1.0, min(own.timeout_ms, its.timeout_ms) / 10_000)
@@ -95,7 +107,9 @@ class Session:
         self._sealed, self._writing = sealed, asyncio.Lock()
         self._heard_at = self._clock()
         self._written_at: float | None = None  # when the frame that is being written was begun
-        self._plane = Plane(transport, own.address, its.address, self.peer, self._post)
+        self.data = agree(own, its, self.peer)
+        self._plane = Plane(own.address, its.address, self.peer, self._post)
+        self._plane.begin(transport.end(self.data, _terms(sealed, self.timeout_s, dialled), lambda: self._plane.generation))
         self._near = near.reach(its.features)
         self._asking = Asking(self._post, self._clock, self.peer)
         self._receiving = Receiving(self._plane, self._post, self._clock)
@@ -124,18 +138,21 @@ class Session:
         tls: Tls | None = None,
         transport: Transport | None = None,
         channel: Channel | None = None,
+        data: str = "auto",
     ) -> Self:
-        """A session with the server at ``url``, over ``channel`` where one is open already.
+        """A session with the server at ``url``, over ``channel`` where one is open already; ``data`` as in ``choice``.
 
         :raises Disconnected: nobody answers there in time.
         :raises Unauthorized: the tokens differ.
         :raises PeerFault: it is no datastates, or speaks another version.
+        :raises Unsupported: the two sides have no data plane in common.
         """
         transport = transport_for(url) if transport is None else transport
+        planes, wish = offer(transport.planes, transport.scheme, data)
         channel = await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
-        own = Ready((), transport.located, _milliseconds(timeout_s), features=near.beacon())
+        own = Ready(planes, transport.located, _milliseconds(timeout_s), wish=wish, features=near.beacon())
         sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
-        return cls(sealed, transport, own, its, None)
+        return await cls._begin(sealed, transport, own, its, None, _Dialled(url, tls))
 
     @classmethod
     async def serve(
@@ -148,6 +165,7 @@ class Session:
         token: bytes = b"",
         timeout_s: float = 10.0,
         admission: Callable[[], None] = lambda: None,
+        data: str = "auto",
     ) -> Self:
         """A session with the client at the other end of ``channel``; ``admission`` may refuse one that knows the token.
 
@@ -158,9 +176,20 @@ class Session:
             admission()
             return own
 
-        own = Ready((), transport.located, _milliseconds(timeout_s), identity, features=near.beacon())
+        planes, wish = offer(transport.planes, transport.scheme, data)
+        own = Ready(planes, transport.located, _milliseconds(timeout_s), identity, wish, features=near.beacon())
         sealed, its = await admit(channel, ready, token=token, timeout_s=timeout_s)
-        return cls(sealed, transport, own, its, service)
+        return await cls._begin(sealed, transport, own, its, service)
+
+    @classmethod
+    async def _begin(
+        cls, sealed: Sealed, transport: Transport, own: Ready, its: Ready, service: Service | None, dialled: _Dialled | None = None
+    ) -> Self:
+        try:
+            return cls(sealed, transport, own, its, service, dialled)
+        except BaseException:
+            await sealed.close()
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -528,6 +557,13 @@ class Session:
                 await self._sealed.send(encode(Bye(Failure(kind, reason[:1000]))))
         except (TimeoutError, DatastatesError):
             pass  # it will notice
+
+
+def _terms(sealed: Sealed, timeout_s: float, dialled: _Dialled | None) -> Terms:
+    name, key = sealed.derive(b"name")[:NAME_BYTES], sealed.derive(b"data")
+    if dialled is None or sealed.remote is None:
+        return Terms(name, key, sealed.peer, timeout_s=timeout_s)
+    return Terms(name, key, sealed.peer, sealed.remote, tcp.split(dialled.url)[1], tcp.client_context(dialled.tls), timeout_s)
 
 
 def _milliseconds(timeout_s: float) -> int:

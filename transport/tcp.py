@@ -42,6 +42,7 @@ class TcpChannel(Channel):
         self._reader, self._writer = reader, writer
         self.peer = _printable(writer.get_extra_info("peername"))
         self.host: str = writer.get_extra_info("sockname")[0]
+        self.remote = writer.get_extra_info("peername")[:2]
         self.is_secret = writer.get_extra_info("ssl_object") is not None
         self._announced: int | None = None
         self._is_closed = False
@@ -277,6 +278,7 @@ def _server_context(tls: Tls | None) -> ssl.SSLContext | None:
     if tls.certificate is None:
         raise InvalidInput("a server with TLS needs tls.certificate, and tls.key if the key lies in another file")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         context.load_cert_chain(tls.certificate, tls.key)
     except OSError as exc:
@@ -292,9 +294,11 @@ def client_context(tls: Tls | None) -> ssl.SSLContext | None:
     if tls is None:
         return None
     try:
-        return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=tls.trusted)
+        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=tls.trusted)
     except OSError as exc:
         raise InvalidInput(f"the certificates in {tls.trusted} cannot be used: {exc}") from exc
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
 
 
 def _printable(name: object) -> str:

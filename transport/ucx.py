@@ -7,7 +7,7 @@ imported when they are needed: it is optional, and takes a while.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,9 @@ from blake3 import blake3
 
 from datastates.errors import Disconnected, PeerFault, Unavailable
 
-from . import tcp
-from .contract import Channel, Link, Listener, Tls, Transport
+from .contract import Link
 from .loop import at_stop
+from .tcp_transport import TcpTransport
 
 if TYPE_CHECKING:
     from .ucx_link import UcxLink
@@ -32,25 +32,21 @@ _THREADS = 4
 _CLOSE_NS = 10**9
 
 
-class UcxTransport(Transport):
+class UcxTransport(TcpTransport):
     """``ucx://host:port``. One UCX worker in a process, made on first use, on the transport's loop."""
 
     scheme = "ucx"
 
     def __init__(self) -> None:
+        super().__init__()
         self._worker: Worker | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._links: set[UcxLink] = set()
 
-    async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:
-        """Listen for control channels on one address."""
-        await self._prepare()
-        return await tcp.listen(url, accept, tls=tls)
-
-    async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
-        """Open a control channel."""
-        await self._prepare()
-        return await tcp.dial(url, timeout_s=timeout_s, tls=tls)
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Ours and UCX's."""
+        return ("tcp", "ucx")
 
     @property
     def located(self) -> bytes:
@@ -76,6 +72,7 @@ class UcxTransport(Transport):
 
     async def close(self) -> None:
         """Abort every link, and end UCX's threads."""
+        await super().close()
         for link in list(self._links):
             await link.abort()
         worker, threads, self._worker, self._threads = self._worker, self._threads, None, None

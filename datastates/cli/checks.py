@@ -89,7 +89,7 @@ def _torch() -> Iterator[Check]:
 
 def _ucx() -> Iterator[Check]:
     if importlib.util.find_spec("ucxx") is None:
-        hint = "to clone between processes: pip install 'datastates[cu12]' or 'datastates[cu13]' (neither needs a GPU)"
+        hint = "only data='ucx' needs it, for RDMA: pip install 'datastates[cu12]' or 'datastates[cu13]' (neither needs a GPU)"
         yield Check("ucx", Verdict.MISSING, "UCXX is not installed", hint)
         return
     is_fit, said = _run(sys.executable, "-m", "datastates.cli.loopback")

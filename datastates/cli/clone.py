@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datastates.config import Data
 from datastates.errors import Conflict, InvalidInput, NotFound, OverBudget, Unavailable
 from datastates.location import DATABASE, Location, locate
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "split_source"]
 
-_FORM = "ucx://HOST:PORT/REV"
+_FORM = "tcp://HOST:PORT/REV"
 _SPARE_BYTES = 64 << 20
 
 
@@ -50,7 +51,7 @@ def clone(
     also: Annotated[
         list[str] | None,
         typer.Option(
-            "--also", metavar="URL", help="A further source (ucx://HOST:PORT), to share the work; may be repeated.", show_default=False
+            "--also", metavar="URL", help="A further source (tcp://HOST:PORT), to share the work; may be repeated.", show_default=False
         ),
     ] = None,
     token_file: Annotated[
@@ -58,6 +59,10 @@ def clone(
     ] = None,
     tls_ca: Annotated[
         Path | None, typer.Option("--tls-ca", metavar="FILE", help="TLS, trusting these certificates.", show_default=False)
+    ] = None,
+    data: Annotated[
+        Data | None,
+        typer.Option("--data", help="What carries the bytes (default: DATASTATES_DATA, else auto). ucx needs ucx://.", show_default=False),
     ] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="A source that is silent for so long is gone.")
@@ -74,7 +79,7 @@ def clone(
     from datastates.transport.contract import Tls
 
     tls = None if tls_ca is None else Tls(trusted=tls_ca)
-    with connect([url, *(also or [])], token_file=token_file, tls=tls, timeout_s=timeout) as peer:
+    with connect([url, *(also or [])], token_file=token_file, tls=tls, timeout_s=timeout, data=data) as peer:
         state = peer.state(rev)
         with _made(location), _opened(location, state) as repository:
             name = _Name.of(repository, state, branch)
@@ -93,7 +98,7 @@ def split_source(source: str) -> tuple[str, str]:
     scheme, colons, rest = source.partition("://")
     place, _, rev = rest.partition("/")
     if not (scheme and colons and place):
-        raise InvalidInput(f"{source!r} names no server: write {_FORM}, such as ucx://10.0.0.2:4711/main")
+        raise InvalidInput(f"{source!r} names no server: write {_FORM}, such as tcp://10.0.0.2:4711/main")
     if not rev:
         raise InvalidInput(f"{source!r} names no revision: write {scheme}://{place}/main, or another that `datastates refs` lists there")
     return f"{scheme}://{place}", rev

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datastates.config import Data
 from datastates.errors import InvalidInput
 
 from .exits import INTERRUPTED
@@ -41,7 +42,7 @@ def serve(
         typer.Argument(
             metavar="[URL]...",
             help="Where to listen: http://HOST:PORT for the page and the web API (default: http://127.0.0.1:8642), "
-            "ucx://HOST:PORT for other processes to clone from; or both. Port 0: any that is free.",
+            "tcp://HOST:PORT for other processes to clone from (ucx:// where UCX may carry the bytes); or both. Port 0: any that is free.",
             show_default=False,
         ),
     ] = None,
@@ -83,15 +84,21 @@ def serve(
     access_log: Annotated[bool, typer.Option("--access-log", help="http: a line on standard error for each request.")] = False,
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", metavar="FILE", help="ucx: holds the token (default: DATASTATES_TOKEN).", show_default=False),
+        typer.Option("--token-file", metavar="FILE", help="tcp, ucx: holds the token (default: DATASTATES_TOKEN).", show_default=False),
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", metavar="FILE", help="ucx: TLS, with this certificate.", show_default=False)
+        Path | None, typer.Option("--tls-cert", metavar="FILE", help="tcp, ucx: TLS, with this certificate.", show_default=False)
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="ucx: its key.", show_default=False)] = None,
-    writable: Annotated[bool, typer.Option("--writable", help="ucx: take states that peers push, and make them durable.")] = False,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="tcp, ucx: its key.", show_default=False)] = None,
+    writable: Annotated[bool, typer.Option("--writable", help="tcp, ucx: take states that peers push, and make them durable.")] = False,
+    data: Annotated[
+        Data | None,
+        typer.Option(
+            "--data", help="What carries the bytes of clones (default: DATASTATES_DATA, else auto). ucx needs ucx://.", show_default=False
+        ),
+    ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="ucx: a peer that is silent for so long is gone.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="tcp, ucx: a peer that is silent for so long is gone.")
     ] = 10.0,
     as_json: AsJson = False,
 ) -> None:
@@ -109,7 +116,7 @@ def serve(
         servers: list[tuple[Repository, Server]] = []
         for url in clone_urls:
             repository = _only(repositories, url)
-            server = _serve_clones(repository, url, token_file, tls_cert, tls_key, is_writable=writable, timeout_s=timeout)
+            server = _serve_clones(repository, url, token_file, tls_cert, tls_key, is_writable=writable, timeout_s=timeout, data=data)
             servers.append((repository, stack.enter_context(server)))
             _announce(shell, repository, server, has_tls=tls_cert is not None, is_writable=writable)
         sys.stdout.flush()
@@ -144,11 +151,12 @@ def _serve_clones(
     *,
     is_writable: bool,
     timeout_s: float,
+    data: Data | None,
 ) -> Server:
     from datastates.transport.contract import Tls
 
     tls = None if tls_cert is None else Tls(certificate=tls_cert, key=tls_key)
-    return repository.serve(url, token_file=token_file, tls=tls, is_writable=is_writable, timeout_s=timeout_s)
+    return repository.serve(url, token_file=token_file, tls=tls, is_writable=is_writable, timeout_s=timeout_s, data=data)
 
 
 class _Ended(threading.Event):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from datastates.errors import InvalidInput, Unsupported
-from datastates.transport import registry
+from datastates.transport.choice import offer
 from datastates.transport.memory import MemoryTransport
 from datastates.transport.registry import transport_for
 
@@ -26,20 +26,26 @@ def test_a_scheme_has_one_transport_in_a_process() -> None:
 
 @pytest.mark.parametrize("url", ["http://host:1", "host:4711", "", "://"])
 def test_an_unknown_scheme_is_refused_with_those_that_there_are(url: str) -> None:
-    with pytest.raises(InvalidInput, match=r"ucx://… or memory://…"):
+    with pytest.raises(InvalidInput, match=r"tcp://… or ucx://… or memory://…"):
         transport_for(url)
 
 
-def test_without_ucxx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_ucxx(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
 
     def without(name: str, package: str | None = None) -> Any:
         return None if name == "ucxx" else find(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    monkeypatch.setattr(registry, "_made", {})
+
+
+@pytest.mark.usefixtures("no_ucxx")
+def test_without_ucxx_our_own_plane_serves_and_the_error_says_what_to_install() -> None:
+    planes = transport_for("ucx://127.0.0.1:0").planes
+    assert offer(planes, "ucx", "auto") == (("tcp",), "")
     with pytest.raises(Unsupported, match=r"pip install 'datastates\[cu12\]'"):
-        transport_for("ucx://127.0.0.1:0")
+        offer(planes, "ucx", "ucx")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed: pip install 'datastates[cu12]'")
@@ -53,11 +59,8 @@ def test_a_ucx_that_cannot_be_loaded_is_unavailable_and_says_why() -> None:
         from datastates.transport import loop
         from datastates.transport.registry import transport_for
 
-        async def dial():
-            await transport_for("ucx://127.0.0.1:1").dial("ucx://127.0.0.1:1", timeout_s=1)
-
         try:
-            loop.run(dial())
+            loop.run(transport_for("ucx://127.0.0.1:1").address())
         except Unavailable as exc:
             print(exc)
     """
