@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from datastates.errors import InvalidInput
+
 from . import page, problems
 from .document import document
 from .meter import Meter, Metered
 from .routes import diff, events, graph, payload, refs, runs, series, service, states, stats, writes
-from .security import Guard, Hosts, Shield, Tokens
+from .security import Guard, Hosts, Origins, Shield, Tokens
 from .served import Served
 
 if TYPE_CHECKING:
@@ -38,7 +40,12 @@ def create_app(
 
     ``tokens`` say what each allows; without any everybody may read, and nobody write. ``allowed_hosts`` are the names that it goes by,
     beside those of the loopback. ``prefix`` is the path below which a proxy serves it. ``cors`` are origins whose pages may ask.
+
+    :raises InvalidInput: every page of the web might ask (``*``), and no token is needed; or a token can not be sent or guessed.
     """
+    if "*" in cors and not tokens:
+        raise InvalidInput("--cors '*' lets every page that anybody here has open read everything: name the origins, or give tokens")
+    hosts = Hosts(allowed_hosts)
     app = FastAPI(
         title="datastates", openapi_url=f"{API}/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=_lifespan
     )
@@ -50,7 +57,7 @@ def create_app(
     page.install(app)
     problems.install(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]  # as FastAPI's manual has it
-    app.add_middleware(Guard, tokens=Tokens(tokens or {}), hosts=Hosts(allowed_hosts), prefix=prefix.rstrip("/"))
+    app.add_middleware(Guard, tokens=Tokens(tokens or {}), hosts=hosts, origins=Origins(hosts, cors), prefix=prefix.rstrip("/"))
     app.add_middleware(Shield)
     app.add_middleware(Metered, meter=app.state.meter)
     if cors:

@@ -18,6 +18,7 @@ import httpx
 
 from datastates.errors import InvalidInput
 from datastates.lineage.states import RefKind, Value
+from datastates.secret_file import is_sendable
 
 from .answers import checked, disconnected, parsed
 from .downloads import download
@@ -45,6 +46,8 @@ class Client:
     def __init__(self, url: str, *, token: str | None = None, repository: str | None = None, timeout_s: float = 30.0) -> None:
         if not url.startswith(("http://", "https://")):
             raise InvalidInput(f"{url!r} is no address of a web server: it begins with http:// or https://")
+        if token is not None and not is_sendable(token):
+            raise InvalidInput("the token has characters that a header cannot carry: it is none that a server of datastates was given")
         self.url = url.rstrip("/").removesuffix("/api/v1")
         self._repository = repository
         headers = {"Accept": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})

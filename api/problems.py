@@ -18,7 +18,8 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from datastates.errors import DatastatesError, SyntaxProblem, Unavailable
+from datastates import masking
+from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -51,6 +52,11 @@ STATUSES = {
     "unsupported": 400,
 }
 """By the kind of an error. ``unauthorized`` is 403 for a token that is good for less, ``unavailable`` 410 as said above."""
+
+
+_UNEXPECTED = "this failed unexpectedly: the server's log says why"
+_UNTOLD = {"corrupt": "stored bytes are damaged: the server's log says which"}
+"""What is told of a 500: its own message names files and what lies in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,26 +95,38 @@ def respond(error: Exception, scope: Scope) -> Response:
     """The answer to a request that ended in ``error``. What nobody raised on purpose is logged, and not told."""
     if isinstance(error, Refusal):
         return _response(error.problem, error.headers)
-    problem = problem_of(error)
+    problem = _placeless(problem_of(error), scope)
     if problem.kind == "unauthorized":
         is_known = scope.get("state", {}).get("is_known", False)
         problem = problem if not is_known else _with(problem, 403)
     if problem.status >= 500:
-        _log.error("%s %s: %s", scope["method"], scope["path"], error, exc_info=error if problem.status == 500 else None)
+        _log.error("%s %s: %s", scope["method"], scope["path"], masking.text(str(error)), exc_info=error if problem.status == 500 else None)
     return _response(problem)
 
 
 def problem_of(error: Exception) -> Problem:
     """What is told of an error."""
     if not isinstance(error, DatastatesError):
-        return Problem(title=_title(500), status=500, detail="this failed unexpectedly: the server's log says why", kind="error")
+        return Problem(title=_title(500), status=500, detail=_UNEXPECTED, kind="error")
     status = STATUSES.get(error.kind, 500)
     if isinstance(error, Unavailable) and (error.is_gone or error.nearest is not None):
         status = 410
-    problem = Problem(title=_title(status), status=status, detail=str(error), kind=error.kind)
+    detail = _UNTOLD.get(error.kind, _UNEXPECTED) if status == 500 else masking.text(str(error))
+    problem = Problem(title=_title(status), status=status, detail=detail, kind=error.kind)
     if isinstance(error, SyntaxProblem):
         return _with(problem, status, text=error.text, column=error.column, expected=error.expected)
-    return _with(problem, status, nearest=error.nearest) if isinstance(error, Unavailable) else problem
+    return _with(problem, status, nearest=error.nearest) if isinstance(error, Unavailable | Corrupt) else problem
+
+
+def _placeless(problem: Problem, scope: Scope) -> Problem:
+    """Where a repository lies on the server's disk, or its database, is nobody's business who only asks."""
+    served = scope["app"].state.served if "app" in scope else {}
+    detail = problem.detail
+    for name, each in served.items():
+        location = each.repository.location
+        for place in (location.packs, location.root, location):
+            detail = detail.replace(str(place), name) if place is not None else detail
+    return problem if detail == problem.detail else _with(problem, problem.status, detail=detail)
 
 
 def _with(problem: Problem, status: int, **more: Any) -> Problem:

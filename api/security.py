@@ -1,8 +1,8 @@
 """Who may do what: the layers around the application that every request passes before any route is looked at.
 
 - ``Shield``, outermost: whatever goes wrong is answered as a problem, and every answer has the headers that browsers need.
-- ``Guard``: Host, sizes, token. Denied by default: only the page's own files and ``/healthz`` are open, all else needs ``read``, and
-  any method but GET, HEAD and OPTIONS ``write``, whatever the route says; it may ask for more.
+- ``Guard``: Host, origin, sizes, token. Denied by default: only the page's own files and ``/healthz`` are open, all else needs ``read``,
+  and any method but GET, HEAD and OPTIONS ``write``, whatever the route says; it may ask for more.
 
 They are plain ASGI, so that streams flow through them.
 """
@@ -25,12 +25,13 @@ from datastates.errors import DatastatesError
 from .connections import PLACE
 from .problems import Refusal, respond
 from .routing import Scope
+from .tokens import check_token
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Send
     from starlette.types import Scope as Request
 
-__all__ = ["BODY_BYTES", "OPEN", "QUERY_BYTES", "Guard", "Hosts", "Shield", "Tokens", "is_open"]
+__all__ = ["BODY_BYTES", "OPEN", "QUERY_BYTES", "Guard", "Hosts", "Origins", "Shield", "Tokens", "is_open"]
 
 _log = logging.getLogger("datastates.api")
 
@@ -48,7 +49,12 @@ _PAGE_POLICY = (
     "manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _POLICY = "default-src 'none'; frame-ancestors 'none'"
-_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cross-Origin-Opener-Policy": "same-origin"}
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
 def is_open(method: str, path: str) -> bool:
@@ -57,9 +63,14 @@ def is_open(method: str, path: str) -> bool:
 
 
 class Tokens:
-    """Tokens and what each allows. Only their digests are kept; all are compared, in constant time."""
+    """Tokens and what each allows. Only their digests are kept; all are compared, in constant time.
+
+    :raises InvalidInput: one can be guessed, or can never arrive.
+    """
 
     def __init__(self, tokens: Mapping[str, Scope]) -> None:
+        for number, token in enumerate(tokens, 1):
+            check_token(token, f"token {number}")
         self._digests = [(_digest(token.encode()), Scope(scope)) for token, scope in tokens.items()]
 
     def __bool__(self) -> bool:
@@ -88,6 +99,25 @@ class Hosts:
         """Whether a Host header, with or without a port, names this server."""
         name = _without_port(header.strip().lower())
         return name in self._names or (self._is_any_address and _is_address(name))
+
+
+class Origins:
+    """Whose pages may ask. A page of another site that somebody has open can make their browser ask anything, if not read the answer.
+
+    Browsers say where a request comes from (``Sec-Fetch-Site``; older ones, and over plain HTTP, only ``Origin``); programs say nothing.
+    """
+
+    def __init__(self, hosts: Hosts, allowed: Iterable[str] = ()) -> None:
+        self._hosts, self._allowed = hosts, frozenset(allowed)
+
+    def allow(self, headers: Headers) -> bool:
+        """Whether a request comes from this server's own page, an allowed origin, or no page at all."""
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "").strip().lower()
+        if origin in self._allowed or (origin is not None and "*" in self._allowed):
+            return True
+        if site:
+            return site in ("same-origin", "none")
+        return origin is None or self._hosts.allow(origin.partition("://")[2])
 
 
 class Shield:
@@ -126,8 +156,8 @@ class Guard:
     A path with or without ``prefix`` is understood: some proxies take it away, some leave it.
     """
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens, hosts: Hosts, prefix: str = "") -> None:
-        self._app, self._tokens, self._hosts, self._prefix = app, tokens, hosts, prefix
+    def __init__(self, app: ASGIApp, *, tokens: Tokens, hosts: Hosts, origins: Origins, prefix: str = "") -> None:
+        self._app, self._tokens, self._hosts, self._origins, self._prefix = app, tokens, hosts, origins, prefix
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
         """One request."""
@@ -144,6 +174,8 @@ class Guard:
             await RedirectResponse(f"{self._prefix}/", status_code=308)(scope, receive, send)
             return
         scope.update({"path": self._prefix + path, "root_path": self._prefix})  # in place: Shield reads them too
+        if not is_open(scope["method"], path) and not self._origins.allow(headers):
+            raise Refusal(403, "unauthorized", "a page of another site asks for this: start the server with --cors ORIGIN to let it")
         scope["state"] = {**scope.get("state", {}), **self._admit(scope["method"], path, headers)}
         if (place := scope["state"].get(PLACE)) is not None and not is_open(scope["method"], path):
             place.hold()  # until the answer is complete; see connections

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Path, Request
 
-from datastates.errors import NotFound
+from datastates.errors import NotFound, Unavailable
+from datastates.lineage.deadline import within
 
 from .curves import Curves
 from .feed import Feed
 from .norms import Norms
+from .problems import Refusal
 from .reads import PayloadReads
 from .statistics import Statistics
 from .windows import Windows
@@ -28,6 +30,12 @@ __all__ = ["Chosen", "Served", "Uid"]
 DOWNLOADS = 8
 """How many may be under way at once."""
 
+QUESTIONS = 8
+"""How many requests may read the lineage at once: the training has a processor too."""
+
+ANSWER_S = 10.0
+"""What an answer may take of the database, and wait for its turn."""
+
 Uid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A state's uid, whole: `/resolve` finds it for a revision")]
 
 
@@ -40,12 +48,28 @@ class Served:
         self.downloads = threading.BoundedSemaphore(DOWNLOADS)
         self.windows = Windows()
         self.curves = Curves()
-        self.statistics = Statistics(self.reading)
+        self.statistics = Statistics(self.reading_all)
+        self._questions = threading.BoundedSemaphore(QUESTIONS)
         self.payload_reads, self.norms = PayloadReads(), Norms()
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session that sees every capture made so far by this process."""
+        """A session for the question of a request; it sees every capture made so far by this process. Not one within another.
+
+        :raises InvalidInput: what is asked takes more than ``ANSWER_S``.
+        :raises Refusal: too many ask.
+        """
+        if not self._questions.acquire(timeout=ANSWER_S):
+            raise Refusal(503, Unavailable.kind, f"{QUESTIONS} requests ask {self.name!r} just now: try again later", {"Retry-After": "5"})
+        try:
+            with within(ANSWER_S), self.reading_all() as session:
+                yield session
+        finally:
+            self._questions.release()
+
+    @contextmanager
+    def reading_all(self) -> Iterator[Session]:
+        """The same for what the server itself wants to know, however long it takes."""
         with self.repository._reading() as session:
             yield session
 
@@ -61,7 +85,7 @@ class Served:
 
     def warm(self) -> None:
         """Look at the whole once, in the background: the first who asks about a million states would wait for seconds."""
-        self.windows.warm(self.reading)
+        self.windows.warm(self.reading_all)
         self.statistics.warm()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from .lease import LEASES, Lease
 from .lineage import folders
 from .lineage.database import Database
 from .location import Location
-from .sharing import may_read
+from .sharing import FILE_MODE, may_read
 from .store.files import TEMPORARY, locked, sync_folder, write_file
 
 __all__ = ["FOLDER", "PACKS", "Home", "settle_in"]
@@ -116,10 +116,10 @@ def _identify(packs: Path) -> str:
         if found is not None:
             return found
         made, path = secrets.token_hex(12), packs / f"{TEMPORARY}identity"
-        fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
         try:
             write_file(fd, made.encode() + b"\n")
-            may_read(fd)
+            may_read(packs, fd)
             path.rename(packs / _IDENTITY)
         except BaseException:
             path.unlink(missing_ok=True)

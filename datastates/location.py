@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from . import values
+from . import masking, values
 from .errors import InvalidInput, NotFound
 
 __all__ = ["DATABASE", "DEFAULT", "Location", "check_whole", "discover", "locate"]
@@ -42,7 +42,7 @@ class Location:
 
     def __str__(self) -> str:
         """What may be shown: the folder, or the server's URL without its password."""
-        return str(self.root or make_url(self.database_url).render_as_string(hide_password=True))
+        return str(self.root or _hidden(make_url(self.database_url)))
 
 
 def locate(
@@ -66,7 +66,8 @@ def locate(
     location = _on_server(text, packs or environ.get("DATASTATES_PACKS")) if "://" in text else _in_folder(text, packs)
     if must_exist and not location.is_present:
         raise NotFound(
-            f"no repository in {location}: make one with `datastates init {text}`, or name another with --repo or DATASTATES_REPO"
+            f"no repository in {location}: make one with `datastates init {masking.text(text)}`, "
+            "or name another with --repo or DATASTATES_REPO"
         )
     return location
 
@@ -128,9 +129,9 @@ def _on_server(text: str, packs: str | os.PathLike[str] | None) -> Location:
 def _packs_folder(packs: str | os.PathLike[str]) -> Path:
     text = os.fspath(packs)
     if "://" in text:
-        raise InvalidInput(f"packs={text!r}: packs live in a folder; object stores are not supported yet")
+        raise InvalidInput(f"packs={masking.text(text)!r}: packs live in a folder; object stores are not supported yet")
     return Path(text).expanduser().absolute()
 
 
 def _hidden(url: URL) -> str:
-    return url.render_as_string(hide_password=True)
+    return masking.text(url.render_as_string(hide_password=True))

@@ -15,7 +15,7 @@ import struct
 import weakref
 from pathlib import Path
 
-from .sharing import may_read, share
+from .sharing import FILE_MODE, may_read, share
 
 __all__ = ["Held", "hold", "is_held"]
 
@@ -67,13 +67,13 @@ def hold(path: Path) -> Held | None:
     :raises OSError: it cannot be made, or its file system has no locks.
     """
     while True:
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
         try:
             if not _lock(fd):
                 os.close(fd)
                 return None
             if _is_at(fd, path):
-                may_read(fd)
+                may_read(path.parent, fd)
                 share(path.parent, fd)
                 return Held(path, fd)
         except BaseException:

@@ -534,12 +534,12 @@ class Repository:
         """Let other processes browse this lineage and clone its states, from memory where they are there, while training goes on.
 
         Port 0 takes any that is free: the server's ``url`` has it. A server that other machines can reach needs a token, here or as
-        ``DATASTATES_TOKEN``. ``is_writable`` takes states that peers push. ``close`` of the repository closes it too.
+        ``DATASTATES_TOKEN``. ``is_writable`` takes states that peers push, and needs a token. ``close`` of the repository closes it too.
         ``data`` is what carries the bytes: ``tcp`` (ours), ``ucx`` (at a ``ucx://`` url; says that the network is private), or ``auto``:
         UCX where both sides found RDMA, ours otherwise. Unless it is given, the configuration says so (``DATASTATES_DATA``).
         ``http://127.0.0.1:0`` serves the page and the web API instead; ``is_writable`` then lets who has the token make and move names.
 
-        :raises InvalidInput: other machines can reach it and there is no token.
+        :raises InvalidInput: other machines can reach it, or it is writable, and there is no token.
         :raises Unavailable: the address is taken.
         :raises Unsupported: ``data="ucx"``, and UCXX is not installed.
         """
@@ -548,6 +548,11 @@ class Repository:
 
         self._check_open()
         secret = read_token(token, token_file)
+        if is_writable and not secret and not url.startswith("memory:"):  # which this process alone reaches
+            raise InvalidInput(
+                "whoever may write must show a token, on 127.0.0.1 too, where every user of the machine is: set DATASTATES_TOKEN, "
+                "give token_file= (make one with: datastates token FILE), or leave out is_writable=True (--writable)"
+            )
         if url.startswith("http:"):
             from .api.serve import serve_repository  # FastAPI is imported for who asks for it
 

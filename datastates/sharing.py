@@ -1,6 +1,7 @@
-"""Files and folders for several users: what is made in a folder that a group shares, the group may write.
+"""Files and folders for several users: they follow the umask, and what is made in a folder that a group shares, the group may write.
 
 A folder counts as shared when it is marked so: setgid, and its group may write in it. The umask of most users would have it otherwise.
+Every file is made with ``FILE_MODE``, from which the umask takes what it takes.
 """
 
 from __future__ import annotations
@@ -10,16 +11,22 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["make_folder_like", "make_folders", "may_read", "share"]
+__all__ = ["FILE_MODE", "is_shared", "make_folder_like", "make_folders", "may_read", "share"]
 
 _SHARED = stat.S_ISGID | stat.S_IWGRP
-_ALL_READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
+FILE_MODE = 0o666
+"""What a file is made with: the umask decides."""
 
 
 def share(folder: Path, made: Path | int) -> None:
     """Let the group write what was made in ``folder``, if that is shared."""
-    if folder.stat().st_mode & _SHARED == _SHARED:
+    if is_shared(folder):
         _add(made, stat.S_IWGRP | stat.S_IRGRP)
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether it is marked as its group's."""
+    return folder.stat().st_mode & _SHARED == _SHARED
 
 
 def make_folders(path: Path) -> None:
@@ -27,12 +34,15 @@ def make_folders(path: Path) -> None:
     if not path.is_dir():
         make_folders(path.parent)
         path.mkdir(exist_ok=True)
-        share(path.parent, path)
+        if is_shared(path.parent):
+            _add(path, stat.S_ISGID | stat.S_IRWXG)
 
 
-def may_read(made: int) -> None:
+def may_read(folder: Path, made: int) -> None:
     """Let everybody read it who may enter its folder: a lock that cannot be opened cannot be seen."""
-    _add(made, _ALL_READ)
+    mode = folder.stat().st_mode
+    of_group, of_others = (stat.S_IRGRP if mode & stat.S_IXGRP else 0), (stat.S_IROTH if mode & stat.S_IXOTH else 0)
+    _add(made, stat.S_IRUSR | of_group | of_others)
 
 
 def make_folder_like(parent: Path, path: Path) -> None:

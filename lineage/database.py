@@ -20,10 +20,12 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import QueuePool
 
+from datastates import masking
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.interrupts import checkpoint, undisturbed
-from datastates.sharing import make_folders, share
+from datastates.sharing import FILE_MODE, make_folders, share
 
+from . import deadline
 from .frozen import Frozen, why_frozen
 from .migrations import HEAD, KNOWN
 
@@ -36,6 +38,7 @@ _BEGIN = "datastates_begin"
 _IMMEDIATE = "BEGIN IMMEDIATE"
 _ASK_AGAIN_MS = 3  # SQLite asks after 1 and after 2 ms more, then begins to wait longer
 _DURABLE = "datastates_durable"
+_CANCELLED = "57014"  # what PostgreSQL calls a statement that was ended
 _PATIENCE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 """A server that was cut off is found dead in half a minute, not when the kernel gives up. Its URL may say otherwise."""
 _migrating = threading.Lock()  # Alembic's context is a global of the process
@@ -56,7 +59,7 @@ class Database:
         parsed = _parse(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self.url = parsed.render_as_string(hide_password=False)
-        self._shown = parsed.render_as_string(hide_password=True)
+        self._shown = masking.text(parsed.render_as_string(hide_password=True))
         self._pid = os.getpid()
         self._closed = False
         self.read_only: str | None = None
@@ -70,6 +73,7 @@ class Database:
         read: dict[str, Any] = {_BEGIN: "BEGIN"}
         if not self.is_sqlite:
             read |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        event.listen(self._engine, "before_cursor_execute", deadline.check)
         self._reader = self._engine.execution_options(**read)
         self._writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: False})
         self._durable_writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: True})
@@ -124,7 +128,7 @@ class Database:
         if self._frozen is not None and self._frozen.has_changed():
             self._engine.dispose()
         try:
-            with undisturbed(), Session(engine, autoflush=False, expire_on_commit=False) as session:
+            with undisturbed(), Session(engine, autoflush=False, expire_on_commit=False) as session, deadline.guarded(session):
                 yield session
         except (exc.SQLAlchemyError, sqlite3.Error) as error:
             raise translate(error, self._shown) from error
@@ -172,9 +176,12 @@ class Database:
 def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> DatastatesError:
     """What a driver's error means to the caller; the one place where they are mapped. ``where`` is shown."""
     origin = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
-    said = str(origin).strip()
+    said, _, _ = (str(origin.args[0] if origin.args else "") if origin is error else str(origin)).strip().partition("\n")  # never the SQL
+    said = masking.text(said)
     code = getattr(origin, "sqlstate", None)
     lower = said.lower()
+    if code == _CANCELLED or getattr(origin, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
+        return deadline.overdue()
     if code in ("40001", "40P01"):
         return Conflict(f"{where}: another transaction was first, nothing was changed: do it again ({said})")
     if isinstance(error, exc.TimeoutError):
@@ -199,8 +206,8 @@ def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> Datasta
 def _parse(url: str) -> URL:
     try:
         parsed = make_url(url)
-    except exc.ArgumentError as error:
-        raise InvalidInput(f"{url!r} is not a database URL: use sqlite:///path or postgresql+psycopg://host/name") from error
+    except (exc.ArgumentError, ValueError) as error:
+        raise InvalidInput(f"{masking.text(url)!r} is not a database URL: use sqlite:///path or postgresql+psycopg://host/name") from error
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername == "sqlite+pysqlite":
@@ -209,7 +216,7 @@ def _parse(url: str) -> URL:
         raise InvalidInput(f"a lineage cannot live in {parsed.drivername!r}: use sqlite:///path or postgresql+psycopg://host/name")
     if parsed.drivername == "sqlite":
         if not parsed.database or parsed.database == ":memory:" or parsed.query:
-            raise InvalidInput(f"{url!r} names no file: use sqlite:///path, without options")
+            raise InvalidInput(f"{masking.text(url)!r} names no file: use sqlite:///path, without options")
         parsed = parsed.set(database=str(Path(parsed.database).absolute()))
     return parsed
 
@@ -224,7 +231,7 @@ def _prepare_file(path: Path, *, create: bool) -> None:
         raise NotFound(f"there is no lineage at {path}: create it, or check the path")
     try:
         make_folders(path.parent)
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
         try:
             share(path.parent, fd)
         finally:

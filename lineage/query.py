@@ -18,6 +18,8 @@ from typing import Any
 
 from lark import Token, Transformer, v_args
 
+from datastates.masking import is_secret
+
 from .grammar import Problem, load, moment, parse, problem_at, seconds, unquote, whole
 from .states import Status
 
@@ -41,6 +43,8 @@ __all__ = [
 
 _DEPTH = 20
 _VALUES = 500
+_WALKS = 50
+_KEYS = 20
 
 
 class Kind(StrEnum):
@@ -196,6 +200,10 @@ class _Build(Transformer[Token, Any]):
         condition, order, limit = parts
         if condition is not None and sum(1 for _ in _values(condition)) > _VALUES:
             raise Problem(f"a query compares with at most {_VALUES} values: ask in several", 1)
+        if condition is not None and _walks(condition) > _WALKS:
+            raise Problem(f"a query asks at most {_WALKS} times for branches, ancestors and descendants: ask in several", 1)
+        if len(order or ()) > _KEYS:
+            raise Problem(f"states are ordered by at most {_KEYS} fields, not by {len(order)}", 1)
         return Query(condition, order or (), limit)
 
     @v_args(inline=False)
@@ -268,7 +276,10 @@ def _field(token: Token) -> Field:
         return Field(text, _FIELDS[text])
     for prefix, kind in _KEYED.items():
         if text.startswith(f"{prefix}."):
-            return Field(prefix, kind, ".".join(_parts(text[len(prefix) + 1 :])))
+            key = ".".join(_parts(text[len(prefix) + 1 :]))
+            if prefix == "run.config" and is_secret(key):
+                raise problem_at(token, f"{key!r} names a secret: none is searched for")
+            return Field(prefix, kind, key)
     close = get_close_matches(text, _FIELDS, n=1)
     hint = f", did you mean {close[0]}?" if close else ""
     raise problem_at(token, f"there is no field {text!r}{hint}", _KNOWN)
@@ -351,6 +362,18 @@ def _values(node: Node) -> Iterator[None]:
             yield from (None for _ in values)
         case _:
             yield None
+
+
+def _walks(node: Node) -> int:
+    """How many conditions look at whole histories."""
+    match node:
+        case Not(item):
+            return _walks(item)
+        case AllOf(items) | AnyOf(items):
+            return sum(map(_walks, items))
+        case Related():
+            return 1
+    return int(node.field.name == "branch")
 
 
 def _column(token: Token) -> int:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Range", "resolve", "resolve_id", "resolve_range"]
 
 _SUFFIXES = 20
+_WALKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,9 @@ class _Build(Transformer[Token, Any]):
     def revision(self, name: str, *suffixes: _Suffix | _Then) -> _Revision:
         if len(suffixes) > _SUFFIXES:  # each is a query, and anybody who may read may ask
             raise Problem(f"a revision has at most {_SUFFIXES} suffixes, this one {len(suffixes)}: write ~~~~ as ~4", 1)
+        walks = sum(isinstance(suffix, _Best) for suffix in suffixes)
+        if walks > _WALKS:
+            raise Problem(f"a revision has at most {_WALKS} times '@best', this one {walks}: each looks at a whole history", 1)
         then = suffixes[0] if suffixes and isinstance(suffixes[0], _Then) else None
         rest: list[_Suffix] = []
         for suffix in suffixes[1:] if then else suffixes:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, bindparam, delete, exists, insert, or_, select, union, update
 
+from datastates import masking
 from datastates.errors import Conflict, NotFound
 
 from .holders import holder
 from .lookup import id_of, states
 from .refs import log_event
 from .schema import CloneRow, RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
-from .states import RefKind, Run, Status, Value
+from .states import OURS, RefKind, Run, Status, Value
 from .walk import nearest_restorable
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Recovered:
 
 
 def start(session: Session, run: Run) -> None:
-    """Record that a process begins to track.
+    """Record that a process begins to track; secrets in its command line and configuration are masked (see ``masking``).
 
     :raises Conflict: its uid was used before.
     """
@@ -53,10 +54,10 @@ def start(session: Session, run: Run) -> None:
             "host": run.host,
             "user": run.user,
             "pid": run.pid,
-            "argv": list(run.argv),
+            "argv": list(masking.arguments(run.argv)),
             "git_commit": run.git_commit,
             "git_dirty": run.git_dirty,
-            "config": {key: _plain(value) for key, value in run.config.items()},
+            "config": {key: _plain(value) for key, value in _shown(run.config).items()},
             "versions": dict(run.versions),
             "started_at": to_us(run.started_at),
             "finished_at": None if run.finished_at is None else to_us(run.finished_at),
@@ -178,14 +179,19 @@ def _to_run(row: Any) -> Run:
         host=row.host,
         user=row.user,
         pid=row.pid,
-        argv=tuple(row.argv),
+        argv=masking.arguments(row.argv),  # of a version that did not mask them too
         git_commit=row.git_commit,
         git_dirty=row.git_dirty,
-        config={key: _value(value) for key, value in row.config.items()},
+        config=_shown({key: _value(value) for key, value in row.config.items()}),
         versions=row.versions,
         started_at=from_us(row.started_at),
         finished_at=None if row.finished_at is None else from_us(row.finished_at),
     )
+
+
+def _shown(config: Mapping[str, Value]) -> dict[str, Value]:
+    """Without secrets; what we note ourselves, such as folders, stays as it is: recovery compares it."""
+    return masking.named(config) | {key: value for key, value in config.items() if key.startswith(OURS)}
 
 
 def _plain(value: Value) -> object:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from sqlalchemy import BigInteger, ColumnElement, Double, Select, String, and_, case, exists, false, func, literal, or_, select, true
@@ -66,7 +67,7 @@ def find(session: Session, text: str, *, after: str | None = None, limit: int | 
     query = parse_query(text)
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one state")
-    place = _Place(to_us(now), query.limit, None) if after is None else _unseal(after, text)
+    place = _Place(to_us(now), query.limit, None) if after is None else _unseal(after, text, query)
     size = limit or (_PAGE if query.limit is None else min(query.limit, _PAGE_MAX))
     size = size if place.left is None else min(size, place.left)
     scope = Scope(session, place.now_us, text)
@@ -93,11 +94,15 @@ def find_all(session: Session, text: str, *, now: datetime | None = None) -> Ite
 # Cursors
 
 
-class _Place(msgspec.Struct, frozen=True, array_like=True):
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Moment = Annotated[int, msgspec.Meta(ge=0, le=250_000_000_000_000_000)]  # which a datetime can hold in every zone
+
+
+class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """``last`` is the id of the last state and its sort keys; ``left`` how many the query's own limit leaves."""
 
-    now_us: int
-    left: int | None
+    now_us: _Moment
+    left: _Count | None
     last: tuple[_Scalar, ...] | None
 
 
@@ -106,16 +111,28 @@ def _seal(place: _Place, text: str) -> str:
     return base64.urlsafe_b64encode(_digest(body, text) + body).decode().rstrip("=")
 
 
-def _unseal(token: str, text: str) -> _Place:
-    """The digest is no secret: it tells a damaged cursor, or another query's, from a good one."""
+def _unseal(token: str, text: str, query: Query) -> _Place:
+    """The digest is no secret: it tells a damaged cursor, or another query's, from a good one. Whoever makes one up gets a place that
+    the query could have led to (``_check_last`` sees to the keys), and so no more than the query finds."""
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         place = msgspec.msgpack.decode(raw[_SEAL_BYTES:], type=_Place)
+        is_sound = raw[:_SEAL_BYTES] == _digest(raw[_SEAL_BYTES:], text) and _seal(place, text) == token
     except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
         raise InvalidInput(f"{token[:40]!r} is no cursor: pass what Page.next of the same query gave") from error
-    if raw[:_SEAL_BYTES] != _digest(raw[_SEAL_BYTES:], text) or _seal(place, text) != token:
+    if (place.left is None) != (query.limit is None) or (place.left is not None and not 0 < place.left < (query.limit or 0)):
+        is_sound = False
+    if not is_sound or place.last is None:
         raise InvalidInput(f"the cursor {token[:40]!r} is damaged or of another query: pass what Page.next of this query gave")
     return place
+
+
+def _check_last(last: tuple[_Scalar, ...], keys: Sequence[_Key]) -> None:
+    """That a cursor's last state has an id and as many sort keys as the query, each a value that the key may have."""
+    id_, *values = last or (None,)
+    is_id = isinstance(id_, int) and 0 < id_ < 2**63
+    if not is_id or len(values) != len(keys) or not all(key.may_be(value) for key, value in zip(keys, values, strict=True)):
+        raise InvalidInput("the cursor is of another query: pass what Page.next of this query gave")
 
 
 def _digest(body: bytes, text: str) -> bytes:
@@ -133,6 +150,17 @@ class _Key:
     is_descending: bool
     is_nullable: bool
     type_: Any
+
+    def may_be(self, value: _Scalar) -> bool:
+        """Whether a state can have this value."""
+        match value:
+            case None:
+                return self.is_nullable
+            case int():
+                return self.type_ is BigInteger and -(2**63) <= value < 2**63
+            case float():
+                return self.type_ is Double and not math.isnan(value)
+        return self.type_ is String and "\x00" not in value
 
     def sort(self) -> list[ColumnElement[Any]]:
         column = self.column.desc() if self.is_descending else self.column.asc()
@@ -198,8 +226,8 @@ def _rows(scope: Scope, query: Query, last: tuple[_Scalar, ...] | None, count: i
     """Up to ``count`` states that follow ``last``, as id and sort keys."""
     where = true() if query.condition is None else condition(query.condition, scope)
     keys = _keys(query.order, scope.dialect)
-    if last is not None and len(last) != len(keys) + 1:
-        raise InvalidInput("the cursor is of another query: pass what Page.next of this query gave")
+    if last is not None:
+        _check_last(last, keys)
     few = _few(scope, query.conjuncts)
     if few is not None:
         where = and_(_state.c.id.in_(few), where)

@@ -13,6 +13,7 @@ import torch
 
 import datastates
 from datastates import Config, Unavailable
+from datastates.eviction import evict
 from datastates.store.local import LocalTier
 from tests.store.build import small
 from tests.training import Say
@@ -75,3 +76,27 @@ def put_at_once(folder: str, say: Say, user: list[int]) -> None:
         say("waits" if isinstance(exc.__cause__, BlockingIOError) else exc)
     else:
         say("put")
+
+
+def visit_empty(folder: str, say: Say, user: list[int]) -> None:
+    """Make a repository as another user, and a state in it."""
+    become(*user)
+    with datastates.open(folder, config=CONFIG) as repo, repo.track(tracked={"weight": torch.ones(1000)}, rng=False) as run:
+        run.capture().wait("durable")
+        repo.tag("kept", "main")
+    say("made")
+
+
+def tidy(folder: str, say: Say, user: list[int], rev: str) -> None:
+    """As another user: name a state that somebody else made, train on from it, and drop the bytes of a state that is named no more."""
+    become(*user)
+    tracked = {"weight": torch.ones(1000)}
+    with datastates.open(folder, config=CONFIG) as repo:
+        repo.tag("seen", rev)
+        with repo.track(tracked=tracked, branch="tidy", start="seen", rng=False) as run:
+            dropped = run.capture().wait("durable")
+            tracked["weight"].add_(1)
+            run.capture().wait("durable")
+        repo.delete_ref("seen")
+        evict(repo, dropped.uid)
+        say("dropped", repo.state(dropped.uid).status)

@@ -41,6 +41,7 @@ from datastates.transport.protocol import Offer, RefRecord
 from datastates.transport.sink import Sink
 from datastates.transport.store import Source
 from tests.forge import Forge, forge
+from tests.secrets_kept import keep
 
 SLOT = 4 << 20
 TOKEN = "a token that others do not know"
@@ -88,7 +89,7 @@ def test_other_machines_are_served_only_with_a_token(repo: Repository, url: str,
 
 @pytest.mark.parametrize("how", ["token", "token_file", "environment"])
 def test_the_token_comes_from_where_it_is_kept(repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    keep(tmp_path / "token", f"{TOKEN}\n")
     monkeypatch.setenv("DATASTATES_TOKEN", TOKEN if how == "environment" else "")
     options: Any = {"token": {"token": TOKEN}, "token_file": {"token_file": tmp_path / "token"}, "environment": {}}[how]
     with repo.serve("memory://", **options) as server:

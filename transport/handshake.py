@@ -18,10 +18,10 @@ import hmac
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
 from typing import TypeVar
 
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault, Unauthorized
+from datastates.secret_file import read_secret
 
 from .contract import Channel
 from .failures import describe, revive
@@ -71,16 +71,13 @@ def read_token(
 ) -> bytes:
     """The token that both sides share: as given, from a file, or from ``DATASTATES_TOKEN``; empty when there is none.
 
-    :raises InvalidInput: two were given, the file cannot be read, or it has fewer than 16 bytes.
+    :raises InvalidInput: two were given, the file cannot be read, or others can read it too, or it has fewer than 16 bytes.
     """
     if token is not None and token_file is not None:
         raise InvalidInput("both token and token_file were given: give one of them")
     if token_file is not None:
         origin = f"token_file {os.fspath(token_file)!r}"
-        try:
-            raw = Path(token_file).read_bytes().strip()
-        except OSError as exc:
-            raise InvalidInput(f"{origin} cannot be read ({exc.strerror}): name a file that holds the token") from exc
+        raw = read_secret(token_file, origin).strip()
     elif token is not None:
         origin, raw = "token", token.encode() if isinstance(token, str) else token
     else:
@@ -88,7 +85,7 @@ def read_token(
         if not raw:
             return b""
     if len(raw) < TOKEN_BYTES:
-        hint = "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        hint = "make one with: datastates token FILE"
         raise InvalidInput(f"{origin} has {len(raw)} bytes, and fewer than {TOKEN_BYTES} can be guessed: {hint}")
     return raw
 

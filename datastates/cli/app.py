@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from datastates.errors import DatastatesError
 
-from . import bundle, clone, diff, doctor, history, payload, refs, serve, setup
+from . import bundle, clone, diff, doctor, history, payload, refs, serve, setup, token
 from .exits import INTERRUPTED, code_of, complain
 from .shell import AsJson, Globals, Repo
 
@@ -87,6 +87,7 @@ for _register in (
     payload.register,
     bundle.register,
     serve.register,
+    token.register,
     clone.register,
     doctor.register,
 ):

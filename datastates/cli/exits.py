@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from datastates import masking
 from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
 
 __all__ = ["EXIT_CODES", "INTERRUPTED", "code_of", "complain"]
@@ -56,11 +57,11 @@ def complain(error: BaseException, *, as_json: bool) -> None:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = f"unexpected {type(error).__name__}: {error}\nDATASTATES_TRACEBACK=1 shows where it comes from"
-    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"error: {text}", style="red"))
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(masking.text(f"error: {text}"), style="red"))
 
 
 def _describe(error: BaseException) -> dict[str, object]:
-    described: dict[str, object] = {"kind": "error", "message": str(error)}
+    described: dict[str, object] = {"kind": "error", "message": masking.text(str(error))}
     if isinstance(error, DatastatesError):
         described["kind"] = error.kind
     if isinstance(error, SyntaxProblem):

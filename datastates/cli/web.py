@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from datastates import masking
 from datastates.errors import InvalidInput
 from datastates.location import locate
 
@@ -109,8 +110,12 @@ def announce_web(
 def _log_access() -> None:
     import logging
 
+    class Masked(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return masking.text(super().format(record))
+
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.setFormatter(Masked("%(asctime)s %(message)s"))
     log = logging.getLogger("uvicorn.access")
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from datastates.interrupts import undisturbed
-from datastates.sharing import may_read, share
+from datastates.sharing import FILE_MODE, may_read, share
 
 from .pack import PAGE, padded
 
@@ -99,8 +99,8 @@ def _open_lock(path: Path, *, is_shared: bool) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        may_read(fd)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        may_read(path.parent, fd)
         share(path.parent, fd)
         return fd
     except OSError as exc:
@@ -134,6 +134,7 @@ def temporary(final: Path) -> Iterator[Temporary]:
     path = final.with_name(TEMPORARY + final.name)
     fd = _create_locked(path)
     try:
+        share(final.parent, fd)
         file = Temporary(fd, path, final)
         try:
             yield file
@@ -209,7 +210,7 @@ def write_chunks(fd: int, header: bytes, chunks: Sequence[memoryview], size: int
 
 def _create_locked(path: Path) -> int:
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if _is_at(fd, path):

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from datastates.digest import decode
 from datastates.errors import DatastatesError
-from datastates.sharing import share
 
 from .files import temporary, uid_of
 from .pack import PAGE
@@ -108,7 +107,6 @@ class ChunkIndex:
             if _bits_at(self._path) is not None:
                 return  # another process was first
             os.ftruncate(file.fd, PAGE << _LEAST_BITS)
-            share(self._root, file.fd)
             file.commit()
         self.add(_newest(self._root))
 
@@ -136,7 +134,6 @@ class ChunkIndex:
         here = {_stem(name) for name in os.listdir(self._root) if name.endswith(_SUFFIX)}
         with temporary(self._path) as file:
             os.ftruncate(file.fd, PAGE << bits + 1)
-            share(self._root, file.fd)
             for number in range(1 << bits):
                 os.pwrite(file.fd, _split(os.pread(fd, PAGE, number * PAGE), bits, here), 2 * number * PAGE)
             file.commit()

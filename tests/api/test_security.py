@@ -11,9 +11,11 @@ from starlette.routing import Mount
 
 import datastates
 from datastates import Repository
+from datastates.api import Client, served
 from datastates.api.app import create_app
 from datastates.api.routing import Scope
 from datastates.api.security import BODY_BYTES, OPEN, QUERY_BYTES, Hosts, Tokens
+from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unavailable
 from tests.api.conftest import ADMIN, BASE, NAME, READ, TOKENS, WRITE, Serve
 
 if TYPE_CHECKING:
@@ -227,6 +229,68 @@ def test_other_origins_are_answered_only_when_they_were_named(repo: Repository, 
     assert "access-control-allow-origin" not in client.get(f"{BASE}/refs", headers={"Origin": other, **bearer(READ)}).headers
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "Cross-Site", "anything"])
+def test_page_of_another_site_costs_nothing(client: TestClient, site: str) -> None:
+    for headers in ({}, {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "http://localhost:3000"}):
+        answer = client.get(f"{BASE}/refs", headers={"Sec-Fetch-Site": site, **headers})
+        assert (answer.status_code, answer.json()["kind"]) == (403, "unauthorized")
+        assert "--cors" in answer.json()["detail"]
+    assert client.get("/", headers={"Sec-Fetch-Site": site}).status_code == 200, "a link to the page may be followed"
+
+
+def test_own_page_and_programs_may_ask(client: TestClient) -> None:
+    for headers in ({}, {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}, {"Origin": "http://127.0.0.1:8642"}):
+        assert client.get(f"{BASE}/refs", headers=headers).status_code == 200
+    for origin in ("https://evil.example", "null", ""):
+        assert client.get(f"{BASE}/refs", headers={"Origin": origin}).status_code == 403, "a browser that says no more than that"
+
+
+def test_named_origin_may_ask_from_its_site(repo: Repository, serve: Serve) -> None:
+    origin = "https://lab.example"
+    for cors in ([origin], ["*"]):
+        client = serve({NAME: repo}, tokens=TOKENS, cors=cors)
+        headers = {"Origin": origin, "Sec-Fetch-Site": "cross-site", **bearer(READ)}
+        assert client.get(f"{BASE}/refs", headers=headers).status_code == 200
+        assert client.get(f"{BASE}/refs", headers={"Sec-Fetch-Site": "cross-site", **bearer(READ)}).status_code == 403
+
+
+def test_every_page_of_the_web_may_not_read_what_needs_no_token(repo: Repository) -> None:
+    with pytest.raises(InvalidInput, match="name the origins"):
+        create_app({NAME: repo}, cors=["*"])
+    with pytest.raises(InvalidInput, match="name the origins"):
+        create_app({NAME: repo}, cors=["https://lab.example", "*"])
+
+
+@pytest.mark.parametrize("token", ["short", "größer als sechzehn", "with a space in between", "x" * 20 + "\n", ""])
+def test_token_that_could_never_be_shown_is_refused_unseen(repo: Repository, token: str) -> None:
+    with pytest.raises(InvalidInput, match="token 1") as refused:
+        create_app({NAME: repo}, tokens={token: Scope.READ})
+    assert not token or token not in str(refused.value)
+    if len(token) >= 16:
+        with pytest.raises(InvalidInput, match="header"):
+            repo.serve("http://127.0.0.1:0", token=token)
+        with pytest.raises(InvalidInput, match="header"):
+            Client("http://127.0.0.1:8642", token=token)
+
+
+def test_question_that_takes_too_long_is_given_up(repo: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = serve({NAME: repo})
+    monkeypatch.setattr(served, "ANSWER_S", 0.0)
+    for path in ("/states", "/graph", "/resolve?rev=main", "/series?head=main&key=loss", "/refs", "/runs", "/diff?old=main~1&new=main"):
+        answer = client.get(f"{BASE}{path}")
+        assert (answer.status_code, answer.json()["kind"]) == (400, "invalid-input"), path
+        assert "ask for less" in answer.json()["detail"]
+
+
+def test_work_of_one_request_is_bounded(client: TestClient) -> None:
+    """As many heads as may be, each with as many searches of its history."""
+    chain = "@best:loss" * 4 + "~0" * 16
+    heads = [f"main{chain[: len(chain) - 2 * n]}" for n in range(16)]
+    assert client.get(f"{BASE}/graph", params={"head": heads * 4}).status_code == 200
+    assert client.get(f"{BASE}/graph", params={"head": [*heads * 4, "main"]}).status_code == 400
+    assert client.get(f"{BASE}/graph", params={"head": ["main" + "@best:loss" * 5]}).status_code == 400
+
+
 def test_prefix_is_understood_with_and_without_it(repo: Repository, serve: Serve) -> None:
     client = serve({NAME: repo}, tokens=TOKENS, prefix="/lineage")
 
@@ -251,6 +315,35 @@ def test_error_tells_nothing_of_the_inside(
     assert (answer.status_code, answer.json()["kind"]) == (500, "error")
     assert "division" not in answer.text
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_error_of_ours_names_no_place_on_the_disk(
+    repo: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = serve({NAME: repo})
+    root, packs = str(repo.location.root), str(repo.location.packs)
+    secret = f"{repo.location.database_url} (postgresql://me:hunter22@db/x)"
+    for error, status in (
+        (Corrupt(f"{packs}/x.safetensors: chunk 3 at 4096", nearest=UID), 500),
+        (DatastatesError(f"{root}/lineage.db: near SELECT"), 500),
+        (OverflowError(f"{packs}: too large [SQL: SELECT]"), 500),
+        (Unavailable(f"{root}/lineage.db was locked; {secret}"), 503),
+        (InvalidInput(f"{root}/lineage.db cannot hold a value"), 400),
+    ):
+        monkeypatch.setattr(type(client.app.state.served[NAME]), "reading", _raising(error))  # type: ignore[attr-defined]  # the application
+        answer = client.get(f"{BASE}/refs")
+        assert answer.status_code == status
+        assert not [said for said in (root, packs, "SELECT", "hunter22", "4096") if said in answer.text], answer.text
+    assert client.get(f"{BASE}/refs").json().get("nearest") is None
+    assert packs in caplog.text, "the log says where"
+    assert "hunter22" not in caplog.text
+
+
+def _raising(error: Exception) -> Any:
+    def reading(self: object) -> Any:
+        raise error
+
+    return reading
 
 
 def test_closed_repository_is_unavailable(repo: Repository, serve: Serve) -> None:

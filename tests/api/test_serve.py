@@ -18,6 +18,7 @@ from datastates.api.serve import name_of
 from datastates.api.tokens import make_token, read_tokens
 from datastates.errors import InvalidInput, Unavailable, Unsupported
 from tests.api.conftest import READ, TOKENS
+from tests.secrets_kept import keep
 
 LONG = "0123456789abcdef"
 
@@ -123,7 +124,7 @@ def test_repository_is_called_by_its_folder(tmp_path: Path) -> None:
 
 
 def test_tokens_are_read_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_text(f"# a comment\n\n  read  {LONG}1\nWRITE {LONG}2\nadmin {LONG}3\n")
+    keep(tmp_path / "tokens", f"# a comment\n\n  read  {LONG}1\nWRITE {LONG}2\nadmin {LONG}3\n")
 
     assert read_tokens(tmp_path / "tokens") == {f"{LONG}1": Scope.READ, f"{LONG}2": Scope.WRITE, f"{LONG}3": Scope.ADMIN}
     assert read_tokens(environ={"DATASTATES_WEB_TOKENS": f"write:{LONG}1 read:{LONG}2"}) == {
@@ -138,7 +139,7 @@ def test_tokens_are_read_from_a_file(tmp_path: Path) -> None:
     "text", ["", "# nothing\n", "read\n", "read short\n", f"all {LONG}\n", f"{LONG}\n", f"read {LONG} {LONG}\n", f"read {LONG}ü\n"]
 )
 def test_tokens_that_are_none_are_refused_unseen(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokens").write_text(text)
+    keep(tmp_path / "tokens", text)
     with pytest.raises(InvalidInput) as refused:
         read_tokens(tmp_path / "tokens")
     assert LONG not in str(refused.value)

@@ -26,6 +26,7 @@ from datastates.transport.store import Source
 from tests import warm
 from tests.cli.conftest import Invoke
 from tests.cli.serving import TERMINAL, environment, serving
+from tests.secrets_kept import keep
 
 pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
 
@@ -133,7 +134,7 @@ def test_source_is_split_at_the_first_slash_behind_the_port() -> None:
 def test_clone_that_fails_says_why_and_leaves_nothing(
     invoke: Invoke, url: str, tmp_path: Path, source: str, options: Sequence[str], code: int, said: str
 ) -> None:
-    (tmp_path / "token").write_text(TOKEN)
+    keep(tmp_path / "token", TOKEN)
     failed = invoke("clone", source.format(url=url), "--into", tmp_path / "to" / "here", *options)
 
     assert (failed.code, failed.out) == (code, "")
@@ -165,7 +166,7 @@ def test_name_that_is_taken_is_told_before_anything_moves(invoke: Invoke, url: s
 def test_server_for_other_machines_wants_a_token_and_refuses_who_has_none(invoke: Invoke, store: Path, tmp_path: Path) -> None:
     assert "DATASTATES_TOKEN" in (refused := invoke("serve", "ucx://0.0.0.0:0", "--repo", store)).err
     assert refused.code == 5
-    (tmp_path / "token").write_text(TOKEN)
+    keep(tmp_path / "token", TOKEN)
     with serving("ucx://0.0.0.0:0", "--repo", store, DATASTATES_TOKEN=TOKEN) as (process, said):
         source = said["url"].replace("0.0.0.0", "127.0.0.1") + "/main"
         without = invoke("clone", source, "--into", tmp_path / "to")
@@ -203,8 +204,11 @@ def tag_of(root: Path) -> str:
 
 def test_what_is_pushed_to_a_writable_server_outlives_it(invoke: Invoke, store: Path, tmp_path: Path) -> None:
     assert invoke("init", tmp_path / "taker").code == 0
-    with serving(UCX, "--repo", tmp_path / "taker", "--writable") as (process, said), datastates.open(store) as repo:
-        with closing(datastates.connect(said["url"])) as peer:
+    assert invoke("serve", UCX, "--repo", tmp_path / "taker", "--writable").code == 5, "without a token"
+    assert invoke("token", tmp_path / "token").code == 0
+    arguments = (UCX, "--repo", tmp_path / "taker", "--writable", "--token-file", tmp_path / "token")
+    with serving(*arguments) as (process, said), datastates.open(store) as repo:
+        with closing(datastates.connect(said["url"], token_file=tmp_path / "token")) as peer:
             uid = peer.push("warm", repo=repo).state.uid
         process.terminate()
         assert process.wait(30) == 0

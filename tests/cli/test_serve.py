@@ -18,6 +18,7 @@ import datastates
 from tests import warm
 from tests.cli.conftest import Invoke
 from tests.cli.serving import TERMINAL, serving
+from tests.secrets_kept import keep
 
 TOKEN = "a token that is long".replace(" ", "-")
 
@@ -114,7 +115,7 @@ def test_address_with_the_token_is_for_people(root: Path) -> None:
 
 
 def test_tokens_come_from_a_file_or_the_environment(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_text(f"# ours\nread {TOKEN}\n\nadmin {TOKEN}-admin\n")
+    keep(tmp_path / "tokens", f"# ours\nread {TOKEN}\n\nadmin {TOKEN}-admin\n")
     with serving("http://127.0.0.1:0", "--repo", root, "--web-tokens", tmp_path / "tokens") as (_, said):
         for token, scope in ((TOKEN, "read"), (f"{TOKEN}-admin", "admin")):
             (info,) = httpx.get(f"{said['url']}/api/v1/repositories", headers={"Authorization": f"Bearer {token}"}).json()["items"]
@@ -145,8 +146,8 @@ def test_tokens_come_from_a_file_or_the_environment(root: Path, tmp_path: Path) 
     ],
 )
 def test_server_that_cannot_start_says_why(invoke: Invoke, root: Path, arguments: tuple[str, ...], code: int, said: str) -> None:
-    (root / "tokens").write_text(f"read {TOKEN}\n")
-    (root / "bad").write_text(f"read {TOKEN}\nwrite short-secret\n")
+    keep(root / "tokens", f"read {TOKEN}\n")
+    keep(root / "bad", f"read {TOKEN}\nwrite short-secret\n")
     given = [each.format(root=root, tokens=root / "tokens", bad=root / "bad") for each in arguments]
     failed = invoke("serve", *given, *(() if "--repo" in given else ("--repo", root)))
 

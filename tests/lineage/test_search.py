@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from datetime import datetime, timedelta
 from functools import cmp_to_key
 from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -357,6 +359,60 @@ def test_all_are_found_though_pages_are_short(database: Database, grow: Grow, mo
     text = "order by step desc" + (f" limit {limit}" if limit else "")
     with database.read() as session:
         assert [state.step for state in find_all(session, text)] == list(range(8))[::-1][:limit]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        [0, -2, [5, 1.0]],
+        [0, 0, [5, 1.0]],
+        [0, 4, [5, 1.0]],
+        [0, None, [5, 1.0]],
+        [0, 2, None],
+        [0, 2, []],
+        [0, 2, [5]],
+        [0, 2, [5, 1.0, 1.0]],
+        [0, 2, [0, 1.0]],
+        [0, 2, [2**63, 1.0]],
+        [0, 2, [-(2**63), 1.0]],
+        [0, 2, ["5", 1.0]],
+        [0, 2, [5.0, 1.0]],
+        [0, 2, [None, 1.0]],
+        [0, 2, [5, 2**64 - 1]],
+        [0, 2, [5, math.nan]],
+        [0, 2, [5, "x"]],
+        [2**63, 2, [5, 1.0]],
+        [0, 2, [5, 1.0], 1],
+        [True, 2, [5, 1.0]],
+        [0, 2, [True, 1.0]],
+        [0, 2],
+        {},
+    ],
+)
+def test_a_cursor_that_was_made_up_is_refused(database: Database, grow: Grow, place: object) -> None:
+    grow(branch="main", count=5, metrics={"loss": 1.0})
+    text = "order by metrics.loss limit 4"
+    with database.read() as session, pytest.raises(InvalidInput, match="cursor"):
+        find(session, text, after=_made_up(place, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [("", [3]), ("order by step", [3, 1]), ("order by message", [3, None]), ("order by attr.x", [3, None, "ü"]), ("order by uid", [3, ""])],
+)
+def test_a_cursor_that_was_made_up_leads_no_further_than_the_query(database: Database, grow: Grow, text: str, last: list[object]) -> None:
+    grow(branch="main", count=5)
+    with database.read() as session:
+        assert len(find(session, text, after=_made_up([0, None, last], text)).states) <= 5
+        for wrong in (None, "\x00", 1.5, 2**63, -1.0):
+            with pytest.raises(InvalidInput, match="cursor"):
+                find(session, text, after=_made_up([0, None, [wrong, *last[1:]]], text))
+
+
+def _made_up(place: object, text: str) -> str:
+    """What anybody can make who reads the source."""
+    body = msgspec.msgpack.encode(place)
+    return base64.urlsafe_b64encode(search._digest(body, text) + body).decode().rstrip("=")
 
 
 def test_a_cursor_that_was_changed_is_refused(database: Database, grow: Grow) -> None:

@@ -307,7 +307,10 @@ def test_a_push_takes_a_state_and_its_ancestry_there(made: Made, url: str) -> No
     ours, theirs = Training(0), Training(1)
     train(repo, ours)
     repo.tag("warm", "main~1")
-    peer = made.peer(other.serve(url, is_writable=True))
+    if url.startswith("ucx"):
+        with pytest.raises(InvalidInput, match=r"must show a token, on 127\.0\.0\.1 too"):
+            other.serve(url, is_writable=True)
+    peer = made.peer(other.serve(url, token="a token that is long enough", is_writable=True), token="a token that is long enough")
 
     pushed = peer.push("main", repo=repo, tags=True)
 

@@ -20,6 +20,7 @@ from datastates.errors import Closed, DatastatesError, Disconnected
 from datastates.location import DATABASE
 from tests import warm
 from tests.peers.pairs import Made, Paused, Training, memory_free, train
+from tests.secrets_kept import keep
 
 TOKEN = "a token that is long enough"
 
@@ -36,7 +37,7 @@ def test_a_token_is_needed_where_there_is_one(made: Made, url: str, tmp_path: Pa
         with pytest.raises(Unauthorized):
             made.peer(server, token=wrong)
     assert server.stats().refused == 3
-    (tmp_path / "token").write_text(TOKEN + "\n")
+    keep(tmp_path / "token", TOKEN + "\n")
     assert made.peer(server, token=TOKEN).refs() == made.peer(server, token_file=tmp_path / "token").refs() != []
     monkeypatch.setenv("DATASTATES_TOKEN", TOKEN)
     made.peer(server).clone("main", into=Training(1).objects)

@@ -13,6 +13,7 @@ from datastates.transport import protocol
 from datastates.transport.handshake import admit, greet, read_token
 from datastates.transport.protocol import Challenge, Hello, Identity, Ping, Proof, Ready, Welcome, decode, encode
 from datastates.transport.sealed import Sealed
+from tests.secrets_kept import keep
 from tests.transport.wires import Change, QueueChannel
 
 TOKEN = b"0123456789abcdef"
@@ -266,7 +267,7 @@ def test_a_flipped_bit_in_any_frame_is_noticed() -> None:
 
 def test_a_token_comes_from_the_caller_a_file_or_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    file.write_text("from the file 16+\n")
+    keep(file, "from the file 16+\n")
     environ = {"DATASTATES_TOKEN": "from the environment"}
     assert read_token("from the caller!", environ=environ) == b"from the caller!"
     assert read_token(b"\xff" * 16) == b"\xff" * 16
@@ -277,7 +278,7 @@ def test_a_token_comes_from_the_caller_a_file_or_the_environment(tmp_path: Path)
 
 def test_tokens_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
-    empty.write_text("\n")
+    keep(empty, "\n")
     with pytest.raises(InvalidInput, match="token has 5 bytes"):
         read_token("short")
     with pytest.raises(InvalidInput, match="token has 0 bytes"):
@@ -288,5 +289,9 @@ def test_tokens_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
         read_token(token_file=empty)
     with pytest.raises(InvalidInput, match="missing' cannot be read"):
         read_token(token_file=tmp_path / "missing")
+    for mode in (0o644, 0o602, 0o777):
+        empty.chmod(mode)
+        with pytest.raises(InvalidInput, match=rf"every user of this machine \(mode {mode:04o}\): chmod o="):
+            read_token(token_file=empty)
     with pytest.raises(InvalidInput, match="one of them"):
         read_token("0123456789abcdef", empty)

@@ -1,0 +1,76 @@
+"""How long a question may take: what is read within a deadline is ended by the database itself when that has passed.
+
+A revision, a search or a history that somebody else asks for costs what they like, up to here. SQLite looks at the clock while it
+works, PostgreSQL is told its ``statement_timeout``, and no further statement begins. Without a deadline nothing is ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import text
+
+from datastates.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["check", "guarded", "overdue", "within"]
+
+_STEPS = 10_000  # of SQLite's machine between two looks at the clock: some 100 us
+_until: ContextVar[tuple[float, float] | None] = ContextVar("datastates_deadline", default=None)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """What this thread or task reads in the block has so long, all of it together; a deadline that was set before goes on.
+
+    :raises InvalidInput: (by what reads) it took longer.
+    """
+    token = _until.set(_until.get() or (time.monotonic() + seconds, seconds))
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+def check(*_: object) -> None:
+    """Between statements.
+
+    :raises InvalidInput: the deadline has passed.
+    """
+    until = _until.get()
+    if until is not None and time.monotonic() > until[0]:
+        raise overdue()
+
+
+@contextmanager
+def guarded(session: Session) -> Iterator[None]:
+    """Have the database end what is read in a session when the deadline passes, if there is one."""
+    until = _until.get()
+    if until is None:
+        yield
+        return
+    at, connection = until[0], session.connection()
+    if connection.dialect.name != "sqlite":
+        milliseconds = max(1, int((at - time.monotonic()) * 1000))
+        connection.execute(text(f"SET LOCAL statement_timeout = {milliseconds}"))
+        yield
+        return
+    raw: Any = connection.connection.dbapi_connection
+    raw.set_progress_handler(lambda: time.monotonic() > at, _STEPS)
+    try:
+        yield
+    finally:
+        raw.set_progress_handler(None, 0)
+
+
+def overdue() -> InvalidInput:
+    """The error of a question that takes too long."""
+    until = _until.get()
+    given = "" if until is None else f" more than {until[1]:g} s"
+    return InvalidInput(f"the answer takes{given}, and was given up: ask for less (fewer heads, fewer '@best', a narrower search)")
