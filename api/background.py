@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from datastates.bell import Latch
 from datastates.errors import Closed, Unavailable
 
 __all__ = ["SHARE", "Background"]
@@ -23,7 +24,7 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._name = f"datastates-{name}"
-        self._closing = threading.Event()
+        self._closing = Latch()
         self._lock = threading.Lock()
         self._threads: dict[object, threading.Thread] = {}
 

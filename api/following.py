@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Self
 import httpx
 import msgspec
 
+from datastates.bell import Latch
 from datastates.errors import PeerFault, Unavailable
 
 from .answers import checked, disconnected
@@ -36,7 +36,7 @@ class RefEvents(Iterator[RefEvent]):
         self._http, self._path, self._patience_s = http, path, patience_s
         self._response: httpx.Response | None = None
         self._blocks: Iterator[bytes] = iter(())
-        self._closed = threading.Event()
+        self._closed = Latch()
         self._connect()
 
     def __next__(self) -> RefEvent:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import uvicorn
 
 from datastates.admission import Admission
+from datastates.bell import Latch
 from datastates.environment import node_name
 from datastates.errors import InvalidInput, Unavailable, Unsupported
 from datastates.repository import Repository
@@ -138,7 +139,7 @@ class _Uvicorn(uvicorn.Server):
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # all else stays at warnings
         super().__init__(config)
         self.server_state = Connections(admission)
-        self.is_ready = threading.Event()
+        self.is_ready = Latch()
         self._application = app
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -13,7 +13,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from . import values
+from .bell import Latch
 from .errors import Cancelled, Closed, DatastatesError, InvalidInput
+from .interrupts import undisturbed
 from .lineage.states import State
 from .report import RestoreReport
 from .transport import loop
@@ -76,7 +78,7 @@ class Transfer:
         self._error: BaseException | None = None
         self._is_given_up = False
         self._pid = os.getpid()
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._future = loop.submit(move(self._progress))
         self._future.add_done_callback(lambda _: self._ended.set())  # also when it was cancelled before it began
 
@@ -102,7 +104,7 @@ class Transfer:
         """
         self._check_own()
         try:
-            if not self._ended.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
+            if not self._ended.wait(timeout_s):
                 raise TimeoutError(f"{self.bytes_done} of {self.bytes_total} bytes are here after {timeout_s} s: the clone goes on")
         except KeyboardInterrupt:
             self._is_given_up = True
@@ -208,7 +210,8 @@ class Transfer:
     def _fetched(self) -> Fetched:
         cancelled = Cancelled(f"the transfer of state {self.state.uid[:10]} was cancelled after {self.bytes_done} bytes")
         try:
-            fetched = self._future.result()
+            with undisturbed():
+                fetched = self._future.result()  # it has ended
         except concurrent.futures.CancelledError:
             raise cancelled from None
         if self._is_given_up:  # it was too late to stop it

@@ -7,8 +7,7 @@ after ``stop``. In a forked child there is none of it: the child gets a loop of 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import concurrent.futures.thread  # before our own hook at the end of the process, which needs its worker threads
+import concurrent.futures.thread  # noqa: F401  # before our own hook at the end of the process, which needs its worker threads
 import logging
 import os
 import threading
@@ -16,7 +15,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from datastates.bell import Latch
 from datastates.errors import Closed, InvalidInput
+from datastates.interrupts import undisturbed
 
 __all__ = ["at_stop", "run", "stop", "submit"]
 
@@ -56,10 +57,10 @@ def run(work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
     call = _Call(work)
     try:
         _begin(call)
-        concurrent.futures.wait([call], timeout_s)
+        call.ended.wait(timeout_s)
     finally:
         is_late = call.cancel()
-        concurrent.futures.wait([call])
+        call.ended.wait()
     if is_late and call.cancelled():
         raise TimeoutError(f"{name} took longer than {timeout_s:g} s, and was cancelled")
     return call.result()
@@ -84,13 +85,17 @@ def stop() -> None:
 
 
 class _Call(Future[T]):
-    """A coroutine on the loop, seen from outside."""
+    """A coroutine on the loop, seen from outside.
+
+    ``ended`` is what a thread waits for that may be interrupted: the future's own wait takes a lock that the loop needs.
+    """
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         super().__init__()
         self.work = work
         self.loop: _Loop | None = None
         self._task: asyncio.Task[T] | None = None
+        self.ended = Latch()
 
     def begin(self) -> None:
         """On the loop."""
@@ -100,11 +105,12 @@ class _Call(Future[T]):
 
     def cancel(self) -> bool:
         """Ask the coroutine to end. False: it has ended before."""
-        if self.done():
-            return False
-        if self.loop is None or not self.loop.post(self._cancel):
-            self._cancel()  # it was never begun
-        return True
+        with undisturbed():
+            if self.done():
+                return False
+            if self.loop is None or not self.loop.post(self._cancel):
+                self._cancel()  # it was never begun
+            return True
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -120,10 +126,12 @@ class _Call(Future[T]):
             self.set_exception(error)
         else:
             self.set_result(task.result())
+        self.ended.set()
 
     def _give_up(self) -> None:
         super().cancel()
         self.set_running_or_notify_cancel()
+        self.ended.set()
 
 
 class _Loop:
@@ -173,7 +181,7 @@ _is_over = False
 
 def _begin(call: _Call[Any]) -> None:
     global _current
-    with _lock:  # ``stop`` takes the loop away under it, so that what is begun here ends there
+    with undisturbed(), _lock:  # ``stop`` takes the loop away under it, so that what is begun here ends there
         if _is_over:
             call.work.close()
             raise Closed("the process is ending: nothing can be begun on the transport any more")
