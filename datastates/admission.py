@@ -24,10 +24,14 @@ _MANY = 1 << 20  # where the limit on descriptors is none
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """At most so many connections at a time; ``per_address`` counts an IPv6 network of 64 bits as one address, as one host has it whole."""
+    """At most so many connections at a time; ``per_address`` counts an IPv6 network of 64 bits as one address, as one host has it whole.
+
+    For ``proof_s`` a connection for clones may go on without having proved the token, the handshake of TLS included.
+    """
 
     connections: int = 256
     per_address: int = 64
+    proof_s: float = 10.0
 
 
 class Descriptors:

@@ -17,7 +17,7 @@ from .manifest import Manifest
 if TYPE_CHECKING:
     from .repository import Repository
 
-__all__ = ["abandon", "lacks_parents", "land", "make_room", "make_tag", "missing_ancestry"]
+__all__ = ["abandon", "lacks_parents", "land", "make_room", "make_tags", "missing_ancestry"]
 
 _log = logging.getLogger("datastates")
 
@@ -84,8 +84,7 @@ def land(
     """
     with undisturbed():
         now = _arrive(repository, sink, state, ancestry, source, source_repository, bytes_moved)
-    for tag in tags:
-        make_tag(repository, tag)
+    make_tags(repository, tags)
     if tags:
         repository._runner().refs_changed()
     return now
@@ -119,12 +118,16 @@ def _arrive(
     return now
 
 
-def make_tag(repository: Repository, tag: Ref) -> None:
-    """Take over a tag; one whose name is taken, or that names nothing here, is left out with a warning. Branches are not taken over."""
-    if tag.kind is not RefKind.TAG:
-        return
-    try:
-        with repository._database.write(durable=True) as session:
-            refs.tag(session, tag.name, tag.state, message=tag.message)
-    except (Conflict, InvalidInput, NotFound) as exc:
-        _log.warning("tag %.255r was not taken over: %s", tag.name, exc)
+def make_tags(repository: Repository, tags: Sequence[Ref]) -> None:
+    """Take over tags; those whose name is taken, or that name nothing here, are left out with a warning. Branches are not taken over."""
+    left: list[str] = []
+    for tag in tags:
+        if tag.kind is not RefKind.TAG:
+            continue
+        try:
+            with repository._database.write(durable=True) as session:
+                refs.tag(session, tag.name, tag.state, message=tag.message)
+        except (Conflict, InvalidInput, NotFound) as exc:
+            left.append(f"{tag.name[:255]!r} ({exc})")
+    if left:
+        _log.warning("of %d tags %d were not taken over: %s%s", len(tags), len(left), "; ".join(left[:3]), "; …" if left[3:] else "")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from blake3 import blake3
 
-from .arrivals import make_tag
+from .arrivals import make_tags
 from .errors import Conflict, Corrupt, InvalidInput, NotFound, PeerFault, Unavailable
 from .landing.untrusted import check_manifest
 from .lineage import clones, walk
@@ -116,8 +116,7 @@ def import_bundle(repository: Repository, folder: str | os.PathLike[str]) -> Bun
             node, added = repository._home.check_writable(), own_bytes(each.manifest)
             mark(session, uid, Status.DURABLE, tier="local", node=node, bytes=added, packs=packs)
     tags = [ref_of(record) for record in lineage.tags]
-    for tag in tags:
-        make_tag(repository, tag)
+    make_tags(repository, tags)
     held = tuple(repository.state(uid) for uid in lineage.held)
     return Bundle(held, len(states) - len(held), tuple(tags), sum(each.bytes_new for each in placed.values()))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from . import arrivals, digest, values
-from .errors import Closed, InvalidInput, PeerFault
+from .errors import Closed, Disconnected, InvalidInput, PeerFault
 from .landing import StateSink
 from .lineage import clones, revision, search, walk
 from .lineage import refs as lineage_refs
@@ -162,13 +163,21 @@ def _told(offer: Offer) -> tuple[State, list[State], list[Ref]]:
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """What a server has done so far: payload that left, chunks of it, peers that are here and that ever were, those turned away."""
+    """What a server has done so far: payload that left, chunks of it, peers that are here and that ever were, those turned away.
+
+    ``refused_for`` says why: ``room`` (no place for the connection), ``gave way`` (to others that came while it proved nothing), ``late``
+    (it proved nothing in time), ``left``; or the kind of the error that it was told, such as ``unauthorized``. ``connections`` are here
+    now, those that have not proved anything yet among them. ``made_way`` counts peers that ended because others waited for their place.
+    """
 
     bytes_sent: int
     chunks_sent: int
     peers: int
     peers_ever: int
     refused: int
+    refused_for: Mapping[str, int] = field(default_factory=dict)
+    connections: int = 0
+    made_way: int = 0
 
 
 class Server:
@@ -193,8 +202,20 @@ class Server:
 
     def stats(self) -> ServerStats:
         """What it has done so far."""
-        server = self._server
-        return ServerStats(server.sent.bytes, server.sent.chunks, len(server.sessions), server.arrived, server.refused)
+        server, door = self._server, self._server.door
+        tried = Counter({kind: count for kind, count in server.turned_away.items() if kind != Disconnected.kind})
+        refused_for = Counter({"room": door.admission.refused, "gave way": door.admission.displaced, "late": door.late}) + tried
+        refused_for["left"] = max(0, door.unproved - tried.total())
+        return ServerStats(
+            bytes_sent=server.sent.bytes,
+            chunks_sent=server.sent.chunks,
+            peers=len(server.sessions),
+            peers_ever=server.arrived,
+            refused=server.refused,
+            refused_for={kind: count for kind, count in refused_for.items() if count},
+            connections=door.admission.connections,
+            made_way=server.made_way,
+        )
 
     @values.takes(grace_s=values.seconds)
     def close(self, *, grace_s: float = 1.0) -> None:

@@ -8,10 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from datastates.errors import InvalidInput
 from datastates.values import shown
+
+if TYPE_CHECKING:
+    from .arrival import Door
 
 __all__ = ["Channel", "End", "Link", "Listener", "Terms", "Tls", "Transport", "tls_of"]
 
@@ -64,6 +67,10 @@ class Channel(ABC):
         :raises PeerFault: a longer one was announced; nothing was allocated for it, and the channel cannot be used any more.
         :raises Disconnected: the other end is gone.
         """
+
+    def hold(self) -> None:
+        """The other end has proved itself: from now on this does not give way to others that arrive (see ``arrival``)."""
+        return
 
     @abstractmethod
     async def close(self) -> None:
@@ -165,8 +172,12 @@ class Transport(ABC):
         return
 
     @abstractmethod
-    async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:
+    async def listen(
+        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+    ) -> Listener:
         """Run ``accept`` in a task of its own for each peer that arrives and says a word. Port 0 takes any free one.
+
+        ``door`` says which connections are let in, and ends those that prove nothing in time.
 
         :raises Unavailable: the address cannot be bound.
         """

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Iterator
 
 from datastates.errors import DatastatesError, SyntaxProblem, Torn, Unavailable
+from datastates.seldom import Seldom
 
 from .protocol import Failure
 
 __all__ = ["again", "describe", "revive"]
 
 _logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
 _CHARACTERS = 8 << 10
 
 

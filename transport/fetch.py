@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from datastates.errors import Corrupt, DatastatesError, Disconnected, InvalidInput, Unavailable
+from datastates.seldom import Seldom
 
 from .failures import describe, revive
 from .plane import surely
@@ -43,6 +44,7 @@ __all__ = ["Feed", "Fetched", "fetch"]
 _THREADS = 2
 _TICK_S = 0.1
 _logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
 
 
 class Feed(Protocol):

@@ -65,10 +65,11 @@ class Lanes:
             self.joined(lane)
         return link
 
-    def join(self, connection: socket.socket, join: Join, context: ssl.SSLContext | None) -> None:
-        """A connection names this session: a thread sees whether it knows the key."""
+    def join(self, connection: socket.socket, join: Join, context: ssl.SSLContext | None, left: Callable[[], None]) -> None:
+        """A connection names this session: a thread sees whether it knows the key. ``left`` is called once it is closed."""
         if self._is_closed or self._joining + len(self._early) >= 2 * LANES:
             connection.close()
+            left()
             return
         self._joining += 1
         loop = asyncio.get_running_loop()
@@ -84,7 +85,7 @@ class Lanes:
             else:
                 self.joined(lane)
 
-        _Lane(connection, join.generation, is_sending=join.direction == _TO_DIALLER, loop=loop).start(prove, ready)
+        _Lane(connection, join.generation, is_sending=join.direction == _TO_DIALLER, loop=loop, left=left).start(prove, ready)
 
     def joined(self, lane: _Lane) -> None:
         """A lane has proved itself."""
@@ -291,8 +292,17 @@ class _LanesLink(Link):
 class _Lane:
     """One connection and its thread, which first proves the connection and then waits for the link that it is for."""
 
-    def __init__(self, connection: socket.socket, generation: int, *, is_sending: bool, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        generation: int,
+        *,
+        is_sending: bool,
+        loop: asyncio.AbstractEventLoop,
+        left: Callable[[], None] = lambda: None,
+    ) -> None:
         self._connection, self.generation, self.is_sending, self._loop = connection, generation, is_sending, loop
+        self._left = left
         self._link: queue.SimpleQueue[_LanesLink | None] = queue.SimpleQueue()
         self.is_busy = False
         tcp.keep_from_children(self, connection)
@@ -323,6 +333,8 @@ class _Lane:
             error = str(exc)  # the exception itself would hold on to the memory that it was at
         finally:
             self._connection.close()
+            with suppress(RuntimeError):  # the loop has ended, and what counts with it
+                self._loop.call_soon_threadsafe(self._left)
             if link is not None:
                 link.ended(self, error)
 

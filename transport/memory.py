@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 
+from .arrival import Arrival, Door
 from .contract import Channel, Link, Listener, Tls, Transport
 
 __all__ = ["MemoryTransport"]
@@ -31,12 +32,14 @@ class MemoryTransport(Transport):
         self._meetings: dict[int, _Meeting] = {}
         self._links: set[_Link] = set()
 
-    async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:
+    async def listen(
+        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+    ) -> Listener:
         """Take peers under a name; ``tls`` has nothing to protect here."""
         name = _name(url) or secrets.token_hex(4)
         if name in self._listeners:
             raise Unavailable(f"memory://{name} is taken: choose another name, or memory:// for any")
-        listener = self._listeners[name] = _Listener(self._listeners, name, accept)
+        listener = self._listeners[name] = _Listener(self._listeners, name, accept, Door() if door is None else door)
         return listener
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
@@ -75,12 +78,16 @@ class MemoryTransport(Transport):
 
 
 class _Listener(Listener):
-    def __init__(self, listeners: dict[str, _Listener], name: str, accept: Callable[[Channel], Awaitable[None]]) -> None:
+    def __init__(self, listeners: dict[str, _Listener], name: str, accept: Callable[[Channel], Awaitable[None]], door: Door) -> None:
         self.url = f"memory://{name}"
-        self._listeners, self._name, self._accept = listeners, name, accept
+        self._listeners, self._name, self._accept, self._door = listeners, name, accept, door
         self._visits: set[asyncio.Future[None]] = set()
 
-    def visit(self, channel: Channel) -> None:
+    def visit(self, channel: _Channel) -> None:
+        channel.arrival = self._door.enter("", 0, channel.end)
+        if channel.arrival is None:
+            channel.end()
+            return
         visit = asyncio.ensure_future(self._accept(channel))
         self._visits.add(visit)
         visit.add_done_callback(self._visits.discard)
@@ -93,6 +100,7 @@ class _Channel(Channel):
     """One end; ``other`` is the other one. What was sent before an end was closed still arrives, as over TCP."""
 
     other: _Channel
+    arrival: Arrival | None = None
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -123,10 +131,19 @@ class _Channel(Channel):
             await self._change()
         raise self._gone()
 
+    def hold(self) -> None:
+        if self.arrival is not None:
+            self.arrival.hold()
+
     async def close(self) -> None:
+        self.end()
+
+    def end(self) -> None:
         self._is_closed = True
-        for end in (self, self.other):
-            end._changed.set()
+        for each in (self, self.other):
+            each._changed.set()
+        if self.arrival is not None:
+            self.arrival.release()
 
     async def _change(self) -> None:
         """Wait until anything is different; sender and receiver of this end may both wait."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from datastates.errors import Closed, Corrupt, DatastatesError, Disconnected, InvalidInput, PeerFault
+from datastates.seldom import Seldom
 
 from .contract import Link
 from .failures import describe
@@ -29,6 +30,7 @@ HANDLES = 64
 _FINISH_S = 1.0
 _CLOSED = "the state is no longer held open for sending: open it again"
 _logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
 
 
 @dataclass(slots=True)
@@ -66,6 +68,11 @@ class Sending:
     def running(self) -> int:
         """How many chunks are on their way."""
         return sum(len(held.sends) for held in self._held.values())
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the peer holds states open."""
+        return bool(self._held)
 
     @property
     def stalled_s(self) -> float:

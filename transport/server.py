@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
+from datastates import admission
+from datastates.admission import Admission
 from datastates.errors import Closed, DatastatesError, InvalidInput, Unavailable
+from datastates.seldom import Seldom
 
 from .answers import Service
+from .arrival import Door
 from .choice import offer
 from .contract import Channel, Listener, Tls, Transport
+from .limits import Budget, Limits
 from .protocol import Identity
 from .registry import transport_for
 from .sending import Sent
@@ -22,15 +28,17 @@ from .store import Relays, Store
 __all__ = ["Server", "is_loopback"]
 
 _logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
 _THREADS = 8
-_HANDSHAKES = 64
+_CONNECTIONS = 8  # for each session: its own, those for data, and as many that prove nothing
 
 
 class Server:
     """Serves a store to its peers until it is closed; every coroutine belongs to the loop thread.
 
-    ``sent`` counts what has left; ``sessions`` are the peers that are here, ``arrived`` how many there ever were, and ``refused`` how
-    many were turned away (no token, garbage, too many).
+    ``sent`` counts what has left; ``sessions`` are the peers that are here, ``arrived`` how many there ever were, and ``made_way`` how
+    many of these ended because they did nothing while others came. Of connections that never became a peer ``refused`` is the number,
+    and ``turned_away`` counts by kind what was wrong with those that tried (no token, garbage, too many).
     """
 
     def __init__(
@@ -41,7 +49,7 @@ class Server:
         token: bytes = b"",
         tls: Tls | None = None,
         timeout_s: float = 10.0,
-        max_sessions: int = 64,
+        limits: Limits | None = None,
         relays: Relays | None = None,
         transport: Transport | None = None,
         data: str = "auto",
@@ -55,21 +63,32 @@ class Server:
         self._transport = transport_for(url) if transport is None else transport
         self._data = data
         offer(self._transport.planes, self._transport.scheme, data)  # what cannot be is said now, not to each peer
-        self._timeout_s, self._max_sessions, self._relays = timeout_s, max_sessions, relays
+        self._timeout_s, self._relays = timeout_s, relays
+        self.limits = Limits() if limits is None else limits
+        most = _CONNECTIONS * self.limits.sessions
+        self.door = Door(Admission(admission.Limits(connections=most, per_address=most // 2, proof_s=timeout_s)))
         self._listener: Listener | None = None
         self._service: Service | None = None
         self._identity: Identity | None = None
         self._sessions: set[Session] = set()
         self._arriving: set[Channel] = set()
+        self._proved: set[Channel] = set()
+        self._leaving: set[Session] = set()
         self._visits: set[asyncio.Task[object]] = set()
         self._is_closing = False
         self.sent = Sent()
-        self.arrived = self.refused = 0
+        self.arrived = self.made_way = 0
+        self.turned_away = Counter[str]()
 
     @property
     def url(self) -> str:
         """Where peers dial, with the port that was taken."""
         return self._url if self._listener is None else self._listener.url
+
+    @property
+    def refused(self) -> int:
+        """How many connections never became a peer."""
+        return self.door.refused
 
     @property
     def sessions(self) -> tuple[Session, ...]:
@@ -86,8 +105,8 @@ class Server:
         self._identity = await asyncio.to_thread(self._store.identity)
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="datastates-serve")
         try:
-            self._service = Service(self._store, threads, self._relays, self.sent)
-            self._listener = await self._transport.listen(self._url, self._visit, tls=self._tls)
+            self._service = Service(self._store, threads, self._relays, self.sent, offers=Budget(self.limits.offer_bytes))
+            self._listener = await self._transport.listen(self._url, self._visit, tls=self._tls, door=self.door)
         except BaseException:
             threads.shutdown(wait=False)
             raise
@@ -122,8 +141,7 @@ class Server:
             self._visits.discard(visit)
 
     async def _admit(self, channel: Channel) -> Session | None:
-        if self._is_closing or self._service is None or self._identity is None or len(self._arriving) >= _HANDSHAKES:
-            self.refused += 1
+        if self._is_closing or self._service is None or self._identity is None:
             await channel.close()
             return None
         self._arriving.add(channel)
@@ -135,24 +153,35 @@ class Server:
                 identity=self._identity,
                 token=self._token,
                 timeout_s=self._timeout_s,
-                admission=self._check_room,
+                admission=lambda: self._make_room(channel),
                 data=self._data,
             )
         except DatastatesError as exc:
-            self.refused += 1
+            self.turned_away[exc.kind] += 1
             _logger.info("turned away: %s", exc)
             return None
         finally:
             self._arriving.discard(channel)
+            self._proved.discard(channel)
+        channel.hold()
         self._sessions.add(session)
         self.arrived += 1
         return session
 
-    def _check_room(self) -> None:
+    def _make_room(self, channel: Channel) -> None:
+        """For a session that is just beginning; whoever has done nothing for longest ends for it."""
         if self._is_closing:
             raise Unavailable(f"the server at {self.url} is being closed")
-        if len(self._sessions) >= self._max_sessions:
-            raise Unavailable(f"the server at {self.url} has {self._max_sessions} peers already: try again later, or ask one of them")
+        here = self._sessions - self._leaving
+        if len(here) + len(self._proved) >= self.limits.sessions:
+            idle = max((each for each in here if each.is_idle), key=lambda each: each.unused_s, default=None)
+            if idle is None:
+                raise Unavailable(f"the server at {self.url} has {self.limits.sessions} peers already: try again later, or ask one of them")
+            self.made_way += 1
+            self._leaving.add(idle)
+            ending = asyncio.create_task(idle.close("it was idle, and others wait for its place: connect again"))
+            ending.add_done_callback(lambda _: self._leaving.discard(idle))
+        self._proved.add(channel)
 
 
 def is_loopback(url: str) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from datastates.errors import Closed, DatastatesError, Disconnected, PeerFault
+from datastates.seldom import Seldom
 
 from . import near, tcp
 from .answers import Answers, Service
@@ -71,10 +72,12 @@ __all__ = ["Session"]
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
 
 _AT_ONCE = 8  # questions of a peer that are being answered; more wait
 _QUESTIONS = 256  # questions that a peer may have open, the waiting ones included
 _IDLE_TIMEOUTS = 30  # for so many timeouts states may be held open without a chunk being wanted
+_PAUSE = 0.1  # of a timeout: for so long a session may be unused before it counts as idle
 _FAREWELL_S = 0.2
 
 
@@ -105,7 +108,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._stood_still_s = 0.0
         self._sealed, self._writing = sealed, asyncio.Lock()
-        self._heard_at = self._clock()
+        self._heard_at = self._used_at = self._clock()
         self._written_at: float | None = None  # when the frame that is being written was begun
         self.data = agree(own, its, self.peer)
         self._plane = Plane(own.address, its.address, self.peer, self._post)
@@ -195,6 +198,17 @@ class Session:
     def is_open(self) -> bool:
         """Whether it can be used; a session that is no longer open never is again."""
         return self._error is None
+
+    @property
+    def unused_s(self) -> float:
+        """For how long the peer has said nothing but that it is alive, while nothing that it asked for is under way."""
+        is_used = bool(self._questions or self._uploads or self._sending.running)
+        return 0.0 if is_used else self._clock() - self._used_at
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may end when others wait for its place; with states held open only after a whole timeout."""
+        return self.unused_s > self.timeout_s * (1.0 if self._sending.is_holding else _PAUSE)
 
     @property
     def error(self) -> DatastatesError | None:
@@ -348,6 +362,8 @@ class Session:
         while self._error is None:
             message = await self._sealed.receive()
             self._heard_at = self._clock()
+            if not isinstance(message, Ping):
+                self._used_at = self._heard_at
             self._take(message)
 
     def _take(self, message: Message) -> None:

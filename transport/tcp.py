@@ -15,7 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
+from datastates.seldom import Seldom
 
+from .arrival import Arrival, Door
 from .contract import Channel, Listener, Tls
 
 __all__ = ["JOIN", "TcpChannel", "TcpListener", "client_context", "dial", "keep_from_children", "listen", "set_up", "split"]
@@ -27,19 +29,19 @@ _LENGTH_BYTES = 4
 _BUFFER_BYTES = 256 << 10
 _FLUSH_S = 1.0
 _TLS_S = 10.0
-_FIRST_S = 10.0
 _BACKLOG = 128
 _PAUSE_S = 1.0
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _GONE = (OSError, EOFError)
 _logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
 
 
 class TcpChannel(Channel):
     """One end of a connection."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, arrival: Arrival | None = None) -> None:
+        self._reader, self._writer, self._arrival = reader, writer, arrival
         self.peer = _printable(writer.get_extra_info("peername"))
         self.host: str = writer.get_extra_info("sockname")[0]
         self.remote = writer.get_extra_info("peername")[:2]
@@ -79,6 +81,11 @@ class TcpChannel(Channel):
         self._announced = None
         return frame
 
+    def hold(self) -> None:
+        """It keeps its place."""
+        if self._arrival is not None:
+            self._arrival.hold()
+
     async def close(self) -> None:
         """Send what was handed over, for a second at most, and let go."""
         if self._closing is None:
@@ -94,6 +101,8 @@ class TcpChannel(Channel):
         except (TimeoutError, OSError):
             self._writer.transport.abort()
         _open_sockets.pop(self, None)
+        if self._arrival is not None:
+            self._arrival.release()
 
     def _lost(self, exc: BaseException) -> Disconnected:
         if self._is_closed:
@@ -102,25 +111,28 @@ class TcpChannel(Channel):
         return Disconnected(f"{self.peer} is gone: {reason}")
 
 
-_Arrive = Callable[[socket.socket, Callable[[], None]], Coroutine[Any, Any, None]]
+_Arrive = Callable[[socket.socket, Arrival, Callable[[], None]], Coroutine[Any, Any, None]]
 
 
 class TcpListener(Listener):
     """A listening socket. What arrives is sorted by its first byte: TLS, a frame of control, or a connection for data."""
 
-    def __init__(self, listening: socket.socket, url: str, arrive: _Arrive) -> None:
-        self._socket, self.url, self._arrive = listening, url, arrive
-        self._silent: set[asyncio.Task[None]] = set()
+    def __init__(self, listening: socket.socket, url: str, arrive: _Arrive, door: Door) -> None:
+        self._socket, self.url, self._arrive, self._door = listening, url, arrive, door
+        self._silent: dict[asyncio.Task[None], tuple[socket.socket, Arrival]] = {}
         _open_sockets[self] = [listening]
         self._visits: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
         """Take no more peers; those that have not said a word are gone."""
-        waiting = {self._accepting, *self._silent}
+        silent = dict(self._silent)
+        waiting = {self._accepting, *silent}
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
+        for connection, arrival in silent.values():  # a task that was cancelled before it began has closed nothing
+            _let_go(connection, arrival)
         self._socket.close()
         _open_sockets.pop(self, None)
 
@@ -128,25 +140,33 @@ class TcpListener(Listener):
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._socket)
+                connection, address = await loop.sock_accept(self._socket)
             except OSError as exc:  # no descriptors, no memory, or the peer left
                 _logger.warning("no connection can be taken at %s: %s", self.url, exc)
                 await asyncio.sleep(_PAUSE_S if exc.errno in _SHORT else 0)
                 continue
-            self._begin(connection)
+            arrival = self._door.let_in(address[0], connection)
+            if arrival is not None:
+                self._begin(connection, arrival)
 
-    def _begin(self, connection: socket.socket) -> None:
-        visit: asyncio.Task[None] = asyncio.create_task(self._arrive(connection, lambda: self._silent.discard(visit)))
-        for tasks in (self._visits, self._silent):
-            tasks.add(visit)
-            visit.add_done_callback(tasks.discard)
+    def _begin(self, connection: socket.socket, arrival: Arrival) -> None:
+        _open_sockets[arrival] = [connection]
+        visit: asyncio.Task[None] = asyncio.create_task(self._arrive(connection, arrival, lambda: self._spoke(visit)))
+        self._visits.add(visit)
+        self._silent[visit] = connection, arrival
+        visit.add_done_callback(self._visits.discard)
+        visit.add_done_callback(self._spoke)
+
+    def _spoke(self, visit: asyncio.Task[None]) -> None:
+        self._silent.pop(visit, None)
 
 
 Accept = Callable[[Channel], Awaitable[None]]
-Join = Callable[[socket.socket, ssl.SSLContext | None], Awaitable[None]]
+Join = Callable[[socket.socket, ssl.SSLContext | None, Arrival], Awaitable[None]]
+"""Holds the arrival once the connection has proved itself, and releases it on the loop thread when the connection is closed."""
 
 
-async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join | None = None) -> TcpListener:
+async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join | None = None, door: Door | None = None) -> TcpListener:
     """Listen on ``scheme://host:port``; ``accept`` runs for each peer once it has said a word. ``join`` gets connections for data as
     they arrive: not a byte of them was read.
 
@@ -156,21 +176,21 @@ async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join
     scheme, host, port = split(url)
     context = _server_context(tls)
 
-    async def arrive(connection: socket.socket, spoke: Callable[[], None]) -> None:
+    async def arrive(connection: socket.socket, arrival: Arrival, spoke: Callable[[], None]) -> None:
         try:
             first = await _first_byte(connection)
             if first == JOIN[:1] and join is not None:
                 spoke()
-                await join(connection, context)
+                await join(connection, context, arrival)
                 return
-            channel = await _channel(connection, context)
+            channel = await _channel(connection, context, arrival)
             spoke()
         except (OSError, TimeoutError) as exc:
-            _logger.info("a connection to %s was given up: %s", url, exc)
-            connection.close()
+            _logger.debug("a connection to %s was given up: %s", url, exc)
+            _let_go(connection, arrival)
             return
         except BaseException:
-            connection.close()
+            _let_go(connection, arrival)
             raise
         await _visit(accept, channel)
 
@@ -180,7 +200,7 @@ async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join
         reason = getattr(exc, "strerror", None) or exc
         raise Unavailable(f"{url} cannot be listened on ({reason}): choose another address, or port 0 for any") from exc
     bound_host, bound_port = listening.getsockname()[:2]
-    return TcpListener(listening, f"{scheme}://{_bracketed(bound_host)}:{bound_port}", arrive)
+    return TcpListener(listening, f"{scheme}://{_bracketed(bound_host)}:{bound_port}", arrive, Door() if door is None else door)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -198,6 +218,11 @@ def _listening(host: str, port: int) -> socket.socket:
     return listening
 
 
+def _let_go(connection: socket.socket, arrival: Arrival) -> None:
+    connection.close()
+    arrival.release()
+
+
 async def _first_byte(connection: socket.socket) -> bytes:
     """What a connection begins with, which stays unread; nothing if it is closed first."""
     loop = asyncio.get_running_loop()
@@ -205,14 +230,13 @@ async def _first_byte(connection: socket.socket) -> bytes:
     readable = asyncio.Event()
     loop.add_reader(connection, readable.set)
     try:
-        async with asyncio.timeout(_FIRST_S):
-            await readable.wait()
+        await readable.wait()
     finally:
         loop.remove_reader(connection)
     return connection.recv(1, socket.MSG_PEEK)
 
 
-async def _channel(connection: socket.socket, context: ssl.SSLContext | None) -> TcpChannel:
+async def _channel(connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival) -> TcpChannel:
     """An accepted connection as a channel, after TLS's handshake where there is any."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=_BUFFER_BYTES, loop=loop)
@@ -220,7 +244,7 @@ async def _channel(connection: socket.socket, context: ssl.SSLContext | None) ->
     transport, _ = await loop.connect_accepted_socket(
         lambda: protocol, connection, ssl=context, ssl_handshake_timeout=None if context is None else _TLS_S
     )
-    return TcpChannel(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+    return TcpChannel(reader, asyncio.StreamWriter(transport, protocol, reader, loop), arrival)
 
 
 async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChannel:

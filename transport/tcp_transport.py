@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from datastates.errors import Unavailable
 
 from . import tcp
+from .arrival import Arrival, Door
 from .contract import Channel, End, Link, Listener, Terms, Tls, Transport
 from .joining import HEADER_BYTES, Join, read_header
 from .lanes import Lanes
@@ -34,9 +35,11 @@ class TcpTransport(Transport):
         self._sessions: dict[bytes, Lanes] = {}
         self._is_watched = False
 
-    async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:
+    async def listen(
+        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+    ) -> Listener:
         """Listen on one address, for control channels and for the data of their sessions."""
-        return await tcp.listen(url, accept, tls=tls, join=self._join)
+        return await tcp.listen(url, accept, tls=tls, join=self._join, door=door)
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
         """Open a control channel."""
@@ -84,7 +87,7 @@ class TcpTransport(Transport):
         self._is_watched = False
         await TcpTransport.close(self)
 
-    async def _join(self, connection: socket.socket, context: ssl.SSLContext | None) -> None:
+    async def _join(self, connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival) -> None:
         try:
             async with asyncio.timeout(_HEADER_S):
                 join = await _header(connection)
@@ -93,8 +96,10 @@ class TcpTransport(Transport):
         lanes = None if join is None else self._sessions.get(join.name)
         if join is None or lanes is None:
             connection.close()
+            arrival.release()
         else:
-            lanes.join(connection, join, context)
+            arrival.hold()  # the name is the peer's alone
+            lanes.join(connection, join, context, arrival.release)
 
 
 async def _header(connection: socket.socket) -> Join | None:

@@ -19,6 +19,7 @@ from msgspec import msgpack
 
 from datastates.errors import Disconnected, PeerFault
 from datastates.transport import tcp
+from datastates.transport.arrival import Door
 from datastates.transport.contract import Channel, Listener, Tls
 from datastates.transport.handshake import greet
 from datastates.transport.memory import MemoryTransport
@@ -63,8 +64,10 @@ BODIES = [encode(message) for message in EVERY]
 class TcpMemory(MemoryTransport):
     """Control over real sockets, data within the process."""
 
-    async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:
-        return await tcp.listen(url, accept, tls=tls)
+    async def listen(
+        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+    ) -> Listener:
+        return await tcp.listen(url, accept, tls=tls, door=door)
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
         return await tcp.dial(url, timeout_s=timeout_s, tls=tls)

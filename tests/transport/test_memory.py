@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from datastates.admission import Admission, Limits
+from datastates.errors import Disconnected
+from datastates.transport.arrival import Door
 from datastates.transport.contract import Transport
 from datastates.transport.memory import MemoryTransport
 
@@ -18,3 +23,16 @@ class TestMemory(TransportSuite):
     @pytest.fixture
     def url(self) -> str:
         return "memory://"
+
+
+def test_connections_within_a_process_are_counted_too() -> None:
+    async def work() -> None:
+        transport, door = MemoryTransport(), Door(Admission(Limits(connections=2)))
+        listener = await transport.listen("memory://", lambda channel: asyncio.sleep(0), door=door)
+        ends = [await transport.dial(listener.url, timeout_s=1) for _ in range(3)]
+        with pytest.raises(Disconnected):
+            await ends[0].receive(10)
+        assert (door.admission.connections, door.admission.displaced) == (2, 1)
+        await listener.close()
+
+    asyncio.run(work())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, NotFound, Unauthorized, Unavailable
+from datastates.transport.limits import Limits
 from datastates.transport.server import Server, is_loopback
 from datastates.transport.session import Session
 from tests.transport.stores import UID, MemoryStore
@@ -67,20 +68,59 @@ def test_one_peer_too_many_is_told_so_and_may_come_when_another_has_left() -> No
             async with session(world) as peer:
                 assert await peer.refs()
 
-    run(test, max_sessions=2)
+    run(test, limits=Limits(sessions=2))
 
 
-def test_peers_that_never_finish_the_handshake_are_bounded_and_dropped() -> None:
+def test_peers_that_never_finish_the_handshake_give_way_and_are_dropped() -> None:
     async def test(world: World) -> None:
-        silent = [await world.near.dial("memory://server", timeout_s=1) for _ in range(65)]
-        await until(lambda: silent[64].other.is_closed)
-        assert not silent[63].other.is_closed
-        await until(lambda: all(channel.other.is_closed for channel in silent))
+        silent = [await world.near.dial("memory://server", timeout_s=1) for _ in range(17)]
+        await until(lambda: silent[0].other.is_closed)
+        assert not silent[1].other.is_closed
         async with session(world) as peer:
             assert await peer.refs()
-        assert world.server.refused == 65
+            await until(lambda: all(channel.other.is_closed for channel in silent))
+            assert await peer.refs()
+        assert (world.server.refused, world.server.door.admission.displaced) == (17, 2)
 
-    run(test, timeout_s=0.3)
+    run(test, timeout_s=0.3, limits=Limits(sessions=2))
+
+
+def test_peer_that_does_nothing_makes_way_for_the_next_one() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as busy, session(world) as idle:
+            feed = await opened(busy)
+            receiving = True
+
+            async def work() -> None:
+                while receiving:
+                    await receive(feed, 0)
+
+            working = asyncio.create_task(work())
+            await until(lambda: any(each.is_idle for each in world.server.sessions))
+            async with session(world) as third:
+                assert await third.refs()
+                await idle.wait_closed()
+                assert "others wait for its place" in str(idle.error)
+                assert busy.is_open
+            receiving = False
+            await working
+        assert world.server.made_way == 1
+
+    run(test, timeout_s=2.0, limits=Limits(sessions=2))
+
+
+def test_peer_that_holds_a_state_open_may_pause() -> None:
+    async def test(world: World) -> None:
+        async with session(world) as peer:
+            await opened(peer)
+            await until(lambda: world.server.sessions[0].unused_s > 0.1)
+            with pytest.raises(Unavailable, match="1 peers already"):
+                await world.connect()
+            await until(lambda: world.server.sessions[0].is_idle)
+            async with session(world) as other:
+                assert await other.refs()
+
+    run(test, timeout_s=0.6, limits=Limits(sessions=1))
 
 
 def test_closing_lets_chunks_on_their_way_arrive() -> None:

@@ -230,7 +230,7 @@ def test_a_listener_outlives_what_its_guests_do(caplog: pytest.LogCaptureFixture
         await listener.close()
 
     run(work())
-    assert caplog.text.count("ValueError: a defect") == 3
+    assert "ValueError: a defect" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from datastates.errors import DatastatesError, Disconnected, PeerFault
+from datastates.transport.arrival import Arrival, Door
 from datastates.transport.contract import Channel, Link, Listener, Tls, Transport
 
 Change = Callable[[int, bytes], Iterable[bytes]]
@@ -20,6 +21,7 @@ class QueueChannel(Channel):
         self.change: Change = lambda number, frame: [frame]
         self.is_closed = False
         self.other: QueueChannel
+        self.arrival: Arrival | None = None
         self.frames: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     @classmethod
@@ -43,11 +45,20 @@ class QueueChannel(Channel):
             raise PeerFault(f"{self.peer} announced {len(frame)} bytes")
         return frame
 
+    def hold(self) -> None:
+        assert self.arrival is not None
+        self.arrival.hold()
+
     async def close(self) -> None:
+        self.end()
+
+    def end(self) -> None:
         if not self.is_closed:
             self.is_closed = True
             self.frames.put_nowait(None)
             self.other.frames.put_nowait(None)
+        if self.arrival is not None:
+            self.arrival.release()
 
 
 class QueueLink(Link):
@@ -113,6 +124,7 @@ class QueueTransport(Transport):
         self.problem: DatastatesError | None = None
         self.links: list[QueueLink] = []
         self.accept: Callable[[Channel], Awaitable[None]] | None = None
+        self.door = Door()
         self.visits: set[asyncio.Task[None]] = set()
         self.processes[self.name] = self
         self.dead.pop(self.name, None)
@@ -120,8 +132,10 @@ class QueueTransport(Transport):
     def box(self, tag: int) -> asyncio.Queue[bytes]:
         return self.boxes.setdefault(tag, asyncio.Queue())
 
-    async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:
-        self.accept = accept
+    async def listen(
+        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+    ) -> Listener:
+        self.accept, self.door = accept, door or Door()
         transport = self
 
         class _Listener(Listener):
@@ -138,6 +152,10 @@ class QueueTransport(Transport):
         if server is None or server.accept is None:
             raise Disconnected(f"nobody listens at {url}")
         here, there = QueueChannel.pair()
+        there.arrival = server.door.enter("", 0, there.end)
+        if there.arrival is None:
+            there.end()
+            return here
         visit = asyncio.ensure_future(server.accept(there))
         server.visits.add(visit)
         visit.add_done_callback(server.visits.discard)
