@@ -484,7 +484,6 @@ class Peer:
                 continue
             try:
                 opened, feed = await session.open(state.uid)
-                assert feed is not None, "no chain was asked for"
                 manifest = await asyncio.to_thread(_decode, opened.manifest, state, url)
             except DatastatesError as exc:
                 errors.append(exc)
@@ -558,7 +557,15 @@ class _Ending(Feed):
     """A feed whose session ends with it: a clone that is cut off disturbs no other."""
 
     def __init__(self, feed: Feed, session: Session) -> None:
-        super().__init__(feed.name, feed.manifest, feed.lengths, receive=feed.receive, release=session.close)
+        super().__init__(
+            feed.name,
+            feed.manifest,
+            feed.lengths,
+            receive=feed.receive,
+            release=session.close,
+            digests=feed.digests,
+            is_bound=feed.is_bound,
+        )
         self._inner = feed
 
     async def close(self) -> None:

@@ -56,6 +56,10 @@ class StateSource:
         """Where each chunk lies."""
         return [address_of(self._reader.chunk(index)) for index in range(len(self.lengths))]
 
+    def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
+        """Whether these are the bytes that were captured."""
+        return digest.pieces_digest(pieces) == self._reader.manifest.content.chunks[index].digest
+
     def close(self) -> None:
         """Unpin it."""
         self._reader.close()

@@ -13,10 +13,12 @@ import msgspec
 
 from datastates.errors import DatastatesError, InvalidInput, PeerFault, Unavailable
 
+from .ahead import is_at
 from .feed import Feed
 from .fetch import fetch
+from .fingerprints import Fingerprints
 from .limits import Budget, Limits
-from .near import beacon
+from .neighbours import Neighbours
 from .protocol import Find, Log, Offer, Open, Opened, Push, Question, Refs, Resolve
 from .sending import Sending, Sent
 from .store import Relays, Source, Store, SupportsAddresses
@@ -37,6 +39,8 @@ class Service:
     threads: Executor
     relays: Relays | None = None
     sent: Sent = field(default_factory=Sent)
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
+    neighbours: Neighbours = field(default_factory=Neighbours)
     pushing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ROOM_AT_ONCE))
     offers: Budget = field(default_factory=lambda: Budget(Limits().offer_bytes))
 
@@ -44,8 +48,11 @@ class Service:
 class Answers:
     """The answers to one peer. A state opened for it is held by ``sending``; a relay that it announced leaves with it."""
 
-    def __init__(self, service: Service, sending: Sending, peer: str, timeout_s: float) -> None:
+    def __init__(
+        self, service: Service, sending: Sending, peer: str, timeout_s: float, is_near: Callable[[], bool], remote: tuple[str, int] | None
+    ) -> None:
         self._service, self._sending, self._peer, self._timeout_s = service, sending, peer, timeout_s
+        self._is_near, self._remote = is_near, remote
         self._joined: set[tuple[str, str]] = set()
         self._offered = service.offers.share()
 
@@ -117,18 +124,16 @@ class Answers:
         source = await self._run(lambda: self._service.store.open(question.uid), late=lambda opened: opened.close())
         try:
             manifest, lengths = bytes(source.manifest), tuple(source.lengths)
-            addresses = await self._addresses(source) if question.near else ()
+            addresses = await self._addresses(source) if question.near and self._is_near() else ()
             upstream = self._join(question)
-            handle = self._sending.add(source, question.uid) if upstream is None else 0
+            handle = self._sending.add(source, question.uid)
         except BaseException:
             self._service.threads.submit(source.close)
             raise
-        if upstream is not None:
-            await self._run(source.close)
         return _encode(Opened(handle, manifest, lengths, upstream, addresses if upstream is None else ()))
 
     async def _addresses(self, source: Source) -> tuple[int, ...]:
-        if not isinstance(source, SupportsAddresses) or not beacon():
+        if not isinstance(source, SupportsAddresses):
             return ()
         with suppress(DatastatesError):  # a chunk that cannot be read is told of when it is wanted
             return tuple(await self._run(source.addresses))
@@ -136,7 +141,7 @@ class Answers:
 
     def _join(self, question: Open) -> str | None:
         relays = self._service.relays
-        if question.relay is None or relays is None:
+        if question.relay is None or relays is None or not is_at(question.relay, self._remote):
             return None
         upstream = relays.join(question.uid, question.relay, question.failed)
         self._joined.add((question.uid, question.relay))

@@ -33,7 +33,10 @@ class _Broken(Exception):
 
 
 class Feed:
-    """One state, opened on one session. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks."""
+    """One state, opened on one session. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks.
+
+    With ``is_bound`` chunks come, mostly, in a way that proves whose they are.
+    """
 
     def __init__(
         self,
@@ -41,17 +44,20 @@ class Feed:
         manifest: bytes,
         lengths: tuple[int, ...],
         *,
-        receive: Callable[[int, Sequence[memoryview]], Awaitable[None]],
+        receive: Callable[[int, Sequence[memoryview]], Awaitable[bool]],
         release: Callable[[], Awaitable[None]],
+        digests: Callable[[Sequence[int]], Awaitable[Sequence[bytes]]],
+        is_bound: bool = False,
     ) -> None:
-        self.name, self.manifest, self.lengths = name, manifest, lengths
-        self._receive, self._release = receive, release
+        self.name, self.manifest, self.lengths, self.is_bound = name, manifest, lengths, is_bound
+        self._receive, self._release, self._digests = receive, release, digests
         self._is_closed = False
 
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
+    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
         """Fill ``buffers`` with the bytes of a chunk. However it ends, also when it is cancelled, nobody writes to them afterwards.
 
-        The bytes are not checked: the digest is for the caller to compare.
+        True: they came in a way that proves that they are the peer's own. Otherwise anybody may have sent them, and in any case they
+        are not checked: digests are for the caller to compare.
 
         :raises DatastatesError: what kept the peer from sending it.
         :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link broke each of four times.
@@ -60,8 +66,11 @@ class Feed:
         if index >= len(self.lengths) or wanted != self.lengths[index]:
             had = f"{self.lengths[index]} bytes" if index < len(self.lengths) else "no such chunk"
             raise InvalidInput(f"{wanted} bytes were asked for as chunk {index} of a state that has {had} at {self.name}")
-        if wanted:
-            await self._receive(index, [buffer for buffer in buffers if buffer.nbytes])
+        return not wanted or await self._receive(index, [buffer for buffer in buffers if buffer.nbytes])
+
+    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
+        """BLAKE3 of these chunks, as the peer has them."""
+        return await self._digests(indexes)
 
     async def close(self) -> None:
         """Let the peer unpin the state; idempotent, and silent when the session is over."""

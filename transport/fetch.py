@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Protocol
 
@@ -16,7 +17,9 @@ import msgspec
 from datastates.errors import Corrupt, DatastatesError, Disconnected, InvalidInput, Unavailable
 from datastates.seldom import Seldom
 
+from .binding import Binding, Origin
 from .failures import describe, revive
+from .fingerprints import DAMAGED, digest_of
 from .plane import surely
 from .schedule import (
     Absent,
@@ -54,11 +57,18 @@ class Feed(Protocol):
     def name(self) -> str:
         """Where it comes from, for messages."""
 
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers`` with the bytes of a chunk. Several run at once.
+    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill ``buffers`` with the bytes of a chunk. Several run at once. True: it is sure that they are the peer's own.
 
         However it ends, also when it is cancelled: nobody writes to ``buffers`` afterwards. Any error means that this feed has failed.
         """
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether ``receive`` is likely to say so."""
+
+    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
+        """BLAKE3 of these chunks, as the peer has them, over a channel that nobody else can write to."""
 
     async def close(self) -> None:
         """Let go of the state. ``fetch`` does not call this: who opened a feed closes it."""
@@ -79,6 +89,7 @@ async def fetch(
     feeds: Sequence[Feed],
     *,
     late: Sequence[Awaitable[Feed]] = (),
+    origin: Origin | None = None,
     window: int = 8,
     timeout_s: float = 10.0,
     on_progress: Callable[[int, int], None] | None = None,
@@ -90,10 +101,12 @@ async def fetch(
 
     :param late: Feeds that are still being connected; each must come or fail in time by itself. They are cancelled when they are no
         longer needed.
+    :param origin: Who says what the chunks of the state are, whoever brings them. Unless it is given: the first of ``feeds``, and when that
+        fails the next one.
     :param window: How many chunks each feed has under way.
     :param timeout_s: For how long the sink may have no room while nothing is under way. That a peer is silent its feed finds out.
     :param on_progress: Gets the bytes that were accepted and all that this call is to bring, on the loop thread.
-    :raises Corrupt: a chunk came with a wrong digest twice.
+    :raises Corrupt: a chunk came with a wrong digest twice, or two feeds disagree about what it is.
     :raises DatastatesError: the error of the last feed, when none is left.
     """
     missing = tuple(dict.fromkeys(sink.missing()))
@@ -101,13 +114,21 @@ async def fetch(
         raise InvalidInput(f"{len(missing)} chunks are missing and there is no feed to bring them: pass at least one")
     if window < 1:
         raise InvalidInput(f"a window of {window} chunks would bring none: pass at least 1")
-    run = _Run(sink, missing, len(feeds) + len(late), window=window, timeout_s=timeout_s, on_progress=on_progress)
+    run = _Run(sink, missing, len(feeds) + len(late), origin=origin, window=window, timeout_s=timeout_s, on_progress=on_progress)
     try:
         run.begin(feeds, late)
         await run.end
     finally:
         await surely(asyncio.create_task(run.stop()))
     return run.fetched()
+
+
+class _Verdict(Enum):
+    """What came: the chunk, something else than the origin says, or what fails the digest of the manifest."""
+
+    RIGHT = auto()
+    OTHER = auto()
+    WRONG = auto()
 
 
 class _Run:
@@ -119,6 +140,7 @@ class _Run:
         missing: tuple[int, ...],
         expected: int,
         *,
+        origin: Origin | None,
         window: int,
         timeout_s: float,
         on_progress: Callable[[int, int], None] | None,
@@ -136,8 +158,12 @@ class _Run:
         self._bytes: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(_THREADS, "datastates-verify")
         self._connecting: set[asyncio.Future[Feed]] = set()
-        self._flying: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._flying: dict[tuple[int, int], asyncio.Task[bool]] = {}
         self._checking: dict[int, int] = {}
+        self._buffers: dict[int, Sequence[memoryview]] = {}
+        self._origin = origin
+        self._binding = Binding(missing, self._origins)
+        self._confronting: set[asyncio.Task[None]] = set()
         self._is_stopping, self._is_quiet = False, asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self.end: asyncio.Future[None] = self._loop.create_future()
@@ -161,6 +187,9 @@ class _Run:
             future.cancel()
         for task in self._flying.values():
             task.cancel()
+        for confronting in self._confronting:
+            confronting.cancel()
+        await self._binding.close()
         while self._connecting or self._flying or self._checking:
             self._is_quiet.clear()
             await self._is_quiet.wait()
@@ -199,6 +228,9 @@ class _Run:
         buffers = self._sink.buffers(index)
         if buffers is None:
             return False
+        self._buffers[index] = buffers
+        if not (self._feeds[number].is_bound and self._is_origin(number)):
+            self._binding.ahead(index)
         task = self._loop.create_task(self._feeds[number].receive(index, buffers))
         self._flying[number, index] = task
         task.add_done_callback(partial(self._on_received, number, index))
@@ -220,11 +252,15 @@ class _Run:
             self._handle(Joined((number,), self._clock()))
         self._look()
 
-    def _on_received(self, number: int, index: int, task: asyncio.Task[None]) -> None:
+    def _on_received(self, number: int, index: int, task: asyncio.Task[bool]) -> None:
         del self._flying[number, index]
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None and not self._is_stopping:
-            self._check(number, index)
+            self._checking[index] = number
+            if task.result() and self._is_origin(number):
+                self._check(index, None)
+            else:
+                self._binding.of(index).add_done_callback(partial(self._on_told, index))
             self._handle(Received(number, index, self._clock()))
             return
         self._forget(index)
@@ -235,23 +271,86 @@ class _Run:
             self._handle(Lost(number, index, self._clock()))
         self._look()
 
-    def _check(self, number: int, index: int) -> None:
-        self._checking[index] = number
-        future = self._threads.submit(self._sink.accept, index)
-        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._on_checked, index, done))
+    def _on_told(self, index: int, told: asyncio.Future[tuple[Origin, bytes]]) -> None:
+        """What a chunk should be that has come."""
+        if not told.cancelled() and told.exception() is None and not self._is_stopping:
+            self._check(index, told.result())
+            return
+        del self._checking[index]
+        self._forget(index)
+        if not told.cancelled() and (error := told.exception()) is not None:
+            self._fail(error)
+        self._look()
 
-    def _on_checked(self, index: int, future: Future[bool]) -> None:
-        number = self._checking.pop(index)
+    def _check(self, index: int, told: tuple[Origin, bytes] | None) -> None:
+        future = self._threads.submit(self._verify, index, None if told is None else told[1])
+        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._on_checked, index, told, done))
+
+    def _verify(self, index: int, wanted: bytes | None) -> _Verdict:
+        """In a thread: what cannot be forged first, then the sink's own digest, which guards against rot."""
+        if wanted is not None and digest_of(self._buffers[index]) != wanted:
+            self._sink.forget(index)
+            return _Verdict.OTHER
+        return _Verdict.RIGHT if self._sink.accept(index) else _Verdict.WRONG
+
+    def _on_checked(self, index: int, told: tuple[Origin, bytes] | None, future: Future[_Verdict]) -> None:
+        number = self._checking[index]
+        del self._buffers[index]
         if (error := future.exception()) is not None:
+            del self._checking[index]
             self._forget(index)
             self._fail(error)
-        elif future.result():
+        elif future.result() is _Verdict.RIGHT:
+            del self._checking[index]
             self._count(self._feeds[number].name, self._lengths[index])
             self._handle(Accepted(index, self._clock()))
+        elif future.result() is _Verdict.OTHER and told is not None and told[0] is not self._feeds[number] and not self._is_stopping:
+            task = self._loop.create_task(self._confront(number, index, *told))
+            self._confronting.add(task)
+            task.add_done_callback(partial(self._on_confronted, index))
         else:
-            _logger.warning("chunk %d came from %s with a wrong digest", index, self._feeds[number].name)
-            self._handle(Refuted(index, self._clock()))
+            self._refute(index)
         self._look()
+
+    async def _confront(self, number: int, index: int, origin: Origin, wanted: bytes) -> None:
+        """A source has brought something else than the origin says: does it say so itself?
+
+        :raises Corrupt: it does.
+        """
+        feed = self._feeds[number]
+        try:
+            (said,) = await feed.digests([index])
+        except DatastatesError:
+            return
+        if said not in {wanted, DAMAGED}:
+            raise Corrupt(
+                f"{origin.name} and {feed.name} disagree about chunk {index} of the state: one of them is not honest, or damaged; "
+                "nothing of the chunk was taken: clone from the one that you trust"
+            )
+
+    def _on_confronted(self, index: int, task: asyncio.Task[None]) -> None:
+        self._confronting.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            del self._checking[index]
+            self._fail(error)
+        else:
+            self._refute(index)
+        self._look()
+
+    def _refute(self, index: int) -> None:
+        name = self._feeds[self._checking.pop(index)].name
+        _logger.warning("chunk %d came from %s with a wrong digest", index, name)
+        self._handle(Refuted(index, self._clock()))
+
+    def _origins(self) -> Sequence[Origin]:
+        """Who may say what the chunks are, the best first."""
+        if self._origin is not None:
+            return [self._origin]
+        return [self._feeds[number] for number in sorted(self._feeds) if number not in self._errors]
+
+    def _is_origin(self, number: int) -> bool:
+        origins = self._origins()
+        return bool(origins) and origins[0] is self._feeds[number]
 
     def _count(self, name: str, length: int) -> None:
         self._bytes[name] += length
@@ -266,6 +365,7 @@ class _Run:
             self._on_progress = None
 
     def _forget(self, index: int) -> None:
+        self._buffers.pop(index, None)
         try:
             self._sink.forget(index)
         except Exception as exc:  # ``fetch`` raises it

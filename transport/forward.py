@@ -9,11 +9,12 @@ from typing import Self
 
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, NotFound, Unavailable
 
+from .ahead import may_dial
 from .chain import Relay
 from .contract import Tls, Transport
 from .feed import Feed
 from .fetch import Fetched, fetch
-from .protocol import Identity, Offer, RefRecord, StatePage, StateRecord
+from .protocol import BODY_BYTES, Identity, Offer, RefRecord, StatePage, StateRecord
 from .server import Server
 from .session import Session
 from .sink import Sink
@@ -24,6 +25,8 @@ __all__ = ["Forwarder"]
 _logger = logging.getLogger(__name__)
 _LINGER_S = 30.0
 _TRIES = 8
+_FAILED = 100
+_SPARE_BYTES = 4 << 10
 
 Connect = Callable[[str], Awaitable[Session]]
 
@@ -36,6 +39,7 @@ class Forwarder:
         self._server, self._store = server, store
         self._upstream: tuple[str, Session] | None = None
         self._failed: list[str] = []
+        self._origin: Feed | None = None
         self._feed: Feed
         self.manifest = b""
         self.repository = ""
@@ -76,7 +80,7 @@ class Forwarder:
         while True:
             counted.begin(self._feed.name)
             try:
-                fetched = await fetch(relay, [self._feed], timeout_s=timeout_s, on_progress=counted)
+                fetched = await fetch(relay, [self._feed], origin=self._origin, timeout_s=timeout_s, on_progress=counted)
             except (Disconnected, Unavailable) as exc:
                 if self._upstream is None or len(self._failed) >= _TRIES or not self._session.is_open:
                     relay.fail(exc)
@@ -118,11 +122,20 @@ class Forwarder:
             if self._upstream is not None:
                 await self._upstream[1].close()
                 self._upstream = None
-            opened, feed = await self._session.open(self._uid, relay=self._server.url, failed=self._failed[-100:], here=False)
+            is_tired = len(self._failed) >= _TRIES  # whoever sends us about is asked for the bytes itself
+            opened, origin = await self._session.open(
+                self._uid, relay=self._server.url, failed=self._failed[-_FAILED:], here=is_tired, limit=self._limit()
+            )
+            before, self._origin = self._origin, origin
+            if before is not None:
+                await before.close()
             self.manifest = opened.manifest
-            if feed is not None:
-                return feed
-            assert opened.upstream is not None, "one of them is there"
+            if opened.upstream is None:
+                return origin
+            if not may_dial(opened.upstream, self._session.remote):
+                _logger.warning("%s sends this receiver to %r, which it does not dial", self._url, opened.upstream[:100])
+                self._failed.append(opened.upstream)
+                continue
             try:
                 session = await self._connect(opened.upstream)
             except DatastatesError:
@@ -130,14 +143,20 @@ class Forwarder:
                 continue
             self._upstream = (opened.upstream, session)
             try:
-                its, feed = await session.open(self._uid)
+                its, feed = await session.open(self._uid, limit=self._limit())
             except DatastatesError:
                 self._failed.append(opened.upstream)
                 continue
-            if feed is None or its.manifest != opened.manifest:
+            if its.manifest != opened.manifest:
                 self._failed.append(opened.upstream)
                 continue
             return feed
+
+    def _limit(self) -> int:
+        """Of a state that is known already no more is listened to than was said of it, and where its chunks lie."""
+        if self._origin is None:
+            return BODY_BYTES
+        return len(self._origin.manifest) + 16 * len(self._origin.lengths) + _SPARE_BYTES
 
 
 class _RelayStore:

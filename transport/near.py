@@ -1,9 +1,9 @@
 """The memory of another process of this host, read without its help: one copy instead of the kernel's two and UCX's wake-ups.
 
 Linux lets a process read what it could debug (``process_vm_readv``): one of the same user, in the same PID namespace, unless Yama or
-the container forbids it. Who may is found out by trying: each process keeps a *beacon*, random bytes that it names over the
-authenticated control channel, and who can read them where they are said to lie reads chunks in the same way. What is read is checked
-by its digest like anything that comes from a peer. UCX's own ``cma`` does the same, and it refuses when endpoints handle errors.
+the container forbids it. That the process is the session's other end, the kernel says (``neighbours``); whether it can be read is found out
+by trying its *beacon*, random bytes. What is read is checked by its digest like anything that comes from a peer. UCX's own ``cma``
+does the same, and it refuses when endpoints handle errors.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import re
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ import numpy as np
 
 from .plane import surely
 
-__all__ = ["Near", "NearChunks", "address_of", "beacon", "reach"]
+__all__ = ["Near", "NearChunks", "address_of", "is_wanted", "own_beacon"]
 
 SWITCH: Final = "DATASTATES_NEAR"
 """Set to 0 in the environment, no process of this host is read directly; chunks travel over the transport then."""
@@ -30,7 +30,6 @@ SWITCH: Final = "DATASTATES_NEAR"
 _AT_ONCE = 2  # reads; more would share one memory bus
 _TELL = 16  # chunks between two words to the process that is read
 _BYTES = 32
-_WORD = re.compile(rf"near:(\d{{1,10}}):(\d{{1,20}}):([0-9a-f]{{{2 * _BYTES}}})")
 
 
 class _Stretch(ctypes.Structure):
@@ -46,18 +45,34 @@ if _readv is not None:
 
 
 class Near:
-    """A process whose memory can be read. Safe from any thread."""
+    """A process whose memory can be read, for as long as it keeps ``connection`` open. Safe from any thread."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self._pid, self._connection = pid, connection
 
     def read(self, address: int, into: Sequence[memoryview]) -> bool:
-        """Fill ``into`` with what lies from ``address`` on; False if it cannot be read as a whole (some of it may be written then)."""
+        """Fill ``into`` with what lies from ``address`` on; False if it cannot be read as a whole (some of it may be written then).
+
+        A process that was there after the read was there before: what was read is its own, and not of another with the same pid.
+        """
         assert _readv is not None, "reach found it"
         length = sum(view.nbytes for view in into)
         here = (_Stretch * len(into))(*(_Stretch(address_of(view), view.nbytes) for view in into))
         there = _Stretch(address, length)
-        return bool(_readv(self._pid, here, len(into), ctypes.byref(there), 1, 0) == length)
+        return bool(_readv(self._pid, here, len(into), ctypes.byref(there), 1, 0) == length) and self._is_alive()
+
+    def close(self) -> None:
+        """Nothing is read any more; idempotent."""
+        self._connection.close()
+
+    def _is_alive(self) -> bool:
+        try:
+            self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
 
 def address_of(view: memoryview) -> int:
@@ -65,22 +80,14 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if view.nbytes else 0
 
 
-def beacon() -> tuple[str, ...]:
-    """What a process says of itself, for those of its host; nothing where it does not work or is not wanted."""
-    if _readv is None or os.environ.get(SWITCH) == "0":
-        return ()
-    return (f"near:{os.getpid()}:{ctypes.addressof(_random)}:{_random.raw.hex()}",)
+def is_wanted() -> bool:
+    """Whether processes of one host may read each other here."""
+    return _readv is not None and os.environ.get(SWITCH) != "0"
 
 
-def reach(features: Sequence[str]) -> Near | None:
-    """The process that has named this beacon, if it is another one and can be read."""
-    for word in features if beacon() else ():
-        if (match := _WORD.fullmatch(word)) is None:
-            continue
-        near, seen = Near(int(match[1])), bytearray(_BYTES)
-        if int(match[1]) != os.getpid() and near.read(_bounded(match[2]), [memoryview(seen)]) and seen.hex() == match[3]:
-            return near
-    return None
+def own_beacon() -> tuple[int, bytes]:
+    """Where this process's random bytes lie, and what they are."""
+    return ctypes.addressof(_random), _random.raw
 
 
 class NearChunks:
@@ -118,7 +125,3 @@ class NearChunks:
         if self._chunks:
             self._took(self._chunks, self._bytes)
             self._chunks = self._bytes = 0
-
-
-def _bounded(digits: str) -> int:
-    return min(int(digits), (1 << 64) - 1)

@@ -222,7 +222,6 @@ class Ready(Struct, frozen=True, tag=True):
     identity: Identity | None = None
     wish: _Name = ""
     near: _Name = ""
-    features: Annotated[tuple[_Name, ...], Meta(max_length=32)] = ()
 
 
 class Refused(Struct, frozen=True, tag=True):
@@ -299,7 +298,7 @@ class Release(Struct, frozen=True, tag=True):
 class Digests(Struct, frozen=True, tag=True):
     """The BLAKE3 of chunks of a state that is held open under ``handle`` -> bytes, 32 for each. Either side may ask it.
 
-    Of a chunk that is not what its manifest says none is told: the answer is an error."""
+    Of a chunk that is damaged there, 32 zeros are told."""
 
     handle: _Id
     indexes: Annotated[tuple[_Id, ...], Meta(min_length=1, max_length=DIGESTS)]

@@ -14,9 +14,10 @@ from datastates.seldom import Seldom
 
 from .contract import Link
 from .failures import describe
+from .fingerprints import Fingerprints, digest_of
 from .pieces import cut
 from .plane import Plane, surely
-from .protocol import Gone, Message, Took, Want
+from .protocol import Digests, Gone, Message, Took, Want
 from .store import Source
 
 __all__ = ["HANDLES", "WANTS", "Sending", "Sent"]
@@ -47,6 +48,8 @@ class _Held:
     source: Source
     uid: str
     lengths: tuple[int, ...]
+    state: bytes
+    reads: set[asyncio.Task[bytes]] = field(default_factory=set)
     sends: dict[asyncio.Task[None], Want] = field(default_factory=dict)
     wanted: set[int] = field(default_factory=set)
     is_released: bool = False
@@ -55,8 +58,17 @@ class _Held:
 class Sending:
     """Open sources by handle. A source is closed only when nothing reads its memory any more."""
 
-    def __init__(self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float], peer: str, sent: Sent) -> None:
+    def __init__(
+        self,
+        plane: Plane,
+        post: Callable[[Message], Awaitable[None]],
+        clock: Callable[[], float],
+        peer: str,
+        sent: Sent,
+        fingerprints: Fingerprints,
+    ) -> None:
         self._plane, self._post, self._clock, self._peer, self._sent = plane, post, clock, peer, sent
+        self._fingerprints = fingerprints
         self._held: dict[int, _Held] = {}
         self._next = 0
         self._refusals: set[asyncio.Task[None]] = set()
@@ -92,7 +104,7 @@ class Sending:
         if len(self._held) >= HANDLES:
             raise InvalidInput(f"{self._peer} holds {HANDLES} states open: release one of them first")
         handle, self._next = self._next, self._next + 1
-        self._held[handle] = _Held(source, uid, tuple(source.lengths))
+        self._held[handle] = _Held(source, uid, tuple(source.lengths), digest_of([memoryview(source.manifest)]))
         self._used_at = self._clock()
         return handle
 
@@ -123,6 +135,32 @@ class Sending:
         is_new = want.index not in held.wanted
         held.wanted.add(want.index)
         return is_new
+
+    async def digests(self, question: Digests) -> bytes:
+        """What the chunks of a state should be, one behind the other.
+
+        :raises PeerFault: there never was such a handle or chunk.
+        :raises Closed: it was released.
+        """
+        if question.handle >= self._next:
+            raise PeerFault(f"{self._peer} asks for digests under handle {question.handle}, which it was never given")
+        held = self._held.get(question.handle)
+        if held is None or held.is_released:
+            raise Closed(_CLOSED)
+        if max(question.indexes) >= len(held.lengths):
+            raise PeerFault(f"{self._peer} asks for the digest of chunk {max(question.indexes)} of {len(held.lengths)}")
+        self._used_at = self._clock()
+        reads = [asyncio.create_task(self._fingerprints.of(held.state, index, held.source)) for index in question.indexes]
+        held.reads.update(reads)
+        try:
+            found = b"".join(await asyncio.gather(*reads))
+        finally:
+            for read in reads:
+                read.cancel()
+            await asyncio.wait(reads)
+            held.reads.difference_update(reads)
+        self._used_at = self._clock()
+        return found
 
     def took(self, took: Took) -> None:
         """The peer has read chunks where they lie.
@@ -211,6 +249,10 @@ class Sending:
             for task in held.sends:
                 task.cancel()
             await asyncio.wait(held.sends)
+        if held.reads:
+            for read in held.reads:
+                read.cancel()
+            await asyncio.wait(held.reads)
         try:
             await surely(asyncio.ensure_future(asyncio.to_thread(held.source.close)))
         except Exception:

@@ -106,9 +106,12 @@ class Server:
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="datastates-serve")
         try:
             self._service = Service(self._store, threads, self._relays, self.sent, offers=Budget(self.limits.offer_bytes))
+            await self._service.neighbours.open()
             self._listener = await self._transport.listen(self._url, self._visit, tls=self._tls, door=self.door)
         except BaseException:
             threads.shutdown(wait=False)
+            if self._service is not None:
+                self._service.neighbours.close()
             raise
 
     async def close(self, *, grace_s: float = 1.0) -> None:
@@ -122,6 +125,8 @@ class Server:
         if self._visits:
             await asyncio.wait(self._visits)
         if self._service is not None:
+            self._service.neighbours.close()
+            self._service.fingerprints.close()
             self._service.threads.shutdown(wait=False)
 
     async def _dismiss(self, session: Session, grace_s: float) -> None:

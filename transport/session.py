@@ -27,9 +27,11 @@ from .choice import agree, offer
 from .contract import Channel, Terms, Tls, Transport
 from .failures import again, describe
 from .feed import Feed, Receiving
+from .fingerprints import DIGEST_BYTES, Fingerprints
 from .handshake import admit, greet
 from .joining import NAME_BYTES
 from .limits import ANSWER_TIMEOUTS, SILENT_TIMEOUTS
+from .neighbours import meet
 from .plane import Plane
 from .protocol import (
     BODY_BYTES,
@@ -37,6 +39,7 @@ from .protocol import (
     Answer,
     Ask,
     Bye,
+    Digests,
     Failed,
     Failure,
     Find,
@@ -100,10 +103,17 @@ class Session:
     """Made by ``connect`` or ``serve``; every method belongs to the loop thread. ``peer`` says where the other end is."""
 
     def __init__(
-        self, sealed: Sealed, transport: Transport, own: Ready, its: Ready, service: Service | None, dialled: _Dialled | None = None
+        self,
+        sealed: Sealed,
+        transport: Transport,
+        own: Ready,
+        its: Ready,
+        service: Service | None,
+        terms: Terms,
+        neighbour: near.Near | None = None,
     ) -> None:
         self.peer, self.identity, self.timeout_s = sealed.peer, its.identity, own.timeout_ms / 1000
-        self.host = sealed.host
+        self.host, self.remote = sealed.host, sealed.remote
         self._interval_s = min(1.0, min(own.timeout_ms, its.timeout_ms) / 10_000)
         self._loop = asyncio.get_running_loop()
         self._stood_still_s = 0.0
@@ -112,12 +122,20 @@ class Session:
         self._written_at: float | None = None  # when the frame that is being written was begun
         self.data = agree(own, its, self.peer)
         self._plane = Plane(own.address, its.address, self.peer, self._post)
-        self._plane.begin(transport.end(self.data, _terms(sealed, self.timeout_s, dialled), lambda: self._plane.generation))
-        self._near = near.reach(its.features)
+        self._plane.begin(transport.end(self.data, terms, lambda: self._plane.generation))
+        self._is_bound = self.data == "tcp" and sealed.is_secret  # whatever comes over TLS is the peer's own
+        self._near = neighbour
+        self._terms, self._service = terms, service
         self._asking = Asking(self._post, self._clock, self.peer)
         self._receiving = Receiving(self._plane, self._post, self._clock)
-        self._sending = Sending(self._plane, self._post, self._clock, self.peer, service.sent if service is not None else Sent())
-        self._answers = Answers(service, self._sending, self.peer, self.timeout_s) if service is not None else None
+        self._fingerprints = Fingerprints() if service is None else service.fingerprints
+        sent = Sent() if service is None else service.sent
+        self._sending = Sending(self._plane, self._post, self._clock, self.peer, sent, self._fingerprints)
+        self._answers: Answers | None = None
+        if service is not None:
+            neighbours = service.neighbours
+            self._answers = Answers(service, self._sending, self.peer, self.timeout_s, lambda: neighbours.has(terms.name), sealed.remote)
+            neighbours.expect(terms)
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._questions: set[int] = set()
         self._uploads: dict[int, _Upload] = {}
@@ -153,7 +171,7 @@ class Session:
         transport = transport_for(url) if transport is None else transport
         planes, wish = offer(transport.planes, transport.scheme, data)
         channel = await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
-        own = Ready(planes, transport.located, _milliseconds(timeout_s), wish=wish, features=near.beacon())
+        own = Ready(planes, transport.located, _milliseconds(timeout_s), wish=wish)
         sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
         return await cls._begin(sealed, transport, own, its, None, _Dialled(url, tls))
 
@@ -180,7 +198,7 @@ class Session:
             return own
 
         planes, wish = offer(transport.planes, transport.scheme, data)
-        own = Ready(planes, transport.located, _milliseconds(timeout_s), identity, wish, features=near.beacon())
+        own = Ready(planes, transport.located, _milliseconds(timeout_s), identity, wish, service.neighbours.name)
         sealed, its = await admit(channel, ready, token=token, timeout_s=timeout_s)
         return await cls._begin(sealed, transport, own, its, service)
 
@@ -188,9 +206,15 @@ class Session:
     async def _begin(
         cls, sealed: Sealed, transport: Transport, own: Ready, its: Ready, service: Service | None, dialled: _Dialled | None = None
     ) -> Self:
+        neighbour: near.Near | None = None
         try:
-            return cls(sealed, transport, own, its, service, dialled)
+            terms = _terms(sealed, own.timeout_ms / 1000, dialled)
+            if sealed.remote is not None and its.near:
+                neighbour = await meet(its.near, terms)
+            return cls(sealed, transport, own, its, service, terms, neighbour)
         except BaseException:
+            if neighbour is not None:
+                neighbour.close()
             await sealed.close()
             raise
 
@@ -255,13 +279,14 @@ class Session:
         return await self._asked(Resolve(rev), StateRecord)
 
     async def open(
-        self, uid: str, *, relay: str | None = None, failed: Sequence[str] = (), here: bool = True
-    ) -> tuple[Opened, Feed | None]:
-        """Open a state, which stays pinned until the feed is closed; no feed when ``upstream`` is to be asked instead.
+        self, uid: str, *, relay: str | None = None, failed: Sequence[str] = (), here: bool = True, limit: int = BODY_BYTES
+    ) -> tuple[Opened, Feed]:
+        """Open a state, which stays pinned until the feed is closed. Where the answer names an ``upstream``, the chunks are to be taken
+        from there; what they should be, this feed says. More than ``limit`` bytes are not listened to.
 
         :raises Unavailable: its bytes are not there.
         """
-        opening = self._spawn(self._open(Open(uid, relay, tuple(failed), here, near=self._near is not None)))
+        opening = self._spawn(self._open(Open(uid, relay, tuple(failed), here, near=self._near is not None), limit))
         try:
             return await self._outcome(opening)
         except asyncio.CancelledError:
@@ -286,28 +311,27 @@ class Session:
         finally:
             await self._sending.release(handle)
 
-    async def _asked(self, question: Question, kind: type[_T]) -> _T:
-        return await self._decode(await self.ask(question), kind)
+    async def _asked(self, question: Question, kind: type[_T], limit: int = BODY_BYTES) -> _T:
+        return await self._decode(await self.ask(question, limit=limit), kind)
 
-    async def _open(self, question: Open) -> tuple[Opened, Feed | None]:
-        opened = await self._asked(question, Opened)
-        if opened.upstream is not None:
-            return opened, None
+    async def _open(self, question: Open, limit: int) -> tuple[Opened, Feed]:
+        opened = await self._asked(question, Opened, limit)
         return opened, self._feed(opened.handle, opened.manifest, opened.lengths, opened.addresses)
 
-    def _unwanted(self, opening: asyncio.Task[tuple[Opened, Feed | None]]) -> None:
-        if not opening.cancelled() and opening.exception() is None and (feed := opening.result()[1]) is not None and self.is_open:
-            self._spawn(feed.close())
+    def _unwanted(self, opening: asyncio.Task[tuple[Opened, Feed]]) -> None:
+        if not opening.cancelled() and opening.exception() is None and self.is_open:
+            self._spawn(opening.result()[1].close())
 
     def _feed(self, handle: int, manifest: bytes, lengths: tuple[int, ...], addresses: tuple[int, ...] = ()) -> Feed:
         chunks = self._near_chunks(handle, lengths, addresses)
 
-        async def receive(index: int, buffers: Sequence[memoryview]) -> None:
+        async def receive(index: int, buffers: Sequence[memoryview]) -> bool:
             try:
-                if chunks is not None and await chunks.receive(index, buffers):
+                is_near = chunks is not None and await chunks.receive(index, buffers)
+                if is_near:
                     self._check_open()  # what was read after its end may have been anything
-                    return
-                await self._receiving.chunk(handle, index, buffers)
+                else:
+                    await self._receiving.chunk(handle, index, buffers)
             except DatastatesError as exc:
                 if isinstance(exc, PeerFault):  # a message of the wrong length
                     self._fall(exc)
@@ -315,6 +339,7 @@ class Session:
                     await self._ended.wait()
                     raise again(self._error) from exc
                 raise
+            return is_near or self._is_bound
 
         async def release() -> None:
             if chunks is not None:
@@ -322,7 +347,15 @@ class Session:
             releasing = self._spawn(self.ask(Release(handle, self._plane.generation), limit=0))
             await asyncio.wait({releasing}, timeout=self.timeout_s)
 
-        return Feed(self.peer, manifest, lengths, receive=receive, release=release)
+        async def digests(indexes: Sequence[int]) -> list[bytes]:
+            size = DIGEST_BYTES * len(indexes)
+            said = await self.ask(Digests(handle, tuple(indexes)), limit=size)
+            if len(said) != size:
+                raise PeerFault(f"{self.peer} tells {len(said)} bytes of digests where {size} belong")
+            return [said[start : start + DIGEST_BYTES] for start in range(0, size, DIGEST_BYTES)]
+
+        is_bound = self._is_bound or chunks is not None
+        return Feed(self.peer, manifest, lengths, receive=receive, release=release, digests=digests, is_bound=is_bound)
 
     def _near_chunks(self, handle: int, lengths: tuple[int, ...], addresses: tuple[int, ...]) -> near.NearChunks | None:
         if self._near is None or len(addresses) != len(lengths):
@@ -407,6 +440,8 @@ class Session:
                 self._begin_upload(number, question)
             case Release():
                 self._guard(self._reply, number, self._release, question)
+            case Digests():
+                self._guard(self._reply, number, self._sending.digests, question)
             case _:
                 self._guard(self._answer, number, question)
 
@@ -553,6 +588,8 @@ class Session:
     async def _end(self, error: DatastatesError, farewell: str | None) -> None:
         try:
             await self._plane.close()  # from here on no buffer is read or written
+            if self._service is not None:
+                self._service.neighbours.forget(self._terms.name)
             if farewell is not None:
                 await self._say_farewell(error.kind, farewell)
             self._asking.fail(error)
@@ -565,6 +602,10 @@ class Session:
                 self._answers.close()
             await self._sending.close()
         finally:
+            if self._service is None:
+                self._fingerprints.close()
+            if self._near is not None:
+                self._near.close()
             self._ended.set()
 
     async def _say_farewell(self, kind: str, reason: str) -> None:

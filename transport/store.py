@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from .protocol import Identity, Offer, RefRecord, StatePage, StateRecord
 from .sink import Sink
 
-__all__ = ["Relays", "Source", "Store", "SupportsAddresses"]
+__all__ = ["Relays", "Source", "Store", "SupportsAddresses", "SupportsCheck"]
 
 
 class Source(Protocol):
@@ -38,6 +38,14 @@ class SupportsAddresses(Protocol):
 
     def addresses(self) -> Sequence[int]:
         """Where each chunk lies; runs in a worker thread."""
+
+
+@runtime_checkable
+class SupportsCheck(Protocol):
+    """A source that can say whether a chunk is still what its manifest says."""
+
+    def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
+        """Whether these bytes are that chunk; runs in a worker thread."""
 
 
 class Store(Protocol):

@@ -15,6 +15,7 @@ import pytest
 
 from datastates.errors import Disconnected
 from datastates.transport import fetch as fetching
+from datastates.transport.fingerprints import digest_of
 from datastates.transport.store import Source
 
 T = TypeVar("T")
@@ -111,8 +112,9 @@ class BytesFeed:
         self._flying = 0
         self._line = asyncio.Lock()
         self._is_dead = False
+        self.is_bound = True
 
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
+    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
         self.asked.append(index)
         self._flying += 1
         self.most_flying = max(self.most_flying, self._flying)
@@ -126,6 +128,10 @@ class BytesFeed:
             raise
         finally:
             self._flying -= 1
+        return self.is_bound
+
+    async def digests(self, indexes: Sequence[int]) -> list[bytes]:
+        return [digest_of([memoryview(self.chunks[index])]) for index in indexes]
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -172,8 +178,9 @@ class SourceFeed:
     def __init__(self, name: str, source: Source) -> None:
         self.name, self.source, self.sent = name, source, 0
         self.is_killed = False
+        self.is_bound = True
 
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
+    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
         if self.is_killed:
             raise Disconnected(f"{self.name} was killed")
         data = b"".join(await self.source.chunk(index))
@@ -183,6 +190,10 @@ class SourceFeed:
         for buffer in buffers:
             buffer[:], data = data[: len(buffer)], data[len(buffer) :]
         self.sent += 1
+        return True
+
+    async def digests(self, indexes: Sequence[int]) -> list[bytes]:
+        return [digest_of(await self.source.chunk(index)) for index in indexes]
 
     async def close(self) -> None:
         self.source.close()

@@ -159,9 +159,9 @@ class _Wire(SourceFeed):
         super().__init__(name, receiver.relay)
         self.receiver = receiver
 
-    async def receive(self, index: int, buffers: list[memoryview]) -> None:  # type: ignore[override] # fetch passes lists
+    async def receive(self, index: int, buffers: list[memoryview]) -> bool:  # type: ignore[override] # fetch passes lists
         self.is_killed = self.receiver.is_killed
-        await super().receive(index, buffers)
+        return await super().receive(index, buffers)
 
 
 def test_one_copy_leaves_the_source_for_four_receivers() -> None:

@@ -108,10 +108,10 @@ def test_digests_are_checked_beside_the_loop_and_beside_the_transfer() -> None:
             assert more.wait(60)  # set by a transfer that begins meanwhile
 
     class Watched(BytesFeed):
-        async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
+        async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
             if index == 9:
                 more.set()
-            await super().receive(index, buffers)
+            return await super().receive(index, buffers)
 
     sink.checking = check
     feed = Watched("peer", chunks)
@@ -249,7 +249,7 @@ def test_when_all_feeds_are_dead_the_rest_comes_from_another_one() -> None:
 
 def test_of_a_feed_that_breaks_with_many_chunks_the_first_error_counts() -> None:
     class Breaking(BytesFeed):
-        async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
+        async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
             raise Disconnected(f"peer broke at chunk {index}")
 
     chunks = make_chunks(20)
@@ -259,7 +259,7 @@ def test_of_a_feed_that_breaks_with_many_chunks_the_first_error_counts() -> None
 
 def test_an_error_that_is_not_ours_comes_up_as_itself_and_names_the_peer() -> None:
     class Broken(BytesFeed):
-        async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
+        async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
             raise ZeroDivisionError("oops")
 
     sink = BytesSink(make_chunks(5))
@@ -271,7 +271,7 @@ def test_an_error_that_is_not_ours_comes_up_as_itself_and_names_the_peer() -> No
 
 def test_a_feed_that_is_closed_under_us_does_not_look_like_our_caller_cancelling() -> None:
     class Closed(BytesFeed):
-        async def receive(self, index: int, buffers: Sequence[memoryview]) -> None:
+        async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
             raise asyncio.CancelledError
 
     sink = BytesSink(make_chunks(5))

@@ -27,7 +27,7 @@ from datastates.transport.tcp_transport import TcpTransport
 from tests.transport.stores import CHUNK, UID, MemorySource, MemoryStore
 from tests.transport.suite import TransportSuite
 from tests.transport.test_tcp import _certificate
-from tests.transport.worlds import STATE, offer, opened, receive
+from tests.transport.worlds import STATE, offer, opened, receive, until
 
 TOKEN = b"0123456789abcdef"
 PLACE = b"both ends here"
@@ -169,7 +169,7 @@ def test_nothing_is_dialled_before_a_chunk_is_wanted() -> None:
             feed = await opened(session)
             assert not _lanes_of(near)
             assert await receive(feed, 0) == STATE[0]
-            assert len(_lanes_of(near)) == LANES
+            await until(lambda: len(_lanes_of(near)) == LANES)
             await session.close()
 
     run(test())
@@ -187,7 +187,7 @@ def test_whoever_does_not_know_the_sessions_key_does_not_join() -> None:
                     with pytest.raises((PeerFault, OSError)):
                         await asyncio.to_thread(_greet, terms, direction)
             assert await asyncio.gather(*(receive(feed, n) for n in range(8))) == STATE[:8]
-            assert len(_lanes_of(far)) == LANES
+            await until(lambda: len(_lanes_of(far)) == LANES)
             await session.close()
 
     run(test())
@@ -241,7 +241,7 @@ def test_more_lanes_than_there_are_to_be_are_turned_away() -> None:
                 end.settimeout(5)
                 assert await asyncio.to_thread(end.recv, 1) == b""
                 end.close()
-            assert len(_lanes_of(far)) == LANES
+            await until(lambda: len(_lanes_of(far)) == LANES)
             await session.close()
 
     run(test())
@@ -266,12 +266,13 @@ def test_a_peer_that_sends_bytes_nobody_waits_for_hangs_nobody() -> None:
     """Its tags are wrong: nothing arrives, and the session ends as with any peer that is alive and sends nothing."""
 
     async def test() -> None:
-        store = MemoryStore({UID: STATE})
-        async with serving(store) as (server, near, _):
+        async def never(index: int) -> None:
+            await asyncio.get_running_loop().create_future()
+
+        async with serving(MemoryStore({UID: STATE}, before=never)) as (server, near, _):
             session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=0.5)
             feed = await opened(session)
             link = await server.sessions[0]._plane.link()
-            store.before = lambda index: asyncio.get_running_loop().create_future()  # the honest chunk never comes
             waiting = asyncio.create_task(receive(feed, 0))
             bogus = asyncio.create_task(link.send(1, memoryview(bytes(1000))))
             began = time.monotonic()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
 from datastates.errors import Corrupt, Disconnected
 from datastates.transport import loop, near
+from datastates.transport.contract import Terms
 from datastates.transport.fetch import Fetched, fetch
+from datastates.transport.neighbours import Neighbours, meet
+from datastates.transport.protocol import Open, Opened
 from datastates.transport.server import Server
 from datastates.transport.session import Session
 from tests import warm
@@ -140,25 +146,90 @@ def test_a_source_that_dies_is_found_at_once(other: subprocess.Popen[str]) -> No
         loop.run(clone(line_of(other), [], other.pid), 20)
 
 
-def test_a_beacon_that_is_not_where_it_is_said_to_be_is_not_believed() -> None:
-    (own,) = near.beacon()
-    _, pid, address, word = own.split(":")
-    assert near.reach([own]) is None  # this process itself: its chunks are not worth a call
-    parent = os.getppid()
-    for feature in (
-        f"near:{parent}:{address}:{word}",
-        f"near:{2**31}:{address}:{word}",
-        f"near:{pid}:{2**70}:{word}",
-        "near:1:2:3",
-        "else",
-    ):
-        assert near.reach([feature]) is None
+def test_a_process_that_is_gone_is_not_read_even_if_its_pid_is_anothers(other: subprocess.Popen[str]) -> None:
+    line_of(other)
+    here, there = socket.socketpair()
+    target, into = near.Near(os.getpid(), here), memoryview(bytearray(10))
+    data = np.arange(10, dtype=np.uint8)
+    assert target.read(near.address_of(data.data), [into])
+    there.close()
+    assert not target.read(near.address_of(data.data), [into])
+    target.close()
+    assert not target.read(near.address_of(data.data), [into])
 
 
 def test_memory_of_several_pieces_is_filled_in_order(other: subprocess.Popen[str]) -> None:
     line_of(other)
-    target = near.Near(os.getpid())  # the call itself does not mind
+    here, there = socket.socketpair()
+    target = near.Near(os.getpid(), here)  # the call itself does not mind
     data = np.arange(1000, dtype=np.uint8)
     pieces = [memoryview(bytearray(size)) for size in (1, 0, 600, 399)]
     assert target.read(near.address_of(data.data), [piece for piece in pieces if piece.nbytes])
     assert b"".join(pieces) == data.tobytes()
+    here.close()
+    there.close()
+
+
+# --- who is let in ----------------------------------------------------------------------------------------------------------
+
+
+TERMS = Terms(bytes(16), bytes(32), "peer", ("127.0.0.1", 1))
+
+
+async def knock(door: Neighbours, terms: Terms) -> bool:
+    """Whether a process that this one started is let in by its door; it would read this one."""
+    script = f"""
+import asyncio
+from datastates.transport.contract import Terms
+from datastates.transport.neighbours import meet
+print(asyncio.run(meet({door.name!r}, Terms({terms.name!r}, {terms.key!r}, "x"))) is not None)
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=subprocess.PIPE)
+    out, _ = await process.communicate()
+    return out.strip() == b"True"
+
+
+@pytest.mark.parametrize("knows", ["all", "another key", "another session", "it is over"])
+def test_only_who_knows_the_session_is_let_in(knows: str) -> None:
+    async def test() -> None:
+        door = Neighbours()
+        await door.open()
+        door.expect(TERMS)
+        if knows == "it is over":
+            door.forget(TERMS.name)
+        said = {"another key": Terms(bytes(16), b"x" * 32, ""), "another session": Terms(b"x" * 16, bytes(32), "")}.get(knows, TERMS)
+        assert await knock(door, said) is (knows == "all")
+        if knows != "all":
+            assert not door.has(TERMS.name)
+        door.close()
+
+    loop.run(test(), 30)
+
+
+def test_addresses_are_told_to_nobody_who_only_says_that_it_is_near() -> None:
+    async def test() -> None:
+        server = Server(PlacedStore({UID: chunks_of(1, 4, LENGTH)}), "tcp://127.0.0.1:0", timeout_s=2.0)
+        await server.start()
+        session = await Session.connect(server.url, timeout_s=2.0)  # of this process: it is not near itself
+        body = await session.ask(Open(UID, near=True))
+        assert not msgspec.msgpack.decode(body, type=Opened).addresses
+        await session.close()
+        await server.close()
+
+    loop.run(test(), 20)
+
+
+@pytest.mark.parametrize("name", ["", "datastates-", "/tmp/.X11-unix/X0", "datastates-" + "0" * 33, "datastates-" + "0" * 32])
+def test_a_door_of_another_name_is_not_tried_and_one_that_is_not_there_is_none(name: str) -> None:
+    assert loop.run(meet(name, TERMS), 10) is None
+
+
+def test_the_process_itself_is_no_neighbour() -> None:
+    async def test() -> None:
+        door = Neighbours()
+        await door.open()
+        door.expect(TERMS)
+        assert await meet(door.name, TERMS) is None
+        door.close()
+
+    loop.run(test(), 10)

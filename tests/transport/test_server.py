@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+from blake3 import blake3
 
 from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, NotFound, Unauthorized, Unavailable
 from datastates.transport.limits import Limits
@@ -242,10 +243,12 @@ def test_receivers_form_a_chain_and_leave_it_with_their_session() -> None:
             first, feed = await one.open(UID, relay="memory://one", here=False)
             assert first.upstream is None
             assert feed is not None
-            second, none = await two.open(UID, relay="memory://two", here=False)
-            assert (second.upstream, none) == ("memory://one", None)
+            second, origin = await two.open(UID, relay="memory://two", here=False)
+            assert second.upstream == "memory://one"
+            assert await origin.digests([0, 3]) == [blake3(STATE[0]).digest(), blake3(STATE[3]).digest()]
+            await origin.close()
             assert (second.manifest, second.lengths) == (first.manifest, first.lengths)
-            assert await asyncio.to_thread(world.store.opened[1].is_closed.wait, 5)  # nothing is pinned for who asks elsewhere
+            assert await asyncio.to_thread(world.store.opened[1].is_closed.wait, 5)
             again, feed = await two.open(UID, relay="memory://two", failed=("memory://one",), here=False)
             assert again.upstream is None
             assert feed is not None
