@@ -86,6 +86,9 @@ def _finish(made: dict[str, Any]) -> None:
     for name in ("State", "StateDetail"):
         if name in schemas:
             _allow_null(schemas[name]["properties"]["metrics"])
+    for name in ("NewRef", "RefMove"):
+        if name in schemas:
+            schemas[name]["properties"]["rev"]["minLength"] = 1
     made["components"]["securitySchemes"] = {
         "token": {"type": "http", "scheme": "bearer", "description": "A token of the server: read, write or admin"}
     }
@@ -108,17 +111,22 @@ def _finish_operation(operation: dict[str, Any]) -> None:
     scope = operation.get("x-scope", "read")
     if scope == "none":
         operation["security"] = []
+        _say_problems(responses, (414, 421, 500))
         return
     operation["security"] = [{"token": []}, *([{}] if scope == "read" else [])]
     if scope in ("write", "admin"):
         responses.setdefault("413", {})
-    for status in _ALWAYS:
-        responses.setdefault(str(status), {})
-    for status, response in responses.items():
-        if int(status) >= 400:
-            response["description"] = _PROBLEMS.get(int(status), response.get("description", "The request failed"))
-            response["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    _say_problems(responses, _ALWAYS)
     operation["responses"] = dict(sorted(responses.items()))
+
+
+def _say_problems(responses: dict[str, Any], statuses: tuple[int, ...]) -> None:
+    for status in statuses:
+        responses.setdefault(str(status), {})
+    for said, response in responses.items():
+        if int(said) >= 400:
+            response["description"] = _PROBLEMS.get(int(said), response.get("description", "The request failed"))
+            response["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
 
 
 def _problem() -> dict[str, Any]:

@@ -17,6 +17,7 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Mount
 
 from datastates import masking
 from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
@@ -30,6 +31,7 @@ __all__ = ["MEDIA_TYPE", "STATUSES", "Problem", "Refusal", "install", "problem_o
 MEDIA_TYPE = "application/problem+json"
 _SHOWN = 100
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _log = logging.getLogger("datastates.api")
 
 STATUSES = {
@@ -151,7 +153,16 @@ async def _on_http(request: Request, error: Exception) -> Response:
         404: ("not-found", f"there is nothing at {path}: /api/v1/openapi.json lists what there is"),
         405: ("unsupported", f"{path} does not answer {request.method}: the header Allow says what it does"),
     }.get(error.status_code, ("invalid-input", str(error.detail)))
-    return respond(Refusal(error.status_code, kind, detail, error.headers), request.scope)
+    headers = {**(error.headers or {}), **({"Allow": _allowed(request)} if error.status_code == 405 else {})}
+    return respond(Refusal(error.status_code, kind, detail, headers), request.scope)
+
+
+def _allowed(request: Request) -> str:
+    """The methods that a path answers, in all its routes: the framework says those of the first."""
+    routes = request.app.router.routes
+    plain = [route for route in routes if not isinstance(route, Mount)]
+    found = [method for method in _METHODS if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in plain)]
+    return ", ".join(found) or "GET, HEAD"  # of the page's files
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:

@@ -30,12 +30,14 @@ class Routes:
     def __init__(self, tag: str, *, prefix: str = "/repositories/{repository}") -> None:
         self.router = APIRouter(prefix=prefix, tags=[tag])
 
-    def add(self, method: str, path: str, *, scope: Scope, returns: Any, status: int = 200, **options: Any) -> Callable[[Handler], Handler]:
+    def add(
+        self, method: str, path: str, *, scope: Scope, returns: Any, status: int = 200, has_head: bool = True, **options: Any
+    ) -> Callable[[Handler], Handler]:
         """Make the function below answer ``method`` at ``path`` for who has ``scope``.
 
         ``returns`` is the type of the body, for the document; the function gives a ``Response`` (see ``replies``). Its first
         line of documentation is the summary, its name the operation's id. Functions that touch the database are plain ``def``.
-        HEAD is answered like GET, except where a ``response_class`` says that the answer is a stream.
+        HEAD is answered like GET, unless it has not ``has_head``: a stream, or what has a HEAD of its own.
         """
 
         def register(handler: Handler) -> Handler:
@@ -51,7 +53,7 @@ class Routes:
                 openapi_extra={"x-scope": scope.name.lower()},
                 **options,
             )
-            if method == "GET" and "response_class" not in options:
+            if method == "GET" and has_head:
                 self.router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False, dependencies=[Depends(_needs(scope))])
             return handler
 

@@ -18,6 +18,7 @@ from .errors import Closed, Disconnected, InvalidInput, PeerFault
 from .landing import StateSink
 from .lineage import clones, revision, search, walk
 from .lineage import refs as lineage_refs
+from .lineage.deadline import within
 from .lineage.states import Ref, State
 from .pushroom import PushRoom, Room
 from .records import record_of, record_of_ref, ref_of, state_of
@@ -65,6 +66,10 @@ class StateSource:
         self._reader.close()
 
 
+ANSWER_S = 10.0
+"""What an answer to a peer may take of the database."""
+
+
 class RepositoryStore:
     """A repository, seen by a server; every method runs in worker threads. ``is_writable`` takes what peers push;
     for room for it somebody waits ``patience_s`` at most."""
@@ -81,25 +86,26 @@ class RepositoryStore:
 
     def refs(self) -> list[RefRecord]:
         """Every branch and tag."""
-        with self._repository._reading() as session:
+        with within(ANSWER_S), self._repository._reading() as session:
             return [record_of_ref(ref) for ref in lineage_refs.refs(session)]
 
     def find(self, query: str, limit: int, after: str | None) -> StatePage:
         """A page of what a query finds."""
-        with self._repository._reading() as session:
+        with within(ANSWER_S), self._repository._reading() as session:
             page = search.find(session, query, after=after, limit=limit)
         return StatePage(tuple(map(record_of, page.states)), page.next)
 
     def log(self, rev: str, limit: int, after: str | None) -> StatePage:
         """A page of a state and its ancestors, newest first."""
-        with self._repository._reading() as session:
+        with within(ANSWER_S), self._repository._reading() as session:
             found = walk.log(session, revision.resolve(session, rev).uid, limit=limit + 1, after=after)
         states = tuple(map(record_of, found[:limit]))
         return StatePage(states, states[-1].uid if len(found) > limit else None)
 
     def resolve(self, rev: str) -> StateRecord:
         """The state that a revision names."""
-        return record_of(self._repository.state(rev))
+        with within(ANSWER_S):
+            return record_of(self._repository.state(rev))
 
     def open(self, uid: str) -> Source:
         """Pin a state: in memory if it is there, else on disk."""

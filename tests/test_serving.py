@@ -31,6 +31,7 @@ from datastates import (
     Unauthorized,
     Unavailable,
     digest,
+    serving,
 )
 from datastates.errors import Cancelled, PeerFault
 from datastates.lineage import clones
@@ -220,6 +221,17 @@ def test_pages_of_log_and_find_meet_without_gap_or_repeat(repo: Repository) -> N
     assert last.next is None
     found = store.find("order by step", 1, None)
     assert [state_of(state) for state in (*found.states, *store.find("order by step", 1, found.next).states)] == repo.log("main")[::-1]
+
+
+def test_question_of_a_peer_that_takes_too_long_is_given_up(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RepositoryStore(repo)
+    monkeypatch.setattr(serving, "ANSWER_S", 0.0)
+    asked: list[Callable[[], object]] = [
+        lambda: store.find("", 10, None), lambda: store.log("main", 10, None), lambda: store.resolve("main"), store.refs
+    ]  # fmt: skip
+    for ask in asked:
+        with pytest.raises(InvalidInput, match="ask for less"):
+            ask()
 
 
 # --- what is taken in ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ __all__ = ["routes"]
 
 routes = Routes("diff")
 
-Revision = Annotated[str, Query(max_length=500, description="A revision")]
+Revision = Annotated[str, Query(min_length=1, max_length=500, description="A revision")]
 Pattern = Annotated[str, Query(max_length=500)]
 
 

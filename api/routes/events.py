@@ -23,7 +23,15 @@ MEDIA_TYPE = "text/event-stream"
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _STREAM = {
     "description": "Server-sent events: `hello`, then `ref`, each a RefEvent",
-    "content": {MEDIA_TYPE: {"schema": {"type": "string"}}},
+    "content": {
+        MEDIA_TYPE: {
+            "schema": {
+                "type": "string",
+                "description": "Lines `id:`, `event:` and `data:`, parted by empty lines; `data` of a `ref` is JSON",
+            },
+            "examples": {"hello": {"value": 'id: 7\nevent: hello\ndata: {"newest": 7}\n\n'}},
+        }
+    },
 }
 
 routes = Routes("events")
@@ -37,7 +45,7 @@ class EventStream(Response):
     media_type = MEDIA_TYPE
 
 
-@routes.add("GET", "/events", scope=Scope.READ, returns=None, response_class=EventStream, responses={200: _STREAM})
+@routes.add("GET", "/events", scope=Scope.READ, returns=None, has_head=False, response_class=EventStream, responses={200: _STREAM})
 def events(served: Chosen, after: _Id = None, last_event_id: _LastId = None) -> Response:
     """Server-sent events of every ref, as they happen.
 

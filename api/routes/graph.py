@@ -15,7 +15,7 @@ __all__ = ["routes"]
 
 routes = Routes("graph")
 
-Revision = Annotated[str, Query(max_length=500)]
+Revision = Annotated[str, Query(min_length=1, max_length=500)]
 
 
 @routes.add("GET", "/graph", scope=Scope.READ, returns=GraphPage)

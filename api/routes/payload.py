@@ -53,7 +53,7 @@ class File(Response):
     media_type = MEDIA_TYPE
 
 
-@routes.add("GET", "/states/{uid}/payload", scope=Scope.READ, returns=None, response_class=File, responses=_ANSWERS)
+@routes.add("GET", "/states/{uid}/payload", scope=Scope.READ, returns=None, has_head=False, response_class=File, responses=_ANSWERS)
 def payload(
     served: Chosen,
     uid: Uid,

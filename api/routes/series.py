@@ -20,7 +20,7 @@ routes = Routes("series")
 POINTS_MAX = 200_000
 """Of all lines of an answer together."""
 
-Revision = Annotated[str, Query(max_length=500)]
+Revision = Annotated[str, Query(min_length=1, max_length=500)]
 Key = Annotated[str, Query(min_length=1, max_length=255)]
 
 

@@ -25,7 +25,7 @@ Fields = Annotated[str | None, Query(max_length=1000, description="Only these fi
 
 
 @routes.add("GET", "/resolve", scope=Scope.READ, returns=State)
-def resolve(served: Chosen, request: Request, rev: Annotated[str, Query(max_length=500)], fields: Fields = None) -> Response:
+def resolve(served: Chosen, request: Request, rev: Annotated[str, Query(min_length=1, max_length=500)], fields: Fields = None) -> Response:
     """The state that a revision names."""
     with served.reading() as session:
         state = revision.resolve(session, rev)

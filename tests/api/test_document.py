@@ -53,6 +53,7 @@ def test_problems_and_tokens_are_said_of_every_operation() -> None:
     for method, path, operation in operations():
         if operation["x-scope"] == "none":
             assert operation["security"] == []
+            assert {"414", "421"} <= set(operation["responses"])
             continue
         assert {"token": []} in operation["security"]
         assert ({} in operation["security"]) == (operation["x-scope"] == "read"), path
@@ -84,3 +85,12 @@ def test_document_is_printed_without_a_repository() -> None:
 
     assert json.loads(done.stdout) == json.loads(json.dumps(DOCUMENT))
     assert done.stderr == ""
+
+
+def test_revision_has_a_character() -> None:
+    for _, path, operation in operations():
+        for given in operation.get("parameters", ()):
+            if given["name"] in ("rev", "old", "new"):
+                assert given["schema"]["minLength"] == 1, path
+    for name in ("NewRef", "RefMove"):
+        assert DOCUMENT["components"]["schemas"][name]["properties"]["rev"]["minLength"] == 1

@@ -122,3 +122,37 @@ def test_refusal_keeps_its_status_and_headers(repo: Repository, serve: Serve) ->
     client.app.include_router(router)  # type: ignore[attr-defined]  # the application
     answer = client.get("/teapot")
     assert (answer.status_code, answer.headers["retry-after"], answer.json()["title"]) == (418, "7", "I'm a Teapot")
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        (f"{BASE}/refs/main", {"GET", "HEAD", "PUT", "PATCH", "DELETE"}),
+        (f"{BASE}/refs", {"GET", "HEAD"}),
+        (f"{BASE}/events", {"GET"}),
+        (f"{BASE}/states/{'0' * 24}/payload", {"GET", "HEAD", "DELETE"}),
+        ("/healthz", {"GET", "HEAD"}),
+        ("/metrics", {"GET", "HEAD"}),
+        ("/assets/index-1234.js", {"GET", "HEAD"}),
+    ],
+)
+def test_wrong_method_is_told_all_right_ones(repo: Repository, serve: Serve, path: str, allowed: set[str]) -> None:
+    client = serve({NAME: repo}, token=ADMIN, tokens=TOKENS)
+    for method in ("POST", "TRACE", "OPTIONS"):
+        answer = client.request(method, path)
+        assert answer.status_code == 405, answer.text
+        assert set(answer.headers["allow"].split(", ")) == allowed
+
+
+def test_head_is_answered_where_get_is(client: TestClient) -> None:
+    for path in ("/healthz", "/metrics", f"{BASE}/refs", f"{BASE}/resolve?rev=main"):
+        answer = client.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+    assert client.head(f"{BASE}/events").status_code == 405
+
+
+def test_empty_revision_is_refused(repo: Repository, serve: Serve) -> None:
+    client = serve({NAME: repo}, token=WRITE, tokens=TOKENS)
+    for path in ("/resolve?rev=", "/graph?head=", "/series?head=&key=loss", "/diff?old=&new=main"):
+        assert problem(client, f"{BASE}{path}")["status"] == 400, path
+    assert problem(client, f"{BASE}/refs/x", method="PUT", json={"kind": "tag", "rev": ""})["status"] == 400
