@@ -5,8 +5,6 @@ What travels here is small (urls, tokens, outcomes); states travel over the tran
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -122,13 +120,6 @@ class MPIGroup(Group):
 
 
 def _mpi() -> Any:
-    if "mpi4py.MPI" not in sys.modules and importlib.util.find_spec("libucx") is not None:
-        from . import ucx_settings  # noqa: F401 — before UCX is loaded
-
-        # isort: split
-        import libucx
-
-        libucx.load_library()  # before MPI brings a UCX of its own, an older one: a process has but one, and the newer serves both
     try:
         from mpi4py import MPI
     except ImportError as exc:

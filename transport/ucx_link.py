@@ -1,98 +1,156 @@
-"""One endpoint of UCX, and what is under way on it."""
+"""One endpoint of UCX, which a helper holds, and what is under way on it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from . import ucx_settings  # noqa: F401 — before UCX is loaded
-
-# isort: split
-from ucxx._lib.arr import Array
-from ucxx.exceptions import UCXError, UCXMessageTruncatedError
-from ucxx.types import Tag, TagMaskFull
+import numpy as np
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault
 
 from .contract import Link
-from .worker import Worker, keep_over_fork
+from .staging import PART_BYTES, Stretch
+from .ucx_process import Helper, fail
 
 __all__ = ["UcxLink"]
 
-_CLOSE_NS = 10**9
-_SLOW_S = 5.0
-_logger = logging.getLogger(__name__)
+_ABORTED = "the link was aborted"
+_COPIED_AT_ONCE = 256 << 10  # on the loop's thread: waking another one takes as long
 
 
 class UcxLink(Link):
-    """Tag messages to and from one peer; UCX matches tags over all peers of the process.
+    """Tag messages to and from one peer; UCX matches tags over all peers of the helper.
 
-    UCX finds a message that is longer than the memory; a shorter one leaves the rest of the memory as it was, and nothing says so:
-    the digest finds it. ``worker`` made ``endpoint``; ``aside`` runs something in a thread; ``on_abort`` is called once.
+    What is sent is copied into the helper's memory, what arrives out of it: whoever checks it afterwards checks bytes that nobody else can
+    change. A message of more than ``PART_BYTES`` travels as several with its tag, which UCX keeps in order. UCX finds one that is longer
+    than the memory; a shorter one leaves the rest of the memory as it was, and nothing says so: the digest finds it.
     """
 
-    def __init__(
-        self, worker: Worker, endpoint: Any, aside: Callable[[Callable[[], None]], Awaitable[None]], on_abort: Callable[[UcxLink], None]
-    ) -> None:
-        self._worker, self._endpoint, self._aside, self._on_abort = worker, endpoint, aside, on_abort
-        self._under_way: dict[asyncio.Future[object], object] = {}
-        self._aborting: asyncio.Future[None] | None = None
-        keep_over_fork(self)
+    def __init__(self, helper: Helper, number: int, threads: ThreadPoolExecutor, on_abort: Callable[[UcxLink], None]) -> None:
+        self._helper, self._number, self._threads, self._on_abort = helper, number, threads, on_abort
+        self._transfers: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Future[None]] = set()  # for the helper
+        self._unposted: set[asyncio.Future[None]] = set()
+        self._aborting: asyncio.Task[None] | None = None
 
     async def send(self, tag: int, data: memoryview) -> None:
         """To whoever receives the tag in the peer's process."""
-        await self._transfer(tag, data, self._begin_send)
+        await self._shielded(self._send(tag, data.cast("B")))
 
     async def receive(self, tag: int, into: memoryview) -> None:
         """From whoever sends the tag to this process."""
         if into.readonly:
             raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
-        await self._transfer(tag, into, self._begin_receive)
+        posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unposted.add(posted)
+        posted.add_done_callback(self._unposted.discard)
+        try:
+            await self._shielded(self._receive(tag, into.cast("B"), posted))
+        except PeerFault as exc:
+            raise PeerFault(f"the message of tag {tag} has more than the {into.nbytes} bytes that were waited for") from exc
+
+    async def posted(self) -> None:
+        """Wait until each receive that was begun has memory of the helper's to go to."""
+        await asyncio.sleep(0)
+        if self._unposted:
+            await asyncio.wait(list(self._unposted))
 
     async def abort(self) -> None:
-        """Whatever the peer does, this takes some milliseconds."""
+        """Whatever the peer and the helper do, this takes as long as the copies that are under way."""
         if self._aborting is None:
-            self._aborting = asyncio.ensure_future(self._abort())
+            self._aborting = asyncio.create_task(self._abort())
         await asyncio.shield(self._aborting)
 
     async def _abort(self) -> None:
-        await self._aside(self._close_endpoint)
-        while self._under_way:  # cancelled; until the last has ended UCX may still write
-            _, left = await asyncio.wait(list(self._under_way), timeout=_SLOW_S)
-            if left:
-                _logger.warning("UCX has not yet given back the memory of %d messages whose link was aborted", len(left))
+        closing = asyncio.create_task(self._helper.disconnect(self._number))
+        self._helper.closing.add(closing)
+        closing.add_done_callback(self._helper.closing.discard)
+        for future in list(self._waiting):
+            fail(future, Disconnected(_ABORTED))
+        for region in (self._helper.out, self._helper.into):
+            region.refuse(self, Disconnected(_ABORTED))
+        while self._transfers:
+            await asyncio.wait(list(self._transfers))
         self._on_abort(self)
 
-    async def _transfer(self, tag: int, memory: memoryview, begin: Callable[[int, memoryview], Any]) -> None:
-        if self._is_aborted():
-            raise Disconnected("the link was aborted")
-        self._worker.refill()
+    async def _shielded(self, work: Coroutine[Any, Any, None]) -> None:
+        """It goes on if the caller is cancelled."""
+        await asyncio.shield(self._spawn(work))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._transfers.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._transfers.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at: who began it may wait no more
+
+    async def _send(self, tag: int, data: memoryview) -> None:
+        region, sent = self._helper.out, list[asyncio.Future[None]]()
+        for part in _parts(data):
+            self._check()
+            stretch = await region.take(self, part.nbytes)
+            try:
+                await self._copy(region.view(stretch), part)
+                sent.append(self._waits(self._helper.send(self._number, tag, stretch)))
+            except BaseException:
+                region.give_back(stretch)
+                raise
+        for future in sent:
+            await future
+
+    async def _receive(self, tag: int, into: memoryview, posted: asyncio.Future[None]) -> None:
+        region, landing = self._helper.into, list[asyncio.Task[None]]()
         try:
-            request = begin(tag, memory)
-            future: asyncio.Future[object] = request.future
-            self._under_way[future] = request  # UCXX cancels a request that nobody holds
-            future.add_done_callback(self._ended)
-            await asyncio.shield(future)  # a caller that is cancelled must not cancel what UCX goes on with
-        except UCXMessageTruncatedError as exc:
-            raise PeerFault(f"the message of tag {tag} has more than the {memory.nbytes} bytes that were waited for") from exc
-        except UCXError as exc:
-            raise Disconnected("the link was aborted" if self._is_aborted() else f"the peer's data plane is gone ({exc})") from exc
+            for part in _parts(into):
+                self._check()
+                stretch = await region.take(self, part.nbytes)
+                try:
+                    self._check()
+                    arrived = self._waits(self._helper.receive(self._number, tag, stretch))
+                except BaseException:
+                    region.give_back(stretch)
+                    raise
+                landing.append(self._spawn(self._land(arrived, stretch, part)))
+        finally:
+            posted.set_result(None)
+        await asyncio.gather(*landing)
 
-    def _is_aborted(self) -> bool:
-        return self._aborting is not None
+    async def _land(self, arrived: asyncio.Future[None], stretch: Stretch, into: memoryview) -> None:
+        await arrived  # from here on the stretch is ours
+        try:
+            await self._copy(into, self._helper.into.view(stretch))
+        finally:
+            self._helper.into.give_back(stretch)
 
-    def _begin_send(self, tag: int, data: memoryview) -> Any:
-        return self._endpoint.tag_send(Array(data), Tag(tag))
+    async def _copy(self, into: memoryview, data: memoryview) -> None:
+        self._check()
+        if data.nbytes <= _COPIED_AT_ONCE:
+            into[:] = data
+        else:
+            await asyncio.get_running_loop().run_in_executor(self._threads, _copy, into, data)
+        self._check()
 
-    def _begin_receive(self, tag: int, into: memoryview) -> Any:
-        return self._endpoint.tag_recv(Array(into), Tag(tag), TagMaskFull)
+    def _waits(self, future: asyncio.Future[None]) -> asyncio.Future[None]:
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        return future
 
-    def _ended(self, future: asyncio.Future[object]) -> None:
-        del self._under_way[future]
-        if not future.cancelled():
-            future.exception()  # looked at: who began it may wait no more
+    def _check(self) -> None:
+        if self._aborting is not None:
+            raise Disconnected(_ABORTED)
 
-    def _close_endpoint(self) -> None:
-        self._endpoint.close_blocking(_CLOSE_NS, 1)
+
+def _parts(memory: memoryview) -> Iterator[memoryview]:
+    for start in range(0, memory.nbytes, PART_BYTES):
+        yield memory[start : start + PART_BYTES]
+
+
+def _copy(into: memoryview, data: memoryview) -> None:
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))  # lets other threads run meanwhile

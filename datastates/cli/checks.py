@@ -18,12 +18,10 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-import msgspec
-
 from datastates.errors import DatastatesError
 from datastates.location import Location
 
-from .loopback import TRIED_BYTES, Found
+from .loopback import TRIED_BYTES, try_ucx
 from .render import size_text
 
 __all__ = ["Check", "Verdict", "examine"]
@@ -92,18 +90,21 @@ def _ucx() -> Iterator[Check]:
         hint = "only data='ucx' needs it, for RDMA: pip install 'datastates[cu12]' or 'datastates[cu13]' (neither needs a GPU)"
         yield Check("ucx", Verdict.MISSING, "UCXX is not installed", hint)
         return
-    is_fit, said = _run(sys.executable, "-m", "datastates.cli.loopback")
-    if not is_fit:
+    try:
+        found = try_ucx()
+    except DatastatesError as exc:
         hint = "look at the variables UCX_TLS and UCX_NET_DEVICES, and at LD_LIBRARY_PATH; UCX_LOG_LEVEL=info says more"
-        yield Check("ucx", Verdict.WARN, f"UCXX is installed, but does not work: {said}", hint)
+        yield Check("ucx", Verdict.WARN, f"UCXX is installed, but does not work: {exc}", hint)
         return
-    found = msgspec.json.decode(said, type=Found)
     speed = f"{size_text(TRIED_BYTES)} over loopback at {size_text(int(found.bytes_per_s))}/s"
     detail = f"ucxx {found.ucxx}, ucx {found.ucx}: {', '.join(found.resources)}; {speed}"
     unused = _unused_adapters(found.resources)
     if unused:
         hint = "load the cluster's own UCX, and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true: the wheel's knows TCP only"
         yield Check("ucx", Verdict.WARN, f"{detail}; not used: {', '.join(unused)}", hint)
+    elif found.unconfined:
+        hint = "use data=tcp, or a kernel and container that allow it: see docs/security.md"
+        yield Check("ucx", Verdict.WARN, f"{detail}; the process that runs it cannot be confined by {', '.join(found.unconfined)}", hint)
     else:
         yield Check("ucx", Verdict.OK, detail)
 

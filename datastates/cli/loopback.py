@@ -1,47 +1,71 @@
-"""What UCX can do here, tried: ``python -m datastates.cli.loopback`` moves 64 MiB between two workers, as clones are moved.
-
-A process of its own for ``doctor``: a UCX that is broken may end it, or hang. Prints one JSON object.
-"""
+"""What UCX can do here, tried: 64 MiB moved between two workers, as clones are moved."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
+from typing import TYPE_CHECKING
 
-import msgspec
-
+from datastates.errors import DatastatesError, Unavailable
 from datastates.manifest import CHUNK_BYTES
 
-__all__ = ["Found", "main"]
+if TYPE_CHECKING:
+    from datastates.transport.ucx import UcxTransport
+
+__all__ = ["TRIED_BYTES", "Found", "try_ucx"]
 
 TRIED_BYTES = 64 << 20
 _AT_ONCE = 8
-_RESOURCE = re.compile(r"^#\s+resource\b.* (\w+/\S+)\s*$", re.MULTILINE)
+_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The versions, the transports with their devices (``tcp/eth0``), and how fast bytes arrived."""
+    """The versions, the transports with their devices (``tcp/eth0``), how fast bytes arrived, and what the processes that run UCX could
+    not be forbidden."""
 
     ucxx: str
     ucx: str
     resources: tuple[str, ...]
     bytes_per_s: float
+    unconfined: tuple[str, ...]
+
+
+def try_ucx() -> Found:
+    """Try it. UCX runs in processes of its own, which may hang or die.
+
+    :raises DatastatesError: it does not work.
+    """
+    from datastates.transport import loop
+
+    try:
+        return loop.run(_try(), timeout_s=_PATIENCE_S)
+    except TimeoutError as exc:
+        raise Unavailable(f"moving {TRIED_BYTES >> 20} MiB takes more than {_PATIENCE_S:g} s") from exc
 
 
 async def _try() -> Found:
     from datastates.transport.ucx import UcxTransport
 
     sender, receiver = UcxTransport(), UcxTransport()
-    here, there = [await each.address() for each in (sender, receiver)]  # which starts the workers
-    import ucxx  # after our own worker, which silences a warning of UCX's
+    try:
+        for each in (sender, receiver):
+            await each.bind(None)
+        bytes_per_s = await _moved(sender, receiver)
+        helper = receiver.helper
+        assert helper is not None, "it has moved bytes"
+        return Found(*helper.versions, helper.resources, bytes_per_s, helper.open)
+    finally:
+        for each in (sender, receiver):
+            await each.close()
 
-    link, back = await sender.link(there), await receiver.link(here)
+
+async def _moved(sender: UcxTransport, receiver: UcxTransport) -> float:
+    """Bytes a second."""
+    link, back = await sender.link(await receiver.address()), await receiver.link(await sender.address())
     data, into = bytearray(range(256)) * (CHUNK_BYTES // 256), [bytearray(CHUNK_BYTES) for _ in range(_AT_ONCE)]
 
     async def move(tags: Iterable[int]) -> None:
@@ -55,20 +79,5 @@ async def _try() -> Found:
         await move(range(_AT_ONCE))
     seconds = time.perf_counter() - began
     if any(each != data for each in into):
-        raise RuntimeError("bytes arrived changed")
-    info = receiver._started()[0]._context.info
-    for transport in (sender, receiver):
-        await transport.close()
-    version = ".".join(map(str, ucxx.get_ucx_version()))
-    return Found(ucxx.__version__, version, tuple(_RESOURCE.findall(info)), TRIED_BYTES / seconds)
-
-
-def main() -> None:
-    """Try it, and say what was found."""
-    from datastates.transport import loop
-
-    sys.stdout.write(msgspec.json.encode(loop.run(_try())).decode() + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        raise DatastatesError("bytes arrived changed")
+    return TRIED_BYTES / seconds

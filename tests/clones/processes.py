@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 
 import datastates
-import datastates.transport.worker  # UCXX takes a while to import; it is started in each process by itself
+import datastates.transport.ucx
 from datastates import Config, Repository
 from datastates.errors import DatastatesError
 from datastates.transport import loop, near

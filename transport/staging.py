@@ -1,0 +1,153 @@
+"""Memory that a training shares with the process that runs UCX for it: one region for what leaves, one for what arrives.
+
+Neither side can change the size of a region, so that neither can make the other end by SIGBUS; and only one side can write to it. What is
+sent is copied in by the training, and what arrives is copied out before its digest is compared: what the helper does to a region later
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+from bisect import insort
+from collections import Counter, deque
+from dataclasses import dataclass
+
+__all__ = ["PART_BYTES", "Region", "Stretch"]
+
+PART_BYTES = 4 << 20
+"""A longer message travels in parts."""
+
+_ALIGNED = 4096
+_TRANSFERS = 1024  # that may be under way in a region: UCX looks at each
+_F_ADD_SEALS, _SEAL, _SHRINK, _GROW, _FUTURE_WRITE = 1033, 1, 2, 4, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some of a region, and whose."""
+
+    start: int
+    length: int
+    owner: object
+
+    @property
+    def end(self) -> int:
+        """Where the next one may begin."""
+        return self.start + max(-(-self.length // _ALIGNED), 1) * _ALIGNED
+
+
+class Region:
+    """A region of ``size`` bytes, in which stretches are lent out; belongs to the loop thread. Pages are taken when they are first used.
+
+    The lowest free stretch is lent first: what is used again and again stays in the processor's cache. An owner gets no more than is left
+    to the others: one whose peer stands still cannot keep all.
+    """
+
+    def __init__(self, name: str, size: int, *, is_written_here: bool) -> None:
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SHRINK | _GROW)
+        self.size = size
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_written_here else 0)
+        self._memory = memoryview(mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection))
+        self._holes = [(0, size)]
+        self._free = size
+        self._lent: Counter[int] = Counter()
+        self._count = 0
+        self._error: Exception | None = None
+        self._waiting: deque[tuple[object, int, asyncio.Future[Stretch]]] = deque()
+
+    def hand_over(self, *, is_writable_there: bool) -> None:
+        """Close our descriptor; from now on nobody else maps it for writing, unless that was agreed."""
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL | (0 if is_writable_there else _FUTURE_WRITE))
+        os.close(self.fd)
+        self.fd = -1
+
+    def close(self, error: Exception) -> None:
+        """Whoever waits for room gets ``error``, and so does whoever asks for it later. The memory goes with the last view of it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self._error = error
+        for owner in [owner for owner, _, _ in self._waiting]:
+            self.refuse(owner, error)
+
+    def refuse(self, owner: object, error: Exception) -> None:
+        """Who waits for room for ``owner`` gets ``error``."""
+        for waiting, _, future in self._waiting:
+            if waiting is owner and not future.done():
+                future.set_exception(error)
+                future.exception()  # looked at: who began it may wait no more
+
+    def view(self, stretch: Stretch) -> memoryview:
+        """The memory itself."""
+        return self._memory[stretch.start : stretch.start + stretch.length]
+
+    async def take(self, owner: object, length: int) -> Stretch:
+        """Room for some bytes, at most ``PART_BYTES``; waits its turn."""
+        if self._error is not None:
+            raise self._error
+        if not any(waiting is owner for waiting, _, _ in self._waiting) and (found := self._lend(owner, length)) is not None:
+            return found
+        future: asyncio.Future[Stretch] = asyncio.get_running_loop().create_future()
+        self._waiting.append((owner, length, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.give_back(future.result())
+            raise
+
+    def give_back(self, stretch: Stretch) -> None:
+        """Nobody reads or writes there any more."""
+        self._count -= 1
+        self._lent[id(stretch.owner)] -= stretch.end - stretch.start
+        if not self._lent[id(stretch.owner)]:
+            del self._lent[id(stretch.owner)]
+        self._free += stretch.end - stretch.start
+        insort(self._holes, (stretch.start, stretch.end))
+        self._join(stretch.start)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Those who wait, in turn; what one asked for later never comes first."""
+        late: set[int] = set()
+        left: deque[tuple[object, int, asyncio.Future[Stretch]]] = deque()
+        for owner, length, future in self._waiting:
+            if future.done():
+                continue
+            found = self._lend(owner, length) if id(owner) not in late else None
+            if found is None:
+                late.add(id(owner))
+                left.append((owner, length, future))
+            else:
+                future.set_result(found)
+        self._waiting = left
+
+    def _lend(self, owner: object, length: int) -> Stretch | None:
+        lent = self._lent[id(owner)]
+        for place, (start, end) in enumerate(self._holes):
+            stretch = Stretch(start, length, owner)
+            size = stretch.end - start
+            if stretch.end > end:
+                continue
+            if self._count >= _TRANSFERS or (lent and lent + size > self._free):
+                break
+            self._holes[place : place + 1] = [(stretch.end, end)] if stretch.end < end else []
+            self._free -= size
+            self._count += 1
+            self._lent[id(owner)] = lent + size
+            return stretch
+        if not lent:
+            del self._lent[id(owner)]
+        return None
+
+    def _join(self, start: int) -> None:
+        """Make one hole of those that touch the one at ``start``."""
+        place = next(index for index, hole in enumerate(self._holes) if hole[0] == start)
+        for left in (place, place - 1):
+            if 0 <= left < len(self._holes) - 1 and self._holes[left][1] == self._holes[left + 1][0]:
+                self._holes[left : left + 2] = [(self._holes[left][0], self._holes[left + 1][1])]
