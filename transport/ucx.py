@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from datastates.errors import PeerFault, Unavailable
 
+from .arrival import Door
 from .contract import Channel, Link, Listener, Tls
 from .devices import device_of, rdma_devices
 from .loop import at_stop
@@ -53,9 +54,11 @@ class UcxTransport(TcpTransport):
         self._in_vain = 0
         self._pause_until = 0.0
 
-    async def listen(self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None) -> Listener:
+    async def listen(
+        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+    ) -> Listener:
         """Listen on one address; bytes over UCX then travel by its device, too."""
-        listener = await super().listen(url, accept, tls=tls)
+        listener = await super().listen(url, accept, tls=tls, door=door)
         await self.bind(urlsplit(listener.url).hostname)
         return listener
 
