@@ -23,6 +23,7 @@ __all__ = [
     "SCALARS",
     "Encoder",
     "Packed",
+    "check_keys",
     "decode_values",
     "encode_values",
     "encoder_named",
@@ -54,6 +55,9 @@ def _type(value: object, what: str) -> type[Any]:
         raise InvalidInput(f"{what} is {values.shown(value)}: give a class")
     return value
 
+
+_MOST_ALIKE = 1000
+"""So many keys may have the same hash: the work is the square of it."""
 
 _BY_TYPE: dict[type[Any], Encoder] = {}
 _BY_NAME: dict[str, Encoder] = {}
@@ -223,7 +227,17 @@ def _pack_mapping(tag: str) -> Callable[[Any, int], Packed]:
 
 def _pairs(parts: list[Any], depth: int) -> Iterable[tuple[Any, Any]]:
     keys, values = parts
-    return zip(_unpack_items(keys, depth), _unpack_items(values, depth), strict=True)
+    return zip(check_keys(_unpack_items(keys, depth)), _unpack_items(values, depth), strict=True)
+
+
+def check_keys(keys: list[Any]) -> list[Any]:
+    """The keys of a dict or the items of a set that was read.
+
+    :raises Corrupt: so many share a hash, which was done on purpose, that putting them into one would take for ever.
+    """
+    if len(keys) > _MOST_ALIKE and max(Counter(map(hash, keys)).values()) > _MOST_ALIKE:
+        raise Corrupt(f"more than {_MOST_ALIKE} of {len(keys)} keys have one hash: it is refused as a trap")
+    return keys
 
 
 def _unpack_items(items: Any, depth: int) -> list[Any]:
@@ -329,8 +343,8 @@ _UNPACKERS: dict[str, Callable[[list[Any], int], Any]] = {
     "list": lambda parts, depth: _unpack_items(parts[0], depth),
     "tuple": lambda parts, depth: tuple(_unpack_items(parts[0], depth)),
     "deque": _unpack_deque,
-    "set": lambda parts, depth: set(_unpack_items(parts[0], depth)),
-    "frozenset": lambda parts, depth: frozenset(_unpack_items(parts[0], depth)),
+    "set": lambda parts, depth: set(check_keys(_unpack_items(parts[0], depth))),
+    "frozenset": lambda parts, depth: frozenset(check_keys(_unpack_items(parts[0], depth))),
     "dict": lambda parts, depth: dict(_pairs(parts, depth)),
     "odict": lambda parts, depth: OrderedDict(_pairs(parts, depth)),
     "counter": lambda parts, depth: Counter(dict(_pairs(parts, depth))),

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .generator_states import check_numpy, check_python, check_torch
+
 __all__ = ["is_generator", "kind_of", "load_generator", "python_state", "set_python_state", "state_of", "tensor_of"]
 
 
@@ -43,16 +45,23 @@ def state_of(generator: Any) -> dict[str, object]:
 
 
 def load_generator(generator: Any, stored: Mapping[str, Any]) -> None:
-    """Go to where ``stored`` was taken; it is of the same kind."""
+    """Go to where ``stored`` was taken; it is of the same kind.
+
+    :raises InvalidInput: it is no state of such a generator.
+    """
     state = stored["state"]
     if isinstance(generator, torch.Generator):
+        if generator.device.type == "cpu":
+            check_torch(state)
         generator.set_state(tensor_of(state))
     elif isinstance(generator, random.Random):
         set_python_state(generator, state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
     else:
-        getattr(generator, "bit_generator", generator).state = state
+        check_numpy(state, _numpy_state(generator))
+        if hasattr(generator, "set_state"):
+            generator.set_state(state)
+        else:
+            getattr(generator, "bit_generator", generator).state = state
 
 
 def python_state(generator: Any) -> dict[str, object]:
@@ -62,7 +71,11 @@ def python_state(generator: Any) -> dict[str, object]:
 
 
 def set_python_state(generator: Any, state: Mapping[str, Any]) -> None:
-    """The way back."""
+    """The way back.
+
+    :raises InvalidInput: it is no such state.
+    """
+    check_python(state)
     words = array("I")
     words.frombytes(state["words"])
     generator.setstate((state["version"], tuple(words), state["gauss"]))

@@ -12,6 +12,7 @@ import torch
 
 from . import values
 from .errors import InvalidInput
+from .generator_states import check_numpy, check_torch
 from .generators import python_state, set_python_state, tensor_of
 
 __all__ = ["RngState"]
@@ -53,19 +54,17 @@ class RngState:
             raise InvalidInput(f"not a state of random number generators ({type(exc).__name__}: {exc})") from exc
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        """Everything is checked before the first generator is set."""
         self.note = None
+        legacy = _legacy(state["numpy"]) if "numpy" in state else None
         if "torch" in state:
-            torch.set_rng_state(tensor_of(state["torch"]))
+            check_torch(state["torch"])
         if "python" in state:
             set_python_state(random, state["python"])
-        if "numpy" in state:
-            import numpy.random
-
-            legacy = dict(state["numpy"])
-            if isinstance(legacy["state"], bytes):
-                key = numpy.frombuffer(legacy["state"], dtype=numpy.uint32)
-                legacy["state"] = {"key": key, "pos": legacy.pop("position")}
-            numpy.random.set_state(legacy)
+        if "torch" in state:
+            torch.set_rng_state(tensor_of(state["torch"]))
+        if legacy is not None:
+            sys.modules["numpy.random"].set_state(legacy)
         self._load_cuda(state.get("cuda", []))
 
     def _load_cuda(self, states: list[bytes]) -> None:
@@ -89,6 +88,17 @@ def _numpy_state(numpy_random: Any) -> dict[str, object]:
         "has_gauss": int(state["has_gauss"]),
         "gauss": float(state["gauss"]),
     }
+
+
+def _legacy(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``numpy.random.set_state`` takes, of what ``_numpy_state`` gave."""
+    import numpy.random
+
+    legacy = dict(stored)
+    if isinstance(legacy["state"], bytes):
+        legacy["state"] = {"key": numpy.frombuffer(legacy["state"], dtype=numpy.uint32), "pos": legacy.pop("position")}
+    check_numpy(legacy, numpy.random.get_state(legacy=False))
+    return legacy
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -24,11 +24,11 @@ from typing import Any
 
 import msgspec
 
-from .arrays import Unencodable
+from .arrays import MAX_DEPTH, Unencodable
 from .encoding import pack, unpack
 from .errors import Corrupt, Unsupported
 
-__all__ = ["TENSOR", "VALUE", "Node", "Skeleton", "decode_skeleton", "encode_skeleton", "key_of", "pack_key", "paths"]
+__all__ = ["TENSOR", "VALUE", "Node", "Skeleton", "decode_skeleton", "encode_skeleton", "key_of", "pack_key", "path_lengths", "paths"]
 
 TENSOR = 0
 VALUE = 1
@@ -104,14 +104,29 @@ def decode_skeleton(data: bytes | memoryview | msgspec.Raw, *, source: str = "th
 
 def paths(nodes: Sequence[Node]) -> Iterator[str]:
     """The path of each node in turn; of an unfinished list also the path of the node that would come next."""
-    pending = [""]
+    pending: list[tuple[str, str | None]] = [("", None)]
     for node in nodes:
-        path = pending.pop()
+        path = _join(*pending.pop())
         yield path
         if type(node) is tuple:
-            pending.extend(reversed([_join(path, part) for part in _parts(node)]))
+            pending.extend((path, part) for part in reversed(_parts(node)))
     if pending:
-        yield pending.pop()
+        yield _join(*pending.pop())
+
+
+def path_lengths(nodes: Sequence[Node]) -> Iterator[int]:
+    """The length of each node's path, without making it: a long key stands in the path of everything below it.
+
+    :raises Corrupt: a node lies deeper than any that is written.
+    """
+    pending = [(0, 0)]
+    for node in nodes:
+        length, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise Corrupt(f"the state is nested more than {MAX_DEPTH} deep")
+        yield length
+        if type(node) is tuple:
+            pending.extend((length if part is None else length + 1 + len(part), depth + 1) for part in reversed(_parts(node)))
 
 
 def pack_key(key: object) -> str | bytes:
@@ -154,8 +169,15 @@ def _pack_other(key: object) -> bytes:
 # Paths
 
 
-@lru_cache(maxsize=1 << 16)
+_KEPT_CHARACTERS = 256
+
+
 def _escape(text: str) -> str:
+    return _escape_kept(text) if len(text) <= _KEPT_CHARACTERS else _escape_kept.__wrapped__(text)
+
+
+@lru_cache(maxsize=1 << 16)
+def _escape_kept(text: str) -> str:
     return text.replace("%", "%25").replace("/", "%2F") if text else "%"
 
 
@@ -171,6 +193,7 @@ def _key_parts(keys: Sequence[str | bytes]) -> list[str]:
         return [_escape(key) for key in keys if isinstance(key, str)]
     used = {_escape(key) for key in keys if isinstance(key, str)}
     parts = []
+    numbers: dict[str, int] = {}
     for packed in keys:
         if isinstance(packed, str):
             parts.append(_escape(packed))
@@ -179,10 +202,11 @@ def _key_parts(keys: Sequence[str | bytes]) -> list[str]:
         text = part = _escape(repr(key))
         if part in used:
             text = part = f"{text}%{type(key).__name__}"
-        number = 1
-        while part in used:
+        number = numbers.get(text, 1)
+        while part in used:  # by several NaN, for one
             number += 1
             part = f"{text}%{number}"
+        numbers[text] = number
         used.add(part)
         parts.append(part)
     return parts

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from .arrays import MAX_DEPTH, Unencodable, array_of, describe_dtype, order_of
-from .encoding import SCALARS, Packed, decode_values, encode_values, encoder_named, encoder_of, pack, unpack
+from .encoding import SCALARS, Packed, check_keys, decode_values, encode_values, encoder_named, encoder_of, pack, unpack
 from .errors import Corrupt, DatastatesError, InvalidInput, Unsupported
 from .geometry import dtype_of
 from .layouts import compose, decompose
@@ -329,6 +329,10 @@ def _factory_name(factory: object) -> str | None:
     return name
 
 
+def _keys(packed: Sequence[str | bytes]) -> list[Any]:
+    return check_keys(list(map(key_of, packed)))
+
+
 class _Build:
     """One way back through a skeleton. ``next`` builds the next node's object."""
 
@@ -377,15 +381,15 @@ class _Build:
         return [self.next(depth) for _ in range(count)]
 
     def _dict(self, node: tuple[Any, ...], depth: int) -> dict[Any, Any]:
-        return {key_of(key): self.next(depth) for key in node[1]}
+        return {key: self.next(depth) for key in _keys(node[1])}
 
     def _defaultdict(self, node: tuple[Any, ...], depth: int) -> defaultdict[Any, Any]:
         factory = None if node[1] is None else _FACTORIES[node[1]]
-        return defaultdict(factory, {key_of(key): self.next(depth) for key in node[2]})
+        return defaultdict(factory, {key: self.next(depth) for key in _keys(node[2])})
 
     def _ordered(self, node: tuple[Any, ...], depth: int) -> OrderedDict[Any, Any]:
         metadata = self.next(depth) if node[1] else None
-        mapping: OrderedDict[Any, Any] = OrderedDict([(key_of(key), self.next(depth)) for key in node[2]])
+        mapping: OrderedDict[Any, Any] = OrderedDict([(key, self.next(depth)) for key in _keys(node[2])])
         if node[1]:
             mapping._metadata = metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
         return mapping

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +20,10 @@ from datastates.errors import Corrupt, DatastatesError, PeerFault, Unavailable
 from datastates.landing import ObjectsSink, StateSink, check_manifest
 from datastates.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
 from datastates.rng import RngState
+from datastates.skeleton import _escape_kept
 from datastates.store.arena import Arena
 from datastates.store.memory import MemoryTier
+from datastates.tree import unflatten
 from tests.cloning import Sent, sent
 
 torch.set_num_threads(1)
@@ -257,6 +261,70 @@ def test_a_byte_that_would_become_a_terabyte_is_refused() -> None:
 
     with pytest.raises(PeerFault, match="trap"):
         check_manifest(changed(widen))
+
+
+# --- much work for few bytes ---------------------------------------------------------------------------------------------------
+
+
+def small(skeleton: Any, values: Any) -> Manifest:
+    """A manifest without tensors; ``skeleton`` stands under a name."""
+    plain = _copy(_PLAIN) | {"skeleton": [["d", ["x"]], *skeleton], "values": values, "tensors": [], "lengths": []}
+    return _built(plain, [], msgspec.convert(plain["origin"], Origin))
+
+
+def _key(packed: Any) -> bytes:
+    return msgspec.msgpack.encode(packed)
+
+
+def _big(number: int) -> Any:
+    return ["int", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)]
+
+
+def _nested(depth: int) -> Any:
+    return ["list", [_nested(depth - 1)]] if depth else None
+
+
+_COLLIDING = [_big(((1 << 61) - 1) * number) for number in range(8000)]
+_EXPENSIVE: dict[str, tuple[Any, Any, type[DatastatesError] | None]] = {
+    "NaN keys": ([["d", [_key(float("nan"))] * 9000], *[1] * 9000], [None] * 9000, None),
+    "colliding keys": ([["d", list(map(_key, _COLLIDING))], *[1] * 8000], [None] * 8000, Corrupt),
+    "colliding items": ([1], [["set", _COLLIDING]], Corrupt),
+    "colliding pairs": ([1], [["dict", [["tuple", [each]] for each in _COLLIDING], [None] * 8000]], Corrupt),
+    "long key": ([["d", ["k" * 50_000]], ["l", 40_000], *[1] * 40_000], [None] * 40_000, PeerFault),
+    "long key of tensors": ([["d", ["k" * 50_000]], ["l", 40_000], *[0] * 40_000], [], PeerFault),
+    "long key of a value": ([1], [["dict", ["k" * 50_000], [["list", [None] * 40_000]]]], PeerFault),
+    "deep": ([*[["l", 1]] * 20_000, 1], [None], Corrupt),
+    "deep value": ([1], [_nested(200)], Corrupt),
+}
+
+
+@pytest.mark.parametrize("kind", _EXPENSIVE)
+def test_a_small_manifest_makes_little_work(kind: str) -> None:
+    skeleton, values, refused = _EXPENSIVE[kind]
+    manifest = small(skeleton, values)
+    began = time.process_time()
+    tracemalloc.start()
+    try:
+        parts = check_manifest(decode(encode(manifest), source="a peer"))
+        unflatten(parts.skeleton, parts.values, [])
+    except DatastatesError as error:
+        assert refused is not None
+        assert isinstance(error, refused)  # noqa: PT017  # what came before it may take as long as it likes, and not more
+    else:
+        assert refused is None
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert len(encode(manifest)) < 1 << 18
+    assert time.process_time() - began < 3  # tracing alone takes most of it
+    assert peak < 64 << 20
+
+
+def test_long_keys_are_not_kept() -> None:
+    before = _escape_kept.cache_info().currsize
+    for number in range(5):
+        check_manifest(small([["d", ["k" * 50_000 + str(number)]], 1], [None]))
+    assert _escape_kept.cache_info().currsize <= before + 1
 
 
 def test_a_part_of_a_state_of_several_ranks_is_refused() -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import prod
 from typing import Any
 
+from datastates.arrays import MAX_DEPTH
 from datastates.check import check, tensors_of
 from datastates.digest import state_digest
+from datastates.encoding import Packed
 from datastates.errors import Corrupt, DatastatesError, PeerFault
 from datastates.geometry import dtype_of
-from datastates.manifest import VERSION, Manifest, TensorSpec
+from datastates.manifest import VERSION, Content, Manifest, TensorSpec
+from datastates.skeleton import TENSOR, VALUE, path_lengths, paths
 from datastates.tree import Skeleton, decode_skeleton, decode_values
 
 __all__ = ["Parts", "check_manifest", "distrusting"]
@@ -23,6 +26,9 @@ _SOURCE = "the manifest that the peer sent"
 _SPARE_BYTES = 1 << 30
 _SPARE_TIMES = 64
 """Tied and expanded tensors may come to so much more than the bytes that are stored: a copy of each is made where nothing ties them."""
+
+_SPARE_CHARACTERS = 16 << 20
+_INDEX_CHARACTERS = 4
 
 _FOREIGN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 
@@ -53,10 +59,12 @@ def check_manifest(manifest: Manifest) -> Parts:
             raise PeerFault(f"{_SOURCE} is one of {manifest.origin.world_size} ranks' parts of a state: only whole states are cloned")
         specs = tensors_of(manifest.content, source=_SOURCE)
         skeleton = decode_skeleton(manifest.content.skeleton, source=_SOURCE)
+        values = decode_values(manifest.content.values, source=_SOURCE)
+        _check_spread(manifest.content, skeleton, values)
         _check_paths(specs, skeleton)
         _check_shards(specs)
         _check_expansion(manifest, specs)
-        return Parts(specs, skeleton, decode_values(manifest.content.values, source=_SOURCE))
+        return Parts(specs, skeleton, values)
 
 
 @contextmanager
@@ -74,8 +82,40 @@ def distrusting() -> Iterator[None]:
 
 
 def _check_paths(specs: Sequence[TensorSpec], skeleton: Skeleton) -> None:
-    if tuple(spec.path for spec in specs) != skeleton.paths:
-        raise Corrupt(f"{_SOURCE} lists {len(specs)} tensors under other paths than the {len(skeleton.paths)} of its tree")
+    """One path at a time: all of them may take a thousand times the bytes of the manifest, of which the specs are part."""
+    tensors = (path for path, node in zip(paths(skeleton.nodes), skeleton.nodes, strict=False) if node == TENSOR)
+    for number, (spec, path) in enumerate(zip_longest(specs, tensors)):
+        if spec is None or spec.path != path:
+            raise Corrupt(f"{_SOURCE} lists {len(specs)} tensors under other paths than its tree, which has another one at {number}")
+
+
+def _check_spread(content: Content, skeleton: Skeleton, values: Sequence[Packed]) -> None:
+    """What is said of a leaf names its path, and a key of a dict stands in the path of everything in it."""
+    most = _SPARE_CHARACTERS + _SPARE_TIMES * (len(bytes(content.skeleton)) + len(bytes(content.values)))
+    total, following = 0, iter(values)
+    for node, length in zip(skeleton.nodes, path_lengths(skeleton.nodes), strict=False):
+        total += _spread(next(following, None), length) if node == VALUE else length
+        if total > most:
+            raise PeerFault(f"{_SOURCE} has leaves whose names take more than {most} characters: it is refused as a trap")
+
+
+def _spread(packed: Packed, length: int, depth: int = 0) -> int:
+    """The characters of the paths of all that a value holds, about."""
+    match packed:
+        case list() if depth > MAX_DEPTH:
+            raise Corrupt(f"{_SOURCE} has a value that is nested more than {MAX_DEPTH} deep")
+        case ["list" | "tuple", [*items]] | ["deque", _, [*items]]:
+            return length + sum(_spread(item, length + 1 + _INDEX_CHARACTERS, depth + 1) for item in items)
+        case ["dict" | "odict" | "counter", [*keys], [*items]]:
+            pairs = zip(keys, items, strict=False)
+            return length + sum(_spread(item, length + 1 + _width(key), depth + 1) for key, item in pairs)
+        case _:
+            return length
+
+
+def _width(key: Packed) -> int:
+    """As many characters as a key takes in a path, or more."""
+    return len(key) if isinstance(key, str) else len(str(key))
 
 
 def _check_shards(specs: Sequence[TensorSpec]) -> None:
