@@ -13,6 +13,7 @@ from typing import IO, Any
 import httpx
 
 from datastates.errors import Conflict, Corrupt, DatastatesError, PeerFault
+from datastates.regular import open_regular
 
 from .answers import checked, disconnected, error_of
 from .content_digest import is_as_said
@@ -30,7 +31,7 @@ def download(http: httpx.Client, path: str, params: Mapping[str, Any], target: P
     etag, size = head.headers["etag"], int(head.headers["content-length"])
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{hashlib.sha256(etag.encode()).hexdigest()[:12]}.part")
-    with part.open("ab") as out:
+    with os.fdopen(open_regular(part, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab") as out:
         _lock(out, target)
         if out.tell() > size:
             out.truncate(0)

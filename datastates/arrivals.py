@@ -26,13 +26,19 @@ def make_room(
     repository: Repository,
     manifest: Manifest,
     *,
+    party: str,
     relatives: Iterable[str] = (),
     acquire: Callable[[int], Sequence[int] | None] | None = None,
 ) -> StateSink:
     """Where the chunks of a state go: the repository's arena. May wait for room, as a capture does, unless ``acquire`` gets it.
 
+    ``party`` is whoever it comes from, as ``land`` will record it. Parents and ``relatives`` that are on disk lend it their chunks, those
+    that were captured here or came from the same party.
+
     :raises OverBudget: it can never fit.
     """
+    with repository._database.read() as session:
+        sound = clones.trusted(session, dict.fromkeys((*manifest.origin.parents, *relatives)), party=party)
     runner = repository._runner()
     memory, arena = repository._memory, repository._arena
     assert memory is not None, "the runner made it"
@@ -41,7 +47,7 @@ def make_room(
     def wait(count: int) -> Sequence[int] | None:
         return runner.acquire(count, BackPressure.WAIT)
 
-    return StateSink(manifest, memory, arena, acquire or wait, local=repository._local, relatives=relatives)
+    return StateSink(manifest, memory, arena, acquire or wait, party=party, local=repository._local, relatives=sound)
 
 
 def abandon(repository: Repository, sink: StateSink) -> None:

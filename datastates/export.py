@@ -14,6 +14,7 @@ import torch
 from .digest import chunk_digest
 from .errors import Corrupt, InvalidInput
 from .lineage.states import State
+from .regular import make_regular, open_regular
 from .store.files import sync_folder
 from .tree import flatten
 
@@ -116,7 +117,7 @@ def _file_name(top: str) -> str:
 
 def _write(path: Path, file: ExportFile, on_progress: Callable[[int], object]) -> dict[str, list[bytes]]:
     digests: dict[str, list[bytes]] = {}
-    with path.open("wb") as out:
+    with os.fdopen(make_regular(path), "wb") as out:
         out.write(header_of(in_order(_entries(file.tensors)), file.metadata))
         for name, tensor in _in_order(file.tensors):
             digests[name] = []
@@ -130,7 +131,7 @@ def _write(path: Path, file: ExportFile, on_progress: Callable[[int], object]) -
 
 
 def _read_back(path: Path, file: ExportFile, digests: Mapping[str, list[bytes]], on_progress: Callable[[int], object]) -> None:
-    with path.open("rb") as source:
+    with os.fdopen(open_regular(path), "rb") as source:
         os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read from the disk, not from what was just written
         source.seek(8 + int.from_bytes(source.read(8), "little"))
         for name, tensor in _in_order(file.tensors):

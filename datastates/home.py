@@ -18,7 +18,8 @@ from .lease import LEASES, Lease
 from .lineage import folders
 from .lineage.database import Database
 from .location import Location
-from .sharing import FILE_MODE, may_read
+from .regular import make_regular, read_regular
+from .sharing import may_read
 from .store.files import TEMPORARY, locked, sync_folder, write_file
 
 __all__ = ["FOLDER", "PACKS", "Home", "settle_in"]
@@ -29,6 +30,7 @@ FOLDER = "datastates.folder"
 PACKS = "datastates.packs"
 """Where it says which path that folder had, for people."""
 
+_PAGE = 4096
 _IDENTITY = ".identity"
 _UID = re.compile("[0-9a-f]{24}")
 
@@ -99,7 +101,7 @@ def _may_write(packs: Path) -> bool:
 def _read(packs: Path) -> str | None:
     path = packs / _IDENTITY
     try:
-        text = path.read_text(errors="replace").strip()
+        text = read_regular(path, most=_PAGE).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as exc:
@@ -116,7 +118,7 @@ def _identify(packs: Path) -> str:
         if found is not None:
             return found
         made, path = secrets.token_hex(12), packs / f"{TEMPORARY}identity"
-        fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
+        fd = make_regular(path)
         try:
             write_file(fd, made.encode() + b"\n")
             may_read(packs, fd)

@@ -15,7 +15,8 @@ import struct
 import weakref
 from pathlib import Path
 
-from .sharing import FILE_MODE, may_read, share
+from .regular import open_regular
+from .sharing import may_read, share
 
 __all__ = ["Held", "hold", "is_held"]
 
@@ -67,7 +68,7 @@ def hold(path: Path) -> Held | None:
     :raises OSError: it cannot be made, or its file system has no locks.
     """
     while True:
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
+        fd = open_regular(path, os.O_CREAT | os.O_RDWR)
         try:
             if not _lock(fd):
                 os.close(fd)
@@ -88,7 +89,7 @@ def is_held(path: Path) -> bool:
     :raises FileNotFoundError: it is not there.
     :raises OSError: it cannot be read, or the file system cannot say.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         return _is_locked(fd)
     finally:

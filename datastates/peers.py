@@ -15,7 +15,7 @@ from . import arrivals, digest, values
 from .config import Config, Data, data_plane
 from .environment import available_memory_bytes
 from .errors import Closed, Conflict, DatastatesError, Dirty, Disconnected, InvalidInput, NotFound, PeerFault
-from .landing import ObjectsSink, Shadows
+from .landing import ObjectsSink, Shadows, StateSink
 from .lineage import clones, walk
 from .lineage import refs as lineage_refs
 from .lineage.states import Ref, RefKind, State
@@ -352,7 +352,7 @@ class Peer:
             is_shared = is_same and bool(clones.known(session, [opened.state.uid]))  # else one of the two is a copy of the other
         ancestry, wanted = ([], []) if is_shared else loop.run(self._listed(lambda session: _ancestry(session, repo, opened.state, tags)))
         relatives = [state.uid for state in ancestry[:10]]
-        sink = arrivals.make_room(repo, opened.manifest, relatives=relatives)
+        sink = arrivals.make_room(repo, opened.manifest, party=opened.source, relatives=relatives)
 
         def land(opened: _Opened, fetched: Fetched) -> tuple[State, None]:
             loop.run(_stop_forwarding(opened, linger=True))
@@ -362,7 +362,7 @@ class Peer:
                 opened.state,
                 ancestry=ancestry,
                 tags=wanted,
-                source=opened.source,
+                source=sink.party,
                 source_repository=opened.repository,
                 bytes_moved=sum(fetched.bytes_by_feed.values()),
             )
@@ -407,6 +407,8 @@ class Peer:
         if opened.state.digest != before.state.digest:
             loop.run(_let_go(opened))
             raise Conflict(f"{opened.source} has another state of the uid {before.state.uid}: resume from another peer")
+        if isinstance(arrival.sink, StateSink) and opened.source != before.source:
+            arrival.sink.party = f"{arrival.sink.party}, {opened.source}"
         return self._transfer(opened, arrival, on_progress)
 
     # --- the loop thread ---------------------------------------------------------------------------------------------------
@@ -477,7 +479,8 @@ class Peer:
             return await self._join_chain(next(iter(found)), state)
         sessions = await asyncio.gather(*(self._connected(url) for url in found), return_exceptions=True)
         feeds: list[Feed] = []
-        chosen: tuple[Manifest, bytes, str, str] | None = None
+        chosen: tuple[Manifest, bytes, str] | None = None
+        sources: list[str] = []
         errors: list[BaseException] = [each for each in sessions if isinstance(each, BaseException)]
         for url, session in zip(found, sessions, strict=True):
             if isinstance(session, BaseException):
@@ -490,13 +493,14 @@ class Peer:
                 await session.close()
                 continue
             feeds.append(_Ending(feed, session))
-            chosen = chosen or (manifest, opened.manifest, session.identity.repository if session.identity else "", url)
+            sources.append(url)
+            chosen = chosen or (manifest, opened.manifest, session.identity.repository if session.identity else "")
         if chosen is None:
             raise errors[0]
         for error in errors:
             _log.warning("a source is left out: %s", error)
-        manifest, raw, repository, source = chosen
-        return _Opened(state, manifest, raw, feeds, repository, source, None)
+        manifest, raw, repository = chosen
+        return _Opened(state, manifest, raw, feeds, repository, ", ".join(sources), None)
 
     async def _resolve(self, rev: str) -> dict[str, State]:
         """The state that a revision names, by the urls of those that agree on it."""
@@ -522,7 +526,7 @@ class Peer:
         except BaseException:
             await forwarder.close()
             raise
-        return _Opened(state, manifest, forwarder.manifest, [], forwarder.repository, url, forwarder)
+        return _Opened(state, manifest, forwarder.manifest, [], forwarder.repository, f"a chain from {url}", forwarder)
 
     async def _close(self) -> None:
         await asyncio.gather(*(session.close() for session in self._all))

@@ -39,7 +39,7 @@ from .missing import explain
 from .outset import check_origin, origin_of, set_out
 from .oversights import refuse_misspelt
 from .policy.cadence import Cadence
-from .reading import read_tree
+from .reading import of_state, read_tree
 from .recovery import recover
 from .report import RestoreReport, Selection
 from .restore import reads, restore_into
@@ -301,15 +301,18 @@ class Repository:
             return restore_into(into, tree, only=only, strict=strict)
 
     def _open_payload(self, state: State, *, verify: bool | None = None) -> Reader:
-        """The nearest tier that holds the state. ``verify`` is the configured one, unless it is given."""
+        """The nearest tier that holds the state, which is what the lineage says. ``verify`` is the configured one, unless it is given.
+
+        :raises Corrupt: the manifest is another state's.
+        """
         verify = self.config.verify if verify is None else verify
         if self._memory is not None:
             try:
-                return self._memory.open(state.uid, verify=verify)
+                return of_state(self._memory.open(state.uid, verify=verify), state)
             except NotFound:
                 pass
         try:
-            return self._local.open(state.uid, verify=verify)
+            return of_state(self._local.open(state.uid, verify=verify), state)
         except NotFound:
             with self._database.read() as session:
                 raise explain(self, session, walk.state(session, state.uid)) from None

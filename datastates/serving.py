@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["RepositoryStore", "Server", "ServerStats"]
 
 _TAGS = 1000  # each is a transaction of its own
+_PUSHERS = "push"
+"""Whoever has the token and may write: one party, whose states lend each other chunks."""
+
 _VERSION = version("datastates")  # found now: a process that forks while a thread looks for it leaves the child the lock of an import
 
 
@@ -55,7 +58,7 @@ class StateSource:
 
     def addresses(self) -> list[int]:
         """Where each chunk lies."""
-        return [address_of(self._reader.chunk(index)) for index in range(len(self.lengths))]
+        return [address_of(self._reader.lying(index)) for index in range(len(self.lengths))]
 
     def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
         """Whether these are the bytes that were captured."""
@@ -126,10 +129,9 @@ class RepositoryStore:
         with self._repository._database.read() as session:
             clones.check_arrival(session, state, ancestry, tags)
         room = self._room.share()
+        relatives = [state.uid for state in offer.ancestry[:10]]
         try:
-            sink = arrivals.make_room(
-                self._repository, manifest, relatives=(state.uid for state in offer.ancestry[:10]), acquire=room.acquire
-            )
+            sink = arrivals.make_room(self._repository, manifest, party=_PUSHERS, relatives=relatives, acquire=room.acquire)
         except BaseException:
             room.close()
             raise
@@ -146,7 +148,7 @@ class RepositoryStore:
             state,
             ancestry=ancestry,
             tags=tags,
-            source="push",
+            source=_PUSHERS,
             source_repository="",
             bytes_moved=sink.bytes_missing,
         )

@@ -23,7 +23,7 @@ from .states import NewState, Ref, State, Status
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Clone", "arrive", "check_arrival", "clones_of", "import_ancestry", "known", "repository_uid"]
+__all__ = ["Clone", "arrive", "check_arrival", "clones_of", "import_ancestry", "known", "repository_uid", "trusted"]
 
 _BATCH = 500  # uids in one IN list
 
@@ -72,6 +72,17 @@ def check_arrival(session: Session, state: State, ancestry: Sequence[State], tag
         values.text(tag.message or "", f"the message of tag {tag.name}")
         if tag.state not in coming:
             raise InvalidInput(f"tag {tag.name!r} names state {tag.state[:24]}, which does not come with it: leave the tag out")
+
+
+def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
+    """Those of these states whose bytes are to be relied on as far as the party is: captured here, or never from anyone else."""
+    wanted, parties = list(uids), dict[str, set[str]]()
+    for start in range(0, len(wanted), _BATCH):
+        for row in session.execute(_PARTIES, {"uids": wanted[start : start + _BATCH]}):
+            others = parties.setdefault(row.uid, set())
+            if row.source != party and not (row.source is None and row.run_id is not None):
+                others.add(row.source or "unknown")
+    return [uid for uid in wanted if parties.get(uid) == set()]
 
 
 def import_ancestry(session: Session, states: Sequence[State]) -> int:
@@ -155,6 +166,11 @@ def _new(state: State, here: dict[str, str], *, status: Status) -> NewState:
 _state, _run, _clone, _repository = table(StateRow), table(RunRow), table(CloneRow), table(RepositoryRow)
 _REPOSITORY = select(_repository.c.uid)
 _DIGESTS = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+_PARTIES = (
+    select(_state.c.uid, _state.c.run_id, _clone.c.source)
+    .select_from(_state.outerjoin(_clone, _clone.c.state_id == _state.c.id))
+    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+)
 _INSERT = insert(_clone).values(
     state_id=select(_state.c.id).where(_state.c.uid == bindparam("held")).scalar_subquery(),
     run_id=select(_run.c.id).where(_run.c.uid == bindparam("run")).scalar_subquery(),

@@ -106,9 +106,17 @@ def _check(new: NewState) -> None:
     values.text(new.message or "", "message")
     if len({(edge.parent, edge.kind) for edge in new.edges}) < len(new.edges):
         raise InvalidInput(f"{new.uid} names a further parent twice in the same way: name each once")
-    for what, number in (("step", new.step), ("micro_step", new.micro_step), ("world_size", new.world_size)):
-        if not -(2**63) <= number < 2**63:
-            raise InvalidInput(f"{what} {number} does not fit 64 bits: count from 0")
+    for what, number, bits in (
+        ("step", new.step, 63),
+        ("micro_step", new.micro_step, 31),
+        ("world_size", new.world_size, 31),
+        ("bytes_total", new.bytes_total, 63),
+        ("bytes_new", new.bytes_new, 63),
+    ):
+        if not -(2**bits) <= number < 2**bits:
+            raise InvalidInput(f"{what} {number} of {new.uid} does not fit {bits + 1} bits: count from 0")
+    if not all(math.isfinite(edge.weight) for edge in new.edges):
+        raise InvalidInput(f"a further parent of {new.uid} has a weight that is no number")
 
 
 def _check_place(new: NewState, place: Any) -> None:

@@ -183,6 +183,7 @@ def test_a_state_of_the_same_uid_and_other_content_is_a_conflict() -> None:
     feed(sink, other.chunks)
     with pytest.raises(Conflict, match="another state"):
         sink.adopt()
+    sink.abandon()
     assert room.arena.available == 3
     assert room.holds(state("a", 1))
 
@@ -195,7 +196,7 @@ def test_chunks_that_a_parent_has_on_disk_are_read_from_there(tmp_path: Path) ->
     parent = state("parent", 1, 2, 3)
     local.put(Payload(parent.manifest, [memoryview(chunk) for chunk in parent.chunks]))
     source = state("b", 3, 9, 1, parents=("parent", "unknown"))
-    sink = room.sink(source, local=local)
+    sink = room.sink(source, local=local, relatives=["parent", "unknown"])
     assert [bytes(piece) for index in (0, 2) for piece in sink.pieces(index) or ()] == [source.chunks[0], source.chunks[2]]
     assert feed(sink, source.chunks) == [1]
     sink.adopt()
@@ -212,7 +213,7 @@ def test_damage_on_disk_is_fetched_instead(tmp_path: Path) -> None:
     data[-CHUNK_BYTES - 1] ^= 1
     pack.write_bytes(data)
     source = state("b", 1, 2, 5, parents=("parent",))
-    sink = room.sink(source, local=local)
+    sink = room.sink(source, local=local, relatives=["parent"])
     assert list(sink.missing()) == [0, 2]
     feed(sink, source.chunks)
     sink.adopt()

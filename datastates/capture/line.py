@@ -24,14 +24,16 @@ __all__ = ["Line", "Staged"]
 class Line:
     """One tracker on one branch. ``tip`` is where the next capture hangs on; ``base`` the last manifest on disk.
 
-    ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them writes first the
-    other's first write refers to. Owned by the engine thread while captures are in flight.
+    ``has_placed`` says whether ``base`` is a capture of this line: another state, wherever it came from, may hold other bytes under the
+    same digests. ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them
+    writes first the other's first write refers to. Owned by the engine thread while captures are in flight.
     """
 
     name: str
     branch: str
     tip: tuple[str, str] | None
     base: Manifest | None
+    has_placed: bool = False
     error: BaseException | None = None
     edits: Edits = field(default_factory=Edits, repr=False)
     kin: Line | None = field(default=None, repr=False)
@@ -46,6 +48,7 @@ class Line:
     def placed(self, manifest: Manifest) -> None:
         """A state of this line is on disk now."""
         self.base, kin, self.kin = manifest, self.kin, None
+        self.has_placed = bool(self.branch)  # clones have none
         while kin is not None and kin.base is None:
             kin.base, kin = manifest, kin.kin
 

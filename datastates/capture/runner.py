@@ -582,7 +582,8 @@ class Runner:
         # The digests were made from this very memory: reading verifies them, writing need not.
         with self._memory.open(uid, verify=False) as reader:
             chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
-            placed = self._local.put(Payload(reader.manifest, chunks), base=line.related() if line is not None else None)
+            base, is_of_base = (None, False) if line is None else (line.related(), line.has_placed)
+            placed = self._local.put(Payload(reader.manifest, chunks), base=base, is_of_base=is_of_base)
             del chunks
         self._journal.mark(uid, placed)
         if line is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from datastates.digest import chunk_digest
-from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, NotFound, OverBudget, Unavailable
+from datastates.errors import Closed, Corrupt, DatastatesError, NotFound, OverBudget, Unavailable
 from datastates.manifest import CHUNK_BYTES, Chunk, Manifest
 from datastates.store.arena import Arena
 from datastates.store.memory import MemoryTier
@@ -25,9 +25,10 @@ _Key = tuple[bytes, int]
 class StateSink:
     """Receives a state into ``memory``. To be made, adopted and abandoned on any thread but the loop's: they may wait.
 
-    ``acquire`` gives so many slots of ``arena``; it waits for room as a capture does, or raises OverBudget. Chunks that a state in
-    memory has are used in place, and stay here; those that one of ``relatives`` (uids; the parents are tried anyhow) has in
-    ``local`` are read from there. Each other distinct chunk is asked for once.
+    ``acquire`` gives so many slots of ``arena``; it waits for room as a capture does, or raises OverBudget. ``party`` is whoever the
+    state comes from. Chunks in memory that are ours, or came from the same party, are used in place, and stay here; those that one
+    of ``relatives`` (uids of states that are ours or the party's) has in ``local`` are read from there. Each other distinct chunk is
+    asked for once.
 
     :raises OverBudget: the state can never fit.
     :raises Corrupt: the manifest is no good (or PeerFault, Unavailable).
@@ -40,6 +41,7 @@ class StateSink:
         arena: Arena,
         acquire: Callable[[int], Sequence[int] | None],
         *,
+        party: str = "a peer",
         local: Tier | None = None,
         relatives: Iterable[str] = (),
     ) -> None:
@@ -57,18 +59,18 @@ class StateSink:
             )
         self._lock = threading.Lock()
         self._is_ended = False
-        self._held = memory.hold(first)
+        self.party, self._held = party, memory.hold(first, party)
         try:
             self._slots = self._acquire([key for key in first if key not in self._held], acquire)
         except BaseException:
-            memory.let_go(self._held)
+            memory.let_go(self._held.values())
             raise
         self._missing = {first[key]: None for key in self._slots}
         self._arriving: set[int] = set()
         self._pending = set(self._slots)
         if local is not None and self._slots:
             try:
-                self._read(local, dict.fromkeys((*manifest.origin.parents, *relatives)), first)
+                self._read(local, dict.fromkeys(relatives), first)
             except BaseException:
                 self.abandon()
                 raise
@@ -116,10 +118,8 @@ class StateSink:
                 raise Closed("the clone has ended: begin another one")
             if self._pending:
                 raise Unavailable(f"{len(self._pending)} chunks of state {self.manifest.origin.uid} are still missing: resume the clone")
-            placed = self._memory.settle(self.manifest, self._held, self._slots)
+            placed = self._memory.settle(self.manifest, self._held, self._slots, self.party)
             self._is_ended = True
-        if placed.manifest.digest != self.manifest.digest:
-            raise Conflict(f"another state of the uid {self.manifest.origin.uid} is in memory, of digest {placed.manifest.digest[:16]}")
         return placed
 
     def abandon(self) -> None:
@@ -128,7 +128,7 @@ class StateSink:
             if self._is_ended:
                 return
             self._is_ended = True
-        self._memory.let_go(self._held)
+        self._memory.let_go(self._held.values())
         self._arena.release(self._slots.values())
 
     def _acquire(self, keys: Sequence[_Key], acquire: Callable[[int], Sequence[int] | None]) -> dict[_Key, int]:
@@ -164,7 +164,7 @@ class StateSink:
     def _slot(self, index: int) -> memoryview:
         chunk = self.manifest.content.chunks[index]
         slot = self._slots.get(_key(chunk))
-        return self._arena.memory(self._held[_key(chunk)] if slot is None else slot, chunk.length)
+        return self._arena.memory(self._held[_key(chunk)].slot if slot is None else slot, chunk.length)
 
     def _settle(self, index: int, *, is_accepted: bool) -> None:
         with self._lock:

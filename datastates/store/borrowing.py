@@ -15,13 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from datastates.digest import chunk_digest
 from datastates.manifest import CHUNK_BYTES, PackInfo
+from datastates.regular import open_regular
 
-from .index import SHARED_BYTES, ChunkIndex
+from .comparing import are_equal
+from .index import SHARED_BYTES, ChunkIndex, Hint
 from .pack import MAX_HEADER, PAGE, padded
+from .placing import Places
 from .tier import Payload
 
 __all__ = ["Borrowed", "Stamp", "find_borrowed", "stamp_of"]
@@ -44,22 +45,25 @@ class Borrowed:
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
 
-def find_borrowed(root: Path, index: ChunkIndex, payload: Payload, known: Container[_Key]) -> Borrowed:
-    """Those chunks of a state that lie in packs of ``root``, but for ``known`` ones and for small ones."""
-    views: dict[_Key, memoryview] = {}
-    for chunk, view in zip(payload.manifest.content.chunks, payload.chunks, strict=True):
-        if chunk.length >= SHARED_BYTES and (chunk.digest, chunk.length) not in known:
-            views.setdefault((chunk.digest, chunk.length), view)
-    if not views:
+def find_borrowed(root: Path, index: ChunkIndex, payload: Payload, known: Container[_Key], likely: Places) -> Borrowed:
+    """Those chunks of a state that lie in packs of ``root``, but for ``known`` ones, and for small ones that have no ``likely`` place."""
+    first: dict[_Key, int] = {}
+    for number, chunk in enumerate(payload.manifest.content.chunks):
+        key = (chunk.digest, chunk.length)
+        if key not in known and (chunk.length >= SHARED_BYTES or key in likely):
+            first.setdefault(key, number)
+    if not first:
         return Borrowed()
     places: dict[_Key, tuple[PackInfo, int]] = {}
     stamps: dict[str, Stamp] = {}
-    hints = sorted(index.find(views), key=lambda hint: (hint.pack, hint.offset))
+    hints = [Hint(key, likely[key][0].name, likely[key][1]) for key in first if key in likely]
+    hints += index.find(key for key in first if key[1] >= SHARED_BYTES)
+    hints = sorted(dict.fromkeys(hints), key=lambda hint: (hint.pack, hint.offset))
     buffer = memoryview(bytearray(CHUNK_BYTES if hints else 0))
     for name, group in groupby(hints, key=lambda hint: hint.pack):
         asked = [hint for hint in group if hint.key not in places]
         with suppress(OSError), _Pack(root / name, buffer) as pack:
-            found = {hint.key: (pack.info, hint.offset) for hint in asked if pack.holds(hint.offset, views[hint.key])}
+            found = {hint.key: (pack.info, hint.offset) for hint in asked if pack.holds(hint.offset, payload.chunks[first[hint.key]])}
             if found:
                 places |= found
                 stamps[name] = pack.stamp
@@ -78,7 +82,7 @@ class _Pack:
     """
 
     def __init__(self, path: Path, buffer: memoryview) -> None:
-        self._fd, self._buffer = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), buffer
+        self._fd, self._buffer = open_regular(path), buffer
         try:
             status = os.fstat(self._fd)
             self.stamp, self.info = stamp_of(status), _info(self._fd, path.name, status.st_size)
@@ -95,7 +99,7 @@ class _Pack:
         found = self._buffer[:end]
         if os.preadv(self._fd, [found], offset) != end:
             return False
-        return _are_equal(found[: wanted.nbytes], wanted) and not any(found[wanted.nbytes :])
+        return are_equal(found[: wanted.nbytes], wanted) and not any(found[wanted.nbytes :])
 
     def __enter__(self) -> Self:
         return self
@@ -109,10 +113,3 @@ def _info(fd: int, name: str, size: int) -> PackInfo:
     if length % PAGE or not PAGE <= length <= min(size, MAX_HEADER):
         raise OSError(f"{name} is no pack")
     return PackInfo(name, size, length, chunk_digest(os.pread(fd, length, 0)))
-
-
-def _are_equal(one: memoryview, other: memoryview) -> bool:
-    """Eight bytes at a time, which is four times as fast."""
-    count = one.nbytes // 8
-    is_same = np.array_equal(np.frombuffer(one, np.uint64, count), np.frombuffer(other, np.uint64, count))
-    return is_same and one[count * 8 :] == other[count * 8 :]

@@ -8,7 +8,7 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -17,12 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from datastates.interrupts import undisturbed
-from datastates.sharing import FILE_MODE, may_read, share
+from datastates.regular import open_regular
+from datastates.sharing import may_read, share
 
 from .pack import PAGE, padded
 
 __all__ = [
     "FORBIDDEN",
+    "MAX_MANIFEST",
     "TEMPORARY",
     "Temporary",
     "free_pack_name",
@@ -42,6 +44,9 @@ TEMPORARY = ".tmp-"
 
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 """What the kernel says to whoever may not write."""
+
+MAX_MANIFEST = 256 << 20
+"""The bytes of the longest manifest that is read."""
 
 _LOCK = ".lock"
 _BATCH_BYTES = 16 << 20
@@ -97,16 +102,16 @@ def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[N
 def _open_lock(path: Path, *, is_shared: bool) -> int:
     """To write, where that is allowed: over NFS an exclusive lock needs it."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return open_regular(path, os.O_RDWR)
     except FileNotFoundError:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         may_read(path.parent, fd)
         share(path.parent, fd)
         return fd
     except OSError as exc:
         if exc.errno not in FORBIDDEN or (exc.errno == errno.EROFS and not is_shared):
             raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
 
 
 @dataclass(slots=True)
@@ -148,7 +153,7 @@ def temporary(final: Path) -> Iterator[Temporary]:
 def is_abandoned(path: Path) -> bool:
     """Whether nobody writes this temporary file any more; not of one that cannot be opened."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
     except OSError:
         return False
     try:
@@ -192,7 +197,7 @@ def write_file(fd: int, data: bytes) -> None:
     os.fsync(fd)
 
 
-def write_chunks(fd: int, header: bytes, chunks: Sequence[memoryview], size: int, *, is_direct: bool) -> None:
+def write_chunks(fd: int, header: bytes, chunks: Iterable[memoryview], size: int, *, is_direct: bool) -> None:
     """Fill an empty file with a header and chunks, each from the start of a page with zeros behind, and make it durable.
 
     The room is allocated first: a full disk shows before anything is written, and the file lies in one stretch. Direct
@@ -210,7 +215,7 @@ def write_chunks(fd: int, header: bytes, chunks: Sequence[memoryview], size: int
 
 def _create_locked(path: Path) -> int:
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if _is_at(fd, path):
@@ -238,7 +243,7 @@ def _allocate(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
-def _plain(header: bytes, chunks: Sequence[memoryview]) -> Iterator[memoryview]:
+def _plain(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
     zeros = memoryview(bytes(PAGE))
     yield memoryview(header)
     for chunk in chunks:
@@ -247,7 +252,7 @@ def _plain(header: bytes, chunks: Sequence[memoryview]) -> Iterator[memoryview]:
             yield zeros[:gap]
 
 
-def _pages(header: bytes, chunks: Sequence[memoryview]) -> Iterator[memoryview]:
+def _pages(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
     """The same in whole pages of memory."""
     yield _copied(header)
     for chunk in chunks:

@@ -24,8 +24,9 @@ from pathlib import Path
 
 from datastates.digest import decode
 from datastates.errors import DatastatesError
+from datastates.regular import open_regular, read_regular
 
-from .files import temporary, uid_of
+from .files import MAX_MANIFEST, temporary, uid_of
 from .pack import PAGE
 
 __all__ = ["SHARED_BYTES", "ChunkIndex", "Hint"]
@@ -95,7 +96,7 @@ class ChunkIndex:
         """The file for reading, and how many bits of a digest choose a page."""
         if _bits_at(self._path) is None:
             self._make()
-        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_regular(self._path)
         bits = _bits(os.fstat(fd).st_size)
         if bits is None:
             os.close(fd)
@@ -114,7 +115,7 @@ class ChunkIndex:
     def _locked(self) -> Iterator[tuple[int, int]]:
         """The file for writing, which no other process writes or replaces meanwhile."""
         while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_regular(self._path, os.O_RDWR)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 try:
@@ -212,7 +213,7 @@ def _newest(root: Path) -> Iterator[Hint]:
         found = [(entry.stat().st_mtime_ns, entry.path) for entry in entries if uid_of(entry.name, "manifest") is not None]
     for _, path in nlargest(_BEGIN_WITH, found):
         try:
-            manifest = decode(Path(path).read_bytes(), source=path)
+            manifest = decode(read_regular(path, most=MAX_MANIFEST), source=path)
         except (DatastatesError, OSError):
             continue
         for chunk, ref in zip(manifest.content.chunks, manifest.refs, strict=False):

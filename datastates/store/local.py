@@ -18,18 +18,23 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from datastates.digest import decode, encode
-from datastates.errors import Closed, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.manifest import Manifest
+from datastates.regular import read_regular
 from datastates.sharing import make_folders
 
-from .borrowing import Stamp, find_borrowed, stamp_of
+from .borrowing import Borrowed, Stamp, find_borrowed, stamp_of
+from .comparing import are_equal
 from .files import (
     FORBIDDEN,
+    MAX_MANIFEST,
     TEMPORARY,
     Temporary,
     free_pack_name,
@@ -46,11 +51,11 @@ from .files import (
 from .index import SHARED_BYTES, ChunkIndex, Hint
 from .mapped import MappedReader
 from .pack import padded, payload_bytes
-from .placing import PutPlan, own_bytes, places_of, plan_put
+from .placing import Places, PutPlan, own_bytes, places_of, plan_put
 from .references import References
 from .tier import Payload, Placed, Reader, Tier
 
-__all__ = ["LocalTier"]
+__all__ = ["LocalTier", "Staged"]
 
 
 class LocalTier(Tier):
@@ -80,9 +85,13 @@ class LocalTier(Tier):
         """Whether packs are written past the page cache."""
         return supports_direct(self.root) if self._direct is None else self._direct
 
-    def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
+    def put(self, payload: Payload, *, base: Manifest | None = None, is_of_base: bool = False) -> Placed:
         """Write a state; on return it is durable.
 
+        ``is_of_base``: this process captured both this state and ``base``, which it put here itself, in one training. Only then is a digest
+        enough to refer to what ``base`` has; else the bytes are compared.
+
+        :raises Conflict: another state of the uid is here.
         :raises Unsupported: its manifest holds what could not be read again.
         :raises Unavailable: the disk is full or fails; nothing of the state is left.
         """
@@ -94,7 +103,7 @@ class LocalTier(Tier):
                 f"state {origin.uid!r}, rank {origin.rank}: this tier holds rank {self._rank}, of uids without dots or slashes"
             )
         try:
-            return self._put(payload, base)
+            return self._put(payload, base, is_of_base=is_of_base)
         except OSError as exc:
             if not self.root.is_dir():
                 raise Unavailable(f"state {origin.uid} was not written: {self._gone()}", trouble=f"gone: {self.root}") from exc
@@ -130,7 +139,7 @@ class LocalTier(Tier):
         if uid_of(path.name, "manifest") is None:
             raise NotFound(f"{uid!r} is no uid")
         try:
-            data = path.read_bytes()
+            data = read_regular(path, most=MAX_MANIFEST)
         except FileNotFoundError:
             raise NotFound(f"state {uid} is not in {self.root}") from None
         except OSError as exc:
@@ -197,60 +206,71 @@ class LocalTier(Tier):
         """Refuse further use; readers that are open go on."""
         self._is_closed = True
 
-    def _put(self, payload: Payload, base: Manifest | None) -> Placed:
-        origin = payload.manifest.origin
-        with temporary(self.root / manifest_name(origin.uid, origin.rank)) as file:
-            with suppress(NotFound):
-                return Placed(self.manifest(origin.uid), 0)
-            name = free_pack_name(self.root, origin.uid, origin.rank)
-            known = places_of(base)
-            borrowed = find_borrowed(self.root, self._index, payload, known)
-            plan = plan_put(payload.manifest, {**known, **borrowed.places}, name)
-            if not self._write(plan, payload, file, borrowed.stamps):
-                plan = plan_put(payload.manifest, {}, name)
-                self._write(plan, payload, file, {})
-        self._index.add(_hints(plan))
-        return Placed(plan.manifest, plan.bytes_new)
+    @contextmanager
+    def stage(
+        self, payload: Payload, *, known: Places | None = None, likely: Places | None = None, is_sharing: bool = True
+    ) -> Iterator[Staged]:
+        """A state that is written and not visible: ``commit`` makes it so, else nothing of it is left at the end of the block.
 
-    def _write(self, plan: PutPlan, payload: Payload, file: Temporary, stamps: Mapping[str, Stamp]) -> bool:
-        """Write pack and manifest and commit them; False when a pack that the plan refers to was removed, or replaced, meanwhile."""
+        ``known`` are places of its chunks that need no comparing, in packs that are here or are committed before; ``likely`` ones are
+        compared, as are those that ``is_sharing`` finds with other states.
+
+        :raises Conflict: another state of the uid is here.
+        """
+        self._check_open()
+        payload.check()
+        origin = payload.manifest.origin
+        known = known or {}
+        with temporary(self.root / manifest_name(origin.uid, origin.rank)) as file:
+            if self.has(origin.uid):
+                yield _Settled(Placed(self._same(payload), 0))
+                return
+            name = free_pack_name(self.root, origin.uid, origin.rank)
+            borrowed = find_borrowed(self.root, self._index, payload, known, likely or {}) if is_sharing else Borrowed()
+            plan = plan_put(payload.manifest, {**known, **borrowed.places}, name)
+            with self._written(plan, payload, file, borrowed.stamps) as staged:
+                yield staged
+
+    def _put(self, payload: Payload, base: Manifest | None, *, is_of_base: bool) -> Placed:
+        places = places_of(base)
+        with self.stage(payload, known=places if is_of_base else {}, likely=places) as staged:
+            placed = staged.commit()
+        if placed is None:  # what it refers to was removed meanwhile
+            with self.stage(payload, is_sharing=False) as staged:
+                placed = staged.commit()
+        assert placed is not None, "it refers to nothing else"
+        return placed
+
+    @contextmanager
+    def _written(self, plan: PutPlan, payload: Payload, file: Temporary, stamps: Mapping[str, Stamp]) -> Iterator[Staged]:
         encoded = _readable(plan.manifest)
         with ExitStack() as stack:
             pack = None
             if plan.layout is not None:
                 pack = stack.enter_context(temporary(self.root / plan.name))
-                chunks = [payload.chunks[index] for index in plan.new]
+                chunks = (payload.chunks[index] for index in plan.new)
                 write_chunks(pack.fd, plan.layout.header, chunks, plan.layout.size, is_direct=self.is_direct)
                 self._on_step("pack-written")
-            try:
-                with locked(self.root, is_shared=True):
-                    if not all(_is_there(self.root / info.name, info.size, stamps.get(info.name)) for info in plan.borrowed):
-                        return False
-                    self._commit(encoded, pack, file)
-                    return True
-            except BaseException:
-                self._undo(plan, file)
-                raise
+            yield _Staged(self, plan, encoded, pack, file, stamps)
 
-    def _commit(self, encoded: bytes, pack: Temporary | None, file: Temporary) -> None:
-        """Runs under the shared lock: what is referred to is not removed before the manifest says so."""
-        if pack is not None:
-            pack.commit()
-            self._on_step("pack-renamed")
-        write_file(file.fd, encoded)
-        self._on_step("manifest-written")
-        file.commit()
-        self._on_step("manifest-renamed")
+    def _same(self, payload: Payload) -> Manifest:
+        """The manifest of a state that is here, if it is this one: uid and digest do not say so, whoever came first may have forged it.
 
-    def _undo(self, plan: PutPlan, file: Temporary) -> None:
-        """Take back what a commit that failed has renamed."""
-        with locked(self.root, is_shared=False):
-            if file.is_committed:
-                file.final.unlink(missing_ok=True)
-            needed = self._references.needed()
-            if plan.layout is not None and needed is not None and plan.name not in needed:
-                (self.root / plan.name).unlink(missing_ok=True)
-            sync_folder(self.root)
+        :raises Conflict: it is another.
+        """
+        uid = payload.manifest.origin.uid
+        here = self.root / manifest_name(uid, self._rank)
+        try:
+            with self.open(uid) as reader:
+                is_same = reader.manifest.digest == payload.manifest.digest and all(
+                    are_equal(reader.chunk(index), chunk) for index, chunk in enumerate(payload.chunks)
+                )
+                if is_same:
+                    return reader.manifest
+                why = f"is another state of that uid, of digest {reader.manifest.digest[:16]} and other bytes: one of them is forged"
+        except Corrupt as exc:
+            why = f"is damaged ({exc})"
+        raise Conflict(f"state {uid} was not written: {here} {why}; drop that one, or delete the file, and bring this state again")
 
     def _remove(self, uid: str, name: str) -> int:
         """Runs under the exclusive lock."""
@@ -272,6 +292,35 @@ class LocalTier(Tier):
         sync_folder(self.root)
         return freed
 
+    def _commit(self, staged: _Staged) -> Placed | None:
+        plan, file = staged.plan, staged.file
+        try:
+            with locked(self.root, is_shared=True):  # what is referred to is not removed before the manifest says so
+                if not all(_is_there(self.root / info.name, info.size, staged.stamps.get(info.name)) for info in plan.borrowed):
+                    return None
+                if staged.pack is not None:
+                    staged.pack.commit()
+                    self._on_step("pack-renamed")
+                write_file(file.fd, staged.encoded)
+                self._on_step("manifest-written")
+                file.commit()
+                self._on_step("manifest-renamed")
+        except BaseException:
+            self._undo(plan, file)
+            raise
+        self._index.add(_hints(plan))
+        return Placed(plan.manifest, plan.bytes_new)
+
+    def _undo(self, plan: PutPlan, file: Temporary) -> None:
+        """Take back what a commit has renamed."""
+        with locked(self.root, is_shared=False):
+            if file.is_committed:
+                file.final.unlink(missing_ok=True)
+            needed = self._references.needed()
+            if plan.layout is not None and needed is not None and plan.name not in needed:
+                (self.root / plan.name).unlink(missing_ok=True)
+            sync_folder(self.root)
+
     def _gone(self) -> str:
         return (
             f"the folder {self.root} is gone, so somebody deleted, moved or unmounted it: bring it back; or restore what is still "
@@ -281,6 +330,45 @@ class LocalTier(Tier):
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed(f"the tier at {self.root} is closed: open the repository again")
+
+
+class Staged(Protocol):
+    """A state that ``LocalTier.stage`` has written."""
+
+    def commit(self) -> Placed | None:
+        """Make it visible and durable; None when a pack that it shares was removed, or replaced, meanwhile: stage it again."""
+
+    def undo(self) -> None:
+        """Take back what ``commit`` did; nothing where the state was here before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A state that was here already."""
+
+    placed: Placed
+
+    def commit(self) -> Placed:
+        return self.placed
+
+    def undo(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    tier: LocalTier
+    plan: PutPlan
+    encoded: bytes
+    pack: Temporary | None
+    file: Temporary
+    stamps: Mapping[str, Stamp]
+
+    def commit(self) -> Placed | None:
+        return self.tier._commit(self)
+
+    def undo(self) -> None:
+        self.tier._undo(self.plan, self.file)
 
 
 def _readable(manifest: Manifest) -> bytes:

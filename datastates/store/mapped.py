@@ -1,27 +1,37 @@
-"""Reading a state from packs that are mapped privately: what a reader writes into its views never reaches a file."""
+"""Reading a state from packs.
+
+Bytes are read into memory of our own: a file that is mapped and cut short ends the process that looks at it. Only what the caller keeps
+for longer than the reader, and what does not fit into memory twice, is mapped: privately, so that nothing written there reaches a file.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from datastates.digest import chunk_digest
-from datastates.errors import Closed, Corrupt
-from datastates.manifest import CHUNK_BYTES, Chunk, ChunkRef, Manifest, PackInfo
+import numpy as np
 
-from .pack import padded, places_of
+from datastates.digest import chunk_digest, pieces_digest
+from datastates.environment import available_memory_bytes
+from datastates.errors import Closed, Corrupt
+from datastates.manifest import CHUNK_BYTES, ChunkRef, Manifest, PackInfo
+from datastates.regular import open_regular, read_at
+
+from .pack import MAX_HEADER, padded, places_of
 from .tier import Reader
 
 __all__ = ["MappedReader"]
 
 _NAMED_PATHS = 8
 _AHEAD = 4
+_KEPT = 4  # chunks that were read last: tensors that follow each other share them
 
 
 class MappedReader(Reader):
-    """A state on disk, opened. Its packs are mapped when it is made, so that it outlives their removal.
+    """A state on disk, opened. Its packs are opened when it is made, so that it outlives their removal.
 
     Of a pack that is missing or damaged nothing is said before a chunk of it is asked for: what lies elsewhere can be read.
     """
@@ -29,29 +39,39 @@ class MappedReader(Reader):
     def __init__(self, root: Path, manifest: Manifest, *, verify: bool) -> None:
         self.manifest = manifest
         self._root = root
-        self._maps = [_map(root / pack.name, pack) for pack in manifest.packs]
+        self._packs = [_open(root / pack.name, pack) for pack in manifest.packs]
+        self._verifies = verify
         self._unverified = set(range(len(manifest.refs))) if verify else set[int]()
         self._unverified_packs = set(range(len(manifest.packs))) if verify else set[int]()
+        self._kept: dict[int, memoryview] = {}
+        self._is_roomy: bool | None = None
         self._told = 0
         self._is_closed = False
 
     def chunk(self, index: int) -> memoryview:
-        """One chunk, as it lies in its pack."""
-        maps = self._check_open()
-        ref, chunk = self.manifest.refs[index], self.manifest.content.chunks[index]
-        pack = maps[ref.pack]
-        if isinstance(pack, str):
-            raise Corrupt(f"{pack}: {self._whose(index)}")
-        self._read_ahead(maps, index)
-        data = memoryview(pack)
-        if index in self._unverified:
-            self._verify(data, index, ref, chunk)
-            self._unverified.discard(index)
-        return data[ref.offset : ref.offset + chunk.length].toreadonly()
+        """One chunk, in memory that stays while somebody has the view."""
+        kept = self._kept.get(index)
+        if kept is not None and not self._is_closed:
+            return kept
+        pack = self._pack(index)
+        ref, length = self.manifest.refs[index], self.manifest.content.chunks[index].length
+        self._read_ahead(index)
+        data = _memory(padded(length) if self._verifies else length)
+        count = read_at(pack.fd, data, ref.offset)
+        if self._verifies:
+            self._verify(data[:count], index)
+        elif count < length:
+            raise self._cut(index, count)
+        view = data[:length].toreadonly()
+        self._keep(index, view)
+        return view
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """A private, writable view where the chunks follow each other in one pack; it stays when the reader is closed."""
-        maps = self._check_open()
+        """A private, writable mapping where the chunks follow each other in one pack; it stays when the reader is closed.
+
+        Whoever looks at it after the file was cut short is ended by the kernel.
+        """
+        self._check_open()
         touched = self.chunks_of(start, length)
         if not touched:
             return memoryview(b"")
@@ -59,54 +79,112 @@ class MappedReader(Reader):
         if any(ref != ChunkRef(first.pack, first.offset + number * CHUNK_BYTES) for number, ref in enumerate(rest, 1)):
             return None
         for index in touched:
-            self.chunk(index)
-        pack = maps[first.pack]
+            self._check(index)
         begin = first.offset + start % CHUNK_BYTES
-        return None if isinstance(pack, str) else memoryview(pack)[begin : begin + length]
+        return self._pack(touched.start).mapped()[begin : begin + length]
+
+    def loan(self, start: int, length: int) -> memoryview | None:
+        """None where memory has room for the whole state."""
+        if self._is_roomy is None:
+            self._is_roomy = sum(chunk.length for chunk in self.manifest.content.chunks) <= available_memory_bytes() // 2
+        return None if self._is_roomy else self.span(start, length)
+
+    def gather(self, start: int, into: memoryview) -> None:
+        """Whole chunks are read where they are to be, and checked there."""
+        done = 0
+        for index in self.chunks_of(start, into.nbytes):
+            offset = start + done - index * CHUNK_BYTES
+            piece = into[done : done + CHUNK_BYTES - offset]
+            self._gather(index, offset, piece)
+            done += piece.nbytes
+
+    def lying(self, index: int) -> memoryview:
+        """Where a chunk is mapped: for other processes, to which a file that was cut short gives an error."""
+        ref = self.manifest.refs[index]
+        return self._pack(index).mapped()[ref.offset : ref.offset + self.manifest.content.chunks[index].length].toreadonly()
 
     def verify(self) -> None:
         """Check every chunk, and the header of every pack."""
         super().verify()
         for index in sorted(self._unverified_packs):
-            pack = self._check_open()[index]
+            self._check_open()
+            pack = self._packs[index]
             if isinstance(pack, str):
                 raise Corrupt(pack)
-            self._verify_header(memoryview(pack), index)
+            self._verify_header(pack, index)
 
     def close(self) -> None:
-        """Let go of the packs; views that are left keep theirs mapped."""
+        """Let go of the packs; views that are left keep what they show."""
         self._is_closed = True
-        self._maps = []
+        self._packs, self._kept = [], {}
 
-    def _read_ahead(self, maps: list[mmap.mmap | str], index: int) -> None:
-        """Have the disk read this chunk and the next few, those that it was not yet told."""
+    def _pack(self, index: int) -> _Pack:
+        """The pack of a chunk, its header checked."""
+        self._check_open()
+        number = self.manifest.refs[index].pack
+        pack = self._packs[number]
+        if isinstance(pack, str):
+            raise Corrupt(f"{pack}: {self._whose(index)}")
+        if number in self._unverified_packs:
+            self._verify_header(pack, number)
+        return pack
+
+    def _gather(self, index: int, offset: int, into: memoryview) -> None:
+        kept, is_unverified = self._kept.get(index), index in self._unverified
+        is_whole = into.nbytes == CHUNK_BYTES  # nothing is behind it that is to be zeros
+        if kept is None and (is_whole or not is_unverified):
+            count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset + offset)
+            if is_unverified:
+                self._verify(into[:count], index)
+            elif count < into.nbytes:
+                raise self._cut(index, offset + count)
+            self._read_ahead(index)
+        else:
+            into[:] = self.chunk(index)[offset : offset + into.nbytes]
+
+    def _check(self, index: int) -> None:
+        if index in self._unverified:
+            self.chunk(index)
+
+    def _keep(self, index: int, view: memoryview) -> None:
+        kept = {**self._kept, index: view}
+        while len(kept) > _KEPT:
+            del kept[next(iter(kept))]
+        self._kept = kept
+
+    def _read_ahead(self, index: int) -> None:
+        """Have the disk read the next few chunks, those that it was not yet told."""
         for upcoming in range(max(index, self._told), min(index + _AHEAD, len(self.manifest.refs))):
-            ref, pack = self.manifest.refs[upcoming], maps[self.manifest.refs[upcoming].pack]
-            if isinstance(pack, mmap.mmap) and hasattr(mmap, "MADV_WILLNEED"):
-                pack.madvise(mmap.MADV_WILLNEED, ref.offset // mmap.PAGESIZE * mmap.PAGESIZE, self.manifest.content.chunks[upcoming].length)
+            ref, pack = self.manifest.refs[upcoming], self._packs[self.manifest.refs[upcoming].pack]
+            if isinstance(pack, _Pack):
+                os.posix_fadvise(pack.fd, ref.offset, self.manifest.content.chunks[upcoming].length, os.POSIX_FADV_WILLNEED)
         self._told = max(self._told, index + _AHEAD)
 
-    def _check_open(self) -> list[mmap.mmap | str]:
-        maps = self._maps
+    def _check_open(self) -> None:
         if self._is_closed:
             raise Closed(f"the reader of state {self.manifest.origin.uid} is closed: open the state again")
-        return maps
 
-    def _verify(self, data: memoryview, index: int, ref: ChunkRef, chunk: Chunk) -> None:
-        if ref.pack in self._unverified_packs:
-            self._verify_header(data, ref.pack)
-        end = ref.offset + chunk.length
-        if chunk_digest(data[ref.offset : end]) != chunk.digest:
+    def _verify(self, data: memoryview, index: int) -> None:
+        """A chunk with what follows it to the end of its page, as far as there was any."""
+        chunk, ref = self.manifest.content.chunks[index], self.manifest.refs[index]
+        end, filled = ref.offset + chunk.length, ref.offset + padded(chunk.length)
+        if data.nbytes < padded(chunk.length):
+            raise self._cut(index, data.nbytes)
+        if chunk_digest(data[: chunk.length]) != chunk.digest:
             raise Corrupt(f"{self._path(ref)}: bytes {ref.offset}-{end} fail their digest: {self._whose(index)}")
-        filled = ref.offset + padded(chunk.length)
-        if filled > data.nbytes or any(data[end:filled]):
+        if any(data[chunk.length :]):
             raise Corrupt(f"{self._path(ref)}: bytes {end}-{filled} are to be zeros behind a chunk, and are not: {self._whose(index)}")
+        self._unverified.discard(index)
 
-    def _verify_header(self, data: memoryview, index: int) -> None:
-        pack = self.manifest.packs[index]
-        if chunk_digest(data[: pack.header_length]) != pack.header_digest:
+    def _cut(self, index: int, count: int) -> Corrupt:
+        ref = self.manifest.refs[index]
+        return Corrupt(f"{self._path(ref)} was cut short while it was read, at {ref.offset + count}: {self._whose(index)}")
+
+    def _verify_header(self, pack: _Pack, index: int) -> None:
+        info = self.manifest.packs[index]
+        if info.header_length > MAX_HEADER or pieces_digest(_pieces(pack.fd, info.header_length)) != info.header_digest:
             raise Corrupt(
-                f"{self._root / pack.name}: its header, bytes 0-{pack.header_length}, fails its digest: state {self.manifest.origin.uid} "
+                f"{self._root / info.name}: its header, bytes 0-{info.header_length}, fails its digest: state {self.manifest.origin.uid} "
                 "needs this pack: restore another state"
             )
         self._unverified_packs.discard(index)
@@ -123,23 +201,53 @@ class MappedReader(Reader):
         return f"chunk {index} of state {self.manifest.origin.uid}, which holds {held}: restore another state"
 
 
-def _map(path: Path, pack: PackInfo) -> mmap.mmap | str:
-    """The pack mapped copy-on-write; or what is wrong with it, in words."""
+class _Pack:
+    """A pack that is open, and as large as its manifest says."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd, self._size = fd, size
+        self._map: memoryview | None = None
+
+    def mapped(self) -> memoryview:
+        """All of it, copy-on-write.
+
+        :raises Corrupt: it was cut short meanwhile.
+        """
+        if self._map is None:
+            flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0)
+            options = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+            try:
+                self._map = memoryview(mmap.mmap(self.fd, self._size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options))
+            except (OSError, ValueError) as exc:
+                raise Corrupt(
+                    f"a pack of {self._size} bytes cannot be mapped ({exc}): it was cut short, or memory maps have run out"
+                ) from exc
+        return self._map
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+def _open(path: Path, pack: PackInfo) -> _Pack | str:
+    """The pack; or what is wrong with it, in words."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as exc:
         return f"{path} cannot be opened ({exc})"
-    try:
-        size = os.fstat(fd).st_size
-        if size != pack.size:
-            return f"{path} has {size} bytes, {pack.size} were written"
-        flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0)
-        if sys.version_info >= (3, 13):
-            return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, trackfd=False)
-        return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as exc:
-        return f"{path} cannot be read ({exc})"
-    finally:
-        os.close(fd)
+    size = os.fstat(fd).st_size
+    if size == pack.size:
+        return _Pack(fd, size)
+    os.close(fd)
+    return f"{path} has {size} bytes, {pack.size} were written"
+
+
+def _pieces(fd: int, length: int) -> Iterator[memoryview]:
+    for start in range(0, length, CHUNK_BYTES):
+        piece = _memory(min(CHUNK_BYTES, length - start))
+        yield piece[: read_at(fd, piece, start)]
+
+
+def _memory(length: int) -> memoryview:
+    return np.empty(length, np.uint8).data

@@ -1,4 +1,9 @@
-"""The memory tier: states held as slots of the arena, each distinct chunk once, however many states have it."""
+"""The memory tier: states held as slots of the arena, each distinct chunk once, however many states have it.
+
+A digest says which chunks are one only among those of one *party*: what was captured or made here (``OURS``), or what came from one source.
+xxh3 finds rot, and does not resist anyone who makes two chunks of one digest; so chunks of two parties share a slot only once their bytes
+were compared. An arriving state may be made of our own chunks unasked: then it is our bytes that it gets.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,18 @@ import msgspec
 import numpy as np
 
 from datastates.digest import chunk_digest
-from datastates.errors import Closed, Corrupt, InvalidInput, NotFound, OverBudget
+from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, OverBudget
 from datastates.interrupts import Mutex, undisturbed
 from datastates.manifest import CHUNK_BYTES, Manifest
 
 from .arena import Arena
+from .comparing import are_equal
 from .tier import Payload, Placed, Reader, Tier
 
-__all__ = ["MemoryTier"]
+__all__ = ["OURS", "Held", "MemoryTier"]
+
+OURS = ""
+"""The party of what was captured or made in this process."""
 
 _Key = tuple[bytes, int]
 """A chunk's digest and length."""
@@ -26,12 +35,14 @@ _STATE_BYTES, _CHUNK_ENTRY_BYTES = 4096, 256
 """What a state and each of its chunks take as Python objects here, in the engine, and in what the lineage is told of them (measured)."""
 
 
-@dataclass(slots=True)
-class _Held:
-    """A slot that holds a chunk, and how many chunks of states it stands for."""
+@dataclass(slots=True, eq=False)
+class Held:
+    """A slot that holds a chunk, and how many chunks of states it stands for. ``parties`` are those whose chunk of this digest it is."""
 
     slot: int
-    uses: int
+    key: _Key
+    parties: set[str]
+    uses: int = 1
 
 
 @dataclass(slots=True)
@@ -39,7 +50,7 @@ class _State:
     """A state that is held. ``readers`` keep its slots when it is removed."""
 
     manifest: Manifest
-    keys: tuple[_Key, ...]
+    chunks: tuple[Held, ...]
     weight: int
     readers: int = 0
     is_removed: bool = False
@@ -53,14 +64,14 @@ class MemoryTier(Tier):
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._states: dict[str, _State] = {}
-        self._chunks: dict[_Key, _Held] = {}
+        self._chunks: dict[_Key, list[Held]] = {}
         self._shared = Counter[int]()
         self._beside = 0
         self._is_closed = False
         self._lock = Mutex()
 
     def adopt(self, manifest: Manifest, slots: Sequence[int]) -> Placed:
-        """Take over slots that were acquired and filled, one for each chunk in order; they are not to be written again.
+        """Take over slots that were acquired and filled here, one for each chunk in order; they are not to be written again.
 
         Those whose chunk is held already, by another state or earlier in this one, go back to the arena at once. A state
         that is here already gives all of them back.
@@ -76,39 +87,49 @@ class MemoryTier(Tier):
             if placed is not None:
                 self._arena.release(slots)
                 return placed
-            surplus = [slot for key, slot in zip(keys, slots, strict=True) if not self._hold(key, slot)]
-            self._arena.release(surplus)
-            kept = set(slots).difference(surplus)
-            return self._enter(manifest, keys, sum(key[1] for key, slot in zip(keys, slots, strict=True) if slot in kept))
+            chunks = tuple(self._place(key, slot, OURS) for key, slot in zip(keys, slots, strict=True))
+            return self._enter(manifest, chunks, slots)
 
-    def hold(self, keys: Iterable[tuple[bytes, int]]) -> dict[tuple[bytes, int], int]:
-        """Those of these chunks, by digest and length, that are here, with their slots: they stay until ``settle`` or ``let_go``."""
+    def hold(self, keys: Iterable[tuple[bytes, int]], party: str = OURS) -> dict[tuple[bytes, int], Held]:
+        """Those of these chunks, by digest and length, that are ours or the party's: they stay until ``settle`` or ``let_go``."""
         with self._lock:
             self._check_open()
-            return {key: self._chunks[key].slot for key in dict.fromkeys(keys) if self._use(key)}
+            found = {key: self._known(key, party) for key in dict.fromkeys(keys)}
+            held = {key: chunk for key, chunk in found.items() if chunk is not None}
+            for chunk in held.values():
+                chunk.uses += 1
+            return held
 
-    def let_go(self, keys: Iterable[tuple[bytes, int]]) -> None:
+    def let_go(self, held: Iterable[Held]) -> None:
         """Undo ``hold``."""
         with self._lock:
-            self._unuse(keys)
+            self._unuse(held)
 
-    def settle(self, manifest: Manifest, held: Iterable[tuple[bytes, int]], filled: Mapping[tuple[bytes, int], int]) -> Placed:
+    def settle(
+        self,
+        manifest: Manifest,
+        held: Mapping[tuple[bytes, int], Held],
+        filled: Mapping[tuple[bytes, int], int],
+        party: str = OURS,
+    ) -> Placed:
         """Take over a state whose distinct chunks are ``held``, or in slots that were acquired and filled, which are not written again.
 
-        What somebody else brought meanwhile gives its slot back.
+        ``party`` is whoever the filled ones came from. Those that are equal, byte by byte, to what somebody else brought give their
+        slots back.
 
         :raises InvalidInput: a chunk is neither held nor filled; all of them then stay the caller's.
+        :raises Conflict: a state of this uid is here, of other bytes; likewise.
         """
-        keys, held = _keys(manifest), list(held)
+        keys = _keys(manifest)
         left = set(keys).difference(held, filled)
         if left:
             raise InvalidInput(f"state {manifest.origin.uid} came without {len(left)} of its {len(set(keys))} chunks")
         with self._lock:
             self._check_open()
-            return self._settle(manifest, keys, held, dict(filled))
+            return self._settle(manifest, keys, held, filled, party)
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Copy a state into the arena; only chunks that no state here has take memory. ``base`` is not needed here.
+        """Copy a state of ours into the arena; only chunks that no state of ours has take memory. ``base`` is not needed here.
 
         :raises OverBudget: it does not fit.
         """
@@ -119,17 +140,17 @@ class MemoryTier(Tier):
             placed = self._find(manifest)
             if placed is not None:
                 return placed
-            used = [key for key in keys if self._use(key)]  # stays here while the rest is copied without the lock
-            views = {key: view for key, view in zip(keys, payload.chunks, strict=True) if key not in self._chunks}
-            try:
-                slots = self._acquire(manifest, len(views))
-            except BaseException:
-                self._unuse(used)
-                raise
+        held = self.hold(keys)  # stays here while the rest is copied without the lock
+        try:
+            views = {key: view for key, view in zip(keys, payload.chunks, strict=True) if key not in held}
+            slots = self._acquire(manifest, len(views))
+        except BaseException:
+            self.let_go(held.values())
+            raise
         for slot, (key, view) in zip(slots, views.items(), strict=True):
             np.copyto(np.frombuffer(self._arena.memory(slot, key[1]), np.uint8), np.frombuffer(view, np.uint8))
         with self._lock:
-            return self._settle(manifest, keys, used, dict(zip(views, slots, strict=True)))
+            return self._settle(manifest, keys, held, dict(zip(views, slots, strict=True)), OURS)
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
         """Open a state; its slots stay while the reader is open."""
@@ -139,7 +160,7 @@ class MemoryTier(Tier):
             if state is None:
                 raise NotFound(f"state {uid} is not in memory, {len(self._states)} others are")
             state.readers += 1
-            slots = [self._chunks[key].slot for key in state.keys]
+            slots = [chunk.slot for chunk in state.chunks]
         return _MemoryReader(self, self._arena, state, slots, verify=verify)
 
     def uids(self) -> Iterator[str]:
@@ -157,8 +178,8 @@ class MemoryTier(Tier):
         """How many slots removing all these states would free at once."""
         with self._lock:
             states = [self._states[uid] for uid in set(uids) if uid in self._states]
-            uses = Counter(key for state in states if not state.readers for key in state.keys)
-            return sum(self._chunks[key].uses == count for key, count in uses.items())
+            uses = Counter(chunk for state in states if not state.readers for chunk in state.chunks)
+            return sum(chunk.uses == count for chunk, count in uses.items())
 
     def slots_of(self, uids: Iterable[str]) -> int:
         """How many slots all these states have together, those that others share included."""
@@ -169,13 +190,13 @@ class MemoryTier(Tier):
     def bytes_held(self) -> int:
         """Payload bytes that are held, each distinct chunk once."""
         with self._lock:
-            return sum(length for _, length in self._chunks)
+            return sum(length * len(held) for (_, length), held in self._chunks.items())
 
     @property
     def slots_held(self) -> int:
         """Slots of the arena that states hold."""
         with self._lock:
-            return len(self._chunks)
+            return sum(map(len, self._chunks.values()))
 
     @property
     def bytes_beside(self) -> int:
@@ -194,7 +215,7 @@ class MemoryTier(Tier):
         with self._lock:
             state.readers -= 1
             if state.is_removed and not state.readers:
-                self._unuse(state.keys)
+                self._unuse(state.chunks)
 
     # All below runs under the lock
 
@@ -215,23 +236,42 @@ class MemoryTier(Tier):
             )
         return slots
 
-    def _settle(self, manifest: Manifest, keys: tuple[_Key, ...], used: list[_Key], copied: dict[_Key, int]) -> Placed:
-        """Enter a state whose chunks are ``used`` already or were ``copied``; others may have brought the same meanwhile."""
-        placed = self._find(manifest)
-        if placed is not None:
-            self._unuse(used)
-            self._arena.release(copied.values())
-            return placed
-        fresh = {key for key, slot in copied.items() if self._hold(key, slot)}
-        self._arena.release(slot for key, slot in copied.items() if key not in fresh)
-        for key in (Counter(keys) - Counter(used) - Counter(copied.keys())).elements():
-            self._use(key)
-        return self._enter(manifest, keys, sum(length for _, length in fresh))
+    def _settle(
+        self, manifest: Manifest, keys: tuple[_Key, ...], held: Mapping[_Key, Held], filled: Mapping[_Key, int], party: str
+    ) -> Placed:
+        """Enter a state whose chunks are ``held`` already or were ``filled``; others may have brought the same meanwhile."""
+        here = self._states.get(manifest.origin.uid)
+        if here is not None:
+            slots = {**{key: chunk.slot for key, chunk in held.items()}, **filled}
+            self._check_same(here, manifest, slots)
+            self._unuse(held.values())
+            self._arena.release(filled.values())
+            return Placed(here.manifest, 0)
+        distinct = {**held, **{key: self._place(key, slot, party) for key, slot in filled.items()}}
+        for key, count in Counter(keys).items():
+            distinct[key].uses += count - 1
+        return self._enter(manifest, tuple(distinct[key] for key in keys), filled.values())
 
-    def _enter(self, manifest: Manifest, keys: tuple[_Key, ...], bytes_new: int) -> Placed:
+    def _check_same(self, here: _State, manifest: Manifest, slots: Mapping[_Key, int]) -> None:
+        """A uid and a digest do not say that two states are one: whoever came first may have forged them."""
+        is_same = here.manifest.digest == manifest.digest and all(
+            chunk.key in slots and self._are_equal(chunk.slot, slots[chunk.key], chunk.key[1]) for chunk in here.chunks
+        )
+        if not is_same:
+            raise Conflict(
+                f"another state of the uid {manifest.origin.uid} is in memory, of digest {here.manifest.digest[:16]} and other bytes: "
+                "one of them is forged; drop the one that is not to be trusted"
+            )
+
+    def _enter(self, manifest: Manifest, chunks: tuple[Held, ...], slots: Iterable[int]) -> Placed:
+        """``slots`` are what was brought: those that are not needed go back."""
+        kept = {chunk.slot: chunk.key[1] for chunk in chunks}
+        brought = set(slots)
+        self._arena.release(brought.difference(kept))
+        bytes_new = sum(kept[slot] for slot in brought.intersection(kept))
         manifest = msgspec.structs.replace(manifest, packs=(), refs=())
         weight = _weight(manifest)
-        self._states[manifest.origin.uid] = _State(manifest, keys, weight)
+        self._states[manifest.origin.uid] = _State(manifest, chunks, weight)
         self._beside += weight
         for part in _shared_parts(manifest):
             self._shared[id(part)] += 1
@@ -239,20 +279,24 @@ class MemoryTier(Tier):
                 self._beside += _length(part)
         return Placed(manifest, bytes_new)
 
-    def _use(self, key: _Key) -> bool:
-        """Count one more use of a chunk; False when it is not held."""
-        held = self._chunks.get(key)
-        if held is None:
-            return False
-        held.uses += 1
-        return True
+    def _known(self, key: _Key, party: str) -> Held | None:
+        """A chunk of this digest that is the party's, or ours."""
+        held = self._chunks.get(key, ())
+        return next((chunk for chunk in held if party in chunk.parties), next((chunk for chunk in held if OURS in chunk.parties), None))
 
-    def _hold(self, key: _Key, slot: int) -> bool:
-        """Count one more use of a chunk; True when ``slot`` became its place."""
-        if self._use(key):
-            return False
-        self._chunks[key] = _Held(slot, 1)
-        return True
+    def _place(self, key: _Key, slot: int, party: str) -> Held:
+        """Count one more use of a chunk that the party has in ``slot``, which becomes its place if nothing equal is here."""
+        held = self._chunks.setdefault(key, [])
+        for chunk in held:
+            if party in chunk.parties or self._are_equal(chunk.slot, slot, key[1]):
+                chunk.parties.add(party)
+                chunk.uses += 1
+                return chunk
+        held.append(Held(slot, key, {party}))
+        return held[-1]
+
+    def _are_equal(self, one: int, other: int, length: int) -> bool:
+        return one == other or are_equal(self._arena.memory(one, length), self._arena.memory(other, length))
 
     def _drop(self, state: _State) -> int:
         state.is_removed = True
@@ -262,18 +306,19 @@ class MemoryTier(Tier):
             if not self._shared[id(part)]:
                 del self._shared[id(part)]
                 self._beside -= _length(part)
-        return 0 if state.readers else self._unuse(state.keys)
+        return 0 if state.readers else self._unuse(state.chunks)
 
-    def _unuse(self, keys: Iterable[_Key]) -> int:
+    def _unuse(self, chunks: Iterable[Held]) -> int:
         """Count the uses down; the bytes of chunks that nothing uses any more."""
         freed, slots = 0, []
-        for key in keys:
-            held = self._chunks[key]
-            held.uses -= 1
-            if not held.uses:
-                del self._chunks[key]
-                slots.append(held.slot)
-                freed += key[1]
+        for chunk in chunks:
+            chunk.uses -= 1
+            if not chunk.uses:
+                self._chunks[chunk.key].remove(chunk)
+                if not self._chunks[chunk.key]:
+                    del self._chunks[chunk.key]
+                slots.append(chunk.slot)
+                freed += chunk.key[1]
         self._arena.release(slots)
         return freed
 

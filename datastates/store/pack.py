@@ -12,6 +12,7 @@ metadata says (as JSON) what such tensors are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +23,7 @@ import msgspec
 
 from datastates.check import tensors_of
 from datastates.manifest import CHUNK_BYTES, Content, Manifest, TensorSpec
+from datastates.regular import open_regular
 
 __all__ = ["MAX_HEADER", "PAGE", "PackLayout", "Place", "lay_out", "padded", "payload_bytes", "places_of"]
 
@@ -115,7 +117,7 @@ def payload_bytes(path: Path) -> int:
 
     :raises FileNotFoundError: there is no such file.
     """
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         try:
             length = int.from_bytes(file.read(8), "little")
             header = msgspec.json.decode(file.read(min(length, MAX_HEADER)), type=_Header)

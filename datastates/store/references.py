@@ -8,8 +8,9 @@ from pathlib import Path
 
 from datastates.digest import decode_packs
 from datastates.errors import Corrupt, Unavailable
+from datastates.regular import read_regular
 
-from .files import uid_of
+from .files import MAX_MANIFEST, uid_of
 
 __all__ = ["References"]
 
@@ -56,7 +57,7 @@ class References:
 
 def _packs_in(path: Path) -> frozenset[str] | None:
     try:
-        return frozenset(pack.name for pack in decode_packs(path.read_bytes(), source=str(path)))
+        return frozenset(pack.name for pack in decode_packs(read_regular(path, most=MAX_MANIFEST), source=str(path)))
     except (Corrupt, Unavailable, OSError) as exc:
         _log.warning("no pack is removed while a manifest cannot be read: %s", exc)
         return None

@@ -20,17 +20,21 @@ class Payload:
     """A whole state to put: its manifest and, in the manifest's order, the bytes of each chunk.
 
     ``chunks[i]`` has exactly ``manifest.content.chunks[i].length`` bytes, lies anywhere (best at the start of a page: such
-    memory is written as it is), and stays unchanged until ``put`` returns.
+    memory is written as it is), and stays unchanged until ``put`` returns. With ``is_on_demand`` each is made, and checked, whenever it is
+    asked for, so that a state that is larger than memory can be put.
     """
 
     manifest: Manifest
     chunks: Sequence[memoryview]
+    is_on_demand: bool = False
 
     def check(self) -> None:
         """Nothing, if each chunk comes with its bytes.
 
         :raises InvalidInput: they do not fit the manifest.
         """
+        if self.is_on_demand:
+            return
         wanted = [chunk.length for chunk in self.manifest.content.chunks]
         found = [view.nbytes for view in self.chunks]
         if found != wanted:
@@ -51,7 +55,7 @@ class Reader(ABC):
     """One state opened for reading. Views are valid, and their bytes stay as they are, until ``close``.
 
     Every chunk is checked against its digest the first time that it is read, unless the reader was opened with
-    ``verify=False``.
+    ``verify=False``. Only ``span`` and ``lying`` may give memory that a file is mapped to.
     """
 
     manifest: Manifest
@@ -74,6 +78,26 @@ class Reader(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the state; idempotent."""
+
+    def loan(self, start: int, length: int) -> memoryview | None:
+        """As ``span``, for whoever only reads, and only while the reader is open; None: ``gather`` them."""
+        return self.span(start, length)
+
+    def gather(self, start: int, into: memoryview) -> None:
+        """Fill ``into`` with verified bytes of the stream from ``start`` on.
+
+        :raises Corrupt: as ``chunk``.
+        """
+        done = 0
+        for index in self.chunks_of(start, into.nbytes):
+            offset = start + done - index * CHUNK_BYTES
+            piece = self.chunk(index)[offset : offset + into.nbytes - done]
+            into[done : done + piece.nbytes] = piece
+            done += piece.nbytes
+
+    def lying(self, index: int) -> memoryview:
+        """A chunk where it lies, unverified, at an address that stays its own while the reader is open: to be read by other processes."""
+        return self.chunk(index)
 
     def chunks_of(self, start: int, length: int) -> range:
         """The indices of the chunks that ``[start, start + length)`` of the stream lies in.
