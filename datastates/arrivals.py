@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .config import BackPressure
-from .errors import Conflict, InvalidInput, NotFound
+from .errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from .interrupts import undisturbed
 from .landing import StateSink
 from .lineage import clones, refs
 from .lineage.states import Ref, RefKind, State
 from .manifest import Manifest
+from .store.comparing import are_equal
 
 if TYPE_CHECKING:
     from .repository import Repository
@@ -102,6 +103,7 @@ def _arrive(
     memory = repository._memory
     assert memory is not None, "the sink came from it"
     was_here = state.uid in set(memory.uids())
+    _check_on_disk(repository, sink)
     placed = sink.adopt()
     try:
         with repository._database.write(durable=True) as session:  # nobody would tell it again
@@ -122,6 +124,25 @@ def _arrive(
         raise
     repository._runner().adopt(state.uid)
     return now
+
+
+def _check_on_disk(repository: Repository, sink: StateSink) -> None:
+    """What is in memory is read before what is on disk: it must be the same. What has rotted there may come again.
+
+    :raises Conflict: it is not.
+    """
+    uid = sink.manifest.origin.uid
+    if not repository._local.has(uid):
+        return
+    try:
+        with repository._local.open(uid) as reader:
+            if reader.manifest.digest == sink.manifest.digest and all(
+                are_equal(reader.chunk(index), piece) for index in range(len(sink.lengths)) for piece in sink.pieces(index) or ()
+            ):
+                return
+    except (Corrupt, NotFound, Unavailable):
+        return
+    raise Conflict(f"another state of the uid {uid} is on disk here, of other bytes: one of them is forged; drop the one that is")
 
 
 def make_tags(repository: Repository, tags: Sequence[Ref]) -> None:

@@ -1,72 +1,62 @@
-"""States as a folder that can be carried elsewhere: their bytes, their lineage and their tags.
+"""States as a folder that can be carried elsewhere: their bytes, their lineage and their tags (``bundle_files`` says which files).
 
-    <folder>/packs/          packs and manifests, as a repository has them
-    <folder>/lineage.json    every state in question, oldest first, whole or (ancestors) without bytes; which were asked for; tags
-    <folder>/lineage.blake3  the digest of that file, in hex; written last: a folder without it is no bundle
-
-Nothing in it is executed or unpickled. Whoever imports it checks each byte: manifests against the lineage, chunks against manifests.
+Nothing in it is executed or unpickled. A bundle is a stranger: everything is checked, manifests against the lineage, chunks against
+digests that cannot be forged and that the bundle's own digest binds, before anything of it can be seen in the repository; what is
+written is what was checked, whatever happens to the folder meanwhile; and of a bundle that is refused nothing is left.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
+import re
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-from blake3 import blake3
 
 from .arrivals import make_tags
+from .bundle_files import PACKS, VERSION, Lineage, check_places, read_chunks, read_lineage, write_chunks, write_lineage
 from .errors import Conflict, Corrupt, InvalidInput, NotFound, PeerFault, Unavailable
 from .landing.untrusted import check_manifest
-from .lineage import clones, walk
+from .lineage import clones, seals, walk
 from .lineage import refs as lineage_refs
 from .lineage.lookup import ids_of
 from .lineage.record import mark
 from .lineage.states import Ref, RefKind, State, Status
-from .manifest import Manifest
+from .manifest import Manifest, PackInfo
 from .records import record_of, record_of_ref, ref_of, state_of
-from .store.files import sync_folder
-from .store.local import LocalTier
+from .seal import SealedChunks
+from .store.comparing import are_equal
+from .store.local import LocalTier, Staged
+from .store.mapped import MappedReader
 from .store.placing import own_bytes
-from .store.tier import Payload, Placed, Reader
-from .transport.protocol import RefRecord, StateRecord
+from .store.tier import Payload, Placed
 
 if TYPE_CHECKING:
     from .repository import Repository
 
 __all__ = ["Bundle", "export_bundle", "import_bundle"]
 
-_VERSION = 1
-_LINEAGE, _DIGEST, _PACKS = "lineage.json", "lineage.blake3", "packs"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """What a bundle holds: states with their bytes, those asked for first; how many ancestors without bytes; tags.
 
-    ``bytes_new`` is what was written for it.
+    ``bytes_new`` is what was written for it. ``digest`` binds all that it holds: whoever gets it from someone else than the bundle can be
+    sure that the bundle is the one that was written.
     """
 
     states: tuple[State, ...]
     ancestors: int
     tags: tuple[Ref, ...]
     bytes_new: int
-
-
-class _Lineage(msgspec.Struct, frozen=True):
-    """The file ``lineage.json``. ``held`` are the uids of states with bytes."""
-
-    version: int
-    repository: str
-    held: tuple[str, ...]
-    states: tuple[StateRecord, ...]
-    tags: tuple[RefRecord, ...]
+    digest: str
 
 
 def export_bundle(repository: Repository, revs: Sequence[str], folder: str | os.PathLike[str], *, with_parents: bool = False) -> Bundle:
@@ -85,40 +75,43 @@ def export_bundle(repository: Repository, revs: Sequence[str], folder: str | os.
     states = _chosen(repository, revs, with_parents=with_parents)
     was_there = root.exists()
     try:
-        bytes_new = _write_packs(repository, states, root / _PACKS)
-        lineage = _lineage_of(repository, states)
-        _write_lineage(lineage, root)
+        root.mkdir(parents=True, exist_ok=True)
+        found, bytes_new = _write_packs(repository, states, root)
+        lineage = _lineage_of(repository, states, found)
+        digest = write_lineage(lineage, root)
     except BaseException:
-        shutil.rmtree(root / _PACKS if was_there else root, ignore_errors=True)
+        for path in root.iterdir() if was_there else [root]:
+            shutil.rmtree(path, ignore_errors=True)
         raise
-    return Bundle(tuple(states), len(lineage.states) - len(states), tuple(map(ref_of, lineage.tags)), bytes_new)
+    return Bundle(tuple(states), len(lineage.states) - len(states), tuple(map(ref_of, lineage.tags)), bytes_new, digest)
 
 
-def import_bundle(repository: Repository, folder: str | os.PathLike[str]) -> Bundle:
+def import_bundle(repository: Repository, folder: str | os.PathLike[str], *, digest: str | None = None) -> Bundle:
     """Bring the states of a bundle into a repository: durable, with their ancestry, edges, metrics, attributes and tags.
 
-    States that are here already stay as they are. Bytes come first, then the lineage in one transaction.
+    States that are here already stay as they are. All or nothing: everything is checked first, then written beside what is here, then
+    becomes visible with the lineage. ``digest`` is what ``export_bundle`` said, if it came by another way than the bundle.
 
     :raises NotFound: there is no bundle in the folder.
-    :raises Corrupt: a byte of it is wrong; names the file.
+    :raises Corrupt: a byte of it is wrong, or it is not the bundle of that digest; names the file.
     :raises Conflict: another state of the same uid is here.
     """
     root = Path(folder)
-    lineage = _read_lineage(root)
+    lineage, found = read_lineage(root)
+    if digest is not None and digest != found:
+        raise Corrupt(f"{root} is the bundle of digest {found}, not {digest[:64]}: it is another one, or was changed on the way")
     states = _states(lineage)
     with repository._database.read() as session:
-        _check_same(clones.known(session, states), states)
-    placed = _take_packs(repository, [states[uid] for uid in lineage.held], states, root / _PACKS)
-    with repository._database.write(durable=True) as session:
-        clones.import_ancestry(session, list(states.values())[::-1])
-        for uid, each in placed.items():
-            packs = [(pack.name, pack.size) for pack in each.manifest.packs]
-            node, added = repository._home.check_writable(), own_bytes(each.manifest)
-            mark(session, uid, Status.DURABLE, tier="local", node=node, bytes=added, packs=packs)
+        clones.check_ancestry(session, list(states.values()))
+        sealed = seals.seals(session, lineage.held)
+    folder_uid = repository._home.check_writable()
+    with ExitStack() as stack:
+        staged = _stage(repository, root, lineage, states, sealed, stack)
+        placed = _commit(repository, staged, states, source=f"bundle {found[:16]}", folder_uid=folder_uid)
     tags = [ref_of(record) for record in lineage.tags]
     make_tags(repository, tags)
     held = tuple(repository.state(uid) for uid in lineage.held)
-    return Bundle(held, len(states) - len(held), tuple(tags), sum(each.bytes_new for each in placed.values()))
+    return Bundle(held, len(states) - len(held), tuple(tags), sum(each.bytes_new for each in placed.values()), found)
 
 
 # Out
@@ -134,23 +127,24 @@ def _chosen(repository: Repository, revs: Sequence[str], *, with_parents: bool) 
     return list(chosen.values())
 
 
-def _write_packs(repository: Repository, states: Sequence[State], folder: Path) -> int:
-    tier, base, written = LocalTier(folder, direct=repository.config.direct_io), None, 0
+def _write_packs(repository: Repository, states: Sequence[State], root: Path) -> tuple[dict[str, str], int]:
+    """The seal of each state, which it has from now on here too, and how many bytes were written."""
+    tier, base, written = LocalTier(root / PACKS, direct=repository.config.direct_io), None, 0
+    found: dict[str, str] = {}
     for state in states:
         with repository._open_payload(state, verify=True) as reader:
-            placed = _copy(reader, tier, base)
+            chunks = SealedChunks(reader)
+            chunks.check()
+            repository._seal(state.uid, chunks.seal)
+            bare = msgspec.structs.replace(reader.manifest, packs=(), refs=())
+            placed = tier.put(Payload(bare, chunks, is_on_demand=True), base=base)
+            write_chunks(root, state.uid, chunks.digests)
+            found[state.uid] = chunks.seal
         base, written = placed.manifest, written + placed.bytes_new
-    return written
+    return found, written
 
 
-def _copy(reader: Reader, into: LocalTier, base: Manifest | None) -> Placed:
-    """Chunks are read, and thereby checked, as they are; what ``base`` has is not written again."""
-    chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
-    bare = msgspec.structs.replace(reader.manifest, packs=(), refs=())
-    return into.put(Payload(bare, chunks), base=base)
-
-
-def _lineage_of(repository: Repository, states: Sequence[State]) -> _Lineage:
+def _lineage_of(repository: Repository, states: Sequence[State], found: dict[str, str]) -> Lineage:
     uids = [state.uid for state in states]
     with repository._reading() as session:
         above = {id_ for uid in uids for id_ in walk.ancestor_ids(session, uid)}
@@ -158,53 +152,13 @@ def _lineage_of(repository: Repository, states: Sequence[State]) -> _Lineage:
         names = {state.uid for state in everything}
         tags = [ref for ref in lineage_refs.refs(session, RefKind.TAG) if ref.state in names]
         where = clones.repository_uid(session)
-    return _Lineage(_VERSION, where, tuple(uids), tuple(map(record_of, everything)), tuple(map(record_of_ref, tags)))
-
-
-def _write_lineage(lineage: _Lineage, root: Path) -> None:
-    plain = msgspec.to_builtins(lineage)
-    for state in plain["states"]:
-        for name in ("metrics", "attributes"):
-            state[name] = {key: _finite(value) for key, value in state[name].items()}
-    body = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode()
-    for name, data in ((_LINEAGE, body), (_DIGEST, blake3(body).hexdigest().encode())):
-        with (root / name).open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    sync_folder(root)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they stand in a list."""
-    return [str(value)] if isinstance(value, float) and not math.isfinite(value) else value
+    return Lineage(VERSION, where, tuple(uids), tuple(map(record_of, everything)), tuple(map(record_of_ref, tags)), found)
 
 
 # In
 
 
-def _read_lineage(root: Path) -> _Lineage:
-    try:
-        body, wanted = (root / _LINEAGE).read_bytes(), (root / _DIGEST).read_text(encoding="ascii", errors="replace").strip()
-    except FileNotFoundError as exc:
-        raise NotFound(f"{root} holds no bundle, or one that was not written to its end: there is no {exc.filename}") from exc
-    except OSError as exc:
-        raise Unavailable(f"{root} cannot be read: {exc}") from exc
-    if blake3(body).hexdigest() != wanted:
-        raise Corrupt(f"{root / _LINEAGE} fails its digest in {_DIGEST}: it was changed or cut")
-    try:
-        plain = json.loads(body)
-        if plain["version"] != _VERSION:
-            raise Unavailable(f"{root} is a bundle of version {plain['version']}, this datastates reads version {_VERSION}: upgrade it")
-        for state in plain["states"]:
-            for name in ("metrics", "attributes"):
-                state[name] = {key: float(value[0]) if isinstance(value, list) else value for key, value in state[name].items()}
-        return msgspec.convert(plain, _Lineage)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as exc:
-        raise Corrupt(f"{root / _LINEAGE} is no lineage: {exc}") from exc
-
-
-def _states(lineage: _Lineage) -> dict[str, State]:
+def _states(lineage: Lineage) -> dict[str, State]:
     """By uid, each behind its parents."""
     states: dict[str, State] = {}
     for record in lineage.states:
@@ -212,6 +166,8 @@ def _states(lineage: _Lineage) -> dict[str, State]:
             state = state_of(record)
         except PeerFault as exc:
             raise Corrupt(f"the bundle has a state that cannot be one: {exc}") from exc
+        if _DIGEST.fullmatch(state.digest) is None or state.uid in states:
+            raise Corrupt(f"the bundle has state {state.uid} twice, or of a digest that is none")
         lacking = [uid for uid in state.parents if uid not in states]
         if lacking:
             raise Corrupt(f"the bundle has state {state.uid} without its parent {lacking[0]}, or before it")
@@ -222,29 +178,84 @@ def _states(lineage: _Lineage) -> dict[str, State]:
     return states
 
 
-def _check_same(here: dict[str, str], states: dict[str, State]) -> None:
-    for uid, digest in here.items():
-        if states[uid].digest != digest:
-            raise Conflict(
-                f"state {uid} is here with the digest {digest[:16]}, the bundle's has {states[uid].digest[:16]}: one of them is forged"
-            )
-
-
-def _take_packs(repository: Repository, held: Sequence[State], states: dict[str, State], folder: Path) -> dict[str, Placed]:
+def _stage(
+    repository: Repository, root: Path, lineage: Lineage, states: dict[str, State], sealed: dict[str, str], stack: ExitStack
+) -> dict[str, tuple[Staged, Manifest, str]]:
+    """Every state with bytes, checked and written where nobody sees it yet, with its seal."""
+    folder = root / PACKS
     if not folder.is_dir():
         raise NotFound(f"{folder} is not there: the bundle is not whole")
-    source = LocalTier(folder)
-    placed: dict[str, Placed] = {}
-    base: Manifest | None = None
-    for state in held:
+    source, staged = LocalTier(folder), dict[str, tuple[Staged, Manifest, str]]()
+    known: dict[tuple[bytes, int, bytes], tuple[PackInfo, int]] = {}
+    for uid in lineage.held:
         try:
-            reader = source.open(state.uid, verify=True)
+            manifest = source.manifest(uid)
         except NotFound as exc:
-            raise Corrupt(f"the bundle says that it has the bytes of state {state.uid}, and has not: {exc}") from exc
-        with reader:
-            _check_manifest(reader.manifest, state, states)
-            placed[state.uid] = _copy(reader, repository._local, base)
-        base = placed[state.uid].manifest
+            raise Corrupt(f"the bundle says that it has the bytes of state {uid}, and has not: {exc}") from exc
+        _check_manifest(manifest, states[uid], states)
+        check_places(manifest)
+        digests = None if lineage.version == 1 else read_chunks(root, manifest, lineage.seals)
+        reader = stack.enter_context(MappedReader(folder, manifest, verify=True))  # without a lock, which others could hold for ever
+        reader.verify_headers()
+        chunks = SealedChunks(reader, digests)
+        chunks.check()
+        seals.check(sealed.get(uid), chunks.seal, uid)
+        _check_same(repository, manifest, chunks)
+        shared = {key[:2]: known[key] for key in _keys(manifest, chunks) if key in known}
+        bare = msgspec.structs.replace(manifest, packs=(), refs=())
+        made = stack.enter_context(repository._local.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
+        known |= {key: place for key, place in zip(_keys(manifest, chunks), made.places(), strict=False) if key not in known}
+        staged[uid] = made, manifest, chunks.seal
+    return staged
+
+
+def _keys(manifest: Manifest, chunks: SealedChunks) -> list[tuple[bytes, int, bytes]]:
+    return [(chunk.digest, chunk.length, digest) for chunk, digest in zip(manifest.content.chunks, chunks.digests, strict=True)]
+
+
+def _check_same(repository: Repository, manifest: Manifest, chunks: SealedChunks) -> None:
+    """A state that is in memory here is not on disk what somebody else says that it is. (One on disk is compared as it is staged.)"""
+    if repository._memory is None:
+        return
+    uid = manifest.origin.uid
+    try:
+        reader = repository._memory.open(uid)
+    except NotFound:
+        return
+    with reader:
+        are_same = reader.manifest.digest == manifest.digest
+        if not are_same or not all(are_equal(reader.chunk(index), chunk) for index, chunk in enumerate(chunks)):
+            raise Conflict(f"state {uid} is in memory here, with other bytes than the bundle's: one of them is forged")
+
+
+def _committed(staged: Staged, uid: str) -> Placed:
+    placed = staged.commit()
+    if placed is None:
+        raise Unavailable(f"a pack that state {uid} shares was removed while the bundle was imported: import it again")
+    return placed
+
+
+def _commit(
+    repository: Repository, staged: dict[str, tuple[Staged, Manifest, str]], states: dict[str, State], *, source: str, folder_uid: str
+) -> dict[str, Placed]:
+    """Lineage and files become visible together: files first, and they are taken back if the lineage does not take them."""
+    placed: dict[str, Placed] = {}
+    done: list[Staged] = []
+    try:
+        with repository._database.write(durable=True) as session:
+            clones.import_ancestry(session, list(states.values())[::-1])
+            for uid, (each, _, seal) in staged.items():
+                placed[uid] = found = _committed(each, uid)
+                done.append(each)
+                packs = [(pack.name, pack.size) for pack in found.manifest.packs]
+                mark(session, uid, Status.DURABLE, tier="local", node=folder_uid, bytes=own_bytes(found.manifest), packs=packs)
+                seals.seal(session, uid, seal)
+                if not each.was_here:
+                    clones.note(session, uid, node=folder_uid, source=source, bytes_moved=found.bytes_new)
+    except BaseException:
+        for each in reversed(done):
+            each.undo()
+        raise
     return placed
 
 
@@ -253,4 +264,4 @@ def _check_manifest(manifest: Manifest, state: State, states: dict[str, State]) 
     check_manifest(msgspec.structs.replace(manifest, packs=(), refs=()))
     parents = {uid: digest for uid, digest in zip(manifest.origin.parents, manifest.origin.parent_digests, strict=True) if uid in states}
     if manifest.digest != state.digest or parents != {uid: states[uid].digest for uid in state.parents}:
-        raise Corrupt(f"state {state.uid} has another digest, or other parents, in its manifest than in {_LINEAGE}")
+        raise Corrupt(f"state {state.uid} has another digest, or other parents, in its manifest than in the lineage of the bundle")

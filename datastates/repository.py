@@ -29,7 +29,7 @@ from .home import FOLDER, PACKS, settle_in
 from .interrupts import undisturbed
 from .lease import Lease
 from .lineage import refs as lineage_refs
-from .lineage import revision, runs, search, walk
+from .lineage import revision, runs, seals, search, walk
 from .lineage.database import Database
 from .lineage.states import Ref, RefEvent, RefKind, State
 from .location import Location, check_whole, locate
@@ -45,6 +45,7 @@ from .report import RestoreReport, Selection
 from .restore import reads, restore_into
 from .rng import RngState
 from .salvage import naming_a_way_on
+from .seal import SealedChunks
 from .store.arena import Arena
 from .store.local import LocalTier
 from .store.memory import MemoryTier
@@ -284,14 +285,27 @@ class Repository:
 
     @values.takes(rev=values.revision)
     def verify(self, rev: str | State) -> State:
-        """Read every byte of a state and check it.
+        """Read every byte of a state and check it: that it has not rotted, and that it is what it was when it was first exported,
+        imported or verified.
 
         :raises Corrupt: the first that is wrong.
         """
         state = self.state(rev)
-        with undisturbed(), self._open_payload(state) as reader:
+        with undisturbed(), self._open_payload(state, verify=True) as reader:
             reader.verify()
+            chunks = SealedChunks(reader)
+            chunks.check()
+        self._seal(state.uid, chunks.seal)
         return state
+
+    def _seal(self, uid: str, seal: str) -> None:
+        """What a state was found to hold is what it holds from now on, as far as the lineage may be written."""
+        with self._database.read() as session:
+            known = seals.seals(session, [uid]).get(uid)
+        seals.check(known, seal, uid)
+        if known is None and self._database.read_only is None:
+            with self._database.write() as session:
+                seals.seal(session, uid, seal)
 
     def _restore(self, state: State, into: Mapping[str, object], *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
         for tracker in list(self._trackers):

@@ -23,7 +23,18 @@ from .states import NewState, Ref, State, Status
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Clone", "arrive", "check_arrival", "clones_of", "import_ancestry", "known", "repository_uid", "trusted"]
+__all__ = [
+    "Clone",
+    "arrive",
+    "check_ancestry",
+    "check_arrival",
+    "clones_of",
+    "import_ancestry",
+    "known",
+    "note",
+    "repository_uid",
+    "trusted",
+]
 
 _BATCH = 500  # uids in one IN list
 
@@ -72,6 +83,24 @@ def check_arrival(session: Session, state: State, ancestry: Sequence[State], tag
         values.text(tag.message or "", f"the message of tag {tag.name}")
         if tag.state not in coming:
             raise InvalidInput(f"tag {tag.name!r} names state {tag.state[:24]}, which does not come with it: leave the tag out")
+
+
+def check_ancestry(session: Session, states: Sequence[State]) -> None:
+    """Nothing, if ``import_ancestry`` would take these states, each behind its parents; nothing is changed.
+
+    :raises Conflict: a state of the same uid and another digest is here.
+    :raises InvalidInput: a name or a value cannot be stored; names it.
+    """
+    coming = {state.uid: state.digest for state in states}
+    for state in states:
+        check(_new(state, coming, status=Status.EVICTED))
+    _check_same(known(session, coming), states)
+
+
+def note(session: Session, uid: str, *, node: str, source: str, bytes_moved: int) -> None:
+    """A state's bytes came to a folder that they were carried to: they are as good as whoever carried them."""
+    row = {"held": uid, "run": None, "source": source, "source_repository": "", "node": node}
+    session.execute(_INSERT, {**row, "bytes_moved": bytes_moved, "created_at": to_us(None)})
 
 
 def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:

@@ -26,6 +26,7 @@ __all__ = [
     "ReplicaRow",
     "RepositoryRow",
     "RunRow",
+    "SealRow",
     "StateRow",
     "from_us",
     "table",
@@ -219,6 +220,15 @@ class FolderRow(Base):
     path: Mapped[str] = mapped_column(Text)
     host: Mapped[str] = mapped_column(Text)
     seen_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class SealRow(Base):
+    """What a state's chunks hold, by a digest that nobody can forge (see ``datastates/seal.py``)."""
+
+    __tablename__ = "seal"
+
+    state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True, autoincrement=False)
+    digest: Mapped[str] = mapped_column(String(64))
 
 
 class PackRow(Base):

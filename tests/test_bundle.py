@@ -224,7 +224,7 @@ def test_a_forged_lineage_is_refused(repo: Repository, other: Repository, tmp_pa
 def test_an_unfinished_or_newer_bundle_is_refused(repo: Repository, other: Repository, tmp_path: Path) -> None:
     soup(repo)
     export_bundle(repo, ["soup"], tmp_path / "bundle")
-    rewrite(tmp_path / "bundle", lambda plain: plain.update(version=2))
+    rewrite(tmp_path / "bundle", lambda plain: plain.update(version=3))
     with pytest.raises(Unavailable, match="upgrade"):
         import_bundle(other, tmp_path / "bundle")
     (tmp_path / "bundle" / "lineage.blake3").unlink()

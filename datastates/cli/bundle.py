@@ -46,6 +46,9 @@ def export_states(
 def import_states(
     context: typer.Context,
     bundle: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `export` wrote.")],
+    digest: Annotated[
+        str | None, typer.Option("--digest", metavar="HEX", help="What `export` said of it; a bundle of another digest is refused.")
+    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -54,7 +57,7 @@ def import_states(
     with shell.repository() as repository:
         from datastates.bundle import import_bundle
 
-        done = import_bundle(repository, bundle)
+        done = import_bundle(repository, bundle, digest=digest)
         named = {ref.state for ref in repository.refs()}
         for state in done.states:
             if state.uid not in named:
@@ -65,9 +68,18 @@ def import_states(
 def _say(shell: Shell, done: Bundle, where: str, what: str) -> None:
     if shell.as_json:
         uids = [state.uid for state in done.states]
-        shell.write_json({"states": uids, "ancestors": done.ancestors, "tags": [ref.name for ref in done.tags], "bytes": done.bytes_new})
+        shell.write_json(
+            {
+                "states": uids,
+                "ancestors": done.ancestors,
+                "tags": [ref.name for ref in done.tags],
+                "bytes": done.bytes_new,
+                "digest": done.digest,
+            }
+        )
         return
     from .render import size_text
 
     tags = f", tags {', '.join(ref.name for ref in done.tags)}" if done.tags else ""
     shell.write(f"{len(done.states)} states {where}, {size_text(done.bytes_new)} {what}; {done.ancestors} ancestors without bytes{tags}")
+    shell.write(f"its digest is {done.digest}")

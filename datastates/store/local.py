@@ -22,11 +22,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from datastates.digest import decode, encode
 from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
-from datastates.manifest import Manifest
+from datastates.manifest import Manifest, PackInfo
 from datastates.regular import read_regular
 from datastates.sharing import make_folders
 
@@ -333,7 +333,12 @@ class LocalTier(Tier):
 
 
 class Staged(Protocol):
-    """A state that ``LocalTier.stage`` has written."""
+    """A state that ``LocalTier.stage`` has written. ``was_here``: there was nothing to write."""
+
+    was_here: ClassVar[bool]
+
+    def places(self) -> Iterable[tuple[PackInfo, int]]:
+        """Where each chunk lies once it is committed."""
 
     def commit(self) -> Placed | None:
         """Make it visible and durable; None when a pack that it shares was removed, or replaced, meanwhile: stage it again."""
@@ -347,6 +352,10 @@ class _Settled:
     """A state that was here already."""
 
     placed: Placed
+    was_here: ClassVar[bool] = True
+
+    def places(self) -> Iterable[tuple[PackInfo, int]]:
+        return _places(self.placed.manifest)
 
     def commit(self) -> Placed:
         return self.placed
@@ -363,12 +372,20 @@ class _Staged:
     pack: Temporary | None
     file: Temporary
     stamps: Mapping[str, Stamp]
+    was_here: ClassVar[bool] = False
+
+    def places(self) -> Iterable[tuple[PackInfo, int]]:
+        return _places(self.plan.manifest)
 
     def commit(self) -> Placed | None:
         return self.tier._commit(self)
 
     def undo(self) -> None:
         self.tier._undo(self.plan, self.file)
+
+
+def _places(manifest: Manifest) -> Iterator[tuple[PackInfo, int]]:
+    return ((manifest.packs[ref.pack], ref.offset) for ref in manifest.refs)
 
 
 def _readable(manifest: Manifest) -> bytes:

@@ -106,6 +106,10 @@ class MappedReader(Reader):
     def verify(self) -> None:
         """Check every chunk, and the header of every pack."""
         super().verify()
+        self.verify_headers()
+
+    def verify_headers(self) -> None:
+        """Check the header of every pack that is not checked yet."""
         for index in sorted(self._unverified_packs):
             self._check_open()
             pack = self._packs[index]

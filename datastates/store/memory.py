@@ -184,7 +184,7 @@ class MemoryTier(Tier):
     def slots_of(self, uids: Iterable[str]) -> int:
         """How many slots all these states have together, those that others share included."""
         with self._lock:
-            return len({key for uid in uids if (state := self._states.get(uid)) is not None for key in state.keys})
+            return len({chunk for uid in uids if (state := self._states.get(uid)) is not None for chunk in state.chunks})
 
     @property
     def bytes_held(self) -> int:
