@@ -292,9 +292,9 @@ class Repository:
         """
         state = self.state(rev)
         with undisturbed(), self._open_payload(state, verify=True) as reader:
-            reader.verify()
             chunks = SealedChunks(reader)
             chunks.check()
+            reader.verify_headers()
         self._seal(state.uid, chunks.seal)
         return state
 

@@ -159,7 +159,7 @@ def honest() -> Manifest:
 def plain_of(manifest: Manifest) -> dict[str, Any]:
     """The manifest as nested lists."""
     content, unpack = manifest.content, msgspec.msgpack.decode
-    plain = {"skeleton": unpack(content.skeleton), "values": unpack(content.values), "tensors": unpack(content.tensors)}
+    plain: dict[str, Any] = {"skeleton": unpack(content.skeleton), "values": unpack(content.values), "tensors": unpack(content.tensors)}
     rest = {"chunks": content.chunks, "origin": manifest.origin, "packs": manifest.packs, "refs": manifest.refs}
     return plain | {name: unpack(msgspec.msgpack.encode(part)) for name, part in rest.items()}
 
@@ -212,7 +212,7 @@ def take_manifest(data: bytes) -> None:
 
 def make_bundle(folder: Path) -> None:
     """A bundle of three states, of which one is without bytes, and a tag."""
-    weights = {"zeros": torch.zeros(20_000), "w": torch.arange(5.0), "n": 3}
+    weights: dict[str, Any] = {"zeros": torch.zeros(20_000), "w": torch.arange(5.0), "n": 3}
     with opened(folder / "made") as repo:
         with repo.track(branch="main", rng=False, box=weights) as run:
             for number in range(3):

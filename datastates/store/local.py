@@ -119,15 +119,18 @@ class LocalTier(Tier):
             ) from exc
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
-        """Open a state; its packs stay mapped while the reader is open.
+        """Open a state; its packs stay open while the reader is.
 
-        :raises Unavailable: the folder itself is gone.
+        :raises Unavailable: the folder itself is gone, or cannot be read.
         """
         self._check_open()
         if not self.root.is_dir():
             raise Unavailable(f"state {uid} cannot be read: {self._gone()}", trouble=f"gone: {self.root}")
-        with locked(self.root, is_shared=True, is_needed=False):
-            return MappedReader(self.root, self.manifest(uid), verify=verify)
+        try:
+            with locked(self.root, is_shared=True, is_needed=False):
+                return MappedReader(self.root, self.manifest(uid), verify=verify)
+        except OSError as exc:
+            raise Unavailable(f"state {uid} cannot be read in {self.root} ({exc})") from exc
 
     def manifest(self, uid: str) -> Manifest:
         """The manifest of a state, checked.

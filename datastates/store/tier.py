@@ -121,6 +121,12 @@ class Reader(ABC):
             checkpoint()
             self.chunk(index)
 
+    def verify_headers(self) -> None:  # noqa: B027  # most tiers have nothing there
+        """Check what lies beside the chunks, if something does.
+
+        :raises Corrupt: it is wrong.
+        """
+
     def __enter__(self) -> Self:
         return self
 

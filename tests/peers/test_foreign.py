@@ -17,6 +17,7 @@ from tests.colliding import collide_somewhere
 from tests.peers.pairs import MIB, Made
 
 SIZE = 50_000
+TOKEN = "the token of whoever may write"
 
 
 def forged(seed: int = 0) -> torch.Tensor:
@@ -44,7 +45,7 @@ def test_a_pushed_chunk_is_not_what_a_capture_of_its_digest_refers_to(made: Made
     attacker, victim = made.repo(), made.repo(tmp_path / "victim")
     theirs = attacker.track(rng=False, box={"w": forged()})
     theirs.capture().wait()
-    peer = made.peer(victim.serve(url, is_writable=True))
+    peer = made.peer(victim.serve(url, is_writable=True, token=TOKEN), token=TOKEN)
     pushed = peer.push("main", repo=attacker).state
 
     ours = victim.track(rng=False, box={"w": zeros()})
@@ -93,12 +94,12 @@ def test_a_state_of_ours_cannot_be_replaced_by_one_that_is_pushed(made: Made, ur
     victim = made.repo(tmp_path / "victim")
     victim.track(rng=False, box={"w": zeros()}).capture().wait("durable")
     attacker = forger(made, victim, tmp_path)
-    assert made.peer(victim.serve(url, is_writable=True)).push("main", repo=attacker).bytes_moved == 0
+    assert made.peer(victim.serve(url, is_writable=True, token=TOKEN), token=TOKEN).push("main", repo=attacker).bytes_moved == 0
     assert holds(victim, "main", zeros())
     victim.close()
     again = made.repo(tmp_path / "victim")
     with pytest.raises(Conflict, match="forged"):
-        made.peer(again.serve(url, is_writable=True)).push("main", repo=attacker)
+        made.peer(again.serve(url, is_writable=True, token=TOKEN), token=TOKEN).push("main", repo=attacker)
     assert holds(again, "main", zeros())
     again.verify("main")
 
