@@ -38,6 +38,7 @@ from torch import nn
 import datastates
 from datastates import Capture, Config, DatastatesError, Repository, Status, Tracker
 from datastates.errors import Closed, Unavailable
+from tests import warm
 
 BOUND_S = 60.0
 """No act takes so long on the slowest of machines, unless it hangs."""
@@ -235,7 +236,7 @@ def _check(folder: Path, said: Path) -> None:
 
 def _process(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.interrupts", *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
+    return warm.run(command, capture_output=True)
 
 
 def drive(folder: Path, count: int, *, share: int = SHARE, seed: int = 0) -> Counter[str]:

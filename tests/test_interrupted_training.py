@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.effort import effort
 from tests.interrupts import ANOMALIES, drive
 
 
 def test_interrupts_at_random_moments_neither_hang_a_training_nor_lose_what_was_durable(tmp_path: Path) -> None:
-    counts = drive(tmp_path, 150)
-    assert counts["interrupts"] >= 150
+    count = effort(1000, 100)
+    counts = drive(tmp_path, count)
+    assert counts["interrupts"] >= count
     assert not {name: number for name, number in counts.items() if name in ANOMALIES}
     assert counts["durable, read again"]

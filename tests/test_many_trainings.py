@@ -17,9 +17,10 @@ import torch
 import datastates
 from datastates import Config, Repository, Status
 from tests.contending import MOVE_EVERY, RACE_EVERY
+from tests.effort import effort
 from tests.forge import Forge, forge
 
-PROCESSES, CAPTURES = 8, 200
+PROCESSES, CAPTURES = effort(8, 4), effort(200, 100)
 
 Tell = Callable[[str, object], None]
 

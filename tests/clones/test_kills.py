@@ -1,4 +1,4 @@
-"""Two hundred deaths in the middle of clones, of the source or of the receiver: no hang, no wrong byte, nothing left behind."""
+"""Deaths in the middle of clones, of the source or of the receiver: no hang, no wrong byte, nothing left behind."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from datastates.transport import loop
 from datastates.transport.fetch import fetch
 from datastates.transport.session import Session
 from tests.clones.processes import AT_ONCE_S, PATIENCE_S, PIECES, Served, Start, bounded, eventually, make, pieces_of, same
+from tests.effort import effort
 from tests.forge import Forge, Job
 from tests.transport.stores import UID, MemorySink
 
@@ -63,7 +64,7 @@ async def clone_bytes(url: str, sinks: list[MemorySink], on_progress: Callable[[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", range(9))
+@pytest.mark.parametrize("batch", range(effort(9, 3)))
 def test_a_source_may_die_at_any_moment(smith: Forge, batch: int) -> None:
     """Of every chunk that was accepted each byte is right, and an error comes at once."""
     outcomes = []
@@ -121,7 +122,7 @@ def test_receivers_may_die_at_any_moment(smith: Forge, start: Start) -> None:
     eventually(lambda: source.facts()["peers"] == "0", AT_ONCE_S)
     before = source.facts()
 
-    for first in range(0, 100, BATCH):
+    for first in range(0, effort(100, 30), BATCH):
         with bounded(60), ExitStack() as stack:
             jobs = [
                 stack.enter_context(

@@ -12,8 +12,9 @@ from typing import Any
 
 from datastates.lineage import Database, refs, walk
 from tests import warm
+from tests.effort import effort
 
-PROCESSES, OWN, SHARED = 8, 180, 20
+PROCESSES, OWN, SHARED = effort(8, 4), effort(180, 90), effort(20, 10)
 
 
 def test_nothing_is_lost_when_many_processes_record(empty_url: str, record_property: Callable[[str, object], None]) -> None:
