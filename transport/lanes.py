@@ -97,6 +97,10 @@ class Lanes:
         else:
             self._early.append(lane)
 
+    def cut(self) -> int:
+        """Break the connections that there are; how many."""
+        return 0 if self._link is None else self._link.cut()
+
     async def leave(self) -> None:
         """No lane joins any more; the link was aborted before. Idempotent."""
         if not self._is_closed:
@@ -177,6 +181,12 @@ class _LanesLink(Link):
             return
         self._lanes.add(lane)
         lane.give(self)
+
+    def cut(self) -> int:
+        """Break every lane."""
+        for lane in self._lanes:
+            lane.cut()
+        return len(self._lanes)
 
     def _begin(self, direction: Direction) -> asyncio.Future[None]:
         if self._error is not None:
@@ -318,6 +328,10 @@ class _Lane:
     def end(self) -> None:
         """Shut it down: the thread ends. On the loop's thread."""
         self._link.put(None)
+        self.cut()
+
+    def cut(self) -> None:
+        """Break the connection."""
         with suppress(OSError):  # it is no connection yet, or none any more
             socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # TLS's own would take the key away under the thread
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import socket
@@ -10,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,8 @@ from datastates import Cancelled, Disconnected, Repository
 from datastates.errors import Dirty, InvalidInput, NotFound, Unauthorized, Unavailable
 from datastates.landing import ObjectsSink
 from datastates.transport.protocol import FIRST_FRAME_BYTES, MAGIC, PROTOCOL_VERSION, Hello, encode
+from datastates.transport.registry import transport_for
+from datastates.transport.tcp_transport import TcpTransport
 from tests.clones.processes import (
     AT_ONCE_S,
     MIB,
@@ -297,16 +298,10 @@ def test_a_data_connection_that_breaks_is_made_anew(start: Start, is_atomic: boo
 
 
 def break_data_connections(source: Served) -> int:
-    """Shut down every connection of this process but those of the source's own protocol; how many that were."""
-    control, count = int(source.url.rpartition(":")[2]), 0
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the one that lists them; one that is not connected
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if connection.family != socket.AF_UNIX and connection.getpeername()[1] != control:
-                        connection.shutdown(socket.SHUT_RDWR)
-                        count += 1
-    return count
+    """Shut down every connection of this process over which bytes travel; how many that were."""
+    transport = transport_for(source.url)
+    assert isinstance(transport, TcpTransport)
+    return transport.cut()
 
 
 @pytest.mark.parametrize("is_atomic", [True, False])
