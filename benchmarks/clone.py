@@ -41,7 +41,14 @@ GOAL = 0.85
 
 LATENCY_GOAL_MS = 30.0
 
-OURS = ("datastates, in place", "datastates, atomic", "datastates over UCX, in place", "datastates over UCX, atomic")
+OURS = (
+    "datastates, in place",
+    "datastates, atomic",
+    "datastates over TCP, in place",
+    "datastates over TCP, atomic",
+    "datastates over TLS, in place",
+    "datastates over UCX, in place",
+)
 """Read where it lies, as on one host; and over the wire, as between two."""
 
 
@@ -352,7 +359,7 @@ def latency(*, quick: bool, rounds: int) -> dict[str, Any]:
 
 def serving(*, quick: bool, rounds: int) -> dict[str, Any]:
     """A 29M-parameter GPT that trains while a receiver clones its state without a pause."""
-    here = _possible([FLOOR, "datastates, in place", "datastates over UCX, in place"])
+    here = _possible([FLOOR, "datastates, in place", "datastates over TCP, in place"])
     rows, found = [], {}
     with _pairs("serving", here, quick) as pairs:
         for pair in pairs:

@@ -10,9 +10,10 @@ import importlib.util
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
 from multiprocessing.connection import Connection
@@ -285,22 +286,21 @@ def _into(objects: Objects, state: dict[str, Any]) -> None:
         torch._foreach_copy_(state_tensors(objects), state_tensors(state))
 
 
-_servers: dict[int, datastates.Server] = {}
+_repos: dict[int, datastates.Repository] = {}
 
 
-def _server(objects: Objects) -> datastates.Server:
-    """A captured state, served until the process ends: one for all ways, as memory is short."""
-    if id(objects) in _servers:
-        return _servers[id(objects)]
+def _repo(objects: Objects) -> datastates.Repository:
+    """A captured state, until the process ends: one for all ways, as memory is short."""
+    if id(objects) in _repos:
+        return _repos[id(objects)]
     ends = contextlib.ExitStack()
     atexit.register(ends.close)
     folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="datastates-clone-"))
     room = state_bytes(objects) * 5 // 4 + (256 << 20)
     repo = ends.enter_context(datastates.open(folder, config=Config(memory_bytes=room, durable_interval_s=None)))
     repo.track(**objects).capture().wait()
-    server = _servers[id(objects)] = repo.serve("ucx://127.0.0.1:0")
-    ends.callback(server.close)
-    return server
+    _repos[id(objects)] = repo
+    return repo
 
 
 class Ours(Way):
@@ -309,18 +309,24 @@ class Ours(Way):
     is_atomic = False
     is_connected = True
     is_near = True  # read from the sender's memory, which both processes of this benchmark may do
+    data = "tcp"
+    is_secret = False
 
     def offer(self) -> None:
         self.ends = contextlib.ExitStack()
-        self.wire.send(_server(self.objects).url)
+        scheme = "ucx" if self.data == "ucx" else "tcp"
+        self.tls = self.ends.enter_context(_certificate()) if self.is_secret else None
+        server = self.ends.enter_context(_repo(self.objects).serve(f"{scheme}://127.0.0.1:0", data=self.data, tls=self.tls))
+        self.wire.send((server.url, self.tls and self.tls.certificate))
 
     def expect(self) -> None:
         self.ends = contextlib.ExitStack()
-        self.url = self.wire.recv()
+        self.url, trusted = self.wire.recv()
+        self.tls = None if trusted is None else datastates.Tls(trusted=trusted)
         self.peer = self._connect() if self.is_connected else None
 
     def _connect(self) -> datastates.Peer:
-        peer = datastates.connect(self.url)
+        peer = datastates.connect(self.url, data=self.data, tls=self.tls)
         self.ends.callback(peer.close)
         return peer
 
@@ -341,16 +347,41 @@ class OursAtomic(Ours):
     is_atomic = True
 
 
+class OursOverTcp(Ours):
+    """As between two hosts: over our own connections, authenticated."""
+
+    is_near = False
+
+
+class OursAtomicOverTcp(OursAtomic):
+    """As between two hosts."""
+
+    is_near = False
+
+
+class OursOverTls(Ours):
+    """Encrypted."""
+
+    is_near = False
+    is_secret = True
+
+
 class OursOverUcx(Ours):
-    """As between two hosts."""
+    """Over UCX."""
 
     is_near = False
+    data = "ucx"
 
 
-class OursAtomicOverUcx(OursAtomic):
-    """As between two hosts."""
-
-    is_near = False
+@contextlib.contextmanager
+def _certificate() -> Iterator[datastates.Tls]:
+    """For 127.0.0.1, signed by itself."""
+    with tempfile.TemporaryDirectory(prefix="datastates-tls-") as folder:
+        certificate, key = Path(folder, "certificate.pem"), Path(folder, "key.pem")
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+        command += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+        subprocess.run(command, check=True, capture_output=True)
+        yield datastates.Tls(certificate=certificate, key=key)
 
 
 class OursConnecting(Ours):
@@ -369,15 +400,17 @@ WAYS: dict[str, type[Way]] = {
     "torch.save + load, shared memory": TorchSave,
     "datastates, in place": Ours,
     "datastates, atomic": OursAtomic,
+    "datastates over TCP, in place": OursOverTcp,
+    "datastates over TCP, atomic": OursAtomicOverTcp,
+    "datastates over TLS, in place": OursOverTls,
     "datastates over UCX, in place": OursOverUcx,
-    "datastates over UCX, atomic": OursAtomicOverUcx,
     "datastates, with connect": OursConnecting,
 }
 
 
 def why_not(name: str) -> str | None:
     """Why a way cannot be measured here; None when it can."""
-    if issubclass(WAYS[name], UcxxStream | Ours) and importlib.util.find_spec("ucxx") is None:
+    if issubclass(WAYS[name], UcxxStream | OursOverUcx) and importlib.util.find_spec("ucxx") is None:
         return "ucxx is not installed (pip install datastates[cu12])"
     if WAYS[name] is TorchFt and importlib.util.find_spec("torchft") is None:
         return "torchft is not installed (pip install --no-deps torchft-nightly, and its opentelemetry packages)"
