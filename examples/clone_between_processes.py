@@ -68,7 +68,7 @@ def train_and_serve(folder: str) -> int:
             run.capture(metrics={"loss": loss})
             if run.step == STEPS:
                 break
-        with repo.serve("ucx://127.0.0.1:0") as server:
+        with repo.serve("tcp://127.0.0.1:0") as server:
             command = [sys.executable, __file__, "--clone", server.url]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
                 losses = ours.further()  # while the other one clones
