@@ -22,7 +22,7 @@ from .lineage.states import Ref, RefKind, State
 from .manifest import Manifest
 from .records import record_of, record_of_ref, ref_of, state_of
 from .serving import StateSource
-from .store.tier import Reader
+from .store.tier import Reader, Tier
 from .transfer import Cloned, Progress, Transfer
 from .transport import loop
 from .transport.contract import Tls, tls_of
@@ -253,7 +253,7 @@ class Peer:
     def begin_push(self, rev: str, *, repo: Repository, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
         """As ``push``, in the background."""
         state = repo.state(rev)
-        source = _CountedSource(repo._open_payload(state, verify=False))
+        source = _CountedSource(repo._open_payload(state, verify=False), repo._local)
         landed: list[StateRecord] = []
 
         async def move(progress: Progress) -> Fetched:
@@ -543,8 +543,8 @@ class Peer:
 class _CountedSource(StateSource):
     """What a peer asks for of a state that is pushed: ``moved`` bytes in ``chunks`` chunks so far."""
 
-    def __init__(self, reader: Reader) -> None:
-        super().__init__(reader)
+    def __init__(self, reader: Reader, local: Tier) -> None:
+        super().__init__(reader, local)
         self.moved = self.chunks = 0
         self.on_chunk: Callable[[int], None] = lambda _: None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import TracebackType
@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from . import arrivals, digest, values
-from .errors import Closed, Disconnected, InvalidInput, PeerFault
+from .errors import Closed, DatastatesError, Disconnected, InvalidInput, PeerFault
 from .landing import StateSink
-from .lineage import clones, revision, search, walk
+from .lineage import clones, deadline, revision, search, walk
 from .lineage import refs as lineage_refs
-from .lineage.deadline import within
 from .lineage.states import Ref, State
 from .pushroom import PushRoom, Room
 from .records import record_of, record_of_ref, ref_of, state_of
-from .store.tier import Reader
+from .store.tier import Reader, Tier
 from .transport import loop
 from .transport import server as transport_server
 from .transport.chain import Chains
@@ -33,10 +32,13 @@ from .transport.sink import Sink
 from .transport.store import Source
 
 if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
     from .repository import Repository
 
 __all__ = ["RepositoryStore", "Server", "ServerStats"]
 
+_PAGE = 1000  # states; whoever wants more asks again
 _TAGS = 1000  # each is a transaction of its own
 _PUSHERS = "push"
 """Whoever has the token and may write: one party, whose states lend each other chunks."""
@@ -45,10 +47,11 @@ _VERSION = version("datastates")  # found now: a process that forks while a thre
 
 
 class StateSource:
-    """An open reader, as a source: the state stays pinned until it is closed. Its bytes are checked by who receives them."""
+    """An open reader, as a source: the state stays pinned until it is closed, or its memory is wanted back; then it is read on from
+    ``local``, if that has it. Its bytes are checked by who receives them."""
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    def __init__(self, reader: Reader, local: Tier | None = None) -> None:
+        self._reader, self._local = reader, local
         self.manifest = digest.encode(msgspec.structs.replace(reader.manifest, packs=(), refs=()))
         self.lengths = tuple(chunk.length for chunk in reader.manifest.content.chunks)
 
@@ -63,6 +66,19 @@ class StateSource:
     def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
         """Whether these are the bytes that were captured."""
         return digest.pieces_digest(pieces) == self._reader.manifest.content.chunks[index].digest
+
+    def when_wanted(self, tell: Callable[[], None]) -> None:
+        """It gives way to captures."""
+        self._reader.when_wanted(tell)
+
+    def recall(self) -> bool:
+        """Read on from disk."""
+        pinned, found = self._reader, None
+        if self._local is not None:
+            with suppress(DatastatesError):
+                found = self._reader = self._local.open(pinned.manifest.origin.uid, verify=False)
+        pinned.close()
+        return found is not None
 
     def close(self) -> None:
         """Unpin it."""
@@ -87,32 +103,41 @@ class RepositoryStore:
         with self._repository._database.read() as session:
             return Identity(clones.repository_uid(session), self._repository.node, _VERSION)
 
+    @contextmanager
+    def _asked(self) -> Iterator[Session]:
+        """A session for a question of a peer, which costs no more than so much time."""
+        with deadline.within(ANSWER_S), self._repository._reading() as session:
+            yield session
+
     def refs(self) -> list[RefRecord]:
         """Every branch and tag."""
-        with within(ANSWER_S), self._repository._reading() as session:
+        with self._asked() as session:
             return [record_of_ref(ref) for ref in lineage_refs.refs(session)]
 
     def find(self, query: str, limit: int, after: str | None) -> StatePage:
         """A page of what a query finds."""
-        with within(ANSWER_S), self._repository._reading() as session:
-            page = search.find(session, query, after=after, limit=limit)
+        with self._asked() as session:
+            page = search.find(session, query, after=after, limit=min(limit, _PAGE))
         return StatePage(tuple(map(record_of, page.states)), page.next)
 
     def log(self, rev: str, limit: int, after: str | None) -> StatePage:
         """A page of a state and its ancestors, newest first."""
-        with within(ANSWER_S), self._repository._reading() as session:
+        limit = min(limit, _PAGE)
+        with self._asked() as session:
             found = walk.log(session, revision.resolve(session, rev).uid, limit=limit + 1, after=after)
         states = tuple(map(record_of, found[:limit]))
         return StatePage(states, states[-1].uid if len(found) > limit else None)
 
     def resolve(self, rev: str) -> StateRecord:
         """The state that a revision names."""
-        with within(ANSWER_S):
-            return record_of(self._repository.state(rev))
+        with self._asked() as session:
+            return record_of(revision.resolve(session, rev))
 
     def open(self, uid: str) -> Source:
         """Pin a state: in memory if it is there, else on disk."""
-        return StateSource(self._repository._open_payload(self._repository.state(uid), verify=False))
+        with deadline.within(ANSWER_S):
+            state = self._repository.state(uid)
+        return StateSource(self._repository._open_payload(state, verify=False), self._repository._local)
 
     def check_writable(self) -> None:
         """Refuse pushes unless they were allowed."""
@@ -179,7 +204,8 @@ class ServerStats:
 
     ``refused_for`` says why: ``room`` (no place for the connection), ``gave way`` (to others that came while it proved nothing), ``late``
     (it proved nothing in time), ``left``; or the kind of the error that it was told, such as ``unauthorized``. ``connections`` are here
-    now, those that have not proved anything yet among them. ``made_way`` counts peers that ended because others waited for their place.
+    now, those that have not proved anything yet among them. ``made_way`` counts peers that ended because others waited for their place,
+    ``pins_revoked`` states that peers held open and whose memory a capture needed.
     """
 
     bytes_sent: int
@@ -190,12 +216,14 @@ class ServerStats:
     refused_for: Mapping[str, int] = field(default_factory=dict)
     connections: int = 0
     made_way: int = 0
+    pins_revoked: int = 0
 
 
 class Server:
     """States of a repository, served while training goes on; made by ``Repository.serve``. Safe from any thread.
 
-    What a peer clones is pinned: its memory is not used for new captures until the peer is done, or silent for ``timeout_s``.
+    What a peer clones is pinned: its memory is used for new captures only once the peer is done, or silent for ``timeout_s``; or at once,
+    when a capture would have to wait for it. The clone goes on from disk then, or fails and says so.
     """
 
     def __init__(
@@ -227,6 +255,7 @@ class Server:
             refused_for={kind: count for kind, count in refused_for.items() if count},
             connections=door.admission.connections,
             made_way=server.made_way,
+            pins_revoked=server.sent.recalled,
         )
 
     @values.takes(grace_s=values.seconds)

@@ -33,12 +33,16 @@ from datastates import (
     digest,
     serving,
 )
+from datastates.config import BackPressure
 from datastates.errors import Cancelled, PeerFault
 from datastates.lineage import clones
 from datastates.lineage.holders import replicas_of
 from datastates.records import record_of, state_of
 from datastates.serving import RepositoryStore
+from datastates.transport import loop
+from datastates.transport.feed import Feed
 from datastates.transport.protocol import Offer, RefRecord
+from datastates.transport.session import Session
 from datastates.transport.sink import Sink
 from datastates.transport.store import Source
 from tests.forge import Forge, forge
@@ -194,6 +198,55 @@ def test_a_state_that_is_cloned_keeps_its_memory_until_it_is_done(tmp_path: Path
         held = repo._arena.available
         source.close()
         assert repo._arena.available == held + 1
+
+
+class Pinning:
+    """A reader that opens every state that it finds, and lets go of none."""
+
+    def __init__(self, server: datastates.Server) -> None:
+        self.server, self.feeds, self.seen = server, list[Feed](), set[str]()
+        self.session = loop.run(Session.connect(server.url))
+
+    def open_all(self) -> None:
+        for ref in loop.run(self.session.refs()):
+            if ref.state not in self.seen:
+                self.seen.add(ref.state)
+                _, feed = loop.run(self.session.open(ref.state))
+                assert feed is not None
+                self.feeds.append(feed)
+
+    def read(self, number: int) -> bytes:
+        """The first chunk of a state that was opened."""
+        memory = bytearray(self.feeds[number].lengths[0])
+        loop.run(self.feeds[number].receive(0, [memoryview(memory)]))
+        return bytes(memory)
+
+
+@pytest.mark.parametrize("back_pressure", ["wait", "skip"])
+def test_a_reader_that_holds_states_open_does_not_stop_a_training(tmp_path: Path, back_pressure: str) -> None:
+    config = Config(memory_bytes=8 * SLOT, durable_interval_s=None, back_pressure=BackPressure(back_pressure))
+    weights = torch.zeros(SLOT // 4)
+    with datastates.open(tmp_path / "busy", config=config) as busy, busy.serve("memory://") as server:
+        run = busy.track(weights={"it": weights}, rng=False)
+        reader, taken = Pinning(server), 0
+        for number in range(40):
+            weights.fill_(number)
+            capture = run.capture()
+            with suppress(Unavailable):
+                capture.wait(timeout_s=20)
+                taken += 1
+            if number == 1:
+                busy.tag("kept", "main")
+                busy.state("kept")
+                busy._wait_until_drained()
+            reader.open_all()
+        assert taken >= (40 if back_pressure == "wait" else 20)  # one that would have to wait is skipped
+        assert server.stats().pins_revoked >= 10
+        with pytest.raises(Unavailable, match="clone again"):
+            reader.read(5)
+        assert reader.read(1) == bytes(torch.ones(SLOT // 4).numpy()), "it is on disk"
+        assert reader.read(len(reader.feeds) - 1), "nobody needed its memory"
+        loop.run(reader.session.close())
 
 
 def test_a_byte_that_rots_on_disk_is_found_by_who_receives_it(repo: Repository, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class Answers:
             manifest, lengths = bytes(source.manifest), tuple(source.lengths)
             addresses = await self._addresses(source) if question.near and self._is_near() else ()
             upstream = self._join(question)
-            handle = self._sending.add(source, question.uid)
+            handle = self._sending.add(source, question.uid, is_near=bool(addresses))
         except BaseException:
             self._service.threads.submit(source.close)
             raise

@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from datastates.errors import Closed, Corrupt, DatastatesError, Disconnected, InvalidInput, PeerFault
+from datastates.errors import Closed, Corrupt, DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.seldom import Seldom
 
 from .contract import Link
-from .failures import describe
+from .failures import again, describe
 from .fingerprints import Fingerprints, digest_of
 from .pieces import cut
 from .plane import Plane, surely
 from .protocol import Digests, Gone, Message, Took, Want
-from .store import Source
+from .store import Source, SupportsRecall
 
 __all__ = ["HANDLES", "WANTS", "Sending", "Sent"]
 
@@ -36,11 +36,13 @@ _logger.addFilter(Seldom())
 
 @dataclass(slots=True)
 class Sent:
-    """What has left this process: by all sessions that share it. ``states`` counts bytes by uid."""
+    """What has left this process: by all sessions that share it. ``states`` counts bytes by uid, ``recalled`` those whose
+    memory was wanted back while a peer held them open."""
 
     bytes: int = 0
     chunks: int = 0
     states: Counter[str] = field(default_factory=Counter)
+    recalled: int = 0
 
 
 @dataclass(slots=True)
@@ -53,6 +55,9 @@ class _Held:
     sends: dict[asyncio.Task[None], Want] = field(default_factory=dict)
     wanted: set[int] = field(default_factory=set)
     is_released: bool = False
+    is_near: bool = False
+    recall: asyncio.Task[None] | None = None
+    error: DatastatesError | None = None
 
 
 class Sending:
@@ -72,6 +77,8 @@ class Sending:
         self._held: dict[int, _Held] = {}
         self._next = 0
         self._refusals: set[asyncio.Task[None]] = set()
+        self.end: Callable[[DatastatesError], None] = lambda error: None
+        """Ends the session; for a state that the peer reads by itself there is no other way to take it back."""
         self._moving, self._moved_at, self._used_at = 0, clock(), clock()
         self.bytes = 0
         self.is_draining = False
@@ -96,15 +103,23 @@ class Sending:
         """For how long the peer has held states open without wanting anything of them."""
         return self._clock() - self._used_at if self._held and not self.running else 0.0
 
-    def add(self, source: Source, uid: str) -> int:
-        """Hold a source open; it is closed with the handle, or with the session.
+    def add(self, source: Source, uid: str, *, is_near: bool = False) -> int:
+        """Hold a source open; it is closed with the handle, or with the session. ``is_near``: the peer knows where it lies.
 
         :raises InvalidInput: the peer holds too many already.
         """
         if len(self._held) >= HANDLES:
             raise InvalidInput(f"{self._peer} holds {HANDLES} states open: release one of them first")
         handle, self._next = self._next, self._next + 1
-        self._held[handle] = _Held(source, uid, tuple(source.lengths), digest_of([memoryview(source.manifest)]))
+        self._held[handle] = _Held(source, uid, tuple(source.lengths), digest_of([memoryview(source.manifest)]), is_near=is_near)
+        if isinstance(source, SupportsRecall):
+            loop = asyncio.get_running_loop()
+
+            def tell() -> None:
+                with suppress(RuntimeError):  # the loop has ended, and its sources with it
+                    loop.call_soon_threadsafe(self._take_back, handle)
+
+            source.when_wanted(tell)
         self._used_at = self._clock()
         return handle
 
@@ -150,6 +165,7 @@ class Sending:
         if max(question.indexes) >= len(held.lengths):
             raise PeerFault(f"{self._peer} asks for the digest of chunk {max(question.indexes)} of {len(held.lengths)}")
         self._used_at = self._clock()
+        await _settled(held)
         reads = [asyncio.create_task(self._fingerprints.of(held.state, index, held.source)) for index in question.indexes]
         held.reads.update(reads)
         try:
@@ -195,6 +211,37 @@ class Sending:
         for want in cut_off:
             await self._gone(want, Closed(_CLOSED))
 
+    def _take_back(self, handle: int) -> None:
+        """The memory of a state is wanted back."""
+        held = self._held.get(handle)
+        if held is None or held.is_released or held.recall is not None:
+            return
+        self._sent.recalled += 1
+        error = Unavailable(
+            f"state {held.uid[:10]} had to leave memory while it was cloned, as the training that is served needed it: clone again, "
+            "or a state that is durable"
+        )
+        if held.is_near:
+            self.end(error)
+        else:
+            held.recall = asyncio.create_task(self._recall(held, error))
+
+    async def _recall(self, held: _Held, error: DatastatesError) -> None:
+        """What is on its way is cut off; it may be asked for again if the state can be read on from elsewhere."""
+        assert isinstance(held.source, SupportsRecall), "it was told so"
+        cut_off = await _cut_off(held)
+        if held.reads:
+            await asyncio.wait(held.reads)  # a few ms
+        try:
+            goes_on = await asyncio.to_thread(held.source.recall)
+        except Exception:
+            _logger.exception("state %s could not be let go", held.uid)
+            goes_on = False
+        held.error = None if goes_on else error
+        why = Disconnected("the state is read on from disk") if goes_on else error
+        for want in cut_off:
+            await self._gone(want, why, is_link=goes_on)
+
     async def drain(self, grace_s: float) -> None:
         """Begin no more chunks, and wait for those on their way."""
         self.is_draining = True
@@ -212,7 +259,7 @@ class Sending:
         link: Link | None = None
         is_read = False
         try:
-            pieces = _checked(await held.source.chunk(want.index), held, want.index)
+            pieces = await _read(held, want.index)
             is_read = True
             link = await self._plane.link(want.generation)
             await asyncio.gather(*(self._piece(link, want.tag + n, data) for n, data in enumerate(cut(pieces, want.pieces))))
@@ -245,10 +292,9 @@ class Sending:
             await self._post(Gone(want.tag, describe(error), self._plane.generation, is_link))
 
     async def _close(self, held: _Held) -> None:
-        if held.sends:
-            for task in held.sends:
-                task.cancel()
-            await asyncio.wait(held.sends)
+        if held.recall is not None:
+            await asyncio.wait({held.recall})
+        await _cut_off(held)
         if held.reads:
             for read in held.reads:
                 read.cancel()
@@ -257,6 +303,33 @@ class Sending:
             await surely(asyncio.ensure_future(asyncio.to_thread(held.source.close)))
         except Exception:
             _logger.exception("state %s could not be let go", held.uid)
+
+
+async def _cut_off(held: _Held) -> list[Want]:
+    """Stop all that is on its way; what that was."""
+    cut_off = list(held.sends.values())
+    if held.sends:
+        for task in held.sends:
+            task.cancel()
+        await asyncio.wait(held.sends)
+    return cut_off
+
+
+async def _settled(held: _Held) -> None:
+    """Once it is known where a state lies.
+
+    :raises Unavailable: its memory was wanted back, and it is nowhere else.
+    """
+    if held.recall is not None:
+        await asyncio.shield(held.recall)
+    if held.error is not None:
+        raise again(held.error)
+
+
+async def _read(held: _Held, index: int) -> Sequence[memoryview]:
+    """The pieces of a chunk, from where the state now lies."""
+    await _settled(held)
+    return _checked(await held.source.chunk(index), held, index)
 
 
 def _checked(pieces: Sequence[memoryview], held: _Held, index: int) -> Sequence[memoryview]:

@@ -131,6 +131,7 @@ class Session:
         self._fingerprints = Fingerprints() if service is None else service.fingerprints
         sent = Sent() if service is None else service.sent
         self._sending = Sending(self._plane, self._post, self._clock, self.peer, sent, self._fingerprints)
+        self._sending.end = lambda error: self._fall(error, farewell=str(error))
         self._answers: Answers | None = None
         if service is not None:
             neighbours = service.neighbours

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from .protocol import Identity, Offer, RefRecord, StatePage, StateRecord
 from .sink import Sink
 
-__all__ = ["Relays", "Source", "Store", "SupportsAddresses", "SupportsCheck"]
+__all__ = ["Relays", "Source", "Store", "SupportsAddresses", "SupportsCheck", "SupportsRecall"]
 
 
 class Source(Protocol):
@@ -46,6 +46,17 @@ class SupportsCheck(Protocol):
 
     def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
         """Whether these bytes are that chunk; runs in a worker thread."""
+
+
+@runtime_checkable
+class SupportsRecall(Protocol):
+    """A source in memory that others may need: it can be told to let go of it."""
+
+    def when_wanted(self, tell: Callable[[], None]) -> None:
+        """``tell`` is called, on any thread, when the memory is wanted back; any number of times."""
+
+    def recall(self) -> bool:
+        """Let go of the memory, which nobody reads at this moment. Whether the state can be read on, from elsewhere. In a worker thread."""
 
 
 class Store(Protocol):

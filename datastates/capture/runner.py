@@ -68,6 +68,9 @@ _log = logging.getLogger(__name__)
 _ASK_AGAIN_S = 0.1
 """How often whoever waits for room asks for it again."""
 
+_RECALL_S = 5.0
+"""For so long whoever waits for room counts on readers that were told to let go of it."""
+
 _SAY_AGAIN_S = 0.2
 """How often whoever waits for writes hears how many are left."""
 
@@ -102,6 +105,7 @@ class Runner:
         self._next_slots = 0
         self._event_seen = -1
         self._looked_at = 0.0
+        memory.on_let_go = self._changed.ring
         self._look_failed: str | None = None
         self._left: dict[str, str] = {}
         self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
@@ -157,6 +161,7 @@ class Runner:
         since = time.monotonic()
         while True:
             in_flight, refused, slots = self._in_flight, None, None
+            is_coming = False
             if in_flight < _MOST_IN_FLIGHT and not self._is_overfull(self._arena.capacity):
                 slots = self._use_again(count, back_pressure) if line is not None else None
                 if slots is None and (line is None or not in_flight or self._warmer.is_given):
@@ -164,9 +169,10 @@ class Runner:
             if slots is None and in_flight < _MOST_IN_FLIGHT and (line is None or not in_flight or self._warmer.is_given):
                 refused = self._make_room(count, back_pressure, line, since)
                 slots = None if self._is_overfull(self._arena.capacity) else self._arena.acquire(count)
+                is_coming = slots is None and self._memory.recall(count) and time.monotonic() - since < _RECALL_S
             if slots is not None or back_pressure is BackPressure.SKIP or (within_s is not None and time.monotonic() - since > within_s):
                 return slots
-            if refused is not None:
+            if refused is not None and not is_coming:
                 raise self._no_room(count, refused, line)
             self._raise_if_closed()
             self._changed.wait_for(partial(self._may_have_room, count, in_flight), _ASK_AGAIN_S)
@@ -439,6 +445,8 @@ class Runner:
         self._look_around()
         if not self._has_room(self._next_slots):
             self._post(RoomNeeded(self._next_slots, is_blocked=False, back_pressure=self._config.back_pressure))
+            if not self._has_room(self._next_slots):
+                self._memory.recall(self._next_slots)
 
     def _manifest(self, staged: Staged, slots: list[int]) -> Manifest:
         lengths = staged.layout.chunk_lengths

@@ -7,9 +7,10 @@ were compared. An arriving state may be made of our own chunks unasked: then it 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -47,13 +48,19 @@ class Held:
 
 @dataclass(slots=True)
 class _State:
-    """A state that is held. ``readers`` keep its slots when it is removed."""
+    """A state that is held. ``readers`` keep its slots when it is removed; ``yielding`` are those that can be told to let go."""
 
     manifest: Manifest
     chunks: tuple[Held, ...]
     weight: int
     readers: int = 0
+    yielding: dict[_MemoryReader, Callable[[], None]] = field(default_factory=dict)
     is_removed: bool = False
+
+    @property
+    def used_at(self) -> float:
+        """When somebody who reads it last did so."""
+        return max((reader.used_at for reader in self.yielding), default=0.0)
 
 
 class MemoryTier(Tier):
@@ -64,6 +71,9 @@ class MemoryTier(Tier):
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._states: dict[str, _State] = {}
+        self._lingering: dict[int, _State] = {}  # removed, and kept by readers
+        self.on_let_go: Callable[[], None] = lambda: None
+        """Called when the last reader of a state that was removed has closed, on its thread."""
         self._chunks: dict[_Key, list[Held]] = {}
         self._shared = Counter[int]()
         self._beside = 0
@@ -186,6 +196,23 @@ class MemoryTier(Tier):
         with self._lock:
             return len({chunk for uid in uids if (state := self._states.get(uid)) is not None for chunk in state.chunks})
 
+    def recall(self, count: int) -> bool:
+        """Tell readers that memory is wanted back, until ``count`` slots come of it: readers that give way, of states that were removed,
+        whoever read least lately first. Whether anybody was told."""
+        told: list[Callable[[], None]] = []
+        with self._lock:
+            uses = Counter[Held]()
+            for state in sorted(self._lingering.values(), key=lambda each: each.used_at):
+                if len(state.yielding) < state.readers:
+                    continue
+                told += state.yielding.values()
+                uses.update(state.chunks)
+                if sum(chunk.uses == number for chunk, number in uses.items()) >= count:
+                    break
+        for tell in told:
+            tell()
+        return bool(told)
+
     @property
     def bytes_held(self) -> int:
         """Payload bytes that are held, each distinct chunk once."""
@@ -211,11 +238,20 @@ class MemoryTier(Tier):
             for state in states.values():
                 self._drop(state)
 
-    def _close_reader(self, state: _State) -> None:
+    def _yield(self, reader: _MemoryReader, state: _State, tell: Callable[[], None]) -> None:
+        with self._lock:
+            state.yielding[reader] = tell
+
+    def _close_reader(self, reader: _MemoryReader, state: _State) -> None:
         with self._lock:
             state.readers -= 1
-            if state.is_removed and not state.readers:
+            state.yielding.pop(reader, None)
+            is_last = state.is_removed and not state.readers
+            if is_last:
+                self._lingering.pop(id(state), None)
                 self._unuse(state.chunks)
+        if is_last:
+            self.on_let_go()
 
     # All below runs under the lock
 
@@ -306,7 +342,10 @@ class MemoryTier(Tier):
             if not self._shared[id(part)]:
                 del self._shared[id(part)]
                 self._beside -= _length(part)
-        return 0 if state.readers else self._unuse(state.chunks)
+        if state.readers:
+            self._lingering[id(state)] = state
+            return 0
+        return self._unuse(state.chunks)
 
     def _unuse(self, chunks: Iterable[Held]) -> int:
         """Count the uses down; the bytes of chunks that nothing uses any more."""
@@ -332,10 +371,16 @@ class _MemoryReader(Reader):
         self._unverified = set(range(len(slots))) if verify else set[int]()
         self._is_closed = False
         self._lock = Mutex()
+        self.used_at = time.monotonic()
+
+    def when_wanted(self, tell: Callable[[], None]) -> None:
+        """It gives way."""
+        self._tier._yield(self, self._state, tell)
 
     def chunk(self, index: int) -> memoryview:
         """One chunk, as it lies in its slot."""
         self._check_open()
+        self.used_at = time.monotonic()
         chunk, slot = self.manifest.content.chunks[index], self._slots[index]
         view = self._arena.memory(slot, chunk.length).toreadonly()
         if index in self._unverified:
@@ -367,7 +412,7 @@ class _MemoryReader(Reader):
                 if self._is_closed:
                     return
                 self._is_closed = True
-            self._tier._close_reader(self._state)
+            self._tier._close_reader(self, self._state)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, Self
@@ -74,6 +74,13 @@ class Reader(ABC):
         Where the tier can give private (copy-on-write) memory the view is writable and outlives ``close`` as long as
         the view itself lives; None when the bytes do not lie together or cannot be handed out: gather them from chunks.
         """
+
+    def when_wanted(self, tell: Callable[[], None]) -> None:
+        """This reader gives way: ``tell`` is called, on any thread, when what it keeps in memory is wanted back. Then close it soon.
+
+        Nothing where it keeps no memory.
+        """
+        return
 
     @abstractmethod
     def close(self) -> None:
