@@ -3,10 +3,10 @@
 Linux only, by way of the C library; what a kernel or a container does not allow is named, so that ``datastates doctor`` can say so.
 
     bind_to   the process ends with its parent
-    before    no new privileges, no capabilities, limits; no file but what the kernel says of devices, no signal, no debugging beyond this
-              process (Landlock)
+    before    no new privileges, no capabilities, limits; no file but what the kernel says of devices, and in ``/tmp``, where UCX writes
+              what it finds; no signal, no debugging beyond this process (Landlock)
     after     no system call but those that UCX and Python need from here on (seccomp): nothing is written but to descriptors that are
-              open, no program started, no other process looked at; no memory becomes code
+              open, no program started, no other process looked at, no memory becomes code; no ``/tmp`` for the thread that talks to peers
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 __all__ = ["SWITCH", "after", "before", "bind_to"]
@@ -33,6 +34,7 @@ _CAPABILITIES_3 = 0x20080522
 _CAP_IPC_LOCK = 14  # devices of InfiniBand register memory
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READ, _ORDER = 0b1100, 0b1110 | 1 << 15  # files and folders; write to devices too, and order them about
+_ANYTHING = (1 << 16) - 1
 _FILES: Final = {"/sys": _READ, "/proc/sys": _READ, "/proc/self/net": _READ, "/dev/infiniband": _ORDER}
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,14 +50,13 @@ def before() -> list[str]:
     """Before anything is listened to. What could not be forbidden."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_NOFILE, _DESCRIPTORS)
     with open("/proc/self/statm") as file:
         _limit(resource.RLIMIT_AS, int(file.read().split()[0]) * resource.getpagesize() + _MEMORY)
     problems = []
     if not _drop_capabilities():
         problems.append("capabilities")
-    if os.environ.get(SWITCH) == "0" or not _landlock():
+    if os.environ.get(SWITCH) == "0" or not _landlock({**_FILES, "/tmp": _ANYTHING}):  # tmpfile() knows no other place
         problems.append("Landlock")
     return problems
 
@@ -63,8 +64,12 @@ def before() -> list[str]:
 def after() -> list[str]:
     """Once UCX has started. What could not be forbidden."""
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_NPROC, 0)  # does not bind root, which seccomp does
-    return [] if os.environ.get(SWITCH) != "0" and _seccomp() else ["seccomp"]
+    if os.environ.get(SWITCH) == "0":
+        return ["seccomp"]
+    _landlock(_FILES)  # said already, if it fails
+    return [] if _seccomp() else ["seccomp"]
 
 
 def _limit(what: int, most: int) -> None:
@@ -85,7 +90,7 @@ def _drop_capabilities() -> bool:
 # --- Landlock ---------------------------------------------------------------------------------------------------------------
 
 
-def _landlock() -> bool:
+def _landlock(files: Mapping[str, int]) -> bool:
     """What the kernel says of devices may be read, and no other file; signals, abstract sockets and debugging stay within this process."""
     version = _libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
@@ -96,7 +101,7 @@ def _landlock() -> bool:
     if ruleset < 0:
         return False
     try:
-        for folder, permitted in _FILES.items():
+        for folder, permitted in files.items():
             if os.path.isdir(folder) and not _permit(ruleset, folder, rights & permitted):
                 return False
         return bool(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0) == 0)

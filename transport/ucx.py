@@ -103,6 +103,7 @@ class UcxTransport(TcpTransport):
         for link in list(self._links):
             await link.abort()
         helper, threads, self._helper, self._threads, self._making = self._helper, self._threads, None, None, None
+        self._in_vain, self._pause_until = 0, 0.0
         if helper is not None:
             await helper.close()
         if threads is not None:

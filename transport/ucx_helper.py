@@ -47,9 +47,9 @@ class Helper:
 
     def start(self) -> None:
         """Make the worker, then give up what it was needed for."""
+        still_open = confinement.before()  # UCX has a thread as soon as there is a context
         context = self._libucxx.UCXContext({})
-        resources = tuple(dict.fromkeys(_RESOURCE.findall(context.info)))  # which is written to a file first
-        still_open = confinement.before()
+        resources = tuple(dict.fromkeys(_RESOURCE.findall(context.info)))
         self._worker = self._libucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
         import ucxx

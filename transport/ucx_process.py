@@ -343,7 +343,15 @@ def _spawn(descriptors: tuple[int, int, int], words: int, environment: dict[str,
     }
     places = [os.path.abspath(place) for place in sys.path if place]
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    own = {"PYTHONPATH": os.pathsep.join([root, *places]), "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # NumPy is not to start threads, which would keep what they had before the helper gave it up
+    own = {
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([root, *places]),
+        "PYTHONSAFEPATH": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, "-m", "datastates.transport.ucx_helper", *map(str, descriptors), str(os.getpid())]
     return subprocess.Popen(
         command,
