@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from . import masking
 from .encoding import decode_values
 from .geometry import dtype_of, rebuild
 from .lineage import runs, walk
@@ -116,7 +117,7 @@ def diff(
     if with_tensors:
         with repository._open_payload(one) as before, repository._open_payload(other) as after:
             tensors = tuple(_tensors(before, after, Selection(only).wants, on_progress or (lambda done, total: None)))
-            values = _delta(_values(before.manifest), _values(after.manifest))
+            values = _masked(_delta(_values(before.manifest), _values(after.manifest)))
     with repository._database.read() as session:
         base = walk.merge_base(session, one.uid, other.uid)
         ran = [None if state.run is None else runs.get(session, state.run) for state in (one, other)]
@@ -279,6 +280,12 @@ def _values(manifest: Manifest) -> dict[str, object]:
 def _delta(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, Pair]:
     keys = sorted({*old, *new})
     return {key: (old.get(key), new.get(key)) for key in keys if not _is_equal(old.get(key), new.get(key)) or (key in old) != (key in new)}
+
+
+def _masked(pairs: dict[str, Pair]) -> dict[str, Pair]:
+    """What changed, without showing secrets that are tracked: a difference is shown to whoever may read."""
+    old, new = (masking.named({key: pair[side] for key, pair in pairs.items()}) for side in (0, 1))
+    return {key: (old[key], new[key]) for key in pairs}
 
 
 def _is_equal(one: object, other: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sqlalchemy.engine import URL, make_url
@@ -26,7 +26,7 @@ DEFAULT = "runs"
 class Location:
     """A repository's two halves: the lineage's database and the folder of packs. Both may still be missing."""
 
-    database_url: str
+    database_url: str = field(repr=False)  # it may have a password
     packs: Path
 
     @property

@@ -73,7 +73,6 @@ class Database:
         read: dict[str, Any] = {_BEGIN: "BEGIN"}
         if not self.is_sqlite:
             read |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-        event.listen(self._engine, "before_cursor_execute", deadline.check)
         self._reader = self._engine.execution_options(**read)
         self._writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: False})
         self._durable_writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: True})

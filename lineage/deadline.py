@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from datastates.errors import InvalidInput
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["check", "guarded", "overdue", "within"]
+__all__ = ["guarded", "overdue", "within"]
 
 _STEPS = 10_000  # of SQLite's machine between two looks at the clock: some 100 us
 _until: ContextVar[tuple[float, float] | None] = ContextVar("datastates_deadline", default=None)
@@ -38,11 +38,7 @@ def within(seconds: float) -> Iterator[None]:
         _until.reset(token)
 
 
-def check(*_: object) -> None:
-    """Between statements.
-
-    :raises InvalidInput: the deadline has passed.
-    """
+def _check(*_: object) -> None:
     until = _until.get()
     if until is not None and time.monotonic() > until[0]:
         raise overdue()
@@ -56,6 +52,7 @@ def guarded(session: Session) -> Iterator[None]:
         yield
         return
     at, connection = until[0], session.connection()
+    event.listen(connection, "before_cursor_execute", _check)  # of this connection alone, which ends with the session
     if connection.dialect.name != "sqlite":
         milliseconds = max(1, int((at - time.monotonic()) * 1000))
         connection.execute(text(f"SET LOCAL statement_timeout = {milliseconds}"))

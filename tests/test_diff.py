@@ -171,3 +171,9 @@ def test_a_state_whose_bytes_are_gone_is_unavailable(tmp_path: Path) -> None:
         gone = next(state for state in repo.log("main") if not state.status.is_restorable)
         with pytest.raises(datastates.Unavailable):
             repo.diff(gone.uid, "main")
+
+
+def test_secrets_that_are_tracked_are_not_shown(repo: Repository) -> None:
+    found = two(repo, {"api_key": "hunter22", "lr": 1}, {"api_key": "hunter23", "lr": 2, "url": "http://me:hunter22@x/"})
+    assert found.values == {"tree/api_key": ("***", "***"), "tree/lr": (1, 2), "tree/url": (None, "http://me:***@x/")}
+    assert repo.load("old")["tree"]["api_key"] == "hunter22", "what is tracked is restored as it was"

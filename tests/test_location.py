@@ -13,6 +13,13 @@ from datastates.location import discover, locate
 SERVER = "postgresql+psycopg://ann:secret@db:5433/lineage"
 
 
+def test_location_shows_no_password(tmp_path: Path) -> None:
+    for url in (SERVER, f"{SERVER}?sslpassword=secret", "postgresql://db/x?user=ann&password=secret"):
+        location = locate(url, tmp_path)
+        assert "secret" not in f"{location} {location!r}"
+        assert "secret" in location.database_url
+
+
 @pytest.mark.parametrize("name", ["runs", "with space", "per%20cent", "ünï", "a+b@c", "what?#1"])
 def test_folder_holds_database_and_packs(tmp_path: Path, name: str) -> None:
     root = tmp_path / name

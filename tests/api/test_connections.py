@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,10 +21,12 @@ from tests.api.conftest import READ, TOKENS
 
 HALF = b"GET /api/v1/repositories HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
 WHOLE = b"GET /api/v1/repositories HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer " + READ.encode() + b"\r\n\r\n"
+LARGE = WHOLE.replace(b"/repositories ", b"/openapi.json ")
 
 
-def port_of(server: WebServer) -> int:
-    return int(server.url.rstrip("/").rpartition(":")[2])
+def port_of(server: WebServer | str) -> int:
+    url = server if isinstance(server, str) else server.url
+    return int(url.rstrip("/").rpartition(":")[2])
 
 
 def open_descriptors() -> int:
@@ -43,7 +47,7 @@ def is_ended(connection: socket.socket, timeout_s: float = 10) -> bool:
 
 
 @contextmanager
-def connected(server: WebServer, count: int, said: bytes = b"") -> Iterator[list[socket.socket]]:
+def connected(server: WebServer | str, count: int, said: bytes = b"") -> Iterator[list[socket.socket]]:
     """So many connections that say this and then nothing."""
     with ExitStack() as stack:
         made = []
@@ -117,9 +121,9 @@ def test_answer_that_is_not_taken_is_given_up(repo: Repository, monkeypatch: pyt
     with serve_in_thread(repo, tokens=TOKENS) as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", port_of(server)))
-        connection.settimeout(10)
+        connection.settimeout(60)
         with pytest.raises(ConnectionError):
-            send_for_ever(connection, WHOLE)
+            send_for_ever(connection, LARGE)
         assert get(server) == 200
 
 
@@ -139,3 +143,22 @@ def test_many_requests_of_one_connection_are_answered(repo: Repository, monkeypa
         while time.monotonic() < ended:
             assert client.get(f"{server.url}/api/v1/repositories").status_code == 200
         assert server._admission.connections == 1
+
+
+def test_training_keeps_its_descriptors_from_strangers(tmp_path: Path) -> None:
+    limit = 400
+    limited = ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh"]
+    command = [sys.executable, "-m", "tests.api.besieged", str(tmp_path / "runs")]
+    with subprocess.Popen([*limited, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdin is not None
+        assert training.stdout is not None
+        url = training.stdout.readline().strip()
+        for said in (b"", HALF):
+            with connected(url, 1000, said):
+                training.stdin.write("capture\n")
+                training.stdin.flush()
+                assert httpx.get(f"{url}/healthz", timeout=20).text == "ok\n"
+                most = int(training.stdout.readline())
+                assert 0 < most < limit * 3 // 4 + 40, "some are taken from the backlog before they are counted"
+        training.stdin.close()
+        assert training.wait(60) == 0
