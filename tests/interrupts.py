@@ -37,7 +37,7 @@ from torch import nn
 
 import datastates
 from datastates import Capture, Config, DatastatesError, Repository, Status, Tracker
-from datastates.errors import Closed, Unavailable
+from datastates.errors import Closed, NotFound, Unavailable
 from tests import warm
 
 BOUND_S = 60.0
@@ -101,10 +101,12 @@ class Training:
     def restore(self) -> None:
         """Some state that is there comes back."""
         run = self.opened()
+        if run.head is None:
+            return  # a close was interrupted before anything was durable: the branch begins anew
         rev = self.choose.choice(["main", "main~1"])
         try:
             run.restore(rev)
-        except Unavailable:
+        except (NotFound, Unavailable):
             if rev == "main":
                 raise
             return  # given up when a close was interrupted
