@@ -104,6 +104,7 @@ class UcxTransport(TcpTransport):
             await link.abort()
         helper, threads, self._helper, self._threads, self._making = self._helper, self._threads, None, None, None
         self._in_vain, self._pause_until = 0, 0.0
+        self._devices.clear()
         if helper is not None:
             await helper.close()
         if threads is not None:

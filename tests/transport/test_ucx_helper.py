@@ -23,7 +23,7 @@ import pytest
 
 from datastates.errors import DatastatesError, Disconnected, PeerFault, Unavailable
 from datastates.transport import loop
-from datastates.transport.contract import Tls
+from datastates.transport.contract import Channel, Tls
 from datastates.transport.fetch import fetch
 from datastates.transport.registry import transport_for
 from datastates.transport.server import Server
@@ -77,7 +77,7 @@ VICTIM = """
 import ctypes, os, sys
 from pathlib import Path
 from datastates.transport import loop
-from datastates.transport.contract import Tls
+from datastates.transport.contract import Channel, Tls
 from datastates.transport.fetch import fetch
 from datastates.transport.registry import transport_for
 from datastates.transport.server import Server
@@ -182,6 +182,29 @@ def test_a_helper_that_a_stranger_ends_is_named_and_the_next_one_works() -> None
 
     said = loop.run(work(), timeout_s=PATIENCE_S)
     assert "was ended by SIGSEGV" in said
+
+
+def test_the_user_says_which_ports_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TCP_PORT_RANGE", "21000-21900")
+    loop.run(echo(), timeout_s=PATIENCE_S)
+    assert [(host, 21000 <= port <= 21900) for host, port in listening(helper().pid)] == [("127.0.0.1", True)]
+
+
+def test_an_address_that_is_served_later_moves_it_to_the_device_of_that_address() -> None:
+    async def work() -> None:
+        await echo()
+        before = helper()
+        listener = await ucx().listen("ucx://0.0.0.0:0", forget)
+        assert before.is_over
+        await echo()
+        assert {place[0] for place in listening(helper().pid)} >= {"127.0.0.1"}
+        await listener.close()
+
+    loop.run(work(), timeout_s=PATIENCE_S)
+
+
+async def forget(channel: Channel) -> None:
+    await channel.close()
 
 
 # --- addresses that peers make up -------------------------------------------------------------------------------------------
