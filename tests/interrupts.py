@@ -101,7 +101,7 @@ class Training:
     def restore(self) -> None:
         """Some state that is there comes back."""
         run = self.opened()
-        if run.head is None:
+        if not self._has_head():
             return  # a close was interrupted before anything was durable: the branch begins anew
         rev = self.choose.choice(["main", "main~1"])
         try:
@@ -112,6 +112,9 @@ class Training:
             return  # given up when a close was interrupted
         if run.head is not None and run.head.message != digest(self.model, self.optimizer):
             raise AssertionError(f"what was restored is not {run.head.uid}")
+
+    def _has_head(self) -> bool:
+        return self.opened().head is not None
 
     def close(self) -> None:
         """The tracker ends, and sometimes the repository."""
