@@ -173,6 +173,8 @@ def _states(lineage: Lineage) -> dict[str, State]:
             raise Corrupt(f"the bundle has state {state.uid} without its parent {lacking[0]}, or before it")
         states[state.uid] = state
     strangers = [uid for uid in lineage.held if uid not in states]
+    if len(set(lineage.held)) < len(lineage.held):
+        raise Corrupt("the bundle claims the bytes of a state twice")
     if strangers:
         raise Corrupt(f"the bundle claims the bytes of {strangers[0]}, which is none of its states")
     return states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +57,9 @@ class StateSource:
         self.lengths = tuple(chunk.length for chunk in reader.manifest.content.chunks)
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
-        """The chunk where it lies."""
+        """The chunk where it lies, or read from the disk meanwhile."""
+        if self._reader.is_waited_for:
+            return [await asyncio.to_thread(self._reader.chunk, index)]
         return [self._reader.chunk(index)]
 
     def addresses(self) -> list[int]:

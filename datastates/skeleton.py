@@ -18,6 +18,7 @@ A key is a str, or the bytes of any other packed key. An OrderedDict's metadata 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -323,5 +324,5 @@ def _arity(node: Node) -> int:
         return 0
     checks = _FIELDS[node[0]]
     if len(node) != len(checks) + 1 or not all(check(field) for check, field in zip(checks, node[1:], strict=True)):
-        raise TypeError(f"{str(node)[:60]} is no node")
+        raise TypeError(f"{reprlib.repr(node)} is no node")
     return _ARITY[node[0]](node)

@@ -13,6 +13,7 @@ back twice; tensors that share memory are tied again by whoever hands equal tens
 from __future__ import annotations
 
 import operator
+import reprlib
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -357,7 +358,7 @@ class _Build:
         except (DatastatesError, StopIteration):
             raise
         except (TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError, AttributeError, MemoryError) as exc:
-            raise Corrupt(f"a part of the state does not come back ({str(node)[:60]}): {type(exc).__name__}: {exc}") from exc
+            raise Corrupt(f"a part of the state does not come back ({reprlib.repr(node)}): {type(exc).__name__}: {exc}") from exc
 
     def check_all_used(self) -> None:
         """Refuse what is left over."""

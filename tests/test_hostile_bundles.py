@@ -217,6 +217,7 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "a digest that is none": lambda plain: plain["states"][0].update(digest="short"),
     "a state twice": lambda plain: plain["states"].append(plain["states"][0]),
     "the seal of another": lambda plain: plain.update(seals=dict.fromkeys(plain["held"], "0" * 64)),
+    "bytes twice": lambda plain: plain.update(held=plain["held"] * 2),
     "no seal": lambda plain: plain.update(seals={}),
     "a name of a metric": lambda plain: plain["states"][-1].update(metrics={"": 1.0}),
     "a text with a zero": lambda plain: plain["states"][-1].update(message="a\0b"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import signal
@@ -417,11 +418,12 @@ def test_a_push_that_is_cancelled_at_once_lets_go_of_the_state(repo: Repository,
 
 
 def pieces(source: Source, index: int) -> list[memoryview]:
-    """A chunk of a source, which lies where it is."""
-    work = source.chunk(index).__await__()
-    with pytest.raises(StopIteration) as ended:
-        work.send(None)
-    return list(ended.value.value)
+    """A chunk of a source."""
+
+    async def ask() -> list[memoryview]:
+        return list(await source.chunk(index))
+
+    return asyncio.run(ask())
 
 
 def fill(repo: Repository, sink: Sink) -> None:

@@ -36,6 +36,8 @@ class MappedReader(Reader):
     Of a pack that is missing or damaged nothing is said before a chunk of it is asked for: what lies elsewhere can be read.
     """
 
+    is_waited_for = True
+
     def __init__(self, root: Path, manifest: Manifest, *, verify: bool) -> None:
         self.manifest = manifest
         self._root = root

@@ -59,6 +59,8 @@ class Reader(ABC):
     """
 
     manifest: Manifest
+    is_waited_for: ClassVar[bool] = False
+    """Whether ``chunk`` reads a file, and is not for a thread that others wait for."""
 
     @abstractmethod
     def chunk(self, index: int) -> memoryview:
