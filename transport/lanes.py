@@ -25,10 +25,13 @@ from .contract import Link, Terms
 from .joining import Direction, Join, answer, greet
 from .plane import surely
 
-__all__ = ["LANES", "Lanes"]
+__all__ = ["LANES", "MOST", "Lanes"]
 
 LANES: Final = 2
 """Connections in one direction: one leaves a core idle while the other end's works, three move no more than two (measured)."""
+
+MOST: Final = 4
+"""Connections that a peer may have in one direction: another version may find another number best."""
 
 _PLACE = b"lanes"
 _message = struct.Struct(">QQ")
@@ -67,7 +70,7 @@ class Lanes:
 
     def join(self, connection: socket.socket, join: Join, context: ssl.SSLContext | None, left: Callable[[], None]) -> None:
         """A connection names this session: a thread sees whether it knows the key. ``left`` is called once it is closed."""
-        if self._is_closed or self._joining + len(self._early) >= 2 * LANES:
+        if self._is_closed or self._joining + len(self._early) >= 2 * MOST:
             connection.close()
             left()
             return
@@ -175,7 +178,7 @@ class _LanesLink(Link):
 
     def take(self, lane: _Lane) -> None:
         """A lane that has proved itself."""
-        is_many = sum(each.is_sending == lane.is_sending for each in self._lanes) >= LANES
+        is_many = sum(each.is_sending == lane.is_sending for each in self._lanes) >= MOST
         if self._error is not None or is_many:
             lane.end()
             return

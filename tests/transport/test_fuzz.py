@@ -1,7 +1,7 @@
-"""20,000 mutated control messages against a live server on TCP, before, during and after a correct handshake.
+"""Mutated control messages against a live server on TCP, before, during and after a correct handshake, and mutated data connections.
 
-Each ends in an error reply or a closed connection, none in a hang, an unexpected exception or memory that stays taken, and the
-server goes on serving. The seed is fixed: a failure names the message, and comes again.
+Each ends in an error reply or a closed connection within a second, none in a hang, an unexpected exception or memory that stays taken,
+and the server goes on serving. The seed is fixed: a failure names the message, and comes again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import asyncio
 import logging
 import random
 import struct
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from datastates.transport import tcp
 from datastates.transport.arrival import Door
 from datastates.transport.contract import Channel, Listener, Tls
 from datastates.transport.handshake import greet
+from datastates.transport.joining import HEADER_BYTES
 from datastates.transport.memory import MemoryTransport
 from datastates.transport.protocol import (
     FIRST_FRAME_BYTES,
@@ -29,11 +32,13 @@ from datastates.transport.protocol import (
     PROTOCOL_VERSION,
     Answer,
     Ask,
+    Digests,
     Failed,
     Find,
     Hello,
     Log,
     Message,
+    Moved,
     Open,
     Push,
     Question,
@@ -49,6 +54,7 @@ from datastates.transport.protocol import (
 from datastates.transport.sealed import Sealed
 from datastates.transport.server import Server
 from datastates.transport.session import Session
+from datastates.transport.tcp_transport import TcpTransport
 from tests.effort import effort
 from tests.transport.stores import CHUNK, UID, MemoryStore
 from tests.transport.test_protocol import EVERY
@@ -56,11 +62,12 @@ from tests.transport.worlds import STATE
 
 TOKEN = b"0123456789abcdef"
 SEED = 20_261_121
-CASES = effort(20_000, 4_000)
-PARTS = {"first frames": 16, "second frames": 6, "torn connections": 4, "wrong codes": 1, "authenticated": 13}
+CASES = effort(100_000, 4_000)
+PARTS = {"first frames": 14, "second frames": 6, "torn connections": 4, "wrong codes": 1, "joins": 2, "authenticated": 13}
 SHARES = {name: part * CASES // sum(PARTS.values()) for name, part in PARTS.items()}
 PATIENCE_S = 5.0
-MEMORY_BYTES = 96 << 20
+MEMORY_BYTES = 64 << 20
+SLOWEST_S = effort(1, 5)
 BODIES = [encode(message) for message in EVERY]
 
 
@@ -70,7 +77,7 @@ class TcpMemory(MemoryTransport):
     async def listen(
         self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
     ) -> Listener:
-        return await tcp.listen(url, accept, tls=tls, door=door)
+        return await tcp.listen(url, accept, tls=tls, door=door, join=TcpTransport()._join)
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
         return await tcp.dial(url, timeout_s=timeout_s, tls=tls)
@@ -175,6 +182,8 @@ def fitting(number: int) -> list[bytes]:
     wants.append(Want(0, 0, number << 8, (CHUNK - 1, 1)))
     questions: list[Question] = [Refs(), Find("loss < 1", 10), Log("main", 10), Resolve("main"), Resolve("x")]
     questions += [Open(UID), Open(UID, near=True), Open("0"), Release(0), Push(0, 10)]
+    questions += [Digests(0, (0, 1, 2)), Digests(0, (len(STATE),)), Digests(7, (0,))]
+    wants.append(Moved(b"somewhere", number % 2 == 0))
     took = [Took(0, 2, CHUNK), Took(7, 1, 1)]
     return [encode(message) for message in [*wants, *took, *(Ask(ask, question) for question in questions)]]
 
@@ -193,6 +202,7 @@ class Fuzzer:
         self.server, self.rng = server, rng
         self.transport = TcpMemory()
         self.outcomes: Counter[str] = Counter()
+        self.slowest_s = 0.0
 
     async def dial(self) -> tcp.TcpChannel:
         return await tcp.dial(self.server.url, timeout_s=PATIENCE_S)
@@ -220,6 +230,23 @@ class Fuzzer:
             assert await self._end(channel) == "closed", announced
         await channel.close()
         self.outcomes["torn"] += 1
+
+    async def join(self) -> None:
+        """What begins like a connection for data and is none: it names no session."""
+        header = self.rng.choice(MUTATIONS[:4])(self.rng, tcp.JOIN + self.rng.randbytes(HEADER_BYTES - len(tcp.JOIN))) or b"D"
+        began = time.monotonic()
+        reader, writer = await asyncio.open_connection(*tcp.split(self.server.url)[1:])
+        writer.write(tcp.JOIN[:1] + header[1:])
+        writer.write_eof()
+        with suppress(ConnectionError):
+            async with asyncio.timeout(PATIENCE_S):
+                assert await reader.read() == b"", header
+        writer.close()
+        self._took(began)
+        self.outcomes["join: closed"] += 1
+
+    def _took(self, began: float) -> None:
+        self.slowest_s = max(self.slowest_s, time.monotonic() - began)
 
     async def wrong_code(self) -> None:
         channel, sealed = await self._authenticated()
@@ -250,6 +277,7 @@ class Fuzzer:
 
     async def _ask_behind(self, sealed: Sealed, body: bytes, number: int) -> str:
         """``closed``, or ``answered``, by an error or as asked; what is no message at all must close the connection."""
+        began = time.monotonic()
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await sealed.send(body)
@@ -262,6 +290,8 @@ class Fuzzer:
             return "closed"
         except TimeoutError:
             pytest.fail(f"neither an answer nor the end within {PATIENCE_S} s: {body!r}")
+        finally:
+            self._took(began)
         try:
             decode(body, peer="")
         except PeerFault:
@@ -269,11 +299,13 @@ class Fuzzer:
         return "answered"
 
     async def _send_and_see(self, channel: tcp.TcpChannel, body: bytes) -> None:
+        began = time.monotonic()
         try:
             await channel.send(body)
             end = await self._end(channel)
         except Disconnected:
             end = "closed"
+        self._took(began)
         self.outcomes[end] += 1
 
     async def _end(self, channel: tcp.TcpChannel) -> str:
@@ -317,7 +349,10 @@ def test_no_mutated_message_hangs_crashes_or_bloats_the_server(caplog: pytest.Lo
             await fuzzer.torn()
         for _ in range(SHARES["wrong codes"]):
             await fuzzer.wrong_code()
+        for _ in range(SHARES["joins"]):
+            await fuzzer.join()
         await fuzzer.authenticated(SHARES["authenticated"])
+        assert fuzzer.slowest_s < SLOWEST_S
         assert resident_bytes() - memory < MEMORY_BYTES
 
         peer = await Session.connect(server.url, token=TOKEN, transport=fuzzer.transport)
