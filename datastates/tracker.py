@@ -187,7 +187,7 @@ class Tracker:
         if dirty.is_any():
             dirty.check(leaf.tensor for leaf in flat.tensors)
         plan = self._plan_for(flat)
-        handle = Capture(secrets.token_hex(12), self.step, want=self._runner.want)
+        handle = Capture(secrets.token_hex(12), self.step, want=self._runner.want, hurry=self._runner.hurry)
         slots = self._runner.acquire(plan.slot_count, self._back_pressure, line=self._line)
         if slots is None:
             handle._skip()

@@ -16,7 +16,7 @@ from . import refs
 from .holders import holder
 from .lookup import id_of
 from .lookup import states as load
-from .record import check, mark, record
+from .record import check, mark, record, record_all
 from .schema import CloneRow, RepositoryRow, RunRow, StateRow, from_us, table, to_us
 from .states import NewState, Ref, State, Status
 
@@ -36,7 +36,7 @@ __all__ = [
     "trusted",
 ]
 
-_BATCH = 500  # uids in one IN list
+_BATCH = 500  # uids in one IN list, states recorded in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +123,16 @@ def import_ancestry(session: Session, states: Sequence[State]) -> int:
     :raises Conflict: a state of the same uid and another digest is here.
     """
     coming = {state.uid: state for state in reversed(states)}
-    here = _check_same(known(session, coming), coming.values())
-    added = 0
+    parents = (parent for state in coming.values() for parent in state.parents)
+    here = _check_same(known(session, dict.fromkeys((*coming, *parents))), coming.values())
+    news = []
     for state in coming.values():
         if state.uid not in here:
-            here |= known(session, [parent for parent in state.parents if parent not in here])
-            record(session, _new(state, here, status=Status.EVICTED))
+            news.append(_new(state, here, status=Status.EVICTED))
             here[state.uid] = state.digest
-            added += 1
-    return added
+    for start in range(0, len(news), _BATCH):
+        record_all(session, news[start : start + _BATCH])
+    return len(news)
 
 
 def arrive(

@@ -21,10 +21,10 @@ class Capture:
     no room and the back-pressure said to skip: such a capture has no state.
     """
 
-    def __init__(self, uid: str, step: int, *, want: Callable[[str], None]) -> None:
+    def __init__(self, uid: str, step: int, *, want: Callable[[str], None], hurry: Callable[[], None]) -> None:
         self.uid, self.step = uid, step
         self.is_skipped = False
-        self._want = want
+        self._want, self._hurry = want, hurry
         self._changed = Bell()
         self._state: State | None = None
         self._error: BaseException | None = None
@@ -63,6 +63,7 @@ class Capture:
         goal = _goal(status)
         if goal is not Status.CAPTURED:
             self._want(self.uid)
+        self._hurry()
         if not self._changed.wait_for(lambda: self._has_reached(goal), timeout_s):
             raise TimeoutError(
                 f"state {self.uid} (step {self.step}) is not {goal} after {timeout_s} s; it is {self.status or 'being copied'}"

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from datastates.errors import Conflict, DatastatesError, NotFound, Unavailable
+from datastates.errors import Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.interrupts import Mutex
 from datastates.lineage import clones, runs, walk
 from datastates.lineage import record as lineage_record
@@ -105,23 +106,18 @@ class Journal:
 
     # --- what is told ------------------------------------------------------------------------------------------------------
 
-    def record(self, entry: Entry) -> None:
-        """Record a state, now or when the database is there.
+    def record(self, entries: Sequence[Entry]) -> dict[str, Exception]:
+        """Record states in one go, now or when the database is there; by uid, why some of them were refused.
 
-        :raises Conflict: its branch has moved on. Any other error of the lineage, too, but that the database is away.
-        :raises Unavailable: it has been away for so long that no more can wait.
+        What hangs on one that was refused is refused with it. That the database is away is no reason, but that it has been away for so
+        long that no more can wait.
         """
         with self._turn:
-            if self._away_since is not None:
-                return self._wait(entry)
-            try:
-                state = self._tell_or_recall(entry.new)
-            except Unavailable as error:
-                self._note_away(error)
-                return self._wait(entry)
-            self._note_told(entry.new)
-        self._listener.recorded(entry, state, None)
-        return None
+            told, refused = self._record(entries)
+        for entry in entries:
+            if entry.new.uid in told:
+                self._listener.recorded(entry, told[entry.new.uid], None)
+        return refused
 
     def mark(self, uid: str, placed: Placed) -> None:
         """A state is on this node's disk.
@@ -202,6 +198,40 @@ class Journal:
 
     # All below runs in turn
 
+    def _record(self, entries: Sequence[Entry]) -> tuple[dict[str, State], dict[str, Exception]]:
+        told: dict[str, State] = {}
+        refused: dict[str, Exception] = {}
+        try:
+            if self._away_since is None:
+                self._tell_each(entries, told, refused)
+        except Unavailable as error:
+            self._note_away(error)
+        for entry in entries:
+            if entry.new.uid not in told and entry.new.uid not in refused:
+                try:
+                    self._wait(entry)
+                except Unavailable as error:
+                    refused[entry.new.uid] = error
+        return told, refused
+
+    def _tell_each(self, entries: Sequence[Entry], told: dict[str, State], refused: dict[str, Exception]) -> None:
+        """All in one transaction; if that fails, one by one, to find out which of them cannot be told."""
+        if len(entries) > 1:
+            with suppress(Conflict, NotFound, InvalidInput):
+                told.update(self._tell_or_recall([entry.new for entry in entries]))
+                return
+        for entry in entries:
+            new = entry.new
+            if new.parent in refused:
+                refused[new.uid] = refused[new.parent]
+                continue
+            try:
+                told.update(self._tell_or_recall([new]))
+            except Unavailable:
+                raise
+            except Exception as error:
+                refused[new.uid] = error
+
     def _wait(self, entry: Entry) -> None:
         if len(self._waiting) >= _MOST_WAITING:
             raise Unavailable(
@@ -215,26 +245,24 @@ class Journal:
             self._away_since = time.monotonic()
             _log.warning("the lineage does not answer: captures go on in memory, and are recorded when it does (%s)", self._why)
 
-    def _tell_or_recall(self, new: NewState) -> State:
+    def _tell_or_recall(self, news: Sequence[NewState]) -> dict[str, State]:
         try:
-            return self._tell(new)
+            return self._tell(news)
         except (NotFound, Conflict):
             if not self._recall():
                 raise
-            return self._tell(new)
+            return self._tell(news)
 
-    def _tell(self, new: NewState) -> State:
+    def _tell(self, news: Sequence[NewState]) -> dict[str, State]:
         is_durable = len(self._gone) >= _MOST_GONE
         with self._database.write(durable=is_durable) as session:
-            state = lineage_record.record(session, new)
+            states = lineage_record.record_all(session, news)
             evicted = self._tell_evictions(session)
+        self._told.update((new.uid, new) for new in news)
         self._note_evicted(evicted)
         if is_durable:
             self._forget_gone()
-        return state
-
-    def _note_told(self, new: NewState) -> None:
-        self._told[new.uid] = new
+        return {state.uid: state for state in states}
 
     def _tell_late(self, entry: Entry) -> None:
         new, moved = entry.new, None
@@ -244,10 +272,10 @@ class Journal:
                 state = walk.state(session, new.uid) if is_known else None
             if state is None:
                 try:
-                    state = self._tell(new)
+                    state = self._tell([new])[new.uid]
                 except Conflict as error:
                     moved, new = error, replace(new, branch=None)
-                    state = self._tell(new)
+                    state = self._tell([new])[new.uid]
         except Unavailable:
             raise
         except DatastatesError as error:
@@ -255,7 +283,7 @@ class Journal:
             self._listener.failed(new.uid, error, entry)
             return
         del self._waiting[new.uid]
-        self._note_told(new)
+        self._told[new.uid] = new
         self._listener.recorded(entry, state, moved)
 
     def _mark_or_recall(self, uid: str, placed: Placed) -> None:

@@ -70,6 +70,11 @@ class Staged:
     edges: tuple[Edge, ...] = ()
     job: CopyJob | None = field(default=None, repr=False)
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes until it is recorded."""
+        return self.layout.slot_bytes + memoryview(self.values).nbytes
+
     def new_state(self, manifest: Manifest, bytes_new: int, run: str, holder: str) -> NewState:
         """What the lineage is told of it, once it is in memory of which ``holder`` names the place."""
         origin = manifest.origin

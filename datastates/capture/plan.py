@@ -35,6 +35,11 @@ class Layout:
     chunk_lengths: tuple[int, ...]
     bytes_total: int
 
+    @property
+    def slot_bytes(self) -> int:
+        """What the slots of a state take."""
+        return len(self.chunk_lengths) * CHUNK_BYTES
+
 
 @dataclass(slots=True)
 class Pieces:

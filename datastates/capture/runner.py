@@ -1,7 +1,7 @@
 """The threads behind captures: they carry out what ``engine`` decides.
 
     stage thread    (stage.py)  copies; hands each capture on, in order
-    engine thread   digest -> content -> memory tier -> record -> make room ahead
+    engine thread   (rounds.py) of each capture of a round: digest -> content -> memory tier; of all: record; then make room ahead
     writer thread   local tier -> mark durable
     arena thread    (warming.py) memory made warm ahead of need
 
@@ -58,6 +58,7 @@ from .engine import (
 from .handle import Capture
 from .journal import Entry, Journal, Listener
 from .line import Line, Staged
+from .rounds import Rounds
 from .stage import CopyJob, Stager
 from .warming import Warmer
 
@@ -101,14 +102,13 @@ class Runner:
         self._lines_of: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
         self._write_error: BaseException | None = None
-        self._in_flight = 0
         self._next_slots = 0
         self._event_seen = -1
         self._looked_at = 0.0
         memory.on_let_go = self._changed.ring
         self._look_failed: str | None = None
         self._left: dict[str, str] = {}
-        self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
+        self._rounds = Rounds()
         self._writes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._warmer = Warmer(arena, is_given=config.memory_bytes is not None)
         self._is_closed = False
@@ -175,8 +175,13 @@ class Runner:
             if refused is not None and not is_coming:
                 raise self._no_room(count, refused, line)
             self._raise_if_closed()
+            self._rounds.hurry()
             self._changed.wait_for(partial(self._may_have_room, count, in_flight), _ASK_AGAIN_S)
             checkpoint()
+
+    @property
+    def _in_flight(self) -> int:
+        return self._rounds.in_flight
 
     def _may_have_room(self, count: int, in_flight: int) -> bool:
         return in_flight > self._in_flight or self._has_room(count)
@@ -203,6 +208,7 @@ class Runner:
         self._next_slots = count
         self._warmer.expect(line.name, count)
         self._warmer.say(count * CHUNK_BYTES)
+        self._rounds.room_bytes = self._warmer.allowed(count) * CHUNK_BYTES
 
     def _use_again(self, count: int, back_pressure: BackPressure) -> list[int] | None:
         """Slots that are warm, or whose turn it is to become so; else states that may leave memory do so, and theirs are used again."""
@@ -247,7 +253,7 @@ class Runner:
                 with self._lock:
                     self._raise_if_closed()
                     self._is_abandoned = False
-                    self._in_flight += 1
+                    self._rounds.begin()
                     self._handles[staged.handle.uid] = staged.handle
                 self.stager.begin(job, is_deferring=is_deferring)
             except BaseException as exc:
@@ -264,7 +270,11 @@ class Runner:
         """Runs on the stage thread."""
         if isinstance(job.error, Torn):
             staged.line.edits.note(staged.step, job.error, is_taught=job.plan.is_taught)
-        self._staged.put(staged)
+        self._rounds.put(staged)
+
+    def hurry(self) -> None:
+        """Somebody waits for the captures so far."""
+        self._rounds.hurry()
 
     def want(self, uid: str) -> None:
         """A state is to become durable."""
@@ -313,7 +323,9 @@ class Runner:
 
     def flush(self) -> None:
         """Wait until every capture so far is recorded or has failed; or waits in memory, as the database is away."""
-        self._changed.wait_for(lambda: not self._in_flight)
+        so_far = self._rounds.begun
+        self._rounds.hurry()
+        self._changed.wait_for(lambda: self._rounds.has_ended(so_far))
         self._journal.settle()
 
     def refs_changed(self) -> None:
@@ -351,6 +363,7 @@ class Runner:
                     raise overdue
                 if on_wait is not None:
                     on_wait(pending)
+                self._rounds.hurry()
                 self._changed.wait_for(lambda: not self.pending_writes, _SAY_AGAIN_S)
         except KeyboardInterrupt:
             self._is_abandoned = True
@@ -398,32 +411,44 @@ class Runner:
             handles = list(self._handles.values())
         for each in handles:
             each._give_up(f"state {each.uid} was in memory only when its repository was closed: wait for it before that, or tag it")
-        self._staged.put(None)
+        self._rounds.close()
         self._writes.put(None)
         self._warmer.close()
 
     # --- the engine thread ---------------------------------------------------------------------------------------------
 
     def _run_engine(self) -> None:
-        while True:
-            try:
-                staged = self._staged.get(timeout=self._tick_delay())
-            except queue.Empty:
+        while (captures := self._rounds.take(self._tick_delay())) is not None:
+            if not captures:
                 self._tick()
                 continue
-            if staged is None:
-                return
             try:
-                self._finish(staged)
+                self._finish(captures)
             except BaseException as exc:
-                self._fail(staged, exc)
+                for staged in captures:
+                    self._fail(staged, exc)
             finally:
-                with self._lock:
-                    self._in_flight -= 1
+                self._rounds.end(len(captures))
                 self._changed.ring()
 
-    def _finish(self, staged: Staged) -> None:
-        """Digest, adopt, record: the table of contents of a capture's second half."""
+    def _finish(self, captures: list[Staged]) -> None:
+        """Digest, adopt, record: the table of contents of the second half of some captures."""
+        held: dict[str, tuple[Staged, Entry]] = {}
+        for staged in captures:
+            try:
+                held[staged.handle.uid] = staged, self._hold(staged)
+            except BaseException as exc:
+                self._fail(staged, exc)
+        self._record(held)
+        self._post(*(Recorded(uid, staged.line.name, time.monotonic()) for uid, (staged, _) in held.items()))
+        self._look_around()
+        if not self._has_room(self._next_slots):
+            self._post(RoomNeeded(self._next_slots, is_blocked=False, back_pressure=self._config.back_pressure))
+            if not self._has_room(self._next_slots):
+                self._memory.recall(self._next_slots)
+
+    def _hold(self, staged: Staged) -> Entry:
+        """A state in memory, on which its line goes on, and what the lineage is to be told of it."""
         job = staged.job
         assert job is not None
         staged.job = None
@@ -436,17 +461,25 @@ class Runner:
             self._arena.release(job.slots)
             raise
         bytes_new = self._memory.adopt(manifest, job.slots).bytes_new
+        line, before = staged.line, staged.line.tip
+        with self._lock:
+            self._lines_of[manifest.origin.uid] = line
+        line.tip = (manifest.origin.uid, manifest.digest)
+        return Entry(staged.new_state(manifest, bytes_new, self._run, self._holder), before)
+
+    def _record(self, held: dict[str, tuple[Staged, Entry]]) -> None:
+        """Into the lineage, now or when it answers again; what it refuses is let go of, and its line goes on from the state before."""
         try:
-            self._record(staged, manifest, bytes_new)
-        except BaseException:
-            self._memory.remove(manifest.origin.uid)
-            raise
-        self._post(Recorded(manifest.origin.uid, staged.line.name, time.monotonic()))
-        self._look_around()
-        if not self._has_room(self._next_slots):
-            self._post(RoomNeeded(self._next_slots, is_blocked=False, back_pressure=self._config.back_pressure))
-            if not self._has_room(self._next_slots):
-                self._memory.recall(self._next_slots)
+            refused = self._journal.record([entry for _, entry in held.values()]) if held else {}
+        except Exception as exc:
+            refused = dict.fromkeys(held, exc)
+        for uid in reversed(refused):  # the newest first
+            staged, entry = held.pop(uid)
+            self._memory.remove(uid)
+            staged.line.tip = entry.before
+            with self._lock:
+                self._lines_of.pop(uid, None)
+            self._fail(staged, refused[uid])
 
     def _manifest(self, staged: Staged, slots: list[int]) -> Manifest:
         lengths = staged.layout.chunk_lengths
@@ -470,19 +503,6 @@ class Runner:
         )
         return Manifest(1, state_digest(content, parent_digests), origin, content)
 
-    def _record(self, staged: Staged, manifest: Manifest, bytes_new: int) -> None:
-        """Into the lineage, now or when it answers again: the line goes on from this state in any case."""
-        line, before = staged.line, staged.line.tip
-        with self._lock:
-            self._lines_of[manifest.origin.uid] = line
-        try:
-            self._journal.record(Entry(staged.new_state(manifest, bytes_new, self._run, self._holder), before))
-        except BaseException:
-            with self._lock:
-                self._lines_of.pop(manifest.origin.uid, None)
-            raise
-        line.tip = (manifest.origin.uid, manifest.digest)
-
     def _on_recorded(self, entry: Entry, state: State, moved: Conflict | None) -> None:
         """The lineage knows of a state."""
         with self._lock:
@@ -491,7 +511,8 @@ class Runner:
                 self._note(line, moved)
         if handle is not None:
             handle._advance(state)
-        self._forget_left(state.uid)
+        if state.uid in self._left:
+            self._forget_left(state.uid)
 
     def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
         """Late, the lineage refused a state (then it leaves, and its line goes on from the one before), or its replica on disk."""
@@ -623,13 +644,16 @@ class Runner:
 
     # --- carrying out decisions, any thread ------------------------------------------------------------------------------
 
-    def _post(self, event: Event) -> list[Action]:
+    def _post(self, *events: Event) -> list[Action]:
+        done = []
         with self._lock:
-            actions = self._engine.handle(event)
-            for action in actions:
-                self._act(action)
+            for event in events:
+                actions = self._engine.handle(event)
+                for action in actions:
+                    self._act(action)
+                done += actions
         self._changed.ring()
-        return actions
+        return done
 
     def _act(self, action: Action) -> None:
         match action:

@@ -218,7 +218,7 @@ def test_a_receiver_that_lets_go_leaves_the_other_replica_of_its_node(database: 
         assert replicas_of(session, state.uid) == [Replica(0, "memory", "here", "ok", 3, a.uid)]
 
 
-def test_ten_thousand_ancestors_take_three_statements_each(other: Database, new_state: Callable[..., NewState]) -> None:
+def test_ten_thousand_ancestors_take_a_few_statements_for_each_five_hundred(other: Database, new_state: Callable[..., NewState]) -> None:
     states: list[State] = []
     for generation in range(10_000):
         new = new_state(step=generation, metrics={"loss": 1.0, "accuracy": 0.5})
@@ -247,4 +247,4 @@ def test_ten_thousand_ancestors_take_three_statements_each(other: Database, new_
 
     with other.read() as session:
         assert revision.resolve(session, f"{states[-1].uid}~9999").uid == states[0].uid
-    assert len(statements) < 3.01 * 10_000
+    assert len(statements) < 0.05 * 10_000
