@@ -116,7 +116,7 @@ def _check_shared(repo: Repository, reports: dict[str, Any]) -> None:
 def _tell(url: str, reports: dict[str, Any], wall_s: float, tell: Tell) -> None:
     """The latency of ``record``, for whoever reads the report of the tests."""
     took = sorted(each for report in reports.values() for each in report["took"])
-    assert len(took) == PROCESSES * CAPTURES
+    assert 0 < len(took) <= PROCESSES * CAPTURES, "one transaction records several captures"
     figures = {"p50_ms": statistics.median(took) * 1e3, "p99_ms": took[len(took) * 99 // 100] * 1e3, "max_ms": took[-1] * 1e3}
     figures["wall_s"] = wall_s
     for name, value in figures.items():

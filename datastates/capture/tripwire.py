@@ -10,6 +10,7 @@ What neither sign shows: an edit through ``.data`` (or by foreign code) of so fe
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ class Tripwire:
 
     def versions(self) -> list[int]:
         """The versions of the guarded tensors as they are; to be read before a fence lets go whoever changes them next."""
-        return [tensor._version for tensor in self._tensors]
+        return [*map(_VERSION, self._tensors)]
 
     def tripped(self, armed: Armed, versions: Sequence[int], slots: Sequence[int], arena: torch.Tensor) -> list[str]:
         """The paths of tensors that changed before they were copied into ``slots`` of ``arena`` (all of it, uint8).
@@ -97,11 +98,11 @@ class Tripwire:
         """
         hit = {i for i, (old, new) in enumerate(zip(armed.versions, versions, strict=True)) if new != old}
         places = np.asarray(slots, dtype=np.int64)
-        for group, before in zip(self._groups, armed.samples, strict=True):
-            words_per_chunk = CHUNK_BYTES // group.word.itemsize
-            copied = arena.view(group.word).numpy().take(places[group.chunks] * words_per_chunk + group.words)
-            for wrong in np.nonzero(copied != before.cpu().numpy())[0]:
-                hit.add(int(group.members[wrong]))
+        for group, sample in zip(self._groups, armed.samples, strict=True):
+            before = (sample.cpu() if sample.device.type != "cpu" else sample).numpy()
+            copied = arena.numpy().view(before.dtype).take(places[group.chunks] * (CHUNK_BYTES // before.itemsize) + group.words)
+            if copied.tobytes() != before.tobytes():
+                hit.update(group.members[np.nonzero(copied != before)[0]].tolist())
         return [self._paths[i] for i in sorted(hit)]
 
 
@@ -120,6 +121,9 @@ def _group(guarded: Sequence[Guarded], size: int, device: torch.device) -> _Grou
     arrays = [np.from_dlpack(view) for view in views] if device.type == "cpu" else []
     pointers = [*map(torch.Tensor.data_ptr, tensors)]
     return _Group(np.repeat(members, counts), tensors, pointers, arrays, views, _WORDS[size], chunks, offsets // size)
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 def _word_size(item: Guarded) -> int:
