@@ -189,8 +189,11 @@ async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join
             _logger.debug("a connection to %s was given up: %s", url, exc)
             _let_go(connection, arrival)
             return
-        except BaseException:
+        except BaseException as exc:
             _let_go(connection, arrival)
+            if isinstance(exc, Exception):
+                _logger.exception("a connection to %s was given up", url)
+                return
             raise
         await _visit(accept, channel)
 
@@ -244,6 +247,9 @@ async def _channel(connection: socket.socket, context: ssl.SSLContext | None, ar
     transport, _ = await loop.connect_accepted_socket(
         lambda: protocol, connection, ssl=context, ssl_handshake_timeout=None if context is None else _TLS_S
     )
+    if transport.get_extra_info("peername") is None:
+        transport.abort()
+        raise ConnectionResetError("it left at once")
     return TcpChannel(reader, asyncio.StreamWriter(transport, protocol, reader, loop), arrival)
 
 

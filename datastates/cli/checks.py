@@ -29,6 +29,7 @@ __all__ = ["Check", "Verdict", "examine"]
 _SAMPLE_BYTES = 64 << 20
 _PIECE_BYTES = 16 << 20
 _SLOW_BYTES_PER_S = 100e6
+_FEW_CONNECTIONS = 128
 _LITTLE_MEMORY_BYTES = 2 << 30
 _LITTLE_DISK_BYTES = 5 << 30
 
@@ -183,12 +184,26 @@ def _machine() -> Iterator[Check]:
     budget = f"{size_text(available)} available, {size_text(available // 4)} of it is the default budget"
     hint = None if available >= _LITTLE_MEMORY_BYTES else "set DATASTATES_MEMORY to what a few states need"
     yield Check("memory", Verdict.OK if hint is None else Verdict.WARN, budget, hint)
+    yield _descriptors()
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     mode = huge.read_text().partition("[")[2].partition("]")[0] if huge.exists() else ""
     if mode in ("always", "madvise"):
         yield Check("huge pages", Verdict.OK, mode)
     else:
         yield Check("huge pages", Verdict.WARN, mode or "unknown", f"echo madvise > {huge} makes large arenas faster to fill")
+
+
+def _descriptors() -> Check:
+    """What servers leave the training of its descriptors."""
+    import resource
+
+    from datastates.admission import of_process
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = of_process().limit
+    hint = None if most >= _FEW_CONNECTIONS else f"ulimit -n {hard if hard > soft else 4096} lets more peers in at once"
+    said = f"{soft} a process, connections of servers may take {most} of them"
+    return Check("descriptors", Verdict.OK if hint is None else Verdict.WARN, said, hint)
 
 
 def _files(packs: Path) -> Iterator[Check]:

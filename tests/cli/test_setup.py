@@ -52,7 +52,21 @@ def test_doctor_reports_every_subject_with_a_next_step(invoke: Invoke, root: Pat
     report = invoke("doctor", "--json").json
     found = {check["name"]: check for check in report["checks"]}
 
-    names = {"python", "torch", "cuda", "ucx", "mpi", "mpiexec", "sqlite", "lineage", "postgresql", "processors", "memory", "huge pages"}
+    names = {
+        "python",
+        "torch",
+        "cuda",
+        "ucx",
+        "mpi",
+        "mpiexec",
+        "sqlite",
+        "lineage",
+        "postgresql",
+        "processors",
+        "memory",
+        "descriptors",
+        "huge pages",
+    }
     assert names | {"disk space", "direct I/O", "buffered"} == set(found)
     assert report["ok"] is True
     assert found["torch"]["status"] == "ok"

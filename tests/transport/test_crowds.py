@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
@@ -94,6 +96,20 @@ def test_connections_that_prove_nothing_in_time_end(certificates: Tls, words: by
                 each.close()
 
     asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_connections_that_are_reset_at_once_leave_nothing_and_nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with served() as (server, _):
+            for words in (b"\0", b"\0\0\0\x40abc", b"") * 30:
+                for each in await crowd(server, 1, words):
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    each.close()
+            await until(lambda: server.refused == 90 and not server.door.admission.connections)
+
+    asyncio.run(asyncio.wait_for(work(), 10))
+    gc.collect()  # of tasks that failed asyncio tells when they are collected
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 def test_a_server_that_closes_leaves_no_connection() -> None:
