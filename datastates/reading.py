@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,7 +14,7 @@ from .errors import Corrupt
 from .geometry import rebuild
 from .interrupts import checkpoint
 from .lineage.states import State
-from .manifest import CHUNK_BYTES, TensorSpec
+from .manifest import TensorSpec
 from .store.tier import Reader
 from .tree import decode_skeleton, decode_values, unflatten
 
@@ -109,19 +107,9 @@ def _flat(reader: Reader, start: int, length: int, is_borrowing: bool) -> torch.
         return torch.frombuffer(view, dtype=torch.uint8)
     if view is not None and is_borrowing:
         return _borrow(view)
-    flat = _fresh(length)
+    flat = torch.empty(length, dtype=torch.uint8, device="cpu")
     reader.gather(start, memoryview(flat.numpy().data))
     return flat
-
-
-def _fresh(length: int) -> torch.Tensor:
-    """Memory of our own; in huge pages where there are any, which makes filling it for the first time three times as fast."""
-    if length < CHUNK_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(length, dtype=torch.uint8, device="cpu")
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _borrow(view: memoryview) -> torch.Tensor:
