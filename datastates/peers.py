@@ -546,14 +546,17 @@ class _CountedSource(StateSource):
     def __init__(self, reader: Reader, local: Tier) -> None:
         super().__init__(reader, local)
         self.moved = self.chunks = 0
+        self._counted: set[int] = set()
         self.on_chunk: Callable[[int], None] = lambda _: None
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
         """The chunk where it lies."""
         found = await super().chunk(index)
-        self.moved += self.lengths[index]
-        self.chunks += 1
-        self.on_chunk(self.moved)
+        if index not in self._counted:  # it is read for its digest too, and again when a link breaks
+            self._counted.add(index)
+            self.moved += self.lengths[index]
+            self.chunks += 1
+            self.on_chunk(self.moved)
         return found
 
 

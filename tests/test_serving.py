@@ -260,7 +260,7 @@ def test_a_byte_that_rots_on_disk_is_found_by_who_receives_it(repo: Repository, 
     target = torch.full((SLOT // 4,), 5.0)
     with datastates.open(tmp_path / "repo") as again, again.serve("memory://") as server, datastates.connect(server.url) as peer:
         clone = partial(peer.clone, "main", into={"weights": {"it": target}}, atomic=True)
-        with pytest.raises(Corrupt, match=r"chunk \d+ came from memory://"):
+        with pytest.raises(Corrupt, match=r"chunk \d+ is damaged at memory://"):
             clone()
     assert target.eq(5).all()
 
