@@ -11,6 +11,7 @@ import ipaddress
 import os
 import resource
 import threading
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -42,6 +43,18 @@ class Descriptors:
         self._beyond = soft_limit - self.limit
         self._taken = 0
         self._lock = threading.Lock()
+        self._sharers: weakref.WeakSet[Admission] = weakref.WeakSet()
+
+    def join(self, admission: Admission) -> None:
+        """One more server uses them."""
+        with self._lock:
+            self._sharers.add(admission)
+
+    @property
+    def share(self) -> int:
+        """How many a server has for itself: a crowd at one leaves the others theirs."""
+        with self._lock:
+            return max(1, self.limit // max(1, len(self._sharers)))
 
     @property
     def taken(self) -> int:
@@ -95,6 +108,7 @@ class Admission:
     def __init__(self, limits: Limits | None = None, *, descriptors: Descriptors | None = None, unlimited: Collection[str] = ()) -> None:
         self.limits = Limits() if limits is None else limits
         self._descriptors = of_process() if descriptors is None else descriptors
+        self._descriptors.join(self)
         self._unlimited = frozenset(map(_host, unlimited))
         self._places: dict[str, dict[Place, None]] = {}  # by host, the oldest first
         self.connections = self.refused = self.displaced = 0
@@ -121,6 +135,8 @@ class Admission:
             return False
         if self.connections >= self.limits.connections and not self._displace(self._places):
             return False
+        if self.connections >= self._descriptors.share:
+            self._displace(self._places)
         return self._descriptors.take() or (self._displace(self._places) and self._descriptors.take())
 
     def _displace(self, hosts: Collection[str]) -> bool:

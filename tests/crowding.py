@@ -283,8 +283,10 @@ def _started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         assert process.stdin is not None
+        assert process.stdout is not None
         process.stdin.close()
         process.wait(60)
+        process.stdout.close()
 
 
 def _certify(folder: Path) -> None:

@@ -109,6 +109,16 @@ def test_all_servers_together_use_a_quarter_of_the_descriptors() -> None:
     assert Visitor(one, FAR).place is not None
 
 
+def test_crowds_at_other_servers_leave_one_its_share() -> None:
+    descriptors = Descriptors(96)
+    doors = [Admission(Limits(100, 100), descriptors=descriptors) for _ in range(3)]
+    for door in doors[:2]:
+        assert all(Visitor(door, FAR).place for _ in range(50))
+
+    assert all(held(doors[2], FARTHER) for _ in range(8))
+    assert descriptors.taken == descriptors.limit == 24
+
+
 def test_last_quarter_of_the_descriptors_is_the_trainings() -> None:
     door = admission(descriptors=1024)
 
