@@ -17,8 +17,9 @@ Offer = tuple[tuple[str, ...], str]
 """The planes that a side can use, and the one that it wishes for, or none."""
 
 
-def offer(planes: Sequence[str], scheme: str, data: str) -> Offer:
+def offer(planes: Sequence[str], scheme: str, data: str, *, is_secret: bool = False) -> Offer:
     """What a side says in ``Ready``, by its transport's planes and what its user asked for (``config.Data``).
+    With ``is_secret`` there is TLS, which UCX has not: it is not chosen then unless somebody asks for it.
 
     :raises InvalidInput: UCX was asked for where the url rules it out.
     :raises Unsupported: it was, and is not installed.
@@ -35,7 +36,7 @@ def offer(planes: Sequence[str], scheme: str, data: str) -> Offer:
         return tuple(each for each in planes if each != "ucx"), ""
     if data == "ucx":
         return tuple(planes), "ucx"
-    return tuple(planes), "rdma" if has_rdma() else ""
+    return tuple(planes), "rdma" if has_rdma() and not is_secret else ""
 
 
 def agree(own: Ready, its: Ready, peer: str) -> str:

@@ -170,7 +170,7 @@ class Session:
         :raises Unsupported: the two sides have no data plane in common.
         """
         transport = transport_for(url) if transport is None else transport
-        planes, wish = offer(transport.planes, transport.scheme, data)
+        planes, wish = offer(transport.planes, transport.scheme, data, is_secret=tls is not None)
         channel = await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
         own = Ready(planes, transport.located, _milliseconds(timeout_s), wish=wish)
         sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
@@ -198,7 +198,7 @@ class Session:
             admission()
             return own
 
-        planes, wish = offer(transport.planes, transport.scheme, data)
+        planes, wish = offer(transport.planes, transport.scheme, data, is_secret=channel.is_secret)
         own = Ready(planes, transport.located, _milliseconds(timeout_s), identity, wish, service.neighbours.name)
         sealed, its = await admit(channel, ready, token=token, timeout_s=timeout_s)
         return await cls._begin(sealed, transport, own, its, service)
