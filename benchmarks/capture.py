@@ -1,6 +1,7 @@
 """What a capture costs: how long it blocks, what memory it takes, and what a training run pays for one at every step.
 
     python benchmarks/capture.py [--quick] [--part blocking|tiny|training|memory|start] [--json FILE] [--folder DIR]
+    python benchmarks/capture.py --part start [--size 1M|30M|100M] [--seconds 30]
 
 Every method is measured in turn, round after round, in one run; a training segment with captures is compared with the
 segments without on both sides of it. What counts is wall and CPU overhead of the run: a method can block for nothing
@@ -23,13 +24,14 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from capture_peers import DcpAsync, ForeachCopy, Method, Objects, Ours, Prototype, TorchSave, TorchSnapshot, state_bytes, state_tensors
-from capture_start import start
+from capture_start import SIZES, start
 from common import machine, out, short, spread, table
 from gpt import LARGE, MEDIUM, TINY, Trainer
 
@@ -323,6 +325,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models: does it run?")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--size", choices=SIZES, action="append", help="for the part start: these sizes only")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for the part start: how long each training takes")
     parser.add_argument("--rounds", type=int, help="how often each method is measured (5)")
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 5)
@@ -338,7 +342,8 @@ def main() -> None:
                 out(msgspec.json.encode(pair(folder, *options.pair, quick=options.quick, rounds=rounds)).decode())
                 return
             out(f"{machine()}; torch on one thread")
-            results = {part: PARTS[part](folder, quick=options.quick, rounds=rounds) for part in options.part or PARTS}
+            parts = {**PARTS, "start": partial(start, sizes=options.size or SIZES, seconds=options.seconds)}
+            results = {part: parts[part](folder, quick=options.quick, rounds=rounds) for part in options.part or parts}
         finally:
             shutil.rmtree(Path("/dev/shm") / folder.name, ignore_errors=True)
     if options.json:

@@ -1,6 +1,6 @@
 """The first half minute of a training with default settings, from ``track`` on, beside the same training without captures.
 
-    python benchmarks/capture.py --part start [--rounds N] [--quick]
+    python benchmarks/capture.py --part start [--rounds N] [--quick] [--size 1M|30M|100M] [--seconds 30]
 
 Each training has a process of its own, as each that starts pays anew. Plain and captured take turns; every step is captured.
 """
@@ -23,9 +23,11 @@ import msgspec
 from common import out, short, spread, table
 from gpt import LARGE, MEDIUM, SMALL, TINY, Trainer
 
-__all__ = ["start"]
+__all__ = ["SIZES", "start"]
 
 SHAPES = {"tiny": TINY, "1M": SMALL, "30M": MEDIUM, "100M": LARGE}
+
+SIZES = ("1M", "30M", "100M")
 
 PLAIN, DEFAULT, GIVEN = "plain", "captured, default settings", "captured, memory_bytes=4G"
 GIVEN_BYTES = 4 << 30
@@ -106,7 +108,7 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key + ":"))
 
 
-def start(folder: Path, *, quick: bool, rounds: int, sizes: Sequence[str] = ("1M", "30M", "100M"), seconds: float = 60.0) -> dict[str, Any]:
+def start(folder: Path, *, quick: bool, rounds: int, sizes: Sequence[str] = SIZES, seconds: float = 60.0) -> dict[str, Any]:
     """Plain and captured by turns, ``rounds`` times; the counted time, and the memory after a minute."""
     sizes, seconds = (("tiny",), 2 * WINDOW_S) if quick else (sizes, seconds)
     found: dict[str, dict[str, list[Started]]] = {}
