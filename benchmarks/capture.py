@@ -342,7 +342,10 @@ def main() -> None:
                 out(msgspec.json.encode(pair(folder, *options.pair, quick=options.quick, rounds=rounds)).decode())
                 return
             out(f"{machine()}; torch on one thread")
-            parts = {**PARTS, "start": partial(start, sizes=options.size or SIZES, seconds=options.seconds)}
+            parts: dict[str, Callable[..., dict[str, Any]]] = {
+                **PARTS,
+                "start": partial(start, sizes=options.size or SIZES, seconds=options.seconds),
+            }
             results = {part: parts[part](folder, quick=options.quick, rounds=rounds) for part in options.part or parts}
         finally:
             shutil.rmtree(Path("/dev/shm") / folder.name, ignore_errors=True)
