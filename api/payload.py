@@ -110,9 +110,9 @@ def _plain(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator[
 
 
 def _turned(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator[bytes]:
-    """The bytes of a tensor that is stored in another order, or once for many elements: block by block from where it is mapped.
+    """The bytes of a tensor that is stored in another order, or once for many elements: block by block.
 
-    Needs memory for the whole tensor where its chunks do not lie together.
+    Needs memory for the whole tensor: what is served is read, not mapped, so that a file that is cut short ends no server.
     """
     tensor = rebuild(read_flat(reader, spec), spec)
     item, dim, inner = tensor.element_size(), tensor.dim(), 1

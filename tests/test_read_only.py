@@ -109,6 +109,7 @@ def downgrade(path: Path) -> None:
     """Make a lineage as version 0002 of the schema had it."""
     connection = sqlite3.connect(path)
     connection.execute("DROP TABLE folder")
+    connection.execute("DROP TABLE seal")
     connection.execute("UPDATE alembic_version SET version_num = 'datastates_0002'")
     connection.commit()
     connection.close()

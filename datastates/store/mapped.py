@@ -27,7 +27,7 @@ __all__ = ["MappedReader"]
 
 _NAMED_PATHS = 8
 _AHEAD = 4
-_KEPT = 4  # chunks that were read last: tensors that follow each other share them
+_KEPT = 2  # chunks that were read last: tensors that follow each other share them
 
 
 class MappedReader(Reader):
