@@ -11,7 +11,7 @@ from typing import Any
 
 from datastates.errors import DatastatesError, Disconnected, InvalidInput
 
-from .contract import Link
+from .contract import Link, SupportsParts
 from .failures import revive
 from .plane import Plane
 from .protocol import PIECES, Gone, Message, Want
@@ -118,10 +118,12 @@ class Receiving:
                     return
 
     async def _receive(self, link: Link, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
-        tag = self._take_tags(len(buffers))
+        messages = [buffers] if isinstance(link, SupportsParts) else [[buffer] for buffer in buffers]
+        tag = self._take_tags(len(messages))
         gone: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
-        posted = [asyncio.create_task(self._piece(link, tag + n, buffer)) for n, buffer in enumerate(buffers)]
-        want = Want(handle, index, tag, tuple(buffer.nbytes for buffer in buffers), self._plane.generation)
+        posted = [asyncio.create_task(self._message(link, tag + n, into)) for n, into in enumerate(messages)]
+        lengths = tuple(sum(buffer.nbytes for buffer in into) for into in messages)
+        want = Want(handle, index, tag, lengths, self._plane.generation)
         try:
             await link.posted()
             if not self._wanted:
@@ -156,8 +158,11 @@ class Receiving:
         first, self._count = self._count, self._count + count
         return self._tags | first
 
-    async def _piece(self, link: Link, tag: int, into: memoryview) -> None:
-        await link.receive(tag, into)
+    async def _message(self, link: Link, tag: int, into: Sequence[memoryview]) -> None:
+        if isinstance(link, SupportsParts):
+            await link.receive_parts(tag, into)
+        else:
+            await link.receive(tag, *into)
         self._moved_at = self._clock()
 
     async def _take_back(self, link: Link, posted: Sequence[asyncio.Task[None]]) -> None:
@@ -171,7 +176,7 @@ class Receiving:
 
 
 async def _first_error(posted: Sequence[asyncio.Task[None]], gone: asyncio.Future[Gone]) -> None:
-    """Wait until every piece is here, or one fails, or the peer says that they will not come."""
+    """Wait until every message is here, or one fails, or the peer says that they will not come."""
     waiting: set[asyncio.Future[Any]] = {*posted, gone}
     while not all(task.done() for task in posted):
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -187,9 +192,9 @@ async def _first_error(posted: Sequence[asyncio.Task[None]], gone: asyncio.Futur
         _look(task)
 
 
-def _look(piece: asyncio.Future[None]) -> None:
-    """Raise what became of a piece."""
+def _look(message: asyncio.Future[None]) -> None:
+    """Raise what became of a message."""
     try:
-        piece.result()
+        message.result()
     except Disconnected as exc:
         raise _Broken(exc) from exc

@@ -14,8 +14,10 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final
 
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault
@@ -34,6 +36,7 @@ MOST: Final = 4
 """Connections that a peer may have in one direction: another version may find another number best."""
 
 _PLACE = b"lanes"
+_VECTOR = 512  # pieces in one call; the kernel takes 1024 at most
 _message = struct.Struct(">QQ")
 _FROM_DIALLER, _TO_DIALLER = b">", b"<"
 _logger = logging.getLogger(__name__)
@@ -119,19 +122,20 @@ class Lanes:
 class _Slot:
     """Memory that waits for a message, and who waits for it."""
 
-    __slots__ = ("done", "memory")
+    __slots__ = ("done", "parts", "size")
 
-    def __init__(self, memory: memoryview, done: asyncio.Future[None]) -> None:
-        self.memory, self.done = memory, done
+    def __init__(self, parts: Sequence[memoryview], done: asyncio.Future[None]) -> None:
+        self.parts, self.done = parts, done
+        self.size = _size(parts)
 
 
 class _Outgoing:
     """A message that waits to be sent."""
 
-    __slots__ = ("done", "memory", "tag")
+    __slots__ = ("done", "parts", "tag")
 
-    def __init__(self, tag: int, memory: memoryview, done: asyncio.Future[None]) -> None:
-        self.tag, self.memory, self.done = tag, memory, done
+    def __init__(self, tag: int, parts: Sequence[memoryview], done: asyncio.Future[None]) -> None:
+        self.tag, self.parts, self.done = tag, parts, done
 
 
 class _LanesLink(Link):
@@ -154,19 +158,27 @@ class _LanesLink(Link):
 
     async def send(self, tag: int, data: memoryview) -> None:
         """To whoever receives the tag at the other end."""
-        done = self._begin(_FROM_DIALLER)
-        self._outgoing.put(_Outgoing(tag, _flat(data), done))
-        await asyncio.shield(done)
+        await self.send_parts(tag, [data])
 
     async def receive(self, tag: int, into: memoryview) -> None:
         """From whoever sends the tag there."""
-        if into.readonly:
+        await self.receive_parts(tag, [into])
+
+    async def send_parts(self, tag: int, parts: Sequence[memoryview]) -> None:
+        """To whoever receives the tag at the other end, straight from where they lie."""
+        done = self._begin(_FROM_DIALLER)
+        self._outgoing.put(_Outgoing(tag, [_flat(part) for part in parts], done))
+        await asyncio.shield(done)
+
+    async def receive_parts(self, tag: int, into: Sequence[memoryview]) -> None:
+        """From whoever sends the tag there, straight to where it belongs."""
+        if any(part.readonly for part in into):
             raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
         done = self._begin(_TO_DIALLER)
         with self._changed:
             if tag in self._slots:
                 raise PeerFault(f"tag {tag} is used twice at once")
-            self._slots[tag] = _Slot(_flat(into), done)
+            self._slots[tag] = _Slot([_flat(part) for part in into], done)
             self._changed.notify_all()
         await asyncio.shield(done)
 
@@ -260,8 +272,8 @@ class _LanesLink(Link):
             slot = self._slots.pop(tag, None)
             if slot is None or self._error is not None:
                 return None
-            if slot.memory.nbytes != length:
-                fault = PeerFault(f"the message of tag {tag} has {length} bytes, {slot.memory.nbytes} were waited for")
+            if slot.size != length:
+                fault = PeerFault(f"the message of tag {tag} has {length} bytes, {slot.size} were waited for")
                 self._call(self._refuse, slot, fault)
                 return None
             lane.is_busy = True
@@ -372,38 +384,51 @@ class _Lane:
 
     def _send(self, link: _LanesLink) -> None:
         while (outgoing := link.next_outgoing(self)) is not None:
-            header, memory = _message.pack(outgoing.tag, outgoing.memory.nbytes), outgoing.memory
+            header = memoryview(_message.pack(outgoing.tag, _size(outgoing.parts)))
+            left = deque([header, *outgoing.parts])
             if isinstance(self._connection, ssl.SSLSocket):
-                self._connection.sendall(header)
+                while left:
+                    self._connection.sendall(left.popleft())
             else:
-                sent = self._connection.sendmsg([header, memory])
-                if sent < len(header):
-                    self._connection.sendall(header[sent:])
-                memory = memory[max(sent - len(header), 0) :]
-            self._connection.sendall(memory)
+                while left:
+                    _advance(left, self._connection.sendmsg(list(islice(left, _VECTOR))))
             link.moved(self, outgoing.done)
-            del outgoing, memory
+            del outgoing, left
 
     def _receive(self, link: _LanesLink) -> None:
         header = memoryview(bytearray(_message.size))
-        while self._fill(header):
+        while self._fill([header]):
             tag, length = _message.unpack(header)
             slot = link.next_slot(self, tag, length)
-            if slot is None or not self._fill(slot.memory):
+            if slot is None or not self._fill(slot.parts):
                 return
             link.moved(self, slot.done)
             del slot
 
-    def _fill(self, memory: memoryview) -> bool:
+    def _fill(self, parts: Sequence[memoryview]) -> bool:
         """Receive so many bytes; False if the connection ends before."""
-        done, length = 0, memory.nbytes
-        flags = 0 if isinstance(self._connection, ssl.SSLSocket) else socket.MSG_WAITALL
-        while done < length:
-            count = self._connection.recv_into(memory[done:], 0, flags)
+        left = deque(part for part in parts if part)
+        while left:
+            if isinstance(self._connection, ssl.SSLSocket):
+                count = self._connection.recv_into(left[0])
+            else:
+                count = self._connection.recvmsg_into(list(islice(left, _VECTOR)), 0, socket.MSG_WAITALL)[0]
             if not count:
                 return False
-            done += count
+            _advance(left, count)
         return True
+
+
+def _size(parts: Sequence[memoryview]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def _advance(left: deque[memoryview], count: int) -> None:
+    """So many bytes of what was left have moved."""
+    while left and count >= left[0].nbytes:
+        count -= left.popleft().nbytes
+    if count:
+        left[0] = left[0][count:]
 
 
 def _flat(memory: memoryview) -> memoryview:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datastates.errors import Closed, Corrupt, DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.seldom import Seldom
 
-from .contract import Link
+from .contract import Link, SupportsParts
 from .failures import again, describe
 from .fingerprints import Fingerprints, digest_of
 from .pieces import cut
@@ -262,7 +262,7 @@ class Sending:
             pieces = await _read(held, want.index)
             is_read = True
             link = await self._plane.link(want.generation)
-            await asyncio.gather(*(self._piece(link, want.tag + n, data) for n, data in enumerate(cut(pieces, want.pieces))))
+            await self._hand_over(link, want, pieces)
         except asyncio.CancelledError:
             if link is not None:  # the pieces may still be under way on it; the link of the present may be another's
                 await self._plane.drop(link)
@@ -275,17 +275,25 @@ class Sending:
             self._sent.chunks += 1
             self._sent.states[held.uid] += sum(want.pieces)
 
-    async def _piece(self, link: Link, tag: int, data: memoryview) -> None:
+    async def _hand_over(self, link: Link, want: Want, pieces: Sequence[memoryview]) -> None:
+        """As many messages as the peer waits for; a single one as its bytes lie here, if the link takes that."""
+        if isinstance(link, SupportsParts) and len(want.pieces) == 1:
+            await self._message(link.send_parts(want.tag, pieces), want.pieces[0])
+        else:
+            cut_anew = cut(pieces, want.pieces)
+            await asyncio.gather(*(self._message(link.send(want.tag + n, data), data.nbytes) for n, data in enumerate(cut_anew)))
+
+    async def _message(self, sending: Awaitable[None], size: int) -> None:
         if not self._moving:
             self._moved_at = self._clock()
         self._moving += 1
         try:
-            await link.send(tag, data)
+            await sending
         finally:
             self._moving -= 1
         self._moved_at = self._used_at = self._clock()
-        self.bytes += data.nbytes
-        self._sent.bytes += data.nbytes
+        self.bytes += size
+        self._sent.bytes += size
 
     async def _gone(self, want: Want, error: BaseException, *, is_link: bool = False) -> None:
         with suppress(DatastatesError):  # the session is over: nobody waits any more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import secrets
 import shutil
@@ -16,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from datastates.errors import Disconnected, PeerFault
+from datastates.errors import Disconnected, InvalidInput, PeerFault
 from datastates.transport import joining, loop, tcp
-from datastates.transport.contract import Link, Terms, Tls
+from datastates.transport.contract import Link, SupportsParts, Terms, Tls
 from datastates.transport.joining import HEADER_BYTES
 from datastates.transport.lanes import LANES, MOST, Lanes
 from datastates.transport.server import Server
 from datastates.transport.session import Session
 from datastates.transport.tcp_transport import TcpTransport
 from tests.transport.stores import CHUNK, UID, MemorySource, MemoryStore
-from tests.transport.suite import TransportSuite
+from tests.transport.suite import TransportSuite, linked
 from tests.transport.test_tcp import _certificate
 from tests.transport.worlds import STATE, offer, opened, receive, until
 
@@ -89,6 +90,28 @@ class TestLanes(TransportSuite):
     @pytest.fixture
     def url(self) -> str:
         return "tcp://127.0.0.1:0"
+
+    def test_a_message_in_pieces_arrives_in_other_pieces(self, transport: PairedTransport) -> None:
+        rng = random.Random(5)
+        data = memoryview(rng.randbytes(3 << 20))
+        memory = memoryview(bytearray(len(data)))
+
+        def pieces(of: memoryview, count: int) -> list[memoryview]:
+            edges = [0, 0, *sorted(rng.randrange(len(of)) for _ in range(count)), len(of)]  # one of them is empty
+            return [of[a:b] for a, b in itertools.pairwise(edges)]
+
+        async def work() -> None:
+            async with linked(transport) as (here, there):
+                assert isinstance(here, SupportsParts)
+                assert isinstance(there, SupportsParts)
+                for tag, (sent, received) in enumerate([(1, 3000), (3000, 1), (700, 700), (0, 0)]):
+                    memory[:] = bytes(len(memory))
+                    await asyncio.gather(here.send_parts(tag, pieces(data, sent)), there.receive_parts(tag, pieces(memory, received)))
+                    assert memory == data
+                with pytest.raises(InvalidInput):
+                    await there.receive_parts(9, [memory[:1], data[:1]])
+
+        self.run(work())
 
 
 class TestLanesOverTls(TestLanes):
