@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from datastates.bell import Latch
 from datastates.errors import Closed, Unavailable
+from datastates.system.bell import Latch
 
 __all__ = ["SHARE", "Background"]
 

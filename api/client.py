@@ -18,7 +18,7 @@ import httpx
 
 from datastates.errors import InvalidInput
 from datastates.lineage.states import RefKind, Value
-from datastates.secret_file import is_sendable
+from datastates.system.secret_file import is_sendable
 
 from .answers import checked, disconnected, parsed
 from .downloads import download
@@ -26,7 +26,7 @@ from .following import RefEvents
 from .models import Evicted, GraphPage, Page, Ref, RefEvent, RepositoryInfo, Run, Series, State, StateDetail, Stats, TensorInfo
 
 if TYPE_CHECKING:
-    from datastates.diff import Diff
+    from datastates.algebra.diff import Diff
 
 __all__ = ["Client"]
 
@@ -204,7 +204,7 @@ class Client:
 
     def diff(self, old: str | State, new: str | State, *, only: str | Sequence[str] | None = None, tensors: bool = True) -> Diff:
         """What changed between two states; without ``tensors`` the server reads no payload."""
-        from datastates.diff import Diff  # knows torch, which takes a while to import
+        from datastates.algebra.diff import Diff  # knows torch, which takes a while to import
 
         params: dict[str, Any] = {"old": _text(old), "new": _text(new), "tensors": tensors}
         return self._get("/diff", Diff, params if only is None else params | {"only": only})

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 if TYPE_CHECKING:
-    from datastates.admission import Admission, Place
+    from datastates.system.admission import Admission, Place
 
 __all__ = ["PLACE", "Connection", "Connections"]
 

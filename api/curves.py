@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from datastates.lineage.lookup import states
-from datastates.lineage.order import uids_of
-from datastates.lineage.series import Curve, curve, partings
-from datastates.lineage.walk import first_meeting
+from datastates.lineage.search.order import uids_of
+from datastates.lineage.search.series import Curve, curve, partings
+from datastates.lineage.search.walk import first_meeting
 
 from .models import Fork, Series, SeriesLine
 from .thinning import thin

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from datastates.lineage import lookup, replicas, runs
-from datastates.lineage.detail import child_uids, refs_at
-from datastates.lineage.holders import replicas_of
+from datastates.lineage import lookup
+from datastates.lineage.change import replicas, runs
+from datastates.lineage.search.holders import replicas_of
+from datastates.lineage.show.detail import child_uids, refs_at
 from datastates.lineage.states import State
 
 from .models import StateDetail, StoredPack

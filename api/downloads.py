@@ -13,7 +13,7 @@ from typing import IO, Any
 import httpx
 
 from datastates.errors import Conflict, Corrupt, DatastatesError, PeerFault
-from datastates.regular import open_regular
+from datastates.system.regular import open_regular
 
 from .answers import checked, disconnected, error_of
 from .content_digest import is_as_said

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from starlette.concurrency import run_in_threadpool
 
 from datastates.errors import Closed, DatastatesError, Unavailable
-from datastates.lineage import events
-from datastates.lineage.refs import last_event
+from datastates.lineage.change.refs import last_event
+from datastates.lineage.show import events
 from datastates.lineage.states import RefEvent
 
 from .problems import Refusal

@@ -12,8 +12,8 @@ from typing import Self
 import httpx
 import msgspec
 
-from datastates.bell import Latch
 from datastates.errors import PeerFault, Unavailable
+from datastates.system.bell import Latch
 
 from .answers import checked, disconnected
 from .models import RefEvent

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from datastates.lineage.holders import Replica
+from datastates.lineage.search.holders import Replica
+from datastates.lineage.show.stats import Counts, KeyStats
 from datastates.lineage.states import Ref, RefEvent, RefKind, Run, State, Value
-from datastates.lineage.stats import Counts, KeyStats
 
 __all__ = [
     "Annotations",

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from datastates.diff import pieces, untied
-from datastates.reading import specs_of
+from datastates.algebra.diff import pieces, untied
+from datastates.store.reading import specs_of
 
 from .models import TensorInfo
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from datastates.content.geometry import dtype_of, rebuild
+from datastates.content.manifest import CHUNK_BYTES, TensorSpec
 from datastates.errors import InvalidInput
-from datastates.export import Entry, header_of, in_order, words_about
-from datastates.geometry import dtype_of, rebuild
+from datastates.export.tensors import Entry, header_of, in_order, words_about
 from datastates.lineage.states import State
-from datastates.manifest import CHUNK_BYTES, TensorSpec
-from datastates.reading import read_flat, specs_of
-from datastates.report import Selection
+from datastates.objects.report import Selection
+from datastates.store.reading import read_flat, specs_of
 from datastates.store.tier import Reader
 
 __all__ = ["StateFile"]

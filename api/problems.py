@@ -19,8 +19,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Mount
 
-from datastates import masking
 from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
+from datastates.system import masking
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

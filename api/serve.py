@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from datastates.admission import Admission
-from datastates.bell import Latch
-from datastates.environment import node_name
+from datastates.clone.serving import Server, ServerStats
 from datastates.errors import InvalidInput, Unavailable, Unsupported
+from datastates.opening.environment import node_name
 from datastates.repository import Repository
-from datastates.serving import Server, ServerStats
+from datastates.system.admission import Admission
+from datastates.system.bell import Latch
 
 from .app import create_app
 from .connections import Connection, Connections

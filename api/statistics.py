@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from datastates.lineage import stats
+from datastates.lineage.show import stats
 
 from .background import SHARE, Background
 from .models import Stats

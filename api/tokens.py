@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from datastates.errors import InvalidInput
-from datastates.secret_file import is_sendable, make_token, read_secret
+from datastates.system.secret_file import is_sendable, make_token, read_secret
 
 from .routing import Scope
 

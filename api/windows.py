@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 from sqlalchemy import select
 
 from datastates.errors import NotFound
-from datastates.lineage import lookup, revision
-from datastates.lineage.drawing import Drawing, draw_history
-from datastates.lineage.order import Topology, uids_of
+from datastates.lineage import lookup
 from datastates.lineage.schema import RefRow, table
+from datastates.lineage.search import revision
+from datastates.lineage.search.order import Topology, uids_of
+from datastates.lineage.show.drawing import Drawing, draw_history
 
 from .background import Background
 from .models import GraphPage, GraphRow

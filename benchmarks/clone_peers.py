@@ -27,7 +27,7 @@ from torch import Tensor
 
 import datastates
 from datastates.config import Config
-from datastates.transport import near
+from datastates.transport.wire import near
 
 __all__ = [
     "WAYS",

@@ -27,7 +27,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import datastates
 from datastates.config import Config
-from datastates.demo_model import GPT, Shape
+from datastates.demo.model import GPT, Shape
 
 SHM = Path("/dev/shm")
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from datastates.demo_model import GPT, Shape
+from datastates.demo.model import GPT, Shape
 
 __all__ = ["LARGE", "MEDIUM", "SMALL", "TINY", "Trainer"]
 

@@ -25,7 +25,10 @@ from typing import TYPE_CHECKING
 from common import machine, out, table
 from many_states import BRANCHES, METRICS, RARE, fill
 
-from datastates.lineage import Database, NewState, Status, record, revision, search, walk
+from datastates.lineage import Database, NewState, Status
+from datastates.lineage.change import record
+from datastates.lineage.search import pages as search
+from datastates.lineage.search import revision, walk
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

@@ -16,10 +16,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .algebra.ensemble import Ensemble, Prediction
     from .capture.handle import Capture
+    from .clone.peer import Peer, connect
+    from .clone.serving import Server
+    from .clone.transfer import Cloned, Transfer
     from .config import BackPressure, Config
-    from .encoding import register_encoder
-    from .ensembles import Ensemble, Prediction
+    from .content.encoding import register_encoder
     from .errors import (
         Ambiguous,
         Cancelled,
@@ -39,16 +42,13 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
-    from .guard import Guard, Rewind
     from .lineage.states import Ref, RefEvent, Run, State, Status
-    from .peers import Peer, connect
-    from .report import RestoreReport
+    from .objects.report import RestoreReport
+    from .objects.rng import RngState
+    from .objects.sampler import PermutationSampler
     from .repository import Repository, open
-    from .rng import RngState
-    from .sampler import PermutationSampler
-    from .serving import Server
-    from .tracker import Tracker
-    from .transfer import Cloned, Transfer
+    from .tracking.guard import Guard, Rewind
+    from .tracking.tracker import Tracker
     from .transport.contract import Tls
 
     __version__: str
@@ -102,29 +102,29 @@ __all__ = [
 _MODULES = {
     "BackPressure": "config",
     "Capture": "capture.handle",
-    "Cloned": "transfer",
+    "Cloned": "clone.transfer",
     "Config": "config",
-    "Ensemble": "ensembles",
-    "Guard": "guard",
-    "Peer": "peers",
-    "PermutationSampler": "sampler",
-    "Prediction": "ensembles",
+    "Ensemble": "algebra.ensemble",
+    "Guard": "tracking.guard",
+    "Peer": "clone.peer",
+    "PermutationSampler": "objects.sampler",
+    "Prediction": "algebra.ensemble",
     "Ref": "lineage.states",
     "RefEvent": "lineage.states",
     "Repository": "repository",
-    "RestoreReport": "report",
-    "Rewind": "guard",
-    "RngState": "rng",
+    "RestoreReport": "objects.report",
+    "Rewind": "tracking.guard",
+    "RngState": "objects.rng",
     "Run": "lineage.states",
-    "Server": "serving",
+    "Server": "clone.serving",
     "State": "lineage.states",
     "Status": "lineage.states",
     "Tls": "transport.contract",
-    "Tracker": "tracker",
-    "Transfer": "transfer",
-    "connect": "peers",
+    "Tracker": "tracking.tracker",
+    "Transfer": "clone.transfer",
+    "connect": "clone.peer",
     "open": "repository",
-    "register_encoder": "encoding",
+    "register_encoder": "content.encoding",
 }
 """Where a public name lives; those that are not here are errors."""
 

@@ -16,52 +16,55 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from . import values
-from .belongings import Belongings
 from .capture.line import Line
 from .capture.runner import Runner
 from .capture.shutdown import close_at_exit, closed, settle
 from .config import BackPressure, Config, data_plane
-from .environment import available_memory_bytes, describe_run, node_name
+from .content.manifest import CHUNK_BYTES
 from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound
-from .frames import States
-from .handed import split_values
-from .home import FOLDER, PACKS, settle_in
-from .interrupts import undisturbed
-from .lease import Lease
-from .lineage import refs as lineage_refs
-from .lineage import revision, runs, seals, search, walk
+from .lineage.change import refs as lineage_refs
+from .lineage.change import runs, seals
 from .lineage.database import Database
+from .lineage.search import pages as search
+from .lineage.search import revision, walk
 from .lineage.states import Ref, RefEvent, RefKind, State
-from .location import Location, check_whole, locate
-from .loops import LOOPS
-from .manifest import CHUNK_BYTES
-from .missing import explain
-from .outset import check_origin, origin_of, set_out
-from .oversights import refuse_misspelt
+from .objects.handed import split_values
+from .objects.loops import LOOPS
+from .objects.oversights import refuse_misspelt
+from .objects.report import RestoreReport, Selection
+from .objects.restore import reads, restore_into
+from .objects.rng import RngState
+from .opening.belongings import Belongings
+from .opening.environment import describe_run, node_name
+from .opening.home import FOLDER, PACKS, settle_in
+from .opening.lease import Lease
+from .opening.location import Location, check_whole, locate
+from .opening.recovery import recover
 from .policy.cadence import Cadence
-from .reading import of_state, read_tree
-from .recovery import recover
-from .report import RestoreReport, Selection
-from .restore import reads, restore_into
-from .rng import RngState
-from .salvage import naming_a_way_on
-from .seal import SealedChunks
+from .show.frames import States
 from .store.arena import Arena
 from .store.local import LocalTier
 from .store.memory import MemoryTier
+from .store.reading import of_state, read_tree
+from .store.seal import SealedChunks
 from .store.tier import Reader
-from .succession import enter, take_over
-from .tracker import Tracker
+from .system.interrupts import undisturbed
+from .system.memory import available_memory_bytes
+from .tracking.outset import check_origin, origin_of, set_out
+from .tracking.succession import enter, take_over
+from .tracking.tracker import Tracker
+from .upkeep.missing import explain
+from .upkeep.salvage import naming_a_way_on
 
 if TYPE_CHECKING:
     import networkx as nx
     import torch
     from sqlalchemy.orm import Session
 
-    from .diff import Diff
-    from .ensembles import Ensemble
-    from .merging import MergeOptions
-    from .serving import Server
+    from .algebra.diff import Diff
+    from .algebra.ensemble import Ensemble
+    from .algebra.merge import MergeOptions
+    from .clone.serving import Server
     from .transport.contract import Tls
 
 __all__ = ["Repository", "open"]
@@ -424,7 +427,7 @@ class Repository:
     def graph(self, rev: str | State | None = None, *, ancestors: int | None = None, descendants: int | None = 0) -> nx.DiGraph[str]:
         """The lineage as a networkx graph, edges from parent to child; see ``lineage.view.graph``."""
         of = None if rev is None else [self._uid(rev)]
-        from .lineage import view  # networkx takes a while to import, and few ask for it
+        from .lineage.show import view  # networkx takes a while to import, and few ask for it
 
         with self._reading() as session:
             return view.graph(session, of=of, ancestors=ancestors, descendants=descendants)
@@ -446,7 +449,7 @@ class Repository:
 
         :raises Unavailable: the bytes of one of them are gone.
         """
-        from .diff import diff
+        from .algebra.diff import diff
 
         return diff(self, values.revision(old), values.revision(new), only=only, on_progress=on_progress)
 
@@ -491,7 +494,7 @@ class Repository:
         :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
         :raises Conflict: a name is taken, or the branch is elsewhere.
         """
-        from .merging import merge
+        from .algebra.merge import merge
 
         names = {"into": into, "tag": tag, "message": message}
         return merge(self, revs, method=method, weights=weights, only=only, rest=rest, options=options, **names)
@@ -502,7 +505,7 @@ class Repository:
 
         :raises Corrupt: a tensor is not what the parents make; names it.
         """
-        from .merging import verify_merge
+        from .algebra.merge import verify_merge
 
         return verify_merge(self, values.revision(rev))
 
@@ -522,7 +525,7 @@ class Repository:
 
         :raises InvalidInput: a state does not fit the module; lists what does not.
         """
-        from .ensembles import load_ensemble
+        from .algebra.ensemble import load_ensemble
 
         return load_ensemble(self, revs, model, only=only, pick=pick)
 
@@ -560,8 +563,8 @@ class Repository:
         :raises Unavailable: the address is taken.
         :raises Unsupported: ``data="ucx"``, and UCXX is not installed.
         """
-        from .serving import Server  # the transport takes a while to import, and few serve
-        from .transport.handshake import read_token
+        from .clone.serving import Server  # the transport takes a while to import, and few serve
+        from .transport.session.handshake import read_token
 
         self._check_open()
         secret = read_token(token, token_file)
@@ -637,7 +640,7 @@ class Repository:
         return f"<Repository {self.location}>"
 
     def _repr_html_(self) -> str:
-        from .notebook import repository_html  # only notebooks ask
+        from .show.notebook import repository_html  # only notebooks ask
 
         return repository_html(self)
 

@@ -7,8 +7,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
+from .content.manifest import Manifest
 from .errors import Unavailable
-from .manifest import Manifest
 from .store.tier import Payload, Placed, Reader, Tier
 
 __all__ = ["FullDiskTier", "SlowTier", "TornTier", "WrappedTier", "crash_at", "fail_at"]

@@ -1,1 +1,1 @@
-../datastates/demo.py
+../datastates/demo/main_job.py

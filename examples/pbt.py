@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import datastates
-from datastates.demo_images import load
+from datastates.demo.images import load
 from datastates.workflows import Distribution, Job, LogUniform, Population, Uniform, population, reconfigure
 
 SEARCH: dict[str, Distribution] = {"lr": LogUniform(1e-4, 1.0), "dropout": Uniform(0.0, 0.6)}

@@ -1,6 +1,8 @@
 """The graph of states in SQL. Queries are functions that take a session of a ``Database``, grouped by noun in modules.
 
-from datastates.lineage import Database, record, refs, walk
+from datastates.lineage import Database
+from datastates.lineage.change import record, refs
+from datastates.lineage.search import walk
 
 with database.write() as session:
     record.record(session, NewState(...))
@@ -8,8 +10,8 @@ with database.write() as session:
 
 from __future__ import annotations
 
+from .change.runs import Recovered
 from .database import Database
-from .runs import Recovered
 from .states import Edge, EdgeKind, NewState, Ref, RefEvent, RefKind, Run, State, Status, Value
 
 __all__ = [

@@ -20,10 +20,10 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import QueuePool
 
-from datastates import masking
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
-from datastates.interrupts import checkpoint, undisturbed
-from datastates.sharing import FILE_MODE, make_folders, share
+from datastates.system import masking
+from datastates.system.interrupts import checkpoint, undisturbed
+from datastates.system.sharing import FILE_MODE, make_folders, share
 
 from . import deadline
 from .frozen import Frozen, why_frozen

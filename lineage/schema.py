@@ -223,7 +223,7 @@ class FolderRow(Base):
 
 
 class SealRow(Base):
-    """What a state's chunks hold, by a digest that nobody can forge (see ``datastates/seal.py``)."""
+    """What a state's chunks hold, by a digest that nobody can forge (see ``datastates/store/seal.py``)."""
 
     __tablename__ = "seal"
 

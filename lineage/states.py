@@ -98,7 +98,7 @@ class State:
     world_size: int = 1
 
     def _repr_html_(self) -> str:
-        from .html import state_html  # only notebooks ask
+        from .show.html import state_html  # only notebooks ask
 
         return state_html(self)
 

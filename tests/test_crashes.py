@@ -16,13 +16,13 @@ import pytest
 
 import datastates
 from datastates import Config, Repository, Status, Unavailable
-from datastates.lineage.holders import replicas_of
-from datastates.lineage.replicas import packs_of
+from datastates.lineage.change.replicas import packs_of
+from datastates.lineage.search.holders import replicas_of
 from datastates.store.pack import payload_bytes
 from datastates.testing import fail_at
-from tests.effort import effort
-from tests.forge import Forge, Job, forge
-from tests.training import begin, capture, digest, make
+from tests.support.effort import effort
+from tests.support.forge import Forge, Job, forge
+from tests.support.training import begin, capture, digest, make
 
 KILLS_OF_A_FOLDER = 10
 STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed", "marked-durable"]
@@ -124,7 +124,7 @@ def test_nothing_that_was_reported_is_missing_after_a_kill(smith: Forge, tmp_pat
     facts, refs = Facts(), dict[str, str]()
     for number in range(KILLS_OF_A_FOLDER):
         facts.begun.clear()
-        job = smith.start("tests.training:train", folder=str(tmp_path), seed=seed * 100 + number)
+        job = smith.start("tests.support.training:train", folder=str(tmp_path), seed=seed * 100 + number)
         hear(facts, job, choose.randrange(2, 40))
         threading.Event().wait(choose.random() * 0.02)  # anywhere between two lines
         job.kill(signal.SIGKILL)
@@ -148,7 +148,7 @@ def test_a_death_after_any_durable_step_loses_nothing_reported_and_shows_nothing
     smith: Forge, tmp_path: Path, step: str, after: int
 ) -> None:
     facts = Facts()
-    job = smith.start("tests.training:train", folder=str(tmp_path), seed=after, step=step, after=after)
+    job = smith.start("tests.support.training:train", folder=str(tmp_path), seed=after, step=step, after=after)
     for line in job.say():
         facts.hear(line)
     assert job.wait() == 137
@@ -207,7 +207,7 @@ def test_a_copy_takes_nothing_of_the_original_s_files_for_its_own(smith: Forge, 
 def die_unheard(smith: Forge, folder: Path) -> tuple[Facts, str]:
     """A training ends when the first state is on disk, and before it could say so; that state."""
     facts = Facts()
-    job = smith.start("tests.training:train", folder=str(folder), seed=1, step="manifest-renamed")
+    job = smith.start("tests.support.training:train", folder=str(folder), seed=1, step="manifest-renamed")
     for line in job.say():
         facts.hear(line)
     assert job.wait() == 137
@@ -229,7 +229,7 @@ def die_unheard(smith: Forge, folder: Path) -> tuple[Facts, str]:
 )
 def test_what_was_to_become_durable_is_durable_however_the_training_ends(smith: Forge, tmp_path: Path, how: str, code: int) -> None:
     facts = Facts()
-    job = smith.start("tests.training:train_and_end", folder=str(tmp_path), how=how)
+    job = smith.start("tests.support.training:train_and_end", folder=str(tmp_path), how=how)
     hear(facts, job, 10)
     if how.startswith("SIG"):
         job.kill(getattr(signal, how))

@@ -63,7 +63,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         "import datastates; dir(datastates)",
         "import datastates.lineage",
         "from datastates import Config, NotFound, State, Status",
-        "import datastates.location",
+        "import datastates.opening.location",
         "import datastates.cli",
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests.support import warm
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "web.py"
 ROUTES = {"graph window", "search, rare filter", "search, sorted", "newest states", "state", "series", "stats", "refs"}

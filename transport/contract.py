@@ -14,7 +14,7 @@ from datastates.errors import InvalidInput
 from datastates.values import shown
 
 if TYPE_CHECKING:
-    from .arrival import Door
+    from .wire.arrival import Door
 
 __all__ = ["Channel", "End", "Link", "Listener", "SupportsParts", "Terms", "Tls", "Transport", "tls_of"]
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from datastates.errors import DatastatesError, SyntaxProblem, Torn, Unavailable
-from datastates.seldom import Seldom
+from datastates.system.seldom import Seldom
 
 from .protocol import Failure
 

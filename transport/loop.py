@@ -15,9 +15,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from datastates.bell import Latch
 from datastates.errors import Closed, InvalidInput
-from datastates.interrupts import undisturbed
+from datastates.system.bell import Latch
+from datastates.system.interrupts import undisturbed
 
 __all__ = ["at_stop", "run", "stop", "submit"]
 

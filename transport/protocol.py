@@ -10,8 +10,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import PeerFault
-from datastates.manifest import CHUNK_BYTES
 
 __all__ = [
     "BODY_BYTES",

@@ -7,13 +7,13 @@ from typing import Annotated
 
 from fastapi import Query, Request, Response
 
+from datastates.algebra.diff import Diff, TensorChange, to_plain
+from datastates.algebra.diff import diff as compare
 from datastates.api.reads import stop_when_gone
 from datastates.api.replies import etag_of, is_known, reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen
-from datastates.diff import Diff, TensorChange, to_plain
-from datastates.diff import diff as compare
-from datastates.lineage import revision
+from datastates.lineage.search import revision
 
 __all__ = ["routes"]
 
@@ -32,7 +32,7 @@ class TensorReport(TensorChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Diff):
-    """From ``old`` to ``new``, as ``datastates.diff.to_plain`` says it."""
+    """From ``old`` to ``new``, as ``datastates.algebra.diff.to_plain`` says it."""
 
     tensors: tuple[TensorReport, ...]
 

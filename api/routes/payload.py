@@ -19,7 +19,7 @@ from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen, Served, Uid
 from datastates.api.streaming import Streamed
 from datastates.errors import DatastatesError
-from datastates.lineage import walk
+from datastates.lineage.search import walk
 from datastates.lineage.states import State
 
 __all__ = ["routes"]

@@ -14,7 +14,8 @@ from datastates.api.replies import etag_of, reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen, Served
 from datastates.errors import Conflict, InvalidInput
-from datastates.lineage import refs, revision
+from datastates.lineage.change import refs
+from datastates.lineage.search import revision
 from datastates.lineage.states import RefKind
 
 if TYPE_CHECKING:

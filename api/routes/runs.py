@@ -10,7 +10,7 @@ from datastates.api.models import Page, Run
 from datastates.api.replies import reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen
-from datastates.lineage import runs
+from datastates.lineage.change import runs
 
 __all__ = ["routes"]
 

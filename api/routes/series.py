@@ -11,7 +11,7 @@ from datastates.api.replies import etag_of, is_known, reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen
 from datastates.errors import InvalidInput
-from datastates.lineage import revision
+from datastates.lineage.search import revision
 
 __all__ = ["routes"]
 

@@ -12,7 +12,7 @@ from datastates.api.models import Page, RepositoryInfo
 from datastates.api.replies import reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Served
-from datastates.lineage import clones
+from datastates.lineage.change import clones
 from datastates.lineage.schema import StateRow
 
 __all__ = ["METRICS_TYPE", "root", "routes"]

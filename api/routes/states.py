@@ -13,8 +13,10 @@ from datastates.api.reads import stop_when_gone
 from datastates.api.replies import etag_of, is_known, reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen, Uid
-from datastates.lineage import lookup, revision, search
-from datastates.lineage.detail import first_parents
+from datastates.lineage import lookup
+from datastates.lineage.search import pages as search
+from datastates.lineage.search import revision
+from datastates.lineage.show.detail import first_parents
 
 __all__ = ["routes"]
 

@@ -10,8 +10,8 @@ from datastates.api.models import Annotations, Evicted, State
 from datastates.api.replies import reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen, Uid
-from datastates.eviction import evict
-from datastates.lineage.annotate import annotate
+from datastates.lineage.change.annotate import annotate
+from datastates.upkeep.eviction import evict
 
 __all__ = ["routes"]
 

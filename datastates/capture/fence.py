@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from datastates.optimizers import has_hooks, with_inner
+from datastates.objects.optimizers import has_hooks, with_inner
 
 if TYPE_CHECKING:
     from .stage import CopyJob, Stager

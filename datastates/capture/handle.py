@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from datastates.bell import Bell
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.states import State, Status
+from datastates.system.bell import Bell
 from datastates.values import optional, seconds, string, takes
 
 __all__ = ["Capture"]

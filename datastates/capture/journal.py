@@ -23,14 +23,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
-from datastates.interrupts import Mutex
-from datastates.lineage import clones, runs, walk
-from datastates.lineage import record as lineage_record
+from datastates.lineage.change import clones, runs
+from datastates.lineage.change import record as lineage_record
 from datastates.lineage.database import Database
+from datastates.lineage.search import walk
 from datastates.lineage.states import NewState, Run, State, Status
 from datastates.store.local import LocalTier
 from datastates.store.placing import own_bytes
 from datastates.store.tier import Placed
+from datastates.system.interrupts import Mutex
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

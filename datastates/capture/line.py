@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from datastates.content.manifest import Manifest
 from datastates.lineage.states import Edge, NewState, Value
-from datastates.manifest import Manifest
 
 from .edits import Edits
 from .handle import Capture

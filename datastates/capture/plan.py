@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from datastates.geometry import compact, dense_view, memory_key, spec_of
-from datastates.manifest import CHUNK_BYTES, Shard, TensorSpec
-from datastates.tree import Flat, Leaf, encode_skeleton
+from datastates.content.geometry import compact, dense_view, memory_key, spec_of
+from datastates.content.manifest import CHUNK_BYTES, Shard, TensorSpec
+from datastates.content.tree import Flat, Leaf, encode_skeleton
 
 from .tripwire import Guarded, Tripwire
 

@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 
-from datastates.bell import Bell
+from datastates.system.bell import Bell
 
 from .line import Staged
 

@@ -19,21 +19,21 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from datastates.bell import Bell
 from datastates.config import BackPressure, Config
-from datastates.digest import chunk_digest, state_digest
+from datastates.content.digest import chunk_digest, state_digest
+from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
 from datastates.errors import Closed, Conflict, OverBudget, Torn, Unavailable
-from datastates.interrupts import Mutex, checkpoint, undisturbed
-from datastates.lineage import refs as lineage_refs
+from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.database import Database
-from datastates.lineage.holders import holder
+from datastates.lineage.search.holders import holder
 from datastates.lineage.states import RefKind, Run, State, Status
-from datastates.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
 from datastates.policy.cadence import Cadence
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
 from datastates.store.tier import Payload
+from datastates.system.bell import Bell
+from datastates.system.interrupts import Mutex, checkpoint, undisturbed
 
 from .engine import (
     MOST_HELD,

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
-from datastates.bell import Latch
+from datastates.system.bell import Latch
 
 __all__ = ["close_at_exit", "end_later", "settle"]
 

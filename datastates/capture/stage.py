@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import threadpoolctl  # type: ignore[import-untyped]  # it has no stubs
 import torch
 
-from datastates.bell import Latch
 from datastates.errors import Torn
-from datastates.interrupts import Mutex
 from datastates.store.arena import Arena
 from datastates.store.pinning import CudaRegistrar
+from datastates.system.bell import Latch
+from datastates.system.interrupts import Mutex
 
 from .edits import named
 from .plan import Pieces, Plan

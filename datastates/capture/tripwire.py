@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from datastates.manifest import CHUNK_BYTES
+from datastates.content.manifest import CHUNK_BYTES
 
 __all__ = ["SAMPLES", "STATE_SAMPLES", "Armed", "Guarded", "Tripwire"]
 

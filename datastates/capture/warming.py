@@ -12,11 +12,11 @@ import logging
 import threading
 import time
 
-from datastates.bell import Bell
 from datastates.errors import Closed
-from datastates.interrupts import Mutex
 from datastates.policy.keeping import slots_allowed, slots_at_once, slots_kept
 from datastates.store.arena import Arena
+from datastates.system.bell import Bell
+from datastates.system.interrupts import Mutex
 
 __all__ = ["Warmer"]
 

@@ -11,7 +11,7 @@ from .complete import ref_names
 from .shell import AsJson, Repo, Shell
 
 if TYPE_CHECKING:
-    from datastates.bundle import Bundle
+    from datastates.export.bundle import Bundle
 
 __all__ = ["register"]
 
@@ -37,7 +37,7 @@ def export_states(
     """Write states with their lineage and tags to a folder that `import` reads elsewhere."""
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository:
-        from datastates.bundle import export_bundle
+        from datastates.export.bundle import export_bundle
 
         done = export_bundle(repository, revs, bundle, with_parents=parents)
     _say(shell, done, f"to {bundle}", "written")
@@ -55,7 +55,7 @@ def import_states(
     """Bring the states of a folder that `export` wrote into a repository, durable; those that no tag names get the tag import/UID."""
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository:
-        from datastates.bundle import import_bundle
+        from datastates.export.bundle import import_bundle
 
         done = import_bundle(repository, bundle, digest=digest)
         named = {ref.state for ref in repository.refs()}

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from datastates.errors import DatastatesError
-from datastates.location import Location
+from datastates.opening.location import Location
 
 from .loopback import TRIED_BYTES, try_ucx
 from .render import size_text
@@ -148,7 +148,8 @@ def _lineage(location: Location) -> Check:
         return Check("lineage", Verdict.MISSING, f"no repository in {location}", "datastates init")
     from sqlalchemy import func, select
 
-    from datastates.lineage import Database, refs
+    from datastates.lineage import Database
+    from datastates.lineage.change import refs
     from datastates.lineage.schema import StateRow
 
     try:
@@ -178,7 +179,7 @@ def _machine() -> Iterator[Check]:
     usable = len(os.sched_getaffinity(0))
     hint = None if usable > 1 else "captures then compete with training for the one processor"
     yield Check("processors", Verdict.OK if usable > 1 else Verdict.WARN, f"{usable} of {os.cpu_count()} usable", hint)
-    from datastates.environment import available_memory_bytes
+    from datastates.system.memory import available_memory_bytes
 
     available = available_memory_bytes()
     budget = f"{size_text(available)} available, {size_text(available // 4)} of it is the default budget"
@@ -197,7 +198,7 @@ def _descriptors() -> Check:
     """What servers leave the training of its descriptors."""
     import resource
 
-    from datastates.admission import of_process
+    from datastates.system.admission import of_process
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = of_process().limit

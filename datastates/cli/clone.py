@@ -13,17 +13,17 @@ import typer
 
 from datastates.config import Data
 from datastates.errors import Conflict, InvalidInput, NotFound, OverBudget, Unavailable
-from datastates.location import DATABASE, Location, locate
+from datastates.opening.location import DATABASE, Location, locate
 
 from .shell import AsJson, Globals, Shell
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from datastates.clone.peer import Peer
+    from datastates.clone.transfer import Cloned
     from datastates.lineage.states import State
-    from datastates.peers import Peer
     from datastates.repository import Repository
-    from datastates.transfer import Cloned
 
 __all__ = ["register", "split_source"]
 
@@ -75,7 +75,7 @@ def clone(
     if branch is not None:
         _check_name(branch)
     location = locate(into, context.ensure_object(Globals).packs)
-    from datastates.peers import connect
+    from datastates.clone.peer import connect
     from datastates.transport.contract import Tls
 
     tls = None if tls_ca is None else Tls(trusted=tls_ca)
@@ -135,7 +135,7 @@ class _Name:
 
 
 def _check_name(branch: str) -> None:
-    from datastates.lineage.refs import check_name
+    from datastates.lineage.change.refs import check_name
 
     check_name(branch)
 
@@ -166,8 +166,8 @@ def _made(location: Location) -> Iterator[None]:
 def _opened(location: Location, state: State) -> Iterator[Repository]:
     """The repository, with memory for the state: what DATASTATES_MEMORY says, else a quarter of what is free, or what it takes."""
     from datastates.config import Config
-    from datastates.environment import available_memory_bytes
     from datastates.repository import open as open_repository
+    from datastates.system.memory import available_memory_bytes
 
     needed, free = state.bytes_total + state.bytes_total // 8 + _SPARE_BYTES, available_memory_bytes()
     chosen = Config.from_environment().memory_bytes

@@ -14,7 +14,7 @@ from .shell import AsJson, Repo, Shell
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from datastates.diff import Diff, TensorChange
+    from datastates.algebra.diff import Diff, TensorChange
 
 __all__ = ["register"]
 
@@ -55,7 +55,7 @@ def diff(
             old, new, only=only or None, on_progress=lambda done, total: progress.update(bar, completed=done, total=total)
         )
     if shell.as_json:
-        from datastates.diff import to_plain
+        from datastates.algebra.diff import to_plain
 
         shell.write_json(to_plain(found))
         return

@@ -10,8 +10,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from datastates import masking
 from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
+from datastates.system import masking
 
 __all__ = ["EXIT_CODES", "INTERRUPTED", "code_of", "complain"]
 

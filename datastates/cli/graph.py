@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from datastates.lineage import Ref, State
-from datastates.lineage.lanes import draw, lanes
+from datastates.lineage.show.lanes import draw, lanes
 
 from .render import age_text, by_state, clean, metrics_text, refs_text, size_text, state_text, status_text, step_text, time_text
 

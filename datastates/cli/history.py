@@ -51,7 +51,7 @@ def log(
     as_json: AsJson = False,
 ) -> None:
     """Show states and their ancestors, newest first."""
-    from datastates.lineage import refs
+    from datastates.lineage.change import refs
 
     if rev is not None and all_refs:
         raise typer.BadParameter("--all begins everywhere: leave REV out", param_hint="--all")
@@ -75,7 +75,7 @@ def show(
 ) -> None:
     """Show all that is known of one state."""
     from datastates.api.details import detail_of
-    from datastates.lineage import revision, walk
+    from datastates.lineage.search import revision, walk
 
     shell = Shell(context, repo, as_json)
     with shell.reading() as session:
@@ -106,8 +106,9 @@ def find(
     as_json: AsJson = False,
 ) -> None:
     """Find states by metric, step, branch, tag, attribute, run or ancestry."""
-    from datastates.lineage import refs, search
-    from datastates.lineage.query import parse_query
+    from datastates.lineage.change import refs
+    from datastates.lineage.search import pages as search
+    from datastates.lineage.search.query import parse_query
 
     shell = Shell(context, repo, as_json)
     if limit is None and not shell.as_json and parse_query(query).limit is None:
@@ -135,7 +136,8 @@ def _write_found(shell: Shell, states: list[State], names: list[Ref], limit: int
 
 def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: bool) -> list[State]:
     """The states that the log is to show, newest first."""
-    from datastates.lineage import refs, revision, walk
+    from datastates.lineage.change import refs
+    from datastates.lineage.search import revision, walk
 
     if rev is not None and ".." in rev:
         return revision.resolve_range(session, rev).states(session, limit)
@@ -149,8 +151,8 @@ def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: b
 
 def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]:
     """The histories of several heads in one, each state once. Row ids fall along every path: a child comes before its parents."""
-    from datastates.lineage import walk
     from datastates.lineage.lookup import ids_of
+    from datastates.lineage.search import walk
 
     found = {state.uid: state for head in heads for state in walk.log(session, head, limit=limit)}
     order = sorted(zip(ids_of(session, list(found)), found.values(), strict=True), key=lambda pair: -pair[0])

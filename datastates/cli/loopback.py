@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING
 
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import DatastatesError, Unavailable
-from datastates.manifest import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from datastates.transport.ucx import UcxTransport
+    from datastates.transport.wire.ucx import UcxTransport
 
 __all__ = ["TRIED_BYTES", "Found", "try_ucx"]
 
@@ -48,7 +48,7 @@ def try_ucx() -> Found:
 
 
 async def _try() -> Found:
-    from datastates.transport.ucx import UcxTransport
+    from datastates.transport.wire.ucx import UcxTransport
 
     sender, receiver = UcxTransport(), UcxTransport()
     try:

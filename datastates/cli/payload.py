@@ -48,7 +48,7 @@ def restore(
     if not is_file and into.exists() and not into.is_dir():
         raise InvalidInput(f"{into} is a file: name a folder, or a file that ends in .safetensors")
     with shell.repository() as repository:
-        from datastates.export import export, plan_export
+        from datastates.export.tensors import export, plan_export
 
         state = repository.state(rev)
         tree = repository.load(state.uid, only=only or None)

@@ -93,7 +93,7 @@ def reflog(
     as_json: AsJson = False,
 ) -> None:
     """Show where a branch or a tag stood, newest first."""
-    from datastates.lineage import refs
+    from datastates.lineage.change import refs
 
     from .render import events_table
 
@@ -130,7 +130,8 @@ def _change(
 
 
 def _list(shell: Shell, kind: RefKind | None) -> None:
-    from datastates.lineage import refs, walk
+    from datastates.lineage.change import refs
+    from datastates.lineage.search import walk
 
     from .render import refs_table
 
@@ -144,7 +145,9 @@ def _list(shell: Shell, kind: RefKind | None) -> None:
 
 
 def _make(shell: Shell, kind: RefKind, name: str, rev: str, message: str | None) -> None:
-    from datastates.lineage import RefKind, refs, revision
+    from datastates.lineage import RefKind
+    from datastates.lineage.change import refs
+    from datastates.lineage.search import revision
 
     with shell.writing() as session:
         state = revision.resolve(session, rev)
@@ -153,7 +156,8 @@ def _make(shell: Shell, kind: RefKind, name: str, rev: str, message: str | None)
 
 
 def _move(shell: Shell, kind: RefKind, name: str, rev: str, expected: str | None) -> None:
-    from datastates.lineage import refs, revision
+    from datastates.lineage.change import refs
+    from datastates.lineage.search import revision
 
     with shell.writing() as session:
         old = _get(session, kind, name)
@@ -163,7 +167,7 @@ def _move(shell: Shell, kind: RefKind, name: str, rev: str, expected: str | None
 
 
 def _delete(shell: Shell, kind: RefKind, name: str) -> None:
-    from datastates.lineage import refs
+    from datastates.lineage.change import refs
 
     with shell.writing() as session:
         _get(session, kind, name)
@@ -172,7 +176,7 @@ def _delete(shell: Shell, kind: RefKind, name: str) -> None:
 
 
 def _get(session: Session, kind: RefKind, name: str) -> Ref:
-    from datastates.lineage import refs
+    from datastates.lineage.change import refs
 
     found = refs.get(session, name)
     if found.kind is not kind:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from datastates.lineage import Ref, RefEvent, RefKind, State, Status
-from datastates.lineage.texts import age_text, clean, common_keys, first_line, metrics_text, short, size_text, step_text, time_text
+from datastates.lineage.show.texts import age_text, clean, common_keys, first_line, metrics_text, short, size_text, step_text, time_text
 
 __all__ = [
     "age_text",

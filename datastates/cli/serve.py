@@ -21,8 +21,8 @@ from .shell import AsJson, Globals, Shell
 from .web import WebOptions, announce_web, opened, serve_web
 
 if TYPE_CHECKING:
+    from datastates.clone.serving import Server, ServerStats
     from datastates.repository import Repository
-    from datastates.serving import Server, ServerStats
 
 __all__ = ["register"]
 
@@ -203,7 +203,7 @@ def _announce(shell: Shell, repository: Repository, server: Server, *, has_tls: 
 
 def _dialled(url: str) -> str:
     """What others dial: a server on all interfaces is reached by the host's name."""
-    from datastates.environment import node_name
+    from datastates.opening.environment import node_name
 
     for everywhere in ("//0.0.0.0:", "//[::]:"):
         url = url.replace(everywhere, f"//{node_name()}:")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from datastates.location import check_whole
+from datastates.opening.location import check_whole
 
 from .shell import AsJson, Repo, Shell
 
@@ -52,6 +52,6 @@ def demo(
     short: Annotated[bool, typer.Option("--short", help="A tiny model and a few steps.")] = False,
 ) -> None:
     """Train a small GPT, capture every step, fork it, prove that it resumes bit for bit, and find wrong labels by a lineage."""
-    from datastates.demo import main
+    from datastates.demo.main_job import main
 
     raise typer.Exit(main([str(folder), *(["--short"] if short else [])]))

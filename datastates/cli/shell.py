@@ -14,7 +14,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from datastates.location import Location, discover, locate
+from datastates.opening.location import Location, discover, locate
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from datastates.secret_file import append_secret, make_token, write_secret
+from datastates.system.secret_file import append_secret, make_token, write_secret
 
 from .shell import AsJson, Shell
 

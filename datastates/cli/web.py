@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from datastates import masking
 from datastates.errors import InvalidInput
-from datastates.location import locate
+from datastates.opening.location import locate
+from datastates.system import masking
 
 from .shell import Globals, Shell
 

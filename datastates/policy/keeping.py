@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from datastates.manifest import CHUNK_BYTES
+from datastates.content.manifest import CHUNK_BYTES
 
 __all__ = ["AT_ONCE_BYTES", "FEW", "FEWEST", "SMALL_BYTES", "slots_allowed", "slots_at_once", "slots_kept"]
 

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from datastates.bell import Bell
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed, InvalidInput, OverBudget
-from datastates.interrupts import Mutex
-from datastates.manifest import CHUNK_BYTES
+from datastates.system.bell import Bell
+from datastates.system.interrupts import Mutex
 
 from .pinning import Pinned, Registrar
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from datastates.digest import chunk_digest
-from datastates.manifest import CHUNK_BYTES, PackInfo
-from datastates.regular import open_regular
+from datastates.content.digest import chunk_digest
+from datastates.content.manifest import CHUNK_BYTES, PackInfo
+from datastates.system.regular import open_regular
 
 from .comparing import are_equal
 from .index import SHARED_BYTES, ChunkIndex, Hint

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from datastates.interrupts import undisturbed
-from datastates.regular import open_regular
-from datastates.sharing import may_read, share
+from datastates.system.interrupts import undisturbed
+from datastates.system.regular import open_regular
+from datastates.system.sharing import may_read, share
 
 from .pack import PAGE, padded
 

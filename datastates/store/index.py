@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
 
-from datastates.digest import decode
+from datastates.content.digest import decode
 from datastates.errors import DatastatesError
-from datastates.regular import open_regular, read_regular
+from datastates.system.regular import open_regular, read_regular
 
 from .files import MAX_MANIFEST, temporary, uid_of
 from .pack import PAGE

@@ -24,11 +24,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from datastates.digest import decode, encode
+from datastates.content.digest import decode, encode
+from datastates.content.manifest import Manifest, PackInfo
 from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
-from datastates.manifest import Manifest, PackInfo
-from datastates.regular import read_regular
-from datastates.sharing import make_folders
+from datastates.system.regular import read_regular
+from datastates.system.sharing import make_folders
 
 from .borrowing import Borrowed, Stamp, find_borrowed, stamp_of
 from .comparing import are_equal

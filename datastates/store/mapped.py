@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from datastates.digest import chunk_digest, pieces_digest
-from datastates.environment import available_memory_bytes
+from datastates.content.digest import chunk_digest, pieces_digest
+from datastates.content.manifest import CHUNK_BYTES, ChunkRef, Manifest, PackInfo
 from datastates.errors import Closed, Corrupt
-from datastates.manifest import CHUNK_BYTES, ChunkRef, Manifest, PackInfo
-from datastates.regular import open_regular, read_at
+from datastates.system.memory import available_memory_bytes
+from datastates.system.regular import open_regular, read_at
 
 from .pack import MAX_HEADER, padded, places_of
 from .tier import Reader

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from datastates.digest import chunk_digest
+from datastates.content.digest import chunk_digest
+from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, OverBudget
-from datastates.interrupts import Mutex, undisturbed
-from datastates.manifest import CHUNK_BYTES, Manifest
+from datastates.system.interrupts import Mutex, undisturbed
 
 from .arena import Arena
 from .comparing import are_equal

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from datastates.check import tensors_of
-from datastates.manifest import CHUNK_BYTES, Content, Manifest, TensorSpec
-from datastates.regular import open_regular
+from datastates.content.check import tensors_of
+from datastates.content.manifest import CHUNK_BYTES, Content, Manifest, TensorSpec
+from datastates.system.regular import open_regular
 
 __all__ = ["MAX_HEADER", "PAGE", "PackLayout", "Place", "lay_out", "padded", "payload_bytes", "places_of"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from datastates.digest import chunk_digest
-from datastates.manifest import ChunkRef, Manifest, PackInfo
+from datastates.content.digest import chunk_digest
+from datastates.content.manifest import ChunkRef, Manifest, PackInfo
 
 from .files import uid_of
 from .pack import PackLayout, lay_out

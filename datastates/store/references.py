@@ -6,9 +6,9 @@ import logging
 import os
 from pathlib import Path
 
-from datastates.digest import decode_packs
+from datastates.content.digest import decode_packs
 from datastates.errors import Corrupt, Unavailable
-from datastates.regular import read_regular
+from datastates.system.regular import read_regular
 
 from .files import MAX_MANIFEST, uid_of
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, Self
 
+from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.errors import InvalidInput
-from datastates.interrupts import checkpoint
-from datastates.manifest import CHUNK_BYTES, Manifest
+from datastates.system.interrupts import checkpoint
 
 __all__ = ["Payload", "Placed", "Reader", "Tier"]
 

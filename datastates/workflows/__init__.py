@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .builders import (
+from .outliers import OutlierReport, SampleScore, outliers
+from .plans.builders import (
     Choice,
     Distribution,
     LogUniform,
@@ -17,19 +18,16 @@ from .builders import (
     repeat,
     sample,
 )
-from .describe import describe
-from .executors import Processes, RayExecutor, SerialExecutor
-from .explorer import explore
-from .job import Job
-from .members import Member, Population
-from .outlier_report import OutlierReport, SampleScore
-from .outliers import outliers
-from .plan import Plan, Variant
-from .population import Perturb, perturbed, population
-from .reconfigure import reconfigure
-from .result import Exploration, Progress, Result, read_study
-from .storage import Storage, storage
-from .work import Work, prefix_epochs, work, work_done
+from .plans.plan import Plan, Variant
+from .population import Member, Perturb, Population, perturbed, population
+from .running.describe import describe
+from .running.executors import Processes, RayExecutor, SerialExecutor
+from .running.explorer import explore
+from .running.job import Job
+from .running.reconfigure import reconfigure
+from .running.result import Exploration, Progress, Result, read_study
+from .running.storage import Storage, storage
+from .running.work import Work, prefix_epochs, work, work_done
 
 __all__ = [
     "Choice",

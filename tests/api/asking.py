@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import datastates
 from datastates.api.app import create_app
-from datastates.lineage import search
+from datastates.lineage.search import pages as search
 from tests.api.conftest import BASE, NAME, build
 
 if TYPE_CHECKING:

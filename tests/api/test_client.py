@@ -23,9 +23,9 @@ from datastates.api import client as module
 from datastates.api import downloads, following
 from datastates.api.client import Client
 from datastates.api.models import StateDetail
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Ambiguous, Conflict, Corrupt, Disconnected, InvalidInput, NotFound, PeerFault, SyntaxProblem, Unauthorized
 from datastates.lineage import RefKind
-from datastates.manifest import CHUNK_BYTES
 from tests.api.conftest import ADMIN, NAME, READ, WRITE
 from tests.api.live import live
 

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from datastates import Repository
-from datastates.admission import Limits
 from datastates.api import WebServer, connections, serve_in_thread
 from datastates.api.routing import Scope
+from datastates.system.admission import Limits
 from tests.api.conftest import READ, TOKENS
 
 HALF = b"GET /api/v1/repositories HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "

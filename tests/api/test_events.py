@@ -22,7 +22,7 @@ from datastates.api.feed import Feed
 from datastates.api.problems import Refusal
 from datastates.errors import Unavailable
 from datastates.lineage import Database
-from datastates.lineage.events import read
+from datastates.lineage.show.events import read
 from tests.api.conftest import BASE, NAME, READ
 from tests.api.live import live
 
@@ -237,7 +237,7 @@ def test_an_event_that_postgresql_commits_late_is_delivered_in_order(postgresql_
 
 
 def _tag_late(database: Database, uid: str, has_written: threading.Event, end: threading.Event) -> None:
-    from datastates.lineage import refs
+    from datastates.lineage.change import refs
 
     with database.write() as session:
         refs.tag(session, "older", uid)

@@ -23,9 +23,9 @@ from datastates import Repository
 from datastates.api import payload as module
 from datastates.api.payload import StateFile
 from datastates.api.ranges import range_of
-from datastates.export import export, plan_export
-from datastates.lineage import record
-from datastates.manifest import CHUNK_BYTES
+from datastates.content.manifest import CHUNK_BYTES
+from datastates.export.tensors import export, plan_export
+from datastates.lineage.change import record
 from tests.api.conftest import BASE, NAME, READ
 from tests.api.live import live
 

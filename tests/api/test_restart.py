@@ -16,9 +16,9 @@ import pytest
 
 from datastates.api import Client
 from datastates.lineage import Database, RefEvent
-from datastates.lineage.events import read
-from tests import warm
+from datastates.lineage.show.events import read
 from tests.api import trainer
+from tests.support import warm
 
 KILLS = 2
 EACH = 40

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from datastates import Repository
 from datastates.api import curves
 from datastates.api.curves import Curves
-from datastates.lineage import revision
-from datastates.lineage.series import curve
+from datastates.lineage.search import revision
+from datastates.lineage.search.series import curve
 from tests.api.conftest import BASE, train
 
 if TYPE_CHECKING:

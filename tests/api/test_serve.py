@@ -18,7 +18,7 @@ from datastates.api.serve import name_of
 from datastates.api.tokens import make_token, read_tokens
 from datastates.errors import InvalidInput, Unavailable, Unsupported
 from tests.api.conftest import READ, TOKENS
-from tests.secrets_kept import keep
+from tests.support.secrets_kept import keep
 
 LONG = "0123456789abcdef"
 

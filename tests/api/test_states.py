@@ -14,7 +14,7 @@ from datastates import Repository
 from datastates.api import norms
 from datastates.api.models import StateDetail
 from datastates.cli import app as terminal
-from datastates.tree import flatten
+from datastates.content.tree import flatten
 from tests.api.conftest import BASE
 
 if TYPE_CHECKING:

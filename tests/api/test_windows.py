@@ -14,9 +14,10 @@ from datastates.api.background import Background
 from datastates.api.models import GraphPage
 from datastates.api.windows import Windows
 from datastates.errors import NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, record, refs
-from datastates.lineage.lanes import lanes
-from datastates.lineage.walk import log
+from datastates.lineage import Database, Edge, EdgeKind, NewState
+from datastates.lineage.change import record, refs
+from datastates.lineage.search.walk import log
+from datastates.lineage.show.lanes import lanes
 
 
 class Lineage:

@@ -11,10 +11,10 @@ import torch
 
 from datastates.capture.plan import Plan
 from datastates.capture.stage import CopyJob, Stager
-from datastates.geometry import rebuild
-from datastates.manifest import CHUNK_BYTES
+from datastates.content.geometry import rebuild
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.store.arena import Arena
-from tests.strategies import bits
+from tests.support.strategies import bits
 
 if TYPE_CHECKING:
     import pytest

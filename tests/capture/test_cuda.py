@@ -14,12 +14,12 @@ import datastates
 from datastates.capture.plan import compile_plan
 from datastates.capture.stage import CopyJob, Stager
 from datastates.config import Config
+from datastates.content.manifest import CHUNK_BYTES
+from datastates.content.tree import flatten
 from datastates.errors import Torn
-from datastates.manifest import CHUNK_BYTES
 from datastates.repository import Repository
 from datastates.store.arena import Arena
 from datastates.store.pinning import CudaRegistrar
-from datastates.tree import flatten
 
 from .build import copied, differing, live
 from .optimizers import Net

@@ -11,12 +11,12 @@ import torch
 
 import datastates
 from datastates.config import Config
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Conflict, InvalidInput, OverBudget, Unavailable
 from datastates.lineage.states import Status
-from datastates.manifest import CHUNK_BYTES
 from datastates.repository import Repository
 from datastates.testing import fail_at
-from datastates.tracker import Tracker
+from datastates.tracking.tracker import Tracker
 
 from .build import held_back
 

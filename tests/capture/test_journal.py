@@ -15,12 +15,12 @@ import torch
 import datastates
 from datastates.capture import journal, runner
 from datastates.config import Config
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Conflict, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.states import Status
-from datastates.manifest import CHUNK_BYTES
 from datastates.repository import Repository
-from datastates.tracker import Tracker
+from datastates.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from datastates.capture.plan import DEFER_BYTES, Plan, compile_plan
 from datastates.capture.stage import Stager
-from datastates.geometry import is_dense
-from datastates.manifest import CHUNK_BYTES
+from datastates.content.geometry import is_dense
+from datastates.content.manifest import CHUNK_BYTES
+from datastates.content.tree import flatten
 from datastates.store.arena import Arena
-from datastates.tree import flatten
-from tests.strategies import bits, random_tensor, tensors
+from tests.support.strategies import bits, random_tensor, tensors
 
 from .build import copied
 

@@ -15,11 +15,11 @@ import torch
 import datastates
 from datastates.capture import engine, runner
 from datastates.config import BackPressure, Config
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import OverBudget, Unavailable
 from datastates.lineage.states import Status
-from datastates.manifest import CHUNK_BYTES
 from datastates.repository import Repository
-from datastates.tracker import Tracker
+from datastates.tracking.tracker import Tracker
 
 WORDS = 3 * CHUNK_BYTES // 4
 """A state of three slots, all of which change."""

@@ -20,11 +20,11 @@ from datastates.capture.line import Line, Staged
 from datastates.capture.plan import Layout
 from datastates.capture.rounds import MOST_READY, Rounds
 from datastates.config import Config
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Conflict
 from datastates.lineage.database import Database
-from datastates.manifest import CHUNK_BYTES
 from datastates.repository import Repository
-from datastates.tracker import Tracker
+from datastates.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

@@ -24,7 +24,7 @@ import datastates
 from datastates.capture.handle import Capture
 from datastates.errors import Torn
 from datastates.repository import Repository
-from datastates.tracker import Tracker
+from datastates.tracking.tracker import Tracker
 
 from .build import Gate, differing, held_back, leaves_of, live
 from .optimizers import FORMS, Form, Net, large_weights, train_step

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from datastates.cli import app
-from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, Status, record, refs, replicas, runs
+from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, Status
+from datastates.lineage.change import record, refs, replicas, runs
 
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 RUN = Run("a" * 24, "node7", "ann", 42, ("train.py", "--lr", "0.1"), "c0ffee" * 6, True, {"lr": 0.1}, {"torch": "2.13.0"}, BEGAN)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests import warm
+from tests.support import warm
 
 __all__ = ["TERMINAL", "environment", "serving"]
 

@@ -18,15 +18,15 @@ import datastates
 from datastates.cli import checks
 from datastates.cli.checks import Verdict
 from datastates.cli.clone import split_source
+from datastates.clone.serving import RepositoryStore
 from datastates.errors import InvalidInput
-from datastates.serving import RepositoryStore
 from datastates.transport import loop
-from datastates.transport import server as transport_server
+from datastates.transport.session import server as transport_server
 from datastates.transport.store import Source
-from tests import warm
 from tests.cli.conftest import Invoke
 from tests.cli.serving import TERMINAL, environment, serving
-from tests.secrets_kept import keep
+from tests.support import warm
+from tests.support.secrets_kept import keep
 
 pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from datastates.cli import history
-from datastates.lineage import Database, NewState, State, record, refs
+from datastates.lineage import Database, NewState, State
+from datastates.lineage.change import record, refs
 from tests.cli.conftest import RUN, Invoke, uid
 
 pytestmark = pytest.mark.usefixtures("root")

@@ -16,8 +16,8 @@ import pytest
 from datastates.cli.app import app
 from datastates.cli.exits import EXIT_CODES, code_of
 from datastates.errors import DatastatesError
-from tests import warm
 from tests.cli.conftest import Invoke, uid
+from tests.support import warm
 
 README = Path(__file__).parent.parent.parent / "README.md"
 TERMINAL = [sys.executable, "-W", "error", "-m", "datastates"]

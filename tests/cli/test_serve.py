@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import datastates
-from tests import warm
 from tests.cli.conftest import Invoke
 from tests.cli.serving import TERMINAL, serving
-from tests.secrets_kept import keep
+from tests.support import warm
+from tests.support.secrets_kept import keep
 
 TOKEN = "a token that is long".replace(" ", "-")
 

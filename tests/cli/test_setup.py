@@ -8,7 +8,7 @@ import pytest
 
 from datastates.cli import checks
 from datastates.cli.checks import Check, Verdict
-from datastates.location import locate
+from datastates.opening.location import locate
 from tests.cli.conftest import Invoke
 
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from datastates.lineage import Database, NewState, State, record
+from datastates.lineage import Database, NewState, State
+from datastates.lineage.change import record
 
 BACKENDS = ["sqlite", "postgresql"]
 

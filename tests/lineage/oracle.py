@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
-from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, State, Status, record, refs, runs
+from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, State, Status
+from datastates.lineage.change import record, refs, runs
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
 NOW = START + timedelta(days=10)

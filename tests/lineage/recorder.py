@@ -13,7 +13,8 @@ import sys
 import time
 
 from datastates.errors import Conflict, NotFound
-from datastates.lineage import Database, NewState, record, refs
+from datastates.lineage import Database, NewState
+from datastates.lineage.change import record, refs
 
 SHARED = "shared"
 

@@ -8,8 +8,8 @@ import pytest
 
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage import Database, Value
-from datastates.lineage.annotate import ATTRIBUTES, annotate
-from datastates.lineage.walk import state
+from datastates.lineage.change.annotate import ATTRIBUTES, annotate
+from datastates.lineage.search.walk import state
 from tests.lineage.conftest import Grow
 
 VALUES: dict[str, Value] = {"text": "größe", "yes": True, "one": 1, "half": 0.5, "huge": 2**80, "infinite": math.inf}

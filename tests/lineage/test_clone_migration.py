@@ -7,8 +7,10 @@ from collections.abc import Callable
 from alembic import command
 from sqlalchemy import text
 
-from datastates.lineage import Database, NewState, clones, record, refs, walk
+from datastates.lineage import Database, NewState
+from datastates.lineage.change import clones, record, refs
 from datastates.lineage.migrations import upgrade
+from datastates.lineage.search import walk
 
 
 def test_states_from_before_clones_stay_and_can_be_cloned(empty_url: str, new_state: Callable[..., NewState]) -> None:

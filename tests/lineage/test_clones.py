@@ -11,8 +11,10 @@ import pytest
 from sqlalchemy import text
 
 from datastates.errors import Conflict
-from datastates.lineage import Database, NewState, Run, State, Status, clones, record, refs, revision, runs, walk
-from datastates.lineage.holders import Replica, replicas_of
+from datastates.lineage import Database, NewState, Run, State, Status
+from datastates.lineage.change import clones, record, refs, runs
+from datastates.lineage.search import revision, walk
+from datastates.lineage.search.holders import Replica, replicas_of
 from datastates.lineage.states import Edge, EdgeKind
 from tests.lineage.test_runs import new_run
 from tests.lineage.test_walk import counted

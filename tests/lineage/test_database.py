@@ -15,11 +15,13 @@ from alembic.migration import MigrationContext
 from sqlalchemy import make_url, text
 
 from datastates.errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
-from datastates.lineage import Database, NewState, record, walk
+from datastates.lineage import Database, NewState
 from datastates.lineage import database as database_module
+from datastates.lineage.change import record
 from datastates.lineage.migrations import HEAD
 from datastates.lineage.schema import Base
-from tests import warm
+from datastates.lineage.search import walk
+from tests.support import warm
 
 
 def count_states(database: Database) -> int:

@@ -8,9 +8,10 @@ import pytest
 from sqlalchemy import text
 
 from datastates.errors import InvalidInput, SyntaxProblem
-from datastates.lineage import Database, revision
+from datastates.lineage import Database
 from datastates.lineage.deadline import within
-from datastates.lineage.query import parse_query
+from datastates.lineage.search import revision
+from datastates.lineage.search.query import parse_query
 from tests.lineage.conftest import Grow
 
 _LONG = """

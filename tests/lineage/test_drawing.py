@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.lineage import State, Status, drawing
-from datastates.lineage.drawing import Drawing, draw_history
-from datastates.lineage.lanes import lanes
-from datastates.lineage.order import Topology
+from datastates.lineage import State, Status
+from datastates.lineage.search.order import Topology
+from datastates.lineage.show import drawing
+from datastates.lineage.show.drawing import Drawing, draw_history
+from datastates.lineage.show.lanes import lanes
 
 Parents = dict[int, tuple[int, ...]]
 

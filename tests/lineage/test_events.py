@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import pytest
 from sqlalchemy import text
 
-from datastates.lineage import Database, RefEvent, RefKind, State, events, refs
+from datastates.lineage import Database, RefEvent, RefKind, State
+from datastates.lineage.change import refs
+from datastates.lineage.show import events
 
 Grow = Callable[..., State]
 
@@ -97,7 +99,7 @@ def shared(postgresql_url: str) -> Iterator[Database]:
 
 @pytest.fixture
 def state(shared: Database, new_state: Callable[..., object]) -> State:
-    from datastates.lineage import record
+    from datastates.lineage.change import record
 
     with shared.write() as session:
         return record.record(session, new_state(branch="main"))  # type: ignore[arg-type] # it makes what is to be recorded

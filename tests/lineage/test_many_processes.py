@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from datastates.lineage import Database, refs, walk
-from tests import warm
-from tests.effort import effort
+from datastates.lineage import Database
+from datastates.lineage.change import refs
+from datastates.lineage.search import walk
+from tests.support import warm
+from tests.support.effort import effort
 
 PROCESSES, OWN, SHARED = effort(8, 4), effort(180, 90), effort(20, 10)
 

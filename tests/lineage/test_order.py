@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 from sqlalchemy import insert
 
-from datastates.lineage import Database, Edge, EdgeKind, NewState, record, walk
+from datastates.lineage import Database, Edge, EdgeKind, NewState
+from datastates.lineage.change import record
 from datastates.lineage.lookup import id_of, ids_of
-from datastates.lineage.order import Topology, position, uids_of
 from datastates.lineage.schema import StateRow, table
+from datastates.lineage.search import walk
+from datastates.lineage.search.order import Topology, position, uids_of
 from tests.lineage.conftest import Grow
 
 

@@ -12,9 +12,11 @@ import pytest
 from sqlalchemy import select, text
 
 from datastates.errors import Conflict, InvalidInput, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, Ref, RefKind, State, Status, refs, walk
-from datastates.lineage.record import evict, mark, packs_of, record
+from datastates.lineage import Database, Edge, EdgeKind, NewState, Ref, RefKind, State, Status
+from datastates.lineage.change import refs
+from datastates.lineage.change.record import evict, mark, packs_of, record
 from datastates.lineage.schema import Base, ReplicaRow, StateRow
+from datastates.lineage.search import walk
 
 Make = Callable[..., NewState]
 Grow = Callable[..., State]

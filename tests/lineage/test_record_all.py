@@ -15,9 +15,11 @@ import pytest
 from sqlalchemy import event, select
 
 from datastates.errors import Conflict, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, Status, refs, runs, walk
-from datastates.lineage.record import record, record_all
+from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, Status
+from datastates.lineage.change import refs, runs
+from datastates.lineage.change.record import record, record_all
 from datastates.lineage.schema import AttributeRow, EdgeRow, MetricRow, RefEventRow, RefRow, ReplicaRow, RunRow, StateRow, table
+from datastates.lineage.search import walk
 
 Make = Callable[..., NewState]
 

@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datastates.errors import Conflict, InvalidInput, NotFound
-from datastates.lineage import Database, Ref, RefKind, State, refs
+from datastates.lineage import Database, Ref, RefKind, State
+from datastates.lineage.change import refs
 
 Grow = Callable[..., State]
 

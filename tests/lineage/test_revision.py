@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from datastates.errors import Ambiguous, DatastatesError, NotFound, SyntaxProblem
-from datastates.lineage import Database, NewState, State, record, refs, walk
-from datastates.lineage.revision import resolve, resolve_range
+from datastates.lineage import Database, NewState, State
+from datastates.lineage.change import record, refs
+from datastates.lineage.search import walk
+from datastates.lineage.search.revision import resolve, resolve_range
 from tests.lineage.conftest import Grow
 from tests.lineage.oracle import METRICS, NOW, START, Lineage
 from tests.lineage.oracle import grow as grow_lineage

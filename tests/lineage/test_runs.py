@@ -12,8 +12,10 @@ import pytest
 from sqlalchemy import text
 
 from datastates.errors import Conflict, NotFound
-from datastates.lineage import Database, Recovered, Run, State, Status, refs, runs, walk
-from datastates.lineage.record import evict, mark
+from datastates.lineage import Database, Recovered, Run, State, Status
+from datastates.lineage.change import refs, runs
+from datastates.lineage.change.record import evict, mark
+from datastates.lineage.search import walk
 
 Grow = Callable[..., State]
 STARTED = datetime(2026, 5, 4, 3, 2, 1, 999999, tzinfo=UTC)

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from sqlalchemy import event, select
 
 from datastates.errors import DatastatesError, InvalidInput, NotFound, SyntaxProblem
-from datastates.lineage import Database, Run, State, Status, search
-from datastates.lineage.query import (
+from datastates.lineage import Database, Run, State, Status
+from datastates.lineage.search import pages as search
+from datastates.lineage.search.pages import find, find_all
+from datastates.lineage.search.query import (
     Ago,
     AllOf,
     Among,
@@ -34,7 +36,6 @@ from datastates.lineage.query import (
     Value,
     parse_query,
 )
-from datastates.lineage.search import find, find_all
 from tests.lineage.conftest import Grow
 from tests.lineage.oracle import ATTRIBUTES, LARGE, METRICS, NOW, NUMBERS, START, TEXTS, Lineage
 from tests.lineage.oracle import grow as grow_lineage
@@ -275,7 +276,7 @@ def test_random_queries_find_what_brute_force_finds_through_every_cursor(databas
 
 @pytest.mark.parametrize("selective", [0, 2])
 def test_every_plan_finds_the_same(database: Database, monkeypatch: pytest.MonkeyPatch, selective: int) -> None:
-    monkeypatch.setattr("datastates.lineage.search.SELECTIVE", selective)  # so few that indexes are read in order
+    monkeypatch.setattr("datastates.lineage.search.pages.SELECTIVE", selective)  # so few that indexes are read in order
     lineage = grow_lineage(database, 99)
 
     @settings(max_examples=40)
@@ -544,7 +545,7 @@ def _plan(database: Database, text: str, selective: int) -> list[str]:
         asked.append((statement, parameters))
 
     with pytest.MonkeyPatch.context() as patch, database.read() as session:
-        patch.setattr("datastates.lineage.search.SELECTIVE", selective)
+        patch.setattr("datastates.lineage.search.pages.SELECTIVE", selective)
         event.listen(session.get_bind(), "before_cursor_execute", listen)
         try:
             find(session, text)

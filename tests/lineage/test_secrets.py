@@ -9,8 +9,10 @@ import pytest
 from sqlalchemy import text, update
 
 from datastates.errors import DatastatesError, SyntaxProblem
-from datastates.lineage import Database, Run, runs, search
+from datastates.lineage import Database, Run
+from datastates.lineage.change import runs
 from datastates.lineage.schema import RunRow, table
+from datastates.lineage.search import pages as search
 from datastates.lineage.states import Value
 
 SECRET = "hunter22hunter22"

@@ -9,9 +9,10 @@ from itertools import combinations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datastates.lineage import Database, Edge, EdgeKind, NewState, State, record
+from datastates.lineage import Database, Edge, EdgeKind, NewState, State
+from datastates.lineage.change import record
 from datastates.lineage.lookup import ids_of
-from datastates.lineage.series import Curve, Parting, curve, partings
+from datastates.lineage.search.series import Curve, Parting, curve, partings
 from tests.lineage.conftest import Grow
 
 

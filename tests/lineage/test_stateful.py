@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule, run_state_machine_as_test
 
 from datastates.errors import Conflict, DatastatesError, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, RefKind, record, refs, walk
+from datastates.lineage import Database, Edge, EdgeKind, NewState, RefKind
+from datastates.lineage.change import record, refs
 from datastates.lineage.schema import Base
+from datastates.lineage.search import walk
 
 NAMES = st.sampled_from(["main", "fork", "v1", "sweep/lr=0.1"])
 

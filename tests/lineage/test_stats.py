@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from datastates.lineage import Database, NewState, Run, Status, record, refs, runs, stats
-from datastates.lineage.stats import KeyStats
+from datastates.lineage import Database, NewState, Run, Status
+from datastates.lineage.change import record, refs, runs
+from datastates.lineage.show import stats
+from datastates.lineage.show.stats import KeyStats
 
 
 def test_everything_is_counted(database: Database, new_state: Callable[..., NewState]) -> None:

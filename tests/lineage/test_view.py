@@ -6,9 +6,10 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.lineage import Database, Edge, EdgeKind, NewState, State, Status, record, refs
-from datastates.lineage.lanes import draw, lanes
-from datastates.lineage.view import graph
+from datastates.lineage import Database, Edge, EdgeKind, NewState, State, Status
+from datastates.lineage.change import record, refs
+from datastates.lineage.show.lanes import draw, lanes
+from datastates.lineage.show.view import graph
 
 
 def state(uid: str, *parents: str) -> State:

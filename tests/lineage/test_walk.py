@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from sqlalchemy import Engine, event
 
 from datastates.errors import Ambiguous, InvalidInput, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, State, Status, record, walk
+from datastates.lineage import Database, Edge, EdgeKind, NewState, State, Status
+from datastates.lineage.change import record
+from datastates.lineage.search import walk
 
 Make = Callable[..., NewState]
 Grow = Callable[..., State]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from datastates.errors import Conflict, NotFound, Unsupported
-from datastates.lineage import Database, Status, record, refs
-from datastates.lineage.holders import holder, replicas_of
-from datastates.lineage.replicas import packs_of
-from datastates.lineage.walk import state
-from datastates.lineage.withdraw import withdraw
+from datastates.lineage import Database, Status
+from datastates.lineage.change import record, refs
+from datastates.lineage.change.replicas import packs_of
+from datastates.lineage.change.withdraw import withdraw
+from datastates.lineage.search.holders import holder, replicas_of
+from datastates.lineage.search.walk import state
 from tests.lineage.conftest import Grow
 
 HERE = [("local", "node"), ("memory", holder("node", None))]

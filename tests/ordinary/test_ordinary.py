@@ -23,9 +23,9 @@ import pytest
 
 import datastates
 from datastates import Status
-from tests import warm
 from tests.ordinary.elsewhere import Place
 from tests.ordinary.scripts import ENDINGS, MODEL, SCRIPTS
+from tests.support import warm
 
 pytestmark = pytest.mark.slow
 

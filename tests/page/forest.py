@@ -7,7 +7,8 @@ import random
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from datastates.lineage import NewState, Status, record, refs
+from datastates.lineage import NewState, Status
+from datastates.lineage.change import record, refs
 from datastates.lineage.states import Edge, EdgeKind
 
 if TYPE_CHECKING:

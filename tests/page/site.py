@@ -16,8 +16,8 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 import datastates
-from tests import warm
 from tests.page.grown import grow
+from tests.support import warm
 
 if TYPE_CHECKING:
     from datastates import State

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from datastates.digest import chunk_digest, state_digest
-from datastates.geometry import dense_view, spec_of
-from datastates.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+from datastates.content.digest import chunk_digest, state_digest
+from datastates.content.geometry import dense_view, spec_of
+from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
 from datastates.store.tier import Payload, Reader
 
 Group = dict[str, torch.Tensor]

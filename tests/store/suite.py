@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 import pytest
 import torch
 
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed, Corrupt, InvalidInput, NotFound
-from datastates.manifest import CHUNK_BYTES
 from datastates.store.tier import Payload, Tier
 from tests.store.build import chunks_of, lengths, numbers, payload, small, stream
 

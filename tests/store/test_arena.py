@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed, InvalidInput
-from datastates.manifest import CHUNK_BYTES
 from datastates.store.arena import Arena
 from datastates.store.pinning import CudaRegistrar
 
@@ -171,7 +171,7 @@ def test_a_closed_arena_refuses_but_what_was_handed_out_stays(arena: Arena) -> N
 _FORKED = """
 import ctypes, gc, mmap, os, sys
 from datastates.errors import Closed
-from datastates.manifest import CHUNK_BYTES
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.store.arena import Arena
 
 arena = Arena(8 * CHUNK_BYTES)

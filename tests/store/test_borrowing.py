@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from datastates.digest import chunk_digest
-from datastates.manifest import CHUNK_BYTES, Manifest
+from datastates.content.digest import chunk_digest
+from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.store.index import SHARED_BYTES, ChunkIndex, Hint
 from datastates.store.local import LocalTier
 from datastates.store.tier import Payload
@@ -327,7 +327,7 @@ def test_processes_add_to_one_index(tmp_path: Path) -> None:
 
 
 def test_a_manifest_without_places_is_no_source(tmp_path: Path) -> None:
-    from datastates.digest import encode
+    from datastates.content.digest import encode
 
     (tmp_path / "bare.0.manifest").write_bytes(encode(msgspec.structs.replace(big("bare", 1).manifest, packs=(), refs=())))
     assert LocalTier(tmp_path).put(big("a", 1)).bytes_new == BIG

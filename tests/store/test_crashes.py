@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from datastates.store.local import LocalTier
-from tests import warm
 from tests.store.build import chunks_of, small, stream
+from tests.support import warm
 
 STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed"]
 

@@ -11,11 +11,11 @@ import torch
 import datastates
 from datastates import Config, Corrupt, Unavailable
 from datastates.errors import InvalidInput
-from datastates.export import export, plan_export
-from datastates.regular import make_regular, open_regular, read_regular
+from datastates.export.tensors import export, plan_export
 from datastates.store.files import locked
 from datastates.store.local import LocalTier
 from datastates.store.mapped import MappedReader
+from datastates.system.regular import make_regular, open_regular, read_regular
 from tests.store.build import chunks_of, numbers, payload, small
 
 MIB = 1 << 20

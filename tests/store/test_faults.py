@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from datastates.digest import chunk_digest
+from datastates.content.digest import chunk_digest
 from datastates.errors import Unavailable
 from datastates.store.local import LocalTier
 from datastates.testing import FullDiskTier, SlowTier, TornTier, fail_at

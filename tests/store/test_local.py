@@ -14,9 +14,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from datastates.digest import encode
+from datastates.content.digest import encode
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
-from datastates.manifest import CHUNK_BYTES
 from datastates.store.local import LocalTier
 from datastates.store.tier import Payload, Tier
 from datastates.testing import fail_at

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Corrupt, InvalidInput, OverBudget
-from datastates.manifest import CHUNK_BYTES
 from datastates.store.arena import Arena
 from datastates.store.memory import MemoryTier
 from datastates.store.tier import Payload, Tier

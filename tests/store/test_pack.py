@@ -11,7 +11,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from datastates.manifest import CHUNK_BYTES
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.store.local import LocalTier
 from datastates.store.pack import PAGE, lay_out, padded, payload_bytes
 from datastates.store.tier import Payload

@@ -9,15 +9,15 @@ from random import Random
 import msgspec
 import pytest
 
-from datastates.digest import chunk_digest, state_digest
+from datastates.content.digest import chunk_digest, state_digest
+from datastates.content.manifest import CHUNK_BYTES, Chunk, Manifest
 from datastates.errors import Conflict
-from datastates.manifest import CHUNK_BYTES, Chunk, Manifest
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
 from datastates.store.tier import Payload
-from tests.colliding import collide_somewhere
 from tests.store.build import payload, stream
+from tests.support.colliding import collide_somewhere
 
 LENGTH = 70_000
 ZEROS = bytes(LENGTH)

@@ -14,8 +14,8 @@ import torch
 
 import datastates
 from datastates.config import Config
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Unavailable
-from datastates.manifest import CHUNK_BYTES
 from datastates.store.arena import Arena
 from datastates.store.memory import MemoryTier
 

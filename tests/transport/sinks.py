@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import pytest
 
 from datastates.errors import Disconnected
-from datastates.transport import fetch as fetching
-from datastates.transport.fingerprints import digest_of
+from datastates.transport.clone import fetch as fetching
+from datastates.transport.session.fingerprints import digest_of
 from datastates.transport.store import Source
 
 T = TypeVar("T")

@@ -17,14 +17,15 @@ import xxhash
 from blake3 import blake3
 
 from datastates.errors import Corrupt
-from datastates.transport import loop, tcp
-from datastates.transport.feed import Feed
-from datastates.transport.fetch import Fetched, fetch
-from datastates.transport.joining import HEADER_BYTES
-from datastates.transport.server import Server
-from datastates.transport.session import Session
-from datastates.transport.tcp_transport import TcpTransport
-from tests.colliding import collide_somewhere
+from datastates.transport import loop
+from datastates.transport.clone.fetch import Fetched, fetch
+from datastates.transport.session.feed import Feed
+from datastates.transport.session.server import Server
+from datastates.transport.session.session import Session
+from datastates.transport.wire import tcp
+from datastates.transport.wire.joining import HEADER_BYTES
+from datastates.transport.wire.tcp_transport import TcpTransport
+from tests.support.colliding import collide_somewhere
 from tests.transport.stores import UID, MemorySource, MemoryStore
 from tests.transport.worlds import offer
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from datastates.errors import InvalidInput, Unsupported
-from datastates.transport import choice
-from datastates.transport.choice import agree, has_rdma, offer
 from datastates.transport.protocol import Ready
+from datastates.transport.session import choice
+from datastates.transport.session.choice import agree, has_rdma, offer
 
 OURS, BOTH = ("tcp",), ("tcp", "ucx")
 

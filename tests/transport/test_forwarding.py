@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from datastates.transport import loop
-from datastates.transport.ahead import is_at, may_dial
-from datastates.transport.chain import Chains
-from datastates.transport.forward import Forwarder
-from datastates.transport.server import Server
-from datastates.transport.session import Session
-from datastates.transport.tcp_transport import TcpTransport
+from datastates.transport.clone.chain import Chains
+from datastates.transport.clone.forward import Forwarder
+from datastates.transport.session.ahead import is_at, may_dial
+from datastates.transport.session.server import Server
+from datastates.transport.session.session import Session
+from datastates.transport.wire.tcp_transport import TcpTransport
 from tests.transport.stores import UID, MemorySink, MemoryStore
 from tests.transport.worlds import STATE
 

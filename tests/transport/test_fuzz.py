@@ -20,12 +20,7 @@ import pytest
 from msgspec import msgpack
 
 from datastates.errors import Disconnected, PeerFault
-from datastates.transport import tcp
-from datastates.transport.arrival import Door
 from datastates.transport.contract import Channel, Listener, Tls
-from datastates.transport.handshake import greet
-from datastates.transport.joining import HEADER_BYTES
-from datastates.transport.memory import MemoryTransport
 from datastates.transport.protocol import (
     FIRST_FRAME_BYTES,
     MAGIC,
@@ -51,11 +46,16 @@ from datastates.transport.protocol import (
     decode,
     encode,
 )
-from datastates.transport.sealed import Sealed
-from datastates.transport.server import Server
-from datastates.transport.session import Session
-from datastates.transport.tcp_transport import TcpTransport
-from tests.effort import effort
+from datastates.transport.session.handshake import greet
+from datastates.transport.session.sealed import Sealed
+from datastates.transport.session.server import Server
+from datastates.transport.session.session import Session
+from datastates.transport.wire import tcp
+from datastates.transport.wire.arrival import Door
+from datastates.transport.wire.joining import HEADER_BYTES
+from datastates.transport.wire.memory import MemoryTransport
+from datastates.transport.wire.tcp_transport import TcpTransport
+from tests.support.effort import effort
 from tests.transport.stores import CHUNK, UID, MemoryStore
 from tests.transport.test_protocol import EVERY
 from tests.transport.worlds import STATE

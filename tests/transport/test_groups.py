@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from datastates.errors import Closed, InvalidInput, Unsupported
-from datastates.transport.groups import EXCHANGE_BYTES, Group, MPIGroup, SoloGroup
+from datastates.transport.clone.groups import EXCHANGE_BYTES, Group, MPIGroup, SoloGroup
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = Path(sys.executable).parent / "mpiexec"

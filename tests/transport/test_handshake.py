@@ -10,10 +10,10 @@ import pytest
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unauthorized, Unavailable
 from datastates.transport import protocol
-from datastates.transport.handshake import admit, greet, read_token
 from datastates.transport.protocol import Challenge, Hello, Identity, Ping, Proof, Ready, Welcome, decode, encode
-from datastates.transport.sealed import Sealed
-from tests.secrets_kept import keep
+from datastates.transport.session.handshake import admit, greet, read_token
+from datastates.transport.session.sealed import Sealed
+from tests.support.secrets_kept import keep
 from tests.transport.wires import Change, QueueChannel
 
 TOKEN = b"0123456789abcdef"

@@ -16,15 +16,15 @@ import pytest
 
 from datastates.errors import DatastatesError, Disconnected
 from datastates.transport import loop
-from datastates.transport.chain import Chains, Relay
-from datastates.transport.feed import Feed
-from datastates.transport.fetch import Fetched, fetch
+from datastates.transport.clone.chain import Chains, Relay
+from datastates.transport.clone.fetch import Fetched, fetch
 from datastates.transport.protocol import Opened
-from datastates.transport.registry import transport_for
-from datastates.transport.server import Server
-from datastates.transport.session import Session
+from datastates.transport.session.feed import Feed
+from datastates.transport.session.server import Server
+from datastates.transport.session.session import Session
 from datastates.transport.store import Source
-from tests.hosts import Host, hosts, need_hosts
+from datastates.transport.wire.registry import transport_for
+from tests.support.hosts import Host, hosts, need_hosts
 from tests.transport.stores import UID, MemorySink, MemoryStore, chunks
 
 ROOT = Path(__file__).parents[2]

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault
-from datastates.transport import joining, loop, tcp
+from datastates.transport import loop
 from datastates.transport.contract import Link, SupportsParts, Terms, Tls
-from datastates.transport.joining import HEADER_BYTES
-from datastates.transport.lanes import LANES, MOST, Lanes
-from datastates.transport.server import Server
-from datastates.transport.session import Session
-from datastates.transport.tcp_transport import TcpTransport
+from datastates.transport.session.server import Server
+from datastates.transport.session.session import Session
+from datastates.transport.wire import joining, tcp
+from datastates.transport.wire.joining import HEADER_BYTES
+from datastates.transport.wire.lanes import LANES, MOST, Lanes
+from datastates.transport.wire.tcp_transport import TcpTransport
 from tests.transport.stores import CHUNK, UID, MemorySource, MemoryStore
 from tests.transport.suite import TransportSuite, linked
 from tests.transport.test_tcp import _certificate

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.transport.limits import Budget, Share
 from datastates.transport.protocol import PART_BYTES, Answer, Ask, Message, Part, Push, Refs, Want
-from datastates.transport.session import Session
+from datastates.transport.session.session import Session
 from tests.transport.stores import CHUNK, UID, MemorySource
 from tests.transport.worlds import STATE, World, offer, opened, receive, run, session, until
 

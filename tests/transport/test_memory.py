@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from datastates.admission import Admission, Limits
 from datastates.errors import Disconnected
-from datastates.transport.arrival import Door
+from datastates.system.admission import Admission, Limits
 from datastates.transport.contract import Transport
-from datastates.transport.memory import MemoryTransport
+from datastates.transport.wire.arrival import Door
+from datastates.transport.wire.memory import MemoryTransport
 
 from .suite import TransportSuite
 

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 
 from datastates.errors import Corrupt, Disconnected
-from datastates.transport import loop, near
+from datastates.transport import loop
+from datastates.transport.clone.fetch import Fetched, fetch
 from datastates.transport.contract import Terms
-from datastates.transport.fetch import Fetched, fetch
-from datastates.transport.neighbours import Neighbours, meet
 from datastates.transport.protocol import Open, Opened
-from datastates.transport.server import Server
-from datastates.transport.session import Session
-from tests import warm
+from datastates.transport.session.neighbours import Neighbours, meet
+from datastates.transport.session.server import Server
+from datastates.transport.session.session import Session
+from datastates.transport.wire import near
+from tests.support import warm
 from tests.transport.stores import UID, MemorySink, MemorySource, MemoryStore
 from tests.transport.stores import chunks as chunks_of
 
@@ -181,7 +182,7 @@ async def knock(door: Neighbours, terms: Terms) -> bool:
     script = f"""
 import asyncio
 from datastates.transport.contract import Terms
-from datastates.transport.neighbours import meet
+from datastates.transport.session.neighbours import meet
 print(asyncio.run(meet({door.name!r}, Terms({terms.name!r}, {terms.key!r}, "x"))) is not None)
 """
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=subprocess.PIPE)

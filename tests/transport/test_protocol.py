@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import PeerFault
-from datastates.manifest import CHUNK_BYTES
 from datastates.transport import protocol
-from datastates.transport.pieces import cut
 from datastates.transport.protocol import (
     Answer,
     Ask,
@@ -45,6 +44,7 @@ from datastates.transport.protocol import (
     decode,
     encode,
 )
+from datastates.transport.session.pieces import cut
 
 FAILURE = Failure("syntax", "no", text="main~", column=6, expected=("a number",))
 EVERY: list[Message] = [

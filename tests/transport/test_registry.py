@@ -11,10 +11,10 @@ import pytest
 
 from datastates.errors import InvalidInput, Unavailable, Unsupported
 from datastates.transport import loop
-from datastates.transport.choice import offer
-from datastates.transport.memory import MemoryTransport
-from datastates.transport.registry import transport_for
-from datastates.transport.ucx import UcxTransport
+from datastates.transport.session.choice import offer
+from datastates.transport.wire.memory import MemoryTransport
+from datastates.transport.wire.registry import transport_for
+from datastates.transport.wire.ucx import UcxTransport
 
 
 def test_a_scheme_has_one_transport_in_a_process() -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
-from datastates.transport import tcp
 from datastates.transport.contract import Channel, Tls
+from datastates.transport.wire import tcp
 
 LIMIT = 1 << 20
 

@@ -23,14 +23,14 @@ import pytest
 
 from datastates.errors import DatastatesError, Disconnected, PeerFault, Unavailable
 from datastates.transport import loop
+from datastates.transport.clone.fetch import fetch
 from datastates.transport.contract import Channel, Tls
-from datastates.transport.fetch import fetch
-from datastates.transport.registry import transport_for
-from datastates.transport.server import Server
-from datastates.transport.session import Session
-from datastates.transport.staging import Region
-from datastates.transport.ucx import UcxTransport
-from datastates.transport.ucx_process import Helper
+from datastates.transport.session.server import Server
+from datastates.transport.session.session import Session
+from datastates.transport.wire.registry import transport_for
+from datastates.transport.wire.staging import Region
+from datastates.transport.wire.ucx import UcxTransport
+from datastates.transport.wire.ucx_process import Helper
 from tests.transport.intruder import children, listening, mangled, remote_write
 from tests.transport.stores import UID, MemorySink, MemoryStore, chunks
 from tests.transport.test_tcp import _certificate
@@ -78,10 +78,10 @@ import ctypes, os, sys
 from pathlib import Path
 from datastates.transport import loop
 from datastates.transport.contract import Channel, Tls
-from datastates.transport.fetch import fetch
-from datastates.transport.registry import transport_for
-from datastates.transport.server import Server
-from datastates.transport.session import Session
+from datastates.transport.clone.fetch import fetch
+from datastates.transport.wire.registry import transport_for
+from datastates.transport.session.server import Server
+from datastates.transport.session.session import Session
 from tests.transport.stores import UID, MemorySink, MemoryStore, chunks
 
 canary = ctypes.create_string_buffer(b"canary" * 10, 60)
@@ -278,7 +278,7 @@ def test_the_helper_has_nothing_worth_having(monkeypatch: pytest.MonkeyPatch) ->
 
 CONFINED = """
 import ctypes, errno, os, signal, socket, sys
-from datastates.transport import confinement
+from datastates.transport.wire import confinement
 parent, secret, where, memory = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 import mmap, subprocess
 libc = ctypes.CDLL(None, use_errno=True)
@@ -377,7 +377,7 @@ def test_the_helper_ends_with_its_training_however_that_ends(how: str) -> None:
         import os
         from datastates.transport import loop
         from tests.transport.test_ucx import echo
-        from datastates.transport.registry import transport_for
+        from datastates.transport.wire.registry import transport_for
         loop.run(echo())
         print(transport_for("ucx://").helper.pid, flush=True)
         {"" if how == "end" else how}
@@ -399,7 +399,7 @@ def test_the_helper_ends_with_its_training_however_that_ends(how: str) -> None:
 
 
 def test_a_report_that_nobody_asked_for_ends_the_helper() -> None:
-    from datastates.transport.ucx_words import Ended
+    from datastates.transport.wire.ucx_words import Ended
 
     async def work() -> None:
         await echo()

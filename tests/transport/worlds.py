@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from datastates.transport.feed import Feed
 from datastates.transport.protocol import Offer, RefRecord
-from datastates.transport.server import Server
-from datastates.transport.session import Session
+from datastates.transport.session.feed import Feed
+from datastates.transport.session.server import Server
+from datastates.transport.session.session import Session
 from tests.transport.stores import UID, MemoryStore, chunks, manifest_of, record
 from tests.transport.wires import QueueChannel, QueueTransport
 

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 import datastates
 from datastates import Config, PermutationSampler, Repository, State, Tracker
-from datastates.tree import flatten
+from datastates.content.tree import flatten
 from datastates.workflows import Plan, Variant
-from datastates.workflows.job import Job, seed_everything
-from datastates.workflows.record import make_durable
+from datastates.workflows.running.job import Job, seed_everything
+from datastates.workflows.running.record import make_durable
 
 ROWS = 400
 BATCH = 50

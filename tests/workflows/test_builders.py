@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.errors import InvalidInput
-from datastates.workflows.builders import (
+from datastates.workflows.plans.builders import (
     Choice,
     Distribution,
     LogUniform,
@@ -24,7 +24,7 @@ from datastates.workflows.builders import (
     repeat,
     sample,
 )
-from datastates.workflows.plan import Plan
+from datastates.workflows.plans.plan import Plan
 
 ABC = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from datastates.workflows import Plan, cut, describe, grid, leave_out, work
-from datastates.workflows.describe import announce
+from datastates.workflows.running.describe import announce
 
 if TYPE_CHECKING:
     import pytest

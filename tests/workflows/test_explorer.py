@@ -17,8 +17,8 @@ import torch
 import datastates
 from datastates import Conflict, InvalidInput, NotFound, Repository, State, Status
 from datastates.workflows import Exploration, Job, Plan, Progress, SerialExecutor, Variant, explore, read_study
-from datastates.workflows.claim import Claim
-from datastates.workflows.record import claim_name, claims_folder
+from datastates.workflows.running.claim import Claim
+from datastates.workflows.running.record import claim_name, claims_folder
 from tests.workflows.studies import CONFIG, FAULTS, build, counts, essence, faults, meet, one_epoch, prefix, train, tree
 
 PLAN = tree()

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from datastates import Repository, Status
-from datastates.lineage import clones
+from datastates.lineage.change import clones
 from datastates.workflows import Plan, Processes, Progress, SerialExecutor, Variant, explore, read_study
-from tests import warm
+from tests.support import warm
 from tests.workflows.exploring import pool
 from tests.workflows.studies import EVERY_STATE, counts, essence, faults, prefix, train, tree
 

@@ -29,7 +29,7 @@ from datastates.workflows import (
     work,
     work_done,
 )
-from datastates.workflows.work import Work
+from datastates.workflows.running.work import Work
 
 COUNT = 240
 SCHEDULES = ("flat", "linear", "log", "sqrt")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from datastates.lineage.states import State, Status
-from datastates.workflows.outlier_cost import OutlierCost, trained
+from datastates.workflows.outliers.cost import OutlierCost, trained
 
 
 def state(uid: str, step: int, *, metrics: dict[str, float] | None = None, **attributes: Any) -> State:

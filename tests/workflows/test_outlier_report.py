@@ -18,11 +18,11 @@ from rich.console import Console
 
 from datastates.errors import InvalidInput, Unsupported
 from datastates.workflows import OutlierReport
-from datastates.workflows.outlier_cost import OutlierCost
-from datastates.workflows.scores import Spread, put_together
-from datastates.workflows.sources import Skipped, Source
-from datastates.workflows.subset_scores import SubsetScore
-from datastates.workflows.suspects import select
+from datastates.workflows.outliers.cost import OutlierCost
+from datastates.workflows.outliers.scores import Spread, put_together
+from datastates.workflows.outliers.sources import Skipped, Source
+from datastates.workflows.outliers.subset_scores import SubsetScore
+from datastates.workflows.outliers.suspects import select
 
 from .test_outlier_cost import state
 

@@ -18,8 +18,8 @@ import datastates
 from datastates import Repository
 from datastates.errors import InvalidInput, NotFound, Unavailable
 from datastates.workflows import Job, OutlierReport, Plan, SerialExecutor, Variant, explore, kfold, outliers
-from datastates.workflows.losses import LossOf
-from datastates.workflows.scores import Floats, percentiles
+from datastates.workflows.outliers.losses import LossOf
+from datastates.workflows.outliers.scores import Floats, percentiles
 
 from . import planted
 from .planted import COUNT, EPOCHS, FLIPPED, LATER, WARM, build, digits, loss, make, plan, thirds

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.errors import InvalidInput
-from datastates.lineage.refs import check_name
-from datastates.workflows.plan import Plan, Variant
+from datastates.lineage.change.refs import check_name
+from datastates.workflows.plans.plan import Plan, Variant
 
 SUBSETS = {"a": (0, 1), "b": (2, 3), "c": (4, 5), "b2": (3, 6)}
 

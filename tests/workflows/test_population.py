@@ -28,8 +28,8 @@ from datastates.workflows import (
     population,
     reconfigure,
 )
-from datastates.workflows.builders import Distribution
-from datastates.workflows.record import done_tag
+from datastates.workflows.plans.builders import Distribution
+from datastates.workflows.running.record import done_tag
 from tests.workflows.studies import CONFIG, prefix
 from tests.workflows.studies import train as train_digits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from datastates.workflows import Exploration, Plan, Progress, Result, Storage, Variant, describe, work
-from tests.test_html import state
+from tests.show.test_html import state
 
 PLAN = Plan((Variant("first", epochs=2), Variant("second", parent="first")))
 

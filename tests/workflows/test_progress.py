@@ -12,7 +12,7 @@ from rich.console import Console
 from datastates import State, Status
 from datastates.lineage.states import Value
 from datastates.workflows import Plan, Variant
-from datastates.workflows.progress import Lines, Quiet, Screen, display_for
+from datastates.workflows.running.progress import Lines, Quiet, Screen, display_for
 
 PLAN = Plan((Variant("a", None, 4), Variant("b", "a", 1)))
 

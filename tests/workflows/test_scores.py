@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.errors import InvalidInput
-from datastates.workflows.scores import Scores, Spread, Tally, percentiles, put_together, standardise
-from datastates.workflows.suspects import estimate, select
+from datastates.workflows.outliers.scores import Scores, Spread, Tally, percentiles, put_together, standardise
+from datastates.workflows.outliers.suspects import estimate, select
 
 NAN = float("nan")
 values = st.lists(st.one_of(st.just(NAN), st.integers(-3, 3).map(float), st.floats(-100, 100)), min_size=1, max_size=30)

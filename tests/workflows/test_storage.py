@@ -12,9 +12,9 @@ import torch
 import datastates
 from datastates import Tracker
 from datastates.errors import NotFound
-from datastates.eviction import evict
-from datastates.lineage.holders import replicas_of
-from datastates.workflows.storage import storage
+from datastates.lineage.search.holders import replicas_of
+from datastates.upkeep.eviction import evict
+from datastates.workflows.running.storage import storage
 from tests.workflows.exploring import pool
 from tests.workflows.frozen import begin, fork, fork_alone, make, open_at, step
 

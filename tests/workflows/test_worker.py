@@ -17,21 +17,24 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Conflict, InvalidInput, Repository, locks, succession
-from datastates.whereabouts import node_id
-from datastates.workflows import Job, Plan, Variant, worker
-from datastates.workflows.claim import Claim, holder
-from datastates.workflows.job import Assignment
-from datastates.workflows.record import claim_name, claims_folder, finished, make_durable
-from datastates.workflows.worker import Explorer, Outcome, Task, close_repositories, run
-from tests import warm
+from datastates import Conflict, InvalidInput, Repository
+from datastates.opening.whereabouts import node_id
+from datastates.system import locks
+from datastates.tracking import succession
+from datastates.workflows import Job, Plan, Variant
+from datastates.workflows.running import worker
+from datastates.workflows.running.claim import Claim, holder
+from datastates.workflows.running.job import Assignment
+from datastates.workflows.running.record import claim_name, claims_folder, finished, make_durable
+from datastates.workflows.running.worker import Explorer, Outcome, Task, close_repositories, run
 from tests.capture.build import held_back
+from tests.support import warm
 from tests.workflows.studies import CONFIG, build, counts, one_epoch, prefix, train
 
 PLAN = Plan((Variant("a", None, 3), Variant("b", "a", 1)))
 HOLD = """
 import sys, pathlib
-from datastates.workflows.claim import Claim
+from datastates.workflows.running.claim import Claim
 claim = Claim.take(pathlib.Path(sys.argv[1]), sys.argv[2], "the other one")
 print(claim is not None, flush=True)
 sys.stdin.read()

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import datastates
 from datastates import DatastatesError, Repository, workflows
 from datastates.errors import InvalidInput
-from datastates.workflows import Job, Plan, SerialExecutor, Uniform, Variant, record
+from datastates.workflows import Job, Plan, SerialExecutor, Uniform, Variant
+from datastates.workflows.running import record
 from tests.test_wrong_types import QUIET, WRONG, Hostile
 
 SUBSETS = {"a": (0, 1), "b": (2, 3)}

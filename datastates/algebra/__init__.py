@@ -1,0 +1,1 @@
+"""States compared and combined: diffs, merges, and predictions from several states at once."""

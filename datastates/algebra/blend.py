@@ -1,0 +1,194 @@
+"""Parents of a merge, opened side by side, and what a recipe makes of them, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from datastates.content.carving import carve
+from datastates.content.check import tensors_of
+from datastates.content.digest import chunk_digest
+from datastates.content.geometry import dtype_of, rebuild
+from datastates.content.manifest import TensorSpec
+from datastates.content.tree import decode_skeleton, decode_values, unflatten
+from datastates.errors import Corrupt, InvalidInput, Unsupported
+from datastates.objects.report import Selection, write_tensor
+from datastates.store.reading import read_flat
+from datastates.store.tier import Reader
+
+from .recipes import Recipe, combine
+
+if TYPE_CHECKING:
+    from datastates.lineage.states import State
+    from datastates.repository import Repository
+
+__all__ = ["Blend"]
+
+_SHOWN = 6
+_OPAQUE = frozenset("ax")
+"""Arrays and encoded objects: their bytes are not ours to average. Sparse and quantized tensors are refused."""
+
+
+class _Parent:
+    """An open state and where its tensors are."""
+
+    def __init__(self, state: State, reader: Reader) -> None:
+        self.state, self.reader = state, reader
+        self.specs = tensors_of(reader.manifest.content)
+        self.index = {spec.path: index for index, spec in enumerate(self.specs)}
+
+    def stored(self, path: str) -> int:
+        """The tensor whose bytes are those of ``path``."""
+        alias = self.specs[self.index[path]].alias
+        return self.index[path] if alias is None else alias
+
+    def flat(self, path: str, like: TensorSpec) -> torch.Tensor:
+        """The tensor's bytes in the memory order of ``like``; only to be read."""
+        spec = self.specs[self.stored(path)]
+        flat = read_flat(self.reader, spec)
+        if spec.strides == like.strides:
+            return flat
+        turned = torch.empty(flat.numel(), dtype=torch.uint8, device="cpu")
+        write_tensor(rebuild(turned, like), rebuild(flat, spec))
+        return turned
+
+
+class Blend:
+    """A context manager. ``carved`` is what the result is to be but for its chunks; the first parent says what is not combined.
+
+    :raises InvalidInput: the parents do not fit together; lists names, shapes and dtypes.
+    :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
+    """
+
+    def __init__(self, repository: Repository, recipe: Recipe, states: Sequence[State]) -> None:
+        self.recipe, self.states = recipe, tuple(states)
+        self._stack = ExitStack()
+        try:
+            self._parents = [self._open(repository, state) for state in states]
+            self._base = None if recipe.base is None else self._open(repository, repository.state(recipe.base))
+            selection = Selection(recipe.only)
+            is_carved = recipe.rest == "drop" and recipe.only is not None
+            self.carved = carve(self._parents[0].reader.manifest.content, selection.wants if is_carved else None)
+            self._combined = self._choose(selection)
+            for other in [*self._parents[1:], *([] if self._base is None else [self._base])]:
+                self._check_fit(other, Selection(recipe.only))
+        except BaseException:
+            self.close()
+            raise
+
+    def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Each tensor that is stored, in the order of its bytes, as flat ``uint8``: only to be read, before the next one is asked for."""
+        stored = [(spec.shards[0].start, index) for index, spec in enumerate(self.carved.specs) if spec.alias is None]
+        for _, index in sorted(stored):
+            yield self.carved.specs[index], self._flat(index)
+
+    def tree(self) -> Any:
+        """The whole result as nested containers; the tensors are the caller's."""
+        made = {spec.path: rebuild(flat.clone(), spec) for spec, flat in self.tensors()}
+        specs = self.carved.specs
+        tensors = [made[spec.path if spec.alias is None else specs[spec.alias].path] for spec in specs]
+        return unflatten(decode_skeleton(self.carved.skeleton), decode_values(self.carved.values), tensors)
+
+    def compare(self, reader: Reader, state: State) -> None:
+        """Nothing, if an open state is what the parents make.
+
+        :raises Corrupt: it is not; names the tensor.
+        """
+        manifest, carved = reader.manifest, self.carved
+        content = manifest.content
+        if manifest.origin.parent_digests != tuple(parent.digest for parent in self.states):
+            raise Corrupt(f"state {state.uid} was made of other parents than {', '.join(parent.uid for parent in self.states)}")
+        parts = ((content.skeleton, carved.skeleton), (content.values, carved.values), (content.tensors, carved.tensors))
+        if any(bytes(one) != bytes(other) for one, other in parts):
+            raise Corrupt(f"state {state.uid} has other names, values or shapes than its parents make")
+        for spec, flat in self.tensors():
+            try:
+                found = chunk_digest(read_flat(reader, spec).numpy().data)
+            except Corrupt as exc:
+                raise Corrupt(f"{spec.path} of the merged state cannot be read: {exc}") from exc
+            if found != chunk_digest(flat.numpy().data):
+                raise Corrupt(f"{spec.path} of state {state.uid} is not what its parents make by method {self.recipe.method}")
+
+    def close(self) -> None:
+        """Let go of the parents; idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _open(self, repository: Repository, state: State) -> _Parent:
+        return _Parent(state, self._stack.enter_context(repository._open_payload(state)))
+
+    def _flat(self, index: int) -> torch.Tensor:
+        first, spec = self._parents[0], self.carved.specs[index]
+        flat = read_flat(first.reader, first.specs[self.carved.sources[index]])
+        if index not in self._combined:
+            return flat
+        dtype = dtype_of(spec.dtype)
+        real = dtype.to_real() if dtype.is_complex else dtype
+        parts = [_aligned(flat, real), *(_aligned(parent.flat(spec.path, spec), real) for parent in self._parents[1:])]
+        base = None if self._base is None else _aligned(self._base.flat(spec.path, spec), real)
+        return combine(self.recipe, parts, base).view(torch.uint8)
+
+    # What is combined, and whether it can be
+
+    def _choose(self, selection: Selection) -> frozenset[int]:
+        """The tensors with bytes of their own that are combined: floating-point ones that are asked for by one of their names."""
+        chosen: set[int] = set()
+        carved = self.carved
+        for index, (spec, holder) in enumerate(zip(carved.specs, carved.holders, strict=True)):
+            dtype = dtype_of(spec.dtype)
+            if not selection.wants(spec.path) or (holder is not None and holder in _OPAQUE):
+                continue
+            if holder is not None:
+                raise Unsupported(f"{spec.path} is part of a sparse or quantized tensor, which is not merged: leave it out with only=…")
+            if (dtype.is_floating_point or dtype.is_complex) and not _is_counter(spec):
+                chosen.add(index if spec.alias is None else spec.alias)
+        selection.refuse_unused([spec.path for spec in self._parents[0].specs])
+        if not chosen:
+            raise InvalidInput(f"only={self.recipe.only} asks for no floating-point tensor: there is nothing to merge")
+        return frozenset(chosen)
+
+    def _check_fit(self, other: _Parent, selection: Selection) -> None:
+        first = self._parents[0]
+        ours = {spec.path: spec for spec in self.carved.specs if selection.wants(spec.path)}
+        theirs = {spec.path: spec for spec in other.specs if selection.wants(spec.path)}
+        lines = [f"only in {first.state.uid[:10]}: {path}" for path in ours if path not in theirs]
+        lines += [f"only in {other.state.uid[:10]}: {path}" for path in theirs if path not in ours]
+        for path in (each for each in ours if each in theirs):
+            if _geometry(ours[path]) != _geometry(theirs[path]):
+                lines.append(f"{path}: {_describe(ours[path])} here, {_describe(theirs[path])} there")
+            elif other.stored(path) != other.stored(first.specs[first.stored(path)].path):
+                lines.append(f"{path}: tied to {first.specs[first.stored(path)].path} here, not there")
+        if lines:
+            more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+            raise InvalidInput(
+                "\n  ".join([f"state {other.state.uid[:10]} does not fit state {first.state.uid[:10]}:", *lines[:_SHOWN], *more])
+                + "\nmerge states of one model, or choose what both have with only=…"
+            )
+
+
+def _aligned(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    is_aligned = not flat.data_ptr() % dtype.itemsize and not flat.storage_offset() % dtype.itemsize
+    return (flat if is_aligned else flat.clone()).view(dtype)
+
+
+def _geometry(spec: TensorSpec) -> tuple[object, ...]:
+    """What parents must have in common; the order in memory need not be, but what is stored once for all must."""
+    return spec.dtype, spec.shape, tuple(stride == 0 and size > 1 for stride, size in zip(spec.strides, spec.shape, strict=True))
+
+
+def _describe(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {spec.shape}{' expanded' if any(_geometry(spec)[2]) else ''}"  # type: ignore[arg-type]
+
+
+def _is_counter(spec: TensorSpec) -> bool:
+    """Optimizers count their steps in tensors of one floating-point number."""
+    return spec.shape == () and spec.path.endswith("/step")

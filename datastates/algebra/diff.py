@@ -1,0 +1,305 @@
+"""What changed from one state to another: tensor by tensor, and in values, metrics, configuration and code.
+
+Tensors are read piece by piece: memory for a few of them is enough, however large the states are. What both hold in the same chunks
+is not read at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from datastates.content.encoding import decode_values
+from datastates.content.geometry import dtype_of, rebuild
+from datastates.content.manifest import CHUNK_BYTES, Manifest, TensorSpec
+from datastates.content.skeleton import VALUE, decode_skeleton, paths
+from datastates.lineage.change import runs
+from datastates.lineage.search import walk
+from datastates.lineage.states import OURS, Run, State, Value
+from datastates.objects.report import Selection
+from datastates.store.reading import read_flat, specs_of
+from datastates.system import masking
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from datastates.repository import Repository
+    from datastates.store.tier import Reader
+
+__all__ = ["Change", "Diff", "TensorChange", "diff", "pieces", "to_plain", "untied"]
+
+_PIECE = 1 << 20  # elements that are compared at once, as float64
+
+Pair = tuple[object, object]
+"""The old and the new value; None where there is none."""
+
+
+class Change(StrEnum):
+    """What became of a tensor. ``RECAST``: its dtype or its shape is another one."""
+
+    SAME = "same"
+    CHANGED = "changed"
+    RECAST = "recast"
+    ADDED = "added"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """One tensor of two states. Norms and the distance between the two are Euclidean; NaN in a tensor makes them NaN.
+
+    Numbers are None where there is nothing to compare: added, removed, another shape, or the same bytes, which are not read.
+    ``largest`` is the largest change of one element, ``at`` its indices, ``fraction`` how many elements differ, of 1.
+    """
+
+    path: str
+    change: Change
+    shape: tuple[int, ...]
+    dtype: str
+    old_shape: tuple[int, ...] | None = None
+    old_dtype: str | None = None
+    old_norm: float | None = None
+    norm: float | None = None
+    distance: float | None = None
+    cosine: float | None = None
+    largest: float | None = None
+    at: tuple[int, ...] | None = None
+    fraction: float | None = None
+
+    @property
+    def relative(self) -> float | None:
+        """The distance in units of the old norm; None where that is 0."""
+        return self.distance / self.old_norm if self.distance is not None and self.old_norm else None
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """From ``old`` to ``new``; ``base`` is their nearest common ancestor. Metrics, config and versions are those that differ."""
+
+    old: State
+    new: State
+    base: State | None
+    tensors: tuple[TensorChange, ...]
+    values: Mapping[str, Pair]
+    metrics: Mapping[str, Pair]
+    attributes: Mapping[str, Pair]
+    config: Mapping[str, Pair]
+    versions: Mapping[str, Pair]
+    code: Pair | None
+
+    def count(self, change: Change) -> int:
+        """How many tensors this became of."""
+        return sum(tensor.change is change for tensor in self.tensors)
+
+
+def diff(
+    repository: Repository,
+    old: str,
+    new: str,
+    *,
+    only: str | Sequence[str] | None = None,
+    with_tensors: bool = True,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Diff:
+    """Compare two states; see ``Repository.diff``. ``on_progress`` gets the bytes of ``new`` that were compared, and all of them.
+
+    Without ``with_tensors`` no payload is opened: no tensors, and no values, which are stored beside them. What ``on_progress``
+    raises ends the comparison.
+    """
+    one, other = repository.state(old), repository.state(new)
+    tensors: tuple[TensorChange, ...] = ()
+    values: Mapping[str, Pair] = {}
+    if with_tensors:
+        with repository._open_payload(one) as before, repository._open_payload(other) as after:
+            tensors = tuple(_tensors(before, after, Selection(only).wants, on_progress or (lambda done, total: None)))
+            values = _masked(_delta(_values(before.manifest), _values(after.manifest)))
+    with repository._database.read() as session:
+        base = walk.merge_base(session, one.uid, other.uid)
+        ran = [None if state.run is None else runs.get(session, state.run) for state in (one, other)]
+    commits = tuple(map(_code, ran))
+    return Diff(
+        old=one,
+        new=other,
+        base=base,
+        tensors=tensors,
+        values=values,
+        metrics=_delta(one.metrics, other.metrics),
+        attributes=_delta(one.attributes, other.attributes),
+        config=_delta(*(_config(run) for run in ran)),
+        versions=_delta(*({} if run is None else run.versions for run in ran)),
+        code=None if commits[0] == commits[1] else (commits[0], commits[1]),
+    )
+
+
+def to_plain(found: Diff) -> dict[str, object]:
+    """What ``--json`` and the API say: plain values, with ``relative`` of each tensor."""
+    plain: dict[str, object] = msgspec.to_builtins(found, enc_hook=str)
+    for tensor, made in zip(found.tensors, plain["tensors"], strict=True):  # type: ignore[call-overload] # a list of dicts
+        made["relative"] = tensor.relative
+    return plain
+
+
+# Tensors
+
+
+def _tensors(
+    before: Reader, after: Reader, wants: Callable[[str], bool], on_progress: Callable[[int, int], None]
+) -> Iterator[TensorChange]:
+    olds, news = ({spec.path: spec for spec in untied(reader) if wants(spec.path)} for reader in (before, after))
+    total = sum(spec.shards[0].length for spec in news.values())
+    done = 0
+    for path, new in news.items():
+        yield _compare(before, after, olds.get(path), new)
+        done += new.shards[0].length
+        on_progress(done, total)
+    for path, old in olds.items():
+        if path not in news:
+            yield TensorChange(path, Change.REMOVED, old.shape, old.dtype)
+
+
+def untied(reader: Reader) -> list[TensorSpec]:
+    """Each tensor of a state with its place; one that is tied has that of the tensor it is tied to."""
+    specs = specs_of(reader)
+    return [spec if spec.alias is None else _placed(spec, specs[spec.alias]) for spec in specs]
+
+
+def _placed(spec: TensorSpec, owner: TensorSpec) -> TensorSpec:
+    return TensorSpec(spec.path, owner.dtype, owner.shape, owner.strides, None, spec.requires_grad, owner.shards)
+
+
+def _compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSpec) -> TensorChange:
+    if old is None:
+        return TensorChange(new.path, Change.ADDED, new.shape, new.dtype)
+    if old.shape != new.shape or dtype_of(old.dtype).is_complex != dtype_of(new.dtype).is_complex:
+        return TensorChange(new.path, Change.RECAST, new.shape, new.dtype, old.shape, old.dtype)
+    if _is_same_bytes(before.manifest, old, after.manifest, new):
+        return TensorChange(new.path, Change.SAME, new.shape, new.dtype)
+    sums = _Sums()
+    for left, right in zip(pieces(before, old), pieces(after, new), strict=True):
+        sums.add(left, right)
+    is_recast = old.dtype != new.dtype
+    change = Change.RECAST if is_recast else Change.CHANGED if sums.differing else Change.SAME
+    return TensorChange(
+        new.path,
+        change,
+        new.shape,
+        new.dtype,
+        old.shape if is_recast else None,
+        old.dtype if is_recast else None,
+        math.sqrt(sums.old),
+        math.sqrt(sums.new),
+        math.sqrt(sums.apart),
+        sums.cosine,
+        sums.largest,
+        _indices(sums.at, new.shape) if sums.differing else None,
+        sums.differing / sums.count if sums.count else 0.0,
+    )
+
+
+def _is_same_bytes(before: Manifest, old: TensorSpec, after: Manifest, new: TensorSpec) -> bool:
+    """Whether both lie at the same place of chunks that have the same digests: then there is nothing to read."""
+    (here,), (there,) = old.shards, new.shards
+    if (old.dtype, old.strides, here.length, here.start % CHUNK_BYTES) != (new.dtype, new.strides, there.length, there.start % CHUNK_BYTES):
+        return False
+    if not here.length:
+        return True
+    first, other, count = here.start // CHUNK_BYTES, there.start // CHUNK_BYTES, _last(here.start, here.length) - here.start // CHUNK_BYTES
+    lefts, rights = before.content.chunks[first : first + count + 1], after.content.chunks[other : other + count + 1]
+    return lefts == rights
+
+
+def _last(start: int, length: int) -> int:
+    return (start + length - 1) // CHUNK_BYTES
+
+
+def pieces(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
+    """The elements in the order of the indices, as float64; complex ones as pairs."""
+    if 0 in spec.shape:
+        return
+    tensor = rebuild(read_flat(reader, spec), spec).detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.reshape(-1)  # a copy where another order is stored
+    for start in range(0, flat.numel(), _PIECE):
+        yield flat[start : start + _PIECE].to(torch.float64)
+
+
+class _Sums:
+    """What is added up over the pieces of two tensors."""
+
+    def __init__(self) -> None:
+        self.old = self.new = self.apart = self.product = self.largest = 0.0
+        self.at = self.count = self.differing = 0
+
+    def add(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """The next elements of both."""
+        is_other = (old != new) & ~(old.isnan() & new.isnan())
+        apart = torch.where(is_other, new - old, 0.0)  # infinite on both sides is no change
+        self.old += float(old.dot(old))
+        self.new += float(new.dot(new))
+        self.product += float(old.dot(new))
+        self.apart += float(apart.dot(apart))
+        self.differing += int(is_other.sum())
+        sizes = apart.abs().nan_to_num(nan=math.inf)
+        place = int(sizes.argmax())
+        if float(sizes[place]) > self.largest:
+            self.largest, self.at = float(sizes[place]), self.count + place
+        self.count += old.numel()
+
+    @property
+    def cosine(self) -> float | None:
+        """Of the angle between the two; None if one of them is 0."""
+        length = math.sqrt(self.old) * math.sqrt(self.new)
+        return max(-1.0, min(1.0, self.product / length)) if length else None
+
+
+def _indices(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    found = []
+    if math.prod(shape) <= at:  # a part of a complex number
+        at //= 2
+    for size in reversed(shape):
+        at, index = divmod(at, size)
+        found.append(index)
+    return tuple(reversed(found))
+
+
+# All else
+
+
+def _values(manifest: Manifest) -> dict[str, object]:
+    nodes = decode_skeleton(manifest.content.skeleton).nodes
+    places = [path for path, node in zip(paths(nodes), nodes, strict=False) if type(node) is int and node == VALUE]
+    return dict(zip(places, decode_values(manifest.content.values), strict=True))
+
+
+def _delta(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, Pair]:
+    keys = sorted({*old, *new})
+    return {key: (old.get(key), new.get(key)) for key in keys if not _is_equal(old.get(key), new.get(key)) or (key in old) != (key in new)}
+
+
+def _masked(pairs: dict[str, Pair]) -> dict[str, Pair]:
+    """What changed, without showing secrets that are tracked: a difference is shown to whoever may read."""
+    old, new = (masking.named({key: pair[side] for key, pair in pairs.items()}) for side in (0, 1))
+    return {key: (old[key], new[key]) for key in pairs}
+
+
+def _is_equal(one: object, other: object) -> bool:
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
+        return True
+    return type(one) is type(other) and one == other
+
+
+def _config(run: Run | None) -> dict[str, Value]:
+    return {} if run is None else {key: value for key, value in run.config.items() if not key.startswith(OURS)}
+
+
+def _code(run: Run | None) -> str | None:
+    if run is None or run.git_commit is None:
+        return None
+    return run.git_commit + (" with changes" if run.git_dirty else "")

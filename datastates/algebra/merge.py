@@ -1,0 +1,311 @@
+"""``repo.merge`` and ``repo.verify_merge``: a state made of others, tensor by tensor, that can be made again from them.
+
+The parents stay where they are, mapped from disk or pinned in memory; the result is written straight into slots of the arena. So a
+merge takes the memory of one state and, for the time, of a few tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import numpy as np
+
+from datastates.capture.runner import Runner
+from datastates.config import BackPressure
+from datastates.content.digest import chunk_digest, state_digest
+from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin
+from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, OverBudget, Unavailable
+from datastates.lineage.change import record
+from datastates.lineage.change import refs as lineage_refs
+from datastates.lineage.search import walk
+from datastates.lineage.search.holders import holder
+from datastates.lineage.states import Edge, NewState, RefKind, State, Value
+from datastates.system.interrupts import undisturbed
+
+from .blend import Blend
+from .recipes import Method, Recipe, plan_recipe, recipe_of
+
+if TYPE_CHECKING:
+    from datastates.repository import Repository
+    from datastates.store.arena import Arena
+
+__all__ = ["MergeOptions", "merge", "verify_merge"]
+
+
+class MergeOptions(TypedDict, total=False):
+    """What single methods take; see ``merge``."""
+
+    evaluate: Callable[[Any], float]
+    better: Literal["higher", "lower"]
+    decay: float
+    t: float
+    density: float
+    scale: float
+    base: str | State
+
+
+def merge(
+    repository: Repository,
+    revs: Sequence[str | State],
+    *,
+    method: str,
+    weights: Sequence[float] | None,
+    only: str | Sequence[str] | None,
+    rest: str,
+    into: str | None,
+    tag: str | None,
+    message: str | None,
+    options: MergeOptions,
+) -> State:
+    """See ``Repository.merge``."""
+    states = _members(repository, revs)
+    recipe = plan_recipe(method, len(states), weights=weights, only=only, rest=rest, options=dict(options))
+    _check_names(repository, into, tag, [] if recipe.method is Method.GREEDY else states, recipe)
+    notes: dict[str, Value] = {}
+    match recipe.method:
+        case Method.GREEDY:
+            states, notes = _pick(repository, states, recipe, options.get("evaluate"), options.get("better"))
+            recipe = replace(recipe, weights=(1.0 / len(states),) * len(states))
+        case Method.EMA:
+            states = states[::-1]  # the newest is the first parent: where the average stands, its counters do
+        case Method.TIES:
+            recipe = replace(recipe, base=_base(repository, states, options.get("base")).uid)
+    with Blend(repository, recipe, states) as blend:
+        made = _make(repository, blend, into=into, message=message, attributes={**recipe.attributes(), **notes})
+    if tag is not None:
+        repository.tag(tag, made)
+    return made
+
+
+def verify_merge(repository: Repository, rev: str) -> State:
+    """See ``Repository.verify_merge``."""
+    state = repository.state(rev)
+    recipe = recipe_of(state.uid, state.attributes)
+    with repository._open_payload(state, verify=True) as reader:
+        parents = _parents(repository, reader.manifest)
+        if state.parents != tuple(parent.uid for parent in parents):
+            raise Corrupt(f"state {state.uid} has the parents {state.parents}, and was made of {reader.manifest.origin.parents}")
+        if recipe.weights[1:] != tuple(edge.weight for edge in state.edges):
+            raise Corrupt(f"state {state.uid}: the weights of its edges are not those of its recipe, {recipe.weights}")
+        with Blend(repository, recipe, parents) as blend:
+            blend.compare(reader, state)
+    return state
+
+
+def _parents(repository: Repository, manifest: Manifest) -> list[State]:
+    """As the state itself names them: a lineage that it was brought to may lack some."""
+    origin = manifest.origin
+    try:
+        return [repository.state(uid) for uid in origin.parents]
+    except NotFound as exc:
+        raise Unavailable(f"state {origin.uid} was made of {len(origin.parents)} states that are not all here: {exc}") from exc
+
+
+# What goes in
+
+
+def _members(repository: Repository, revs: Sequence[str | State]) -> list[State]:
+    if isinstance(revs, str):
+        raise InvalidInput(f"merge takes a list of states: [{revs!r}, …]")
+    states = [repository.state(rev.uid if isinstance(rev, State) else rev) for rev in revs]
+    for index, state in enumerate(states):
+        if state.uid in {other.uid for other in states[:index]}:
+            raise InvalidInput(f"{revs[index]!s} is state {state.uid}, which was named before: give it a larger weight instead")
+    return states
+
+
+def _check_names(repository: Repository, into: str | None, tag: str | None, states: Sequence[State], recipe: Recipe) -> None:
+    """Before any work: the names can be given. The branch is at the first parent, where that is known."""
+    for name in (each for each in (into, tag) if each is not None):
+        lineage_refs.check_name(name)
+    if into is not None and any(tracker.branch == into for tracker in repository._trackers):
+        raise Conflict(f"branch {into!r} is being tracked: close its tracker first, or name another branch")
+    if into is not None and into == tag:
+        raise InvalidInput(f"into and tag are both {into!r}: branches and tags share one namespace")
+    taken = {ref.name: ref for ref in repository.refs()}
+    if tag in taken:
+        raise Conflict(f"the name {tag!r} is taken by state {taken[str(tag)].state[:10]}: choose another tag")
+    ref = taken.get(into or "")
+    if ref is None or not states:
+        return
+    first = states[-1 if recipe.method is Method.EMA else 0]
+    if ref.kind is not RefKind.BRANCH or ref.state != first.uid:
+        raise Conflict(
+            f"{into!r} is a {ref.kind} at {ref.state[:10]}, and the first parent is {first.uid[:10]}: "
+            f"name the branch's head {'last' if recipe.method is Method.EMA else 'first'}, or a new branch"
+        )
+
+
+def _base(repository: Repository, states: Sequence[State], base: str | State | None) -> State:
+    if base is not None:
+        return repository.state(base.uid if isinstance(base, State) else base)
+    with repository._reading() as session:
+
+        def meet(one: State | None, other: State | None) -> State | None:
+            return None if one is None or other is None else walk.merge_base(session, one.uid, other.uid)
+
+        found = reduce(meet, states[1:], next(iter(states), None))
+    if found is None:
+        raise InvalidInput("the states have no common ancestor to take their changes from: name one with base=")
+    return found
+
+
+# Greedy
+
+
+def _pick(
+    repository: Repository,
+    states: Sequence[State],
+    recipe: Recipe,
+    evaluate: Callable[[Any], float] | None,
+    better: str | None,
+) -> tuple[list[State], dict[str, Value]]:
+    """The members of the soup, the best one first: each next best is taken unless it makes the soup worse."""
+    if evaluate is None:
+        raise InvalidInput("method='greedy' needs evaluate=, a function of a state's tree that gives a number")
+    if better not in ("higher", "lower"):
+        raise InvalidInput(f"better={better!r}: say whether a 'higher' or a 'lower' value of evaluate is better")
+    sign = 1.0 if better == "higher" else -1.0
+    recipe = replace(recipe, rest="drop")  # nobody evaluates an optimizer
+    Blend(repository, replace(recipe, weights=_even(states)), states).close()  # they fit together, before anything is evaluated
+
+    def score(members: Sequence[State]) -> float:
+        with Blend(repository, replace(recipe, weights=_even(members)), members) as blend:
+            value = float(evaluate(blend.tree()))
+        if math.isnan(value):
+            raise InvalidInput(f"evaluate gave nan for {', '.join(member.uid[:10] for member in members)}: give a number for every state")
+        return sign * value
+
+    scores = {state.uid: score([state]) for state in states}
+    ranked = sorted(states, key=lambda state: -scores[state.uid])
+    picked, best = ranked[:1], scores[ranked[0].uid]
+    for state in ranked[1:]:
+        found = score([*picked, state])
+        if found >= best:
+            picked, best = [*picked, state], found
+    notes: dict[str, Value] = {"merge.better": better, "merge.candidates": len(states)}
+    return picked, notes | {"merge.score": sign * best, "merge.best_member_score": sign * scores[ranked[0].uid]}
+
+
+def _even(states: Sequence[State]) -> tuple[float, ...]:
+    return (1.0 / len(states),) * len(states)
+
+
+# What comes out
+
+
+def _make(repository: Repository, blend: Blend, *, into: str | None, message: str | None, attributes: dict[str, Value]) -> State:
+    """Fill slots and digest them, then adopt and record without interruption: what a capture's second half does."""
+    runner, arena = repository._runner(), repository._arena
+    assert arena is not None, "the runner made it"
+    lengths = blend.carved.chunk_lengths
+    slots = _acquire(runner, len(lengths))
+    try:
+        _fill(arena, slots, blend)
+        chunks = tuple(Chunk(chunk_digest(arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
+        manifest = _manifest(blend, chunks, repository._run_uid, into, message, attributes)
+    except BaseException:
+        runner.release(slots)
+        raise
+    with undisturbed():
+        return _commit(repository, blend, manifest, slots)
+
+
+def _commit(repository: Repository, blend: Blend, manifest: Manifest, slots: list[int]) -> State:
+    """The slots are the memory tier's from here on; the state is in memory, in the lineage and known to the engine, or nowhere."""
+    runner, memory = repository._runner(), repository._memory
+    assert memory is not None, "the runner made it"
+    try:
+        placed = memory.adopt(manifest, slots)
+    except BaseException:
+        runner.release(slots)
+        raise
+    try:
+        with repository._database.write(durable=True) as session:  # nobody would tell it again
+            state = record.record(session, _new(manifest, blend, placed.bytes_new, holder(repository.node, repository._run_uid)))
+    except BaseException:
+        memory.remove(manifest.origin.uid)
+        raise
+    runner.adopt(state.uid, _on_disk(repository, blend.states[0]))
+    return state
+
+
+def _acquire(runner: Runner, count: int) -> list[int]:
+    """Slots for the result. The parents are pinned meanwhile, so waiting must end when nothing is left that could make room."""
+    while True:
+        slots = runner.acquire(count, BackPressure.SKIP) if count else []
+        if slots is not None:
+            return slots
+        if not runner.pending_writes:
+            raise OverBudget(
+                f"the merged state takes {count} slots of {CHUNK_BYTES >> 20} MiB beside its parents, and they are not free: "
+                "open the repository with more memory_bytes, or tag the parents, so that they are read from disk, and open it again"
+            )
+        runner.drain()
+
+
+def _fill(arena: Arena, slots: Sequence[int], blend: Blend) -> None:
+    for spec, flat in blend.tensors():
+        start, done = spec.shards[0].start, 0
+        data = flat.numpy()
+        while done < len(data):
+            chunk, offset = divmod(start + done, CHUNK_BYTES)
+            count = min(len(data) - done, CHUNK_BYTES - offset)
+            np.copyto(np.frombuffer(arena.memory(slots[chunk]), np.uint8)[offset : offset + count], data[done : done + count])
+            done += count
+
+
+def _manifest(
+    blend: Blend, chunks: tuple[Chunk, ...], run: str | None, into: str | None, message: str | None, attributes: dict[str, Value]
+) -> Manifest:
+    carved, states = blend.carved, blend.states
+    content = Content(carved.skeleton, carved.values, carved.tensors, chunks)
+    digests = tuple(state.digest for state in states)
+    origin = Origin(
+        uid=secrets.token_hex(12),
+        parents=tuple(state.uid for state in states),
+        parent_digests=digests,
+        run=run,
+        branch=into,
+        step=states[0].step,
+        micro_step=states[0].micro_step,
+        created_at_us=int(datetime.now(UTC).timestamp() * 1e6),
+        message=message,
+        metrics={},
+        attributes=attributes,
+    )
+    return Manifest(VERSION, state_digest(content, digests), origin, content)
+
+
+def _new(manifest: Manifest, blend: Blend, bytes_new: int, node: str) -> NewState:
+    origin, recipe = manifest.origin, blend.recipe
+    return NewState(
+        uid=origin.uid,
+        digest=manifest.digest,
+        parent=origin.parents[0],
+        branch=origin.branch,
+        run=origin.run,
+        step=origin.step,
+        micro_step=origin.micro_step,
+        attributes=origin.attributes,
+        message=origin.message,
+        created_at=datetime.fromtimestamp(origin.created_at_us / 1e6, UTC),
+        edges=tuple(Edge(uid, recipe.kind, weight) for uid, weight in zip(origin.parents[1:], recipe.weights[1:], strict=True)),
+        bytes_total=sum(blend.carved.chunk_lengths),
+        bytes_new=bytes_new,
+        node=node,
+    )
+
+
+def _on_disk(repository: Repository, state: State) -> Manifest | None:
+    """The first parent's manifest, so that what the result shares with it is not written again."""
+    try:
+        return repository._local.manifest(state.uid)
+    except (NotFound, Corrupt):
+        return None

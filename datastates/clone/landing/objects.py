@@ -1,0 +1,288 @@
+"""A clone into live objects: by a shadow, which is written at the end, or in place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from datastates.content.digest import pieces_digest
+from datastates.content.manifest import CHUNK_BYTES, Manifest
+from datastates.content.tree import unflatten
+from datastates.errors import Closed, Conflict, Corrupt, Unavailable
+from datastates.objects import dirty
+from datastates.objects.report import RestoreReport, Target
+from datastates.objects.restore import check_into, reads, write
+
+from .homes import Home, live_homes, wait_for_copies
+from .placeholders import givable, holders, placeholders, tie
+from .routes import DIRECT_BYTES, Piece, Segment, Stretch, route
+from .scatter import scatter
+from .scratch import Scratch
+from .shadow import Shadow, Shadows
+from .untrusted import check_manifest, distrusting
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ObjectsSink"]
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A chunk on its way: where its segments are received, and the scratch buffer that some of them are in."""
+
+    memory: list[memoryview]
+    scratch: torch.Tensor | None
+
+
+class ObjectsSink:
+    """Receives a state into ``objects``. Made, committed and closed on the thread that owns them; misfits are refused when it is made.
+
+    With ``atomic`` nothing of the objects is touched before ``commit``. Without, large tensors are received where they belong: from
+    the beginning until ``commit`` the objects are dirty, or until ``close`` if no buffer was handed out. ``only`` and ``strict`` are
+    as in ``restore_into``.
+    ``skip_equal`` leaves out chunks that the objects hold already (not with ``atomic``); ``keep`` keeps every accepted chunk for
+    ``pieces`` until ``close``. ``scratch`` is how many chunks may be on their way that cannot be received in place. ``shadows``
+    keep the memory of one clone for the next.
+
+    :raises InvalidInput: the state does not fit the objects.
+    :raises Corrupt: the manifest is no good (or PeerFault, Unavailable).
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        objects: Mapping[str, object],
+        *,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        atomic: bool = True,
+        skip_equal: bool = False,
+        keep: bool = False,
+        scratch: int = 16,
+        shadows: Shadows | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.lengths = tuple(chunk.length for chunk in manifest.content.chunks)
+        self._parts = check_manifest(manifest)
+        self._objects, self._only, self._strict, self._keeps = objects, only, strict, keep
+        wants = reads(objects, only)
+        self._wanted = holders(self._parts.specs, [wants(spec.path) for spec in self._parts.specs])
+        self._shadows = shadows
+        self._shadow = Shadow(len(self.lengths)) if shadows is None else shadows.take(len(self.lengths))
+        with distrusting():
+            self._tensors = placeholders(self._parts.specs, self._wanted, self._shadow)
+        targets = self._check()
+        self._homes = {} if atomic else self._find_homes(targets)
+        self._routes = self._route(is_atomic=atomic)
+        self._scratch = Scratch(scratch)
+        self._missing = dict.fromkeys(sorted(self._routes))
+        self._accepted: set[int] = set()
+        self._arriving: dict[int, _Arriving] = {}
+        self._lock = threading.Lock()
+        self._token = object()
+        self._is_touched = self._is_committed = self._is_closed = False
+        self._given: list[tuple[int, int]] = []
+        if skip_equal and not atomic:
+            self._skip_equal()
+        self._shadow.warm(list(self._fresh_extents()))
+        if self._homes:
+            wait_for_copies(objects)
+            dirty.mark(((home.path, home.live) for home in self._homes.values()), self._token)
+
+    # --- the transfer: any thread -----------------------------------------------------------------------------------------
+
+    def missing(self) -> Sequence[int]:
+        """The chunks that hold something of what is wanted, and were not accepted and are not on their way."""
+        with self._lock:
+            return list(self._missing)
+
+    def buffers(self, index: int) -> Sequence[memoryview] | None:
+        """Where to receive a chunk; None while all scratch buffers are in use."""
+        self._check_open(is_thorough=False)
+        segments = self._routes[index]
+        scratch = None
+        if any(segment.memory is None for segment in segments) and not self._keeps:
+            scratch = self._scratch.take()
+            if scratch is None:
+                return None
+        packed = self._shadow.memory(index * CHUNK_BYTES, CHUNK_BYTES) if scratch is None else memoryview(scratch.numpy().data)
+        memory = [each.memory if each.memory is not None else packed[each.offset : each.offset + each.length] for each in segments]
+        with self._lock:
+            self._is_touched = bool(self._homes)
+            del self._missing[index]
+            self._arriving[index] = _Arriving(memory, scratch)
+        return memory
+
+    def accept(self, index: int) -> bool:
+        """Check a chunk that was received, and put what was packed where it belongs."""
+        with self._lock:
+            arriving = self._arriving[index]
+        is_right = pieces_digest(arriving.memory) == self.manifest.content.chunks[index].digest
+        if is_right:
+            scatter(self._routes[index], arriving.memory, self._shadow, is_in_shadow=self._keeps)
+        self._settle(index, is_accepted=is_right)
+        return is_right
+
+    def forget(self, index: int) -> None:
+        """A chunk does not come."""
+        self._settle(index, is_accepted=False)
+
+    def pieces(self, index: int) -> Sequence[memoryview] | None:
+        """The bytes of an accepted chunk; None when they are not all kept. Valid until ``close``."""
+        with self._lock:
+            if index not in self._accepted or self._is_closed:
+                return None
+        return self._bytes_of(index)
+
+    # --- the end: the thread that owns the objects ------------------------------------------------------------------------
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether the objects are half old, half new by this clone."""
+        return self._is_touched and not self._is_committed and dirty.are_marked((home.live for home in self._homes.values()), self._token)
+
+    def refuse_dirty(self) -> None:
+        """Nothing, if the objects are whole.
+
+        :raises Dirty: names the tensors that are not.
+        """
+        dirty.check(home.live for home in self._homes.values())
+
+    def commit(self) -> RestoreReport:
+        """Every chunk was right: put the state into the objects, which are whole and clean then.
+
+        :raises Unavailable: chunks are missing; nothing is written.
+        :raises Conflict: something else was written into the objects since the clone began.
+        :raises InvalidInput: the objects changed meanwhile and do not fit any more, or one refused its state: then they are dirty.
+        """
+        self._check_open(is_thorough=True)
+        left = len(self._routes) - len(self._accepted)
+        if left:
+            raise Unavailable(f"{left} of {len(self._routes)} chunks are still missing: resume the clone before it is committed")
+        tensors = [self._homes[index].live if index in self._homes else tensor for index, tensor in enumerate(self._tensors)]
+        tie(self._parts.specs, tensors, self._wanted)
+        tree = unflatten(self._parts.skeleton, self._parts.values, tensors)
+        extents = givable(self._parts.specs, tensors, self._wanted, self._homes)
+        findings = check_into(self._objects, tree, only=self._only, strict=self._strict, owned=extents)
+        try:
+            with distrusting():
+                report = write(findings)
+        except BaseException:
+            dirty.mark(((target.path, target.live) for target in findings.targets), self._token)
+            raise
+        self._given = [extent for key, extent in extents.items() if key not in findings.kept]
+        self._is_committed = True
+        dirty.clean(home.live for home in self._homes.values())
+        if not self._keeps:
+            self.close()
+        return report
+
+    def close(self) -> None:
+        """Let go of the memory; ``pieces`` are not to be looked at any more. Idempotent. What was written to in part stays dirty."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        if not self._is_touched and dirty.are_marked((home.live for home in self._homes.values()), self._token):
+            dirty.clean(home.live for home in self._homes.values())
+        self._shadow.close(keep=self._given if self._given else None)
+        self._tensors.clear()
+        self._routes.clear()
+        self._arriving.clear()
+        if self._shadows is not None and not self._given:
+            self._shadows.give(self._shadow)
+
+    # --- where everything goes --------------------------------------------------------------------------------------------
+
+    def _check(self) -> list[Target]:
+        """Refuse what does not fit, before a byte is asked for."""
+        with distrusting():
+            tree = unflatten(self._parts.skeleton, self._parts.values, self._tensors, is_sketch=True)
+            if not isinstance(tree, dict):
+                raise Corrupt("the manifest that the peer sent is of a state without named objects")
+            return check_into(self._objects, tree, only=self._only, strict=self._strict, has_values=False).targets
+
+    def _find_homes(self, targets: Sequence[Target]) -> dict[int, Home]:
+        specs = self._parts.specs
+        index_of = {id(self._tensors[index]): index for index in self._wanted if specs[index].alias is None}
+        return live_homes(targets, index_of, specs)
+
+    def _route(self, *, is_atomic: bool) -> dict[int, tuple[Segment, ...]]:
+        stretches = []
+        for index in self._wanted:
+            spec = self._parts.specs[index]
+            if spec.alias is None and spec.shards[0].length:
+                home = self._homes.get(index)
+                stretches.append(Stretch(spec.shards[0].start, spec.shards[0].length, None if home is None else home.flat))
+        stretches.sort(key=lambda stretch: stretch.start)
+        if not is_atomic:
+            return route(self.lengths, stretches, self._shadow)
+        # As a whole: a chunk is received in one piece, what is not wanted of it too.
+        touched = {index: None for each in stretches for index in _chunks_of(each.start, each.length)}
+        return {index: (self._whole(index),) for index in touched}
+
+    def _whole(self, index: int) -> Segment:
+        start, length = index * CHUNK_BYTES, self.lengths[index]
+        return Segment(0, length, self._shadow.memory(start, length), (Piece(0, length, None, start),))
+
+    def _fresh_extents(self) -> Iterator[tuple[int, int]]:
+        """What of the shadow will be written, in the order in which it is asked for."""
+        for index in self._missing:
+            for segment in self._routes[index]:
+                if self._keeps and segment.memory is None:
+                    yield index * CHUNK_BYTES + segment.offset, segment.length
+                for piece in segment.pieces:
+                    if piece.home is None and piece.length >= DIRECT_BYTES:
+                        yield piece.start, piece.length
+
+    # --- chunks -----------------------------------------------------------------------------------------------------------
+
+    def _check_open(self, *, is_thorough: bool) -> None:
+        if self._is_closed:
+            raise Closed("the clone has ended: begin another one")
+        homes = self._homes.values() if is_thorough else islice(self._homes.values(), 1)  # all are looked at before the commit
+        if not dirty.are_marked((home.live for home in homes), self._token):
+            raise Conflict("something else was written to the objects that are cloned into: begin the clone again")
+
+    def _settle(self, index: int, *, is_accepted: bool) -> None:
+        with self._lock:
+            arriving = self._arriving.pop(index)
+            if is_accepted:
+                self._accepted.add(index)
+            else:
+                self._missing[index] = None
+        if arriving.scratch is not None:
+            self._scratch.give(arriving.scratch)
+
+    def _bytes_of(self, index: int) -> list[memoryview] | None:
+        found = []
+        for segment in self._routes[index]:
+            if segment.memory is not None:
+                found.append(segment.memory)
+            elif self._keeps:
+                found.append(self._shadow.memory(index * CHUNK_BYTES + segment.offset, segment.length))
+            else:
+                return None
+        return found
+
+    def _skip_equal(self) -> None:
+        """Take chunks for accepted whose bytes the objects hold."""
+        for index in list(self._missing):
+            pieces = [piece for segment in self._routes[index] for piece in segment.pieces]
+            held = [piece.home for piece in pieces if piece.home is not None and piece.home.device.type == "cpu"]
+            if len(held) < len(pieces) or sum(piece.length for piece in pieces) != self.lengths[index]:
+                continue
+            views = [piece.view() for piece in pieces]
+            if pieces_digest(views) == self.manifest.content.chunks[index].digest:
+                del self._missing[index]
+                self._accepted.add(index)
+                for piece, view in zip(pieces, views, strict=True) if self._keeps else ():
+                    self._shadow.memory(index * CHUNK_BYTES + piece.offset, piece.length)[:] = view
+
+
+def _chunks_of(start: int, length: int) -> range:
+    return range(start // CHUNK_BYTES, -(-(start + length) // CHUNK_BYTES))

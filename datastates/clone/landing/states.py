@@ -1,0 +1,179 @@
+"""A clone into the memory tier of a repository: its chunks come into slots of the arena, unless they are here already."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from datastates.content.digest import chunk_digest
+from datastates.content.manifest import CHUNK_BYTES, Chunk, Manifest
+from datastates.errors import Closed, Corrupt, DatastatesError, NotFound, OverBudget, Unavailable
+from datastates.store.arena import Arena
+from datastates.store.memory import MemoryTier
+from datastates.store.tier import Placed, Reader, Tier
+
+from .untrusted import check_manifest
+
+__all__ = ["StateSink"]
+
+_Key = tuple[bytes, int]
+"""A chunk's digest and length."""
+
+
+class StateSink:
+    """Receives a state into ``memory``. To be made, adopted and abandoned on any thread but the loop's: they may wait.
+
+    ``acquire`` gives so many slots of ``arena``; it waits for room as a capture does, or raises OverBudget. ``party`` is whoever the
+    state comes from. Chunks in memory that are ours, or came from the same party, are used in place, and stay here; those that one
+    of ``relatives`` (uids of states that are ours or the party's) has in ``local`` are read from there. Each other distinct chunk is
+    asked for once.
+
+    :raises OverBudget: the state can never fit.
+    :raises Corrupt: the manifest is no good (or PeerFault, Unavailable).
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        memory: MemoryTier,
+        arena: Arena,
+        acquire: Callable[[int], Sequence[int] | None],
+        *,
+        party: str = "a peer",
+        local: Tier | None = None,
+        relatives: Iterable[str] = (),
+    ) -> None:
+        check_manifest(manifest)
+        self.manifest = manifest
+        self.lengths = tuple(chunk.length for chunk in manifest.content.chunks)
+        self._memory, self._arena = memory, arena
+        first: dict[_Key, int] = {}
+        for index, chunk in enumerate(manifest.content.chunks):
+            first.setdefault(_key(chunk), index)
+        if len(first) > arena.capacity:
+            raise OverBudget(
+                f"state {manifest.origin.uid} takes {len(first)} slots of {CHUNK_BYTES >> 20} MiB, the memory budget has {arena.capacity}: "
+                f"open the repository with memory_bytes of at least {len(first) * CHUNK_BYTES}"
+            )
+        self._lock = threading.Lock()
+        self._is_ended = False
+        self.party, self._held = party, memory.hold(first, party)
+        try:
+            self._slots = self._acquire([key for key in first if key not in self._held], acquire)
+        except BaseException:
+            memory.let_go(self._held.values())
+            raise
+        self._missing = {first[key]: None for key in self._slots}
+        self._arriving: set[int] = set()
+        self._pending = set(self._slots)
+        if local is not None and self._slots:
+            try:
+                self._read(local, dict.fromkeys(relatives), first)
+            except BaseException:
+                self.abandon()
+                raise
+        self.bytes_missing = sum(self.lengths[index] for index in self._missing)
+        """What is to be moved in all; the rest was here."""
+
+    def missing(self) -> Sequence[int]:
+        """One chunk for each digest that is not here and not on its way."""
+        with self._lock:
+            return list(self._missing)
+
+    def buffers(self, index: int) -> Sequence[memoryview]:
+        """The slot of a chunk."""
+        with self._lock:
+            if self._is_ended:
+                raise Closed("the clone has ended: begin another one")
+            del self._missing[index]
+            self._arriving.add(index)
+        return [self._slot(index)]
+
+    def accept(self, index: int) -> bool:
+        """Check a chunk where it was received."""
+        is_right = chunk_digest(self._slot(index)) == self.manifest.content.chunks[index].digest
+        self._settle(index, is_accepted=is_right)
+        return is_right
+
+    def forget(self, index: int) -> None:
+        """A chunk does not come."""
+        self._settle(index, is_accepted=False)
+
+    def pieces(self, index: int) -> Sequence[memoryview] | None:
+        """The slot of an accepted chunk; None before, and after ``adopt`` (open the state then) or ``abandon``."""
+        key = _key(self.manifest.content.chunks[index])
+        with self._lock:
+            return None if self._is_ended or key in self._pending else [self._slot(index).toreadonly()]
+
+    def adopt(self) -> Placed:
+        """Every chunk is here: the state becomes one of the memory tier's.
+
+        :raises Unavailable: chunks are missing.
+        :raises Conflict: a state of the same uid and another content is there.
+        """
+        with self._lock:
+            if self._is_ended:
+                raise Closed("the clone has ended: begin another one")
+            if self._pending:
+                raise Unavailable(f"{len(self._pending)} chunks of state {self.manifest.origin.uid} are still missing: resume the clone")
+            placed = self._memory.settle(self.manifest, self._held, self._slots, self.party)
+            self._is_ended = True
+        return placed
+
+    def abandon(self) -> None:
+        """Give everything back; nobody writes to a buffer any more. Idempotent, and nothing after ``adopt``."""
+        with self._lock:
+            if self._is_ended:
+                return
+            self._is_ended = True
+        self._memory.let_go(self._held.values())
+        self._arena.release(self._slots.values())
+
+    def _acquire(self, keys: Sequence[_Key], acquire: Callable[[int], Sequence[int] | None]) -> dict[_Key, int]:
+        slots = acquire(len(keys)) if keys else []
+        if slots is None:
+            raise OverBudget(f"state {self.manifest.origin.uid} needs {len(keys) * CHUNK_BYTES} bytes of memory, which are not free")
+        return dict(zip(keys, slots, strict=True))
+
+    def _read(self, local: Tier, relatives: Iterable[str], first: dict[_Key, int]) -> None:
+        """Take what relatives have on disk; what cannot be read is asked for."""
+        for uid in relatives:
+            if not self._missing:
+                return
+            try:
+                with local.open(uid) as reader:
+                    self._read_from(reader, first)
+            except (NotFound, Corrupt, Unavailable):
+                continue
+
+    def _read_from(self, reader: Reader, first: dict[_Key, int]) -> None:
+        for place, chunk in enumerate(reader.manifest.content.chunks):
+            index = first.get(_key(chunk))
+            if index is None or index not in self._missing:
+                continue
+            try:
+                found = reader.chunk(place)
+            except DatastatesError:
+                continue
+            np.copyto(np.frombuffer(self._slot(index), np.uint8), np.frombuffer(found, np.uint8))
+            del self._missing[index]
+            self._pending.discard(_key(chunk))
+
+    def _slot(self, index: int) -> memoryview:
+        chunk = self.manifest.content.chunks[index]
+        slot = self._slots.get(_key(chunk))
+        return self._arena.memory(self._held[_key(chunk)].slot if slot is None else slot, chunk.length)
+
+    def _settle(self, index: int, *, is_accepted: bool) -> None:
+        with self._lock:
+            self._arriving.remove(index)
+            if is_accepted:
+                self._pending.discard(_key(self.manifest.content.chunks[index]))
+            else:
+                self._missing[index] = None
+
+
+def _key(chunk: Chunk) -> _Key:
+    return chunk.digest, chunk.length

@@ -1,0 +1,141 @@
+"""A manifest from a peer, who may send anything: checked whole before memory is taken for it or addressed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from math import prod
+from typing import Any
+
+from datastates.content.arrays import MAX_DEPTH
+from datastates.content.check import check, tensors_of
+from datastates.content.digest import state_digest
+from datastates.content.encoding import Packed
+from datastates.content.geometry import dtype_of
+from datastates.content.manifest import VERSION, Content, Manifest, TensorSpec
+from datastates.content.skeleton import TENSOR, VALUE, path_lengths, paths
+from datastates.content.tree import Skeleton, decode_skeleton, decode_values
+from datastates.errors import Corrupt, DatastatesError, PeerFault
+
+__all__ = ["Parts", "check_manifest", "distrusting"]
+
+_SOURCE = "the manifest that the peer sent"
+
+_SPARE_BYTES = 1 << 30
+_SPARE_TIMES = 64
+"""Tied and expanded tensors may come to so much more than the bytes that are stored: a copy of each is made where nothing ties them."""
+
+_SPARE_CHARACTERS = 16 << 20
+_INDEX_CHARACTERS = 4
+
+_FOREIGN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """What a manifest says, decoded."""
+
+    specs: tuple[TensorSpec, ...]
+    skeleton: Skeleton
+    values: list[Any]
+
+
+def check_manifest(manifest: Manifest) -> Parts:
+    """The parts of a manifest that can be relied on: every tensor lies inside the stream, apart from others, under one path.
+
+    :raises Corrupt: it contradicts itself.
+    :raises PeerFault: it asks for far more memory than it brings bytes, or is one part of a state of several ranks.
+    :raises Unavailable: it has a dtype, or is of a version, that is not known here.
+    """
+    with distrusting():
+        if manifest.version != VERSION:
+            raise PeerFault(f"{_SOURCE} is of version {manifest.version}, this datastates reads version {VERSION}: upgrade it")
+        if manifest.digest != state_digest(manifest.content, manifest.origin.parent_digests):
+            raise Corrupt(f"{_SOURCE} claims the digest {manifest.digest[:64]!r}, and its content has another")
+        check(manifest, _SOURCE)
+        if manifest.origin.world_size != 1:
+            raise PeerFault(f"{_SOURCE} is one of {manifest.origin.world_size} ranks' parts of a state: only whole states are cloned")
+        specs = tensors_of(manifest.content, source=_SOURCE)
+        skeleton = decode_skeleton(manifest.content.skeleton, source=_SOURCE)
+        values = decode_values(manifest.content.values, source=_SOURCE)
+        _check_spread(manifest.content, skeleton, values)
+        _check_paths(specs, skeleton)
+        _check_shards(specs)
+        _check_expansion(manifest, specs)
+        return Parts(specs, skeleton, values)
+
+
+@contextmanager
+def distrusting() -> Iterator[None]:
+    """What a peer's bytes make our own code raise is the peer's fault.
+
+    :raises Corrupt: instead of anything that is no error of our tree.
+    """
+    try:
+        yield
+    except DatastatesError:
+        raise
+    except _FOREIGN as exc:
+        raise Corrupt(f"{_SOURCE} does not make a state ({type(exc).__name__}: {str(exc)[:200]})") from exc
+
+
+def _check_paths(specs: Sequence[TensorSpec], skeleton: Skeleton) -> None:
+    """One path at a time: all of them may take a thousand times the bytes of the manifest, of which the specs are part."""
+    tensors = (path for path, node in zip(paths(skeleton.nodes), skeleton.nodes, strict=False) if node == TENSOR)
+    for number, (spec, path) in enumerate(zip_longest(specs, tensors)):
+        if spec is None or spec.path != path:
+            raise Corrupt(f"{_SOURCE} lists {len(specs)} tensors under other paths than its tree, which has another one at {number}")
+
+
+def _check_spread(content: Content, skeleton: Skeleton, values: Sequence[Packed]) -> None:
+    """What is said of a leaf names its path, and a key of a dict stands in the path of everything in it."""
+    most = _SPARE_CHARACTERS + _SPARE_TIMES * (len(bytes(content.skeleton)) + len(bytes(content.values)))
+    total, following = 0, iter(values)
+    for node, length in zip(skeleton.nodes, path_lengths(skeleton.nodes), strict=False):
+        total += _spread(next(following, None), length) if node == VALUE else length
+        if total > most:
+            raise PeerFault(f"{_SOURCE} has leaves whose names take more than {most} characters: it is refused as a trap")
+
+
+def _spread(packed: Packed, length: int, depth: int = 0) -> int:
+    """The characters of the paths of all that a value holds, about."""
+    match packed:
+        case list() if depth > MAX_DEPTH:
+            raise Corrupt(f"{_SOURCE} has a value that is nested more than {MAX_DEPTH} deep")
+        case ["list" | "tuple", [*items]] | ["deque", _, [*items]]:
+            return length + sum(_spread(item, length + 1 + _INDEX_CHARACTERS, depth + 1) for item in items)
+        case ["dict" | "odict" | "counter", [*keys], [*items]]:
+            pairs = zip(keys, items, strict=False)
+            return length + sum(_spread(item, length + 1 + _width(key), depth + 1) for key, item in pairs)
+        case _:
+            return length
+
+
+def _width(key: Packed) -> int:
+    """As many characters as a key takes in a path, or more."""
+    return len(key) if isinstance(key, str) else len(str(key))
+
+
+def _check_shards(specs: Sequence[TensorSpec]) -> None:
+    """Each tensor is one stretch of the stream, and none lies over another."""
+    stretches = []
+    for spec in specs:
+        if spec.alias is not None:
+            continue
+        if len(spec.shards) != 1 or any(spec.shards[0].offset) or spec.shards[0].shape != spec.shape:
+            raise Corrupt(f"{_SOURCE} has {spec.path[:200]} in {len(spec.shards)} shards, which are not the whole tensor")
+        if spec.shards[0].length:
+            stretches.append((spec.shards[0].start, spec.shards[0].length))
+    stretches.sort()
+    for (start, length), (following, _) in pairwise(stretches):
+        if start + length > following:
+            raise Corrupt(f"{_SOURCE} has two tensors over the same bytes, at {following}")
+
+
+def _check_expansion(manifest: Manifest, specs: Sequence[TensorSpec]) -> None:
+    stored = sum(chunk.length for chunk in manifest.content.chunks)
+    whole = sum(dtype_of(spec.dtype).itemsize * prod(spec.shape) for spec in specs)
+    if whole > _SPARE_TIMES * stored + _SPARE_BYTES:
+        raise PeerFault(f"{_SOURCE} makes tensors of {whole} bytes out of {stored}: it is refused as a trap")

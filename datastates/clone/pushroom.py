@@ -1,0 +1,102 @@
+"""Memory for states that peers push: what captures need is not given away, however many push, and however little can be written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from datastates.config import BackPressure
+from datastates.content.manifest import CHUNK_BYTES
+from datastates.errors import OverBudget, Unavailable
+
+if TYPE_CHECKING:
+    from datastates.repository import Repository
+
+__all__ = ["PushRoom", "Room"]
+
+_ASK_AGAIN_S = 0.05
+
+
+class PushRoom:
+    """The slots of one repository's arena that pushed states may have together, on their way or until they are durable."""
+
+    def __init__(self, repository: Repository, patience_s: float) -> None:
+        self._repository, self._patience_s = repository, patience_s
+        self._lock = threading.Lock()
+        self._coming = 0
+
+    def share(self) -> Room:
+        """Room for one state."""
+        return Room(self)
+
+    def acquire(self, count: int) -> list[int]:
+        """``count`` slots, beside those that captures need. Waits for earlier pushes to be written, for ``patience_s`` at most.
+
+        :raises OverBudget: there never are so many.
+        :raises Unavailable: not now.
+        """
+        until = time.monotonic() + self._patience_s
+        if not (is_taken := self._take(count)):
+            self._write()
+        while not (is_taken or self._take(count)):
+            if time.monotonic() > until:
+                raise Unavailable(
+                    f"states that were pushed before take the memory that there is for them, and could not be written in "
+                    f"{self._patience_s:g} s: push again later"
+                )
+            time.sleep(_ASK_AGAIN_S)
+        try:
+            slots = self._repository._runner().acquire(count, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic()))
+        except BaseException:
+            self.give(count)
+            raise
+        if slots is None:
+            self.give(count)
+            raise Unavailable(f"no room for {count * CHUNK_BYTES >> 20} MiB could be made in {self._patience_s:g} s: push again later")
+        return slots
+
+    def give(self, count: int) -> None:
+        """So many are no longer on their way: given back, or the memory tier's."""
+        with self._lock:
+            self._coming -= count
+
+    def _take(self, count: int) -> bool:
+        runner, memory, arena = self._repository._runner(), self._repository._memory, self._repository._arena
+        assert memory is not None, "the runner made it"
+        assert arena is not None, "the runner made it"
+        limit = arena.capacity - runner.needed_slots
+        if count > limit:
+            raise OverBudget(
+                f"a state of {count} slots of {CHUNK_BYTES >> 20} MiB is pushed here, where {limit} of {arena.capacity} are not needed "
+                "by the training: open the repository there with more memory_bytes"
+            )
+        here = memory.slots_of(runner.unwritten_clones())
+        with self._lock:
+            is_room = self._coming + here + count <= limit
+            self._coming += count if is_room else 0
+        return is_room
+
+    def _write(self) -> None:
+        runner = self._repository._runner()
+        for uid in runner.unwritten_clones():
+            runner.want(uid)
+
+
+class Room:
+    """What one state has of it, until ``close``."""
+
+    def __init__(self, room: PushRoom) -> None:
+        self._room = room
+        self._count = 0
+
+    def acquire(self, count: int) -> list[int]:
+        """Its slots (see ``PushRoom.acquire``)."""
+        slots = self._room.acquire(count)
+        self._count += count
+        return slots
+
+    def close(self) -> None:
+        """It is here, or does not come; idempotent."""
+        self._room.give(self._count)
+        self._count = 0

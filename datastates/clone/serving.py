@@ -1,0 +1,285 @@
+"""A repository as others see it over a transport: its lineage, and the states that its tiers hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from datastates import values
+from datastates.content import digest
+from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, PeerFault
+from datastates.lineage import deadline
+from datastates.lineage.change import clones
+from datastates.lineage.change import refs as lineage_refs
+from datastates.lineage.search import pages as search
+from datastates.lineage.search import revision, walk
+from datastates.lineage.states import Ref, State
+from datastates.store.tier import Reader, Tier
+from datastates.transport import loop
+from datastates.transport.clone.chain import Chains
+from datastates.transport.contract import Tls
+from datastates.transport.protocol import Identity, Offer, RefRecord, StatePage, StateRecord
+from datastates.transport.session import server as transport_server
+from datastates.transport.sink import Sink
+from datastates.transport.store import Source
+from datastates.transport.wire.near import address_of
+
+from . import arrivals
+from .landing import StateSink
+from .pushroom import PushRoom, Room
+from .records import record_of, record_of_ref, ref_of, state_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+    from datastates.repository import Repository
+
+__all__ = ["RepositoryStore", "Server", "ServerStats"]
+
+_PAGE = 1000  # states; whoever wants more asks again
+_TAGS = 1000  # each is a transaction of its own
+_PUSHERS = "push"
+"""Whoever has the token and may write: one party, whose states lend each other chunks."""
+
+_VERSION = version("datastates")  # found now: a process that forks while a thread looks for it leaves the child the lock of an import
+
+
+class StateSource:
+    """An open reader, as a source: the state stays pinned until it is closed, or its memory is wanted back; then it is read on from
+    ``local``, if that has it. Its bytes are checked by who receives them."""
+
+    def __init__(self, reader: Reader, local: Tier | None = None) -> None:
+        self._reader, self._local = reader, local
+        self.manifest = digest.encode(msgspec.structs.replace(reader.manifest, packs=(), refs=()))
+        self.lengths = tuple(chunk.length for chunk in reader.manifest.content.chunks)
+
+    async def chunk(self, index: int) -> Sequence[memoryview]:
+        """The chunk where it lies, or read from the disk meanwhile."""
+        if self._reader.is_waited_for:
+            return [await asyncio.to_thread(self._reader.chunk, index)]
+        return [self._reader.chunk(index)]
+
+    def addresses(self) -> list[int]:
+        """Where each chunk lies."""
+        return [address_of(self._reader.lying(index)) for index in range(len(self.lengths))]
+
+    def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
+        """Whether these are the bytes that were captured."""
+        return digest.pieces_digest(pieces) == self._reader.manifest.content.chunks[index].digest
+
+    def when_wanted(self, tell: Callable[[], None]) -> None:
+        """It gives way to captures."""
+        self._reader.when_wanted(tell)
+
+    def recall(self) -> bool:
+        """Read on from disk."""
+        pinned, found = self._reader, None
+        if self._local is not None:
+            with suppress(DatastatesError):
+                found = self._reader = self._local.open(pinned.manifest.origin.uid, verify=False)
+        pinned.close()
+        return found is not None
+
+    def close(self) -> None:
+        """Unpin it."""
+        self._reader.close()
+
+
+ANSWER_S = 10.0
+"""What an answer to a peer may take of the database."""
+
+
+class RepositoryStore:
+    """A repository, seen by a server; every method runs in worker threads. ``is_writable`` takes what peers push;
+    for room for it somebody waits ``patience_s`` at most."""
+
+    def __init__(self, repository: Repository, *, is_writable: bool = False, patience_s: float = 10.0) -> None:
+        self._repository, self._is_writable = repository, is_writable
+        self._room = PushRoom(repository, patience_s)
+        self._rooms: dict[Sink, Room] = {}
+
+    def identity(self) -> Identity:
+        """Who this is."""
+        with self._repository._database.read() as session:
+            return Identity(clones.repository_uid(session), self._repository.node, _VERSION)
+
+    @contextmanager
+    def _asked(self) -> Iterator[Session]:
+        """A session for a question of a peer, which costs no more than so much time."""
+        with deadline.within(ANSWER_S), self._repository._reading() as session:
+            yield session
+
+    def refs(self) -> list[RefRecord]:
+        """Every branch and tag."""
+        with self._asked() as session:
+            return [record_of_ref(ref) for ref in lineage_refs.refs(session)]
+
+    def find(self, query: str, limit: int, after: str | None) -> StatePage:
+        """A page of what a query finds."""
+        with self._asked() as session:
+            page = search.find(session, query, after=after, limit=min(limit, _PAGE))
+        return StatePage(tuple(map(record_of, page.states)), page.next)
+
+    def log(self, rev: str, limit: int, after: str | None) -> StatePage:
+        """A page of a state and its ancestors, newest first."""
+        limit = min(limit, _PAGE)
+        with self._asked() as session:
+            found = walk.log(session, revision.resolve(session, rev).uid, limit=limit + 1, after=after)
+        states = tuple(map(record_of, found[:limit]))
+        return StatePage(states, states[-1].uid if len(found) > limit else None)
+
+    def resolve(self, rev: str) -> StateRecord:
+        """The state that a revision names."""
+        with self._asked() as session:
+            return record_of(revision.resolve(session, rev))
+
+    def open(self, uid: str) -> Source:
+        """Pin a state: in memory if it is there, else on disk."""
+        with deadline.within(ANSWER_S):
+            state = self._repository.state(uid)
+        return StateSource(self._repository._open_payload(state, verify=False), self._repository._local)
+
+    def check_writable(self) -> None:
+        """Refuse pushes unless they were allowed."""
+        if not self._is_writable:
+            raise InvalidInput("this server takes no states: serve with is_writable=True (datastates serve --writable)")
+
+    def receive(self, offer: Offer) -> Sink:
+        """Check what a peer says of a state, all of it; then make room for its bytes."""
+        self.check_writable()
+        manifest = digest.decode(offer.manifest, source=f"the pushed state {offer.state.uid}")
+        if (manifest.origin.uid, manifest.digest) != (offer.state.uid, offer.state.digest):
+            raise InvalidInput(f"the manifest of the pushed state {offer.state.uid} is another state's: push again")
+        state, ancestry, tags = _told(offer)
+        with self._repository._database.read() as session:
+            clones.check_arrival(session, state, ancestry, tags)
+        room = self._room.share()
+        relatives = [state.uid for state in offer.ancestry[:10]]
+        try:
+            sink = arrivals.make_room(self._repository, manifest, party=_PUSHERS, relatives=relatives, acquire=room.acquire)
+        except BaseException:
+            room.close()
+            raise
+        self._rooms[sink] = room
+        return sink
+
+    def received(self, offer: Offer, sink: Sink) -> StateRecord:
+        """Record what was pushed."""
+        assert isinstance(sink, StateSink), "receive made it"
+        state, ancestry, tags = _told(offer)
+        state = arrivals.land(
+            self._repository,
+            sink,
+            state,
+            ancestry=ancestry,
+            tags=tags,
+            source=_PUSHERS,
+            source_repository="",
+            bytes_moved=sink.bytes_missing,
+        )
+        self._rooms.pop(sink).close()
+        return record_of(state)
+
+    def abandon(self, offer: Offer, sink: Sink) -> None:
+        """A push ended early."""
+        assert isinstance(sink, StateSink), "receive made it"
+        arrivals.abandon(self._repository, sink)
+        if (room := self._rooms.pop(sink, None)) is not None:
+            room.close()
+
+
+def _told(offer: Offer) -> tuple[State, list[State], list[Ref]]:
+    """What a peer says of a state that it pushes.
+
+    :raises PeerFault: it cannot be.
+    """
+    if len(offer.refs) > _TAGS:
+        raise PeerFault(f"{len(offer.refs)} refs come with state {offer.state.uid}: at most {_TAGS} are taken")
+    return state_of(offer.state), [state_of(each) for each in offer.ancestry], [ref_of(ref) for ref in offer.refs if ref.kind == "tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStats:
+    """What a server has done so far: payload that left, chunks of it, peers that are here and that ever were, those turned away.
+
+    ``refused_for`` says why: ``room`` (no place for the connection), ``gave way`` (to others that came while it proved nothing), ``late``
+    (it proved nothing in time), ``left``; or the kind of the error that it was told, such as ``unauthorized``. ``connections`` are here
+    now, those that have not proved anything yet among them. ``made_way`` counts peers that ended because others waited for their place,
+    ``pins_revoked`` states that peers held open and whose memory a capture needed.
+    """
+
+    bytes_sent: int
+    chunks_sent: int
+    peers: int
+    peers_ever: int
+    refused: int
+    refused_for: Mapping[str, int] = field(default_factory=dict)
+    connections: int = 0
+    made_way: int = 0
+    pins_revoked: int = 0
+
+
+class Server:
+    """States of a repository, served while training goes on; made by ``Repository.serve``. Safe from any thread.
+
+    What a peer clones is pinned: its memory is used for new captures only once the peer is done, or silent for ``timeout_s``; or at once,
+    when a capture would have to wait for it. The clone goes on from disk then, or fails and says so.
+    """
+
+    def __init__(
+        self, repository: Repository, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float, data: str
+    ) -> None:
+        store = RepositoryStore(repository, is_writable=is_writable, patience_s=timeout_s)
+        self._server = transport_server.Server(store, url, token=token, tls=tls, timeout_s=timeout_s, relays=Chains(), data=data)
+        self._pid = os.getpid()
+        self._is_closed = False
+        loop.run(self._server.start())
+
+    @property
+    def url(self) -> str:
+        """Where to connect, with the port that was taken."""
+        return self._server.url
+
+    def stats(self) -> ServerStats:
+        """What it has done so far."""
+        server, door = self._server, self._server.door
+        tried = Counter({kind: count for kind, count in server.turned_away.items() if kind != Disconnected.kind})
+        refused_for = Counter({"room": door.admission.refused, "gave way": door.admission.displaced, "late": door.late}) + tried
+        refused_for["left"] = max(0, door.unproved - tried.total())
+        return ServerStats(
+            bytes_sent=server.sent.bytes,
+            chunks_sent=server.sent.chunks,
+            peers=len(server.sessions),
+            peers_ever=server.arrived,
+            refused=server.refused,
+            refused_for={kind: count for kind, count in refused_for.items() if count},
+            connections=door.admission.connections,
+            made_way=server.made_way,
+            pins_revoked=server.sent.recalled,
+        )
+
+    @values.takes(grace_s=values.seconds)
+    def close(self, *, grace_s: float = 1.0) -> None:
+        """Take no more peers, let chunks that are on their way arrive, and end every connection; idempotent."""
+        if not self._is_closed and self._pid == os.getpid():
+            self._is_closed = True
+            with suppress(Closed):
+                loop.run(self._server.close(grace_s=grace_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Server {self.url}{' (closed)' if self._is_closed else ''}>"

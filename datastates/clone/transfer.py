@@ -1,0 +1,219 @@
+"""One state on its way between processes: waited for, awaited, cancelled, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from datastates import values
+from datastates.errors import Cancelled, Closed, DatastatesError, InvalidInput
+from datastates.lineage.states import State
+from datastates.objects.report import RestoreReport
+from datastates.system.bell import Latch
+from datastates.system.interrupts import undisturbed
+from datastates.transport import loop
+from datastates.transport.clone.fetch import Fetched
+
+if TYPE_CHECKING:
+    from .peer import Peer
+
+__all__ = ["Cloned", "Progress", "Transfer"]
+
+Progress = Callable[[int, int], None]
+"""Gets the bytes that are here and all that are to come, on the transport's thread: it must be quick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cloned:
+    """What a clone or a push did. ``report`` is of a clone into live objects; ``by_source`` are the bytes that moved, by peer."""
+
+    state: State
+    report: RestoreReport | None
+    bytes_moved: int
+    seconds: float
+    by_source: Mapping[str, int]
+
+
+def _peer(value: object, what: str) -> object:
+    from .peer import Peer  # which imports this
+
+    if not isinstance(value, Peer):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give the peer that datastates.connect returned")
+    return value
+
+
+class Transfer:
+    """A clone or a push under way. ``wait`` and ``await`` finish it, on the thread that calls them.
+
+    Live objects are written at the very end by whoever waits, who must be the thread that owns them; with ``atomic=False`` they
+    are written all the time, and must be left alone until then. ``bytes_done`` and ``bytes_total`` may be read at any time.
+
+    One that was begun as ``resumable`` keeps what came when it fails, for ``resume``, until it is closed: use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        move: Callable[[Progress], Coroutine[Any, Any, Fetched]],
+        *,
+        land: Callable[[Fetched], tuple[State, RestoreReport | None]],
+        give_up: Callable[[BaseException], BaseException],
+        bytes_total: int,
+        on_progress: Progress | None = None,
+        drop: Callable[[], None] = lambda: None,
+        again: Callable[[Peer, Progress | None], Transfer] | None = None,
+    ) -> None:
+        self.state, self.bytes_done, self.bytes_total = state, 0, bytes_total
+        self._drop, self._again = drop, again
+        self._land, self._give_up, self._on_progress = land, give_up, on_progress
+        self._lock = threading.Lock()
+        self._result: Cloned | None = None
+        self._error: BaseException | None = None
+        self._is_given_up = False
+        self._pid = os.getpid()
+        self._ended = Latch()
+        self._future = loop.submit(move(self._progress))
+        self._future.add_done_callback(lambda _: self._ended.set())  # also when it was cancelled before it began
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing moves any more: ``wait`` returns, or raises, without waiting for the network."""
+        return self._ended.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, once it has."""
+        return self._error
+
+    @values.takes(timeout_s=values.optional(values.seconds))
+    def wait(self, timeout_s: float | None = None) -> Cloned:
+        """Wait until every byte is here and checked, and finish. Ctrl-C gives it up, and comes out once nothing is written any more.
+
+        :raises TimeoutError: it takes longer; it goes on.
+        :raises Cancelled: it was cancelled.
+        :raises Closed: the peer was closed, or this is a forked child.
+        :raises Disconnected: no source is left (or Corrupt, Unavailable: what else went wrong).
+        :raises Dirty: the same, and live objects are half new: the cause says why; clone again, or restore them.
+        """
+        self._check_own()
+        try:
+            if not self._ended.wait(timeout_s):
+                raise TimeoutError(f"{self.bytes_done} of {self.bytes_total} bytes are here after {timeout_s} s: the clone goes on")
+        except KeyboardInterrupt:
+            self._is_given_up = True
+            self.cancel()
+            self._ended.wait()
+            self._finish_given_up()
+            raise
+        return self._finish()
+
+    def cancel(self) -> None:
+        """Stop it; ``wait`` then raises Cancelled. Nothing after it is done."""
+        self._future.cancel()
+
+    @values.takes(peer=_peer, on_progress=values.optional(values.callback))
+    def resume(self, peer: Peer, *, on_progress: Progress | None = None) -> Transfer:
+        """Go on from the verified chunks, from any peer that has the state, once this has failed or was cancelled.
+
+        :raises InvalidInput: it has not failed, was not begun as ``resumable``, was closed, or goes on already.
+        :raises Disconnected: the peer is gone (NotFound, Unavailable: it does not have the state); try another.
+        """
+        with self._lock:
+            again, self._again = self._again, None
+            if self._error is None:
+                self._again = again
+                raise InvalidInput("only a clone that has failed can be resumed: wait for it first")
+        if again is None:
+            raise InvalidInput("nothing was kept of this clone: begin it with resumable=True, and resume it once, before it is closed")
+        try:
+            return again(peer, on_progress)
+        except BaseException:
+            self._again = again
+            raise
+
+    def close(self) -> None:
+        """Give it up if it is under way, and let go of what it kept; idempotent, and nothing once it is done or goes on elsewhere."""
+        if self._result is None and self._error is None:
+            self._is_given_up = True
+            self.cancel()
+            self._ended.wait()
+            self._finish_given_up()
+        with self._lock:
+            again, self._again = self._again, None
+        if again is not None and self._error is not None:
+            self._drop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __await__(self) -> Generator[Any, None, Cloned]:
+        return self._await().__await__()
+
+    async def _await(self) -> Cloned:
+        self._check_own()
+        ended = asyncio.get_running_loop().run_in_executor(None, self._ended.wait)
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            self._is_given_up = True
+            self.cancel()
+            await asyncio.shield(ended)
+            self._finish_given_up()
+            raise
+        return self._finish()
+
+    def _progress(self, done: int, total: int) -> None:
+        self.bytes_done, self.bytes_total = done, total
+        if self._on_progress is not None:
+            self._on_progress(done, total)
+
+    def _finish(self) -> Cloned:
+        with self._lock:
+            if self._result is None and self._error is None:
+                try:
+                    fetched = self._fetched()
+                    state, report = self._land(fetched)
+                    moved = sum(fetched.bytes_by_feed.values())
+                    self._result = Cloned(state, report, moved, fetched.seconds, fetched.bytes_by_feed)
+                except BaseException as exc:
+                    self._error = self._give_up(exc)
+                    if self._again is None:
+                        self._drop()
+                    if self._error is not exc:
+                        raise self._error from exc
+                    raise
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None, "it is one or the other"
+        return self._result
+
+    def _finish_given_up(self) -> None:
+        """Let go of what came; ``error`` says what that means, the caller gets what interrupted it."""
+        self._again = None
+        with suppress(DatastatesError):
+            self._finish()
+
+    def _check_own(self) -> None:
+        if self._pid != os.getpid():
+            raise Closed(f"the transfer of state {self.state.uid[:10]} belongs to the parent process: begin another one in the child")
+
+    def _fetched(self) -> Fetched:
+        cancelled = Cancelled(f"the transfer of state {self.state.uid[:10]} was cancelled after {self.bytes_done} bytes")
+        try:
+            with undisturbed():
+                fetched = self._future.result()  # it has ended
+        except concurrent.futures.CancelledError:
+            raise cancelled from None
+        if self._is_given_up:  # it was too late to stop it
+            raise cancelled
+        return fetched

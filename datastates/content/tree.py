@@ -1,0 +1,463 @@
+"""Nested state to leaves and back.
+
+``flatten`` separates what stays the same from capture to capture (the skeleton) from what changes (values, tensors). It
+runs on the training thread at each capture, so it builds nothing that the previous capture can lend: paths are made
+when the skeleton changes, and a tensor object that the previous capture saw is not looked at again.
+
+What comes back: containers of the exact type, with keys of the exact type in the exact order; tensors plain (a
+``Parameter`` comes back as a tensor), with conjugation and negation resolved. A ``defaultdict`` keeps a factory of
+Python's own (``list``, ``dict``, ``set``, ``int``, …) and is refused with another. A container that appears twice comes
+back twice; tensors that share memory are tied again by whoever hands equal tensors to ``unflatten``.
+"""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unsupported
+
+from .arrays import MAX_DEPTH, Unencodable, array_of, describe_dtype, order_of
+from .encoding import SCALARS, Packed, check_keys, decode_values, encode_values, encoder_named, encoder_of, pack, unpack
+from .geometry import dtype_of
+from .layouts import compose, decompose
+from .skeleton import TENSOR, VALUE, Node, Skeleton, decode_skeleton, encode_skeleton, key_of, pack_key, paths
+
+__all__ = [
+    "Flat",
+    "Leaf",
+    "Skeleton",
+    "decode_skeleton",
+    "decode_values",
+    "encode_skeleton",
+    "encode_values",
+    "flatten",
+    "unflatten",
+]
+
+ARRAY_BYTES = 64 << 10
+"""NumPy arrays from this size on are leaves, whose chunks are kept once, instead of values."""
+
+_BULK = 8
+"""From this many children on, testing them all in one go is cheaper than one by one."""
+
+_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_KEY_TYPES = frozenset({str})
+
+_FACTORIES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (dict, list, set, tuple, int, float, str, bool, bytes, Counter, OrderedDict, deque)
+}
+
+
+class Leaf(msgspec.Struct, frozen=True, eq=False):
+    """One tensor of a state: a live one, never a copy."""
+
+    path: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Span:
+    """What a lasting part of the tree came to. ``part`` is held, so that its id stays its own."""
+
+    part: object
+    nodes: list[Node]
+    values: list[Packed]
+    tensors: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """A state taken apart. ``values`` are packed and share no memory with the tree; ``tensors`` are the live ones.
+
+    Large NumPy arrays are tensors over the arrays' own memory.
+    """
+
+    skeleton: Skeleton
+    values: list[Packed]
+    tensors: list[Leaf]
+    _outline: list[Node | _Span]
+    _loose: list[torch.Tensor]
+    _seen: frozenset[int]
+    _spans: dict[int, _Span]
+
+
+def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object] = ()) -> Flat:
+    """Take ``tree`` apart. ``previous`` is what an earlier capture of the same training gave: it makes this one cheap.
+
+    ``lasting`` are parts of it that hold the same objects for as long as they are the same objects themselves: what
+    ``previous`` made of them holds still.
+
+    When the skeleton is as it was, the result holds the very same ``Skeleton`` object, and the same list of leaves if
+    every tensor is the same object, so callers may cache by identity.
+
+    :raises Unsupported: something has no safe encoding; names its path, its type and the next step.
+    """
+    walk = _Walk(previous._seen if previous is not None else frozenset(), previous._spans if previous is not None else {}, lasting)
+    try:
+        walk.children((tree,), 0)
+    except Unencodable as exc:
+        raise Unsupported(f"{_path_of_next(walk.whole()[0])} {exc}") from exc
+    outline, loose = walk.nodes, walk.tensors
+    if previous is not None and outline == previous._outline and all(map(operator.is_, loose, previous._loose)):
+        return Flat(previous.skeleton, walk.values, previous.tensors, outline, loose, previous._seen, walk.spans)
+    nodes, tensors = walk.whole()
+    if previous is None or nodes != previous.skeleton.nodes:
+        skeleton = Skeleton(nodes)
+        skeleton.encoded  # noqa: B018  # a key that cannot be encoded is refused here, on the caller's thread
+        leaves = list(map(Leaf, skeleton.paths, tensors))
+    else:
+        skeleton, leaves = previous.skeleton, _renewed(previous.tensors, tensors)
+    return Flat(skeleton, walk.values, leaves, outline, loose, frozenset(map(id, tensors)), walk.spans)
+
+
+def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[torch.Tensor | None], *, is_sketch: bool = False) -> Any:
+    """Put a state together again; ``values`` are packed, as ``flatten`` or ``decode_values`` gave them.
+
+    A tensor that is None leaves None in its place, and in the place of what is made of it: a sparse or quantized tensor, a
+    large array, an object of a registered encoder. For a sketch no element of a tensor is read: a sparse or quantized tensor
+    stands as one of the same shape and dtype without bytes (on ``meta``), an object of an encoder as the name of that.
+
+    :raises InvalidInput: an object needs an encoder that is not registered here.
+    :raises Corrupt: skeleton, values and tensors do not belong together.
+    """
+    build = (_Sketch if is_sketch else _Build)(skeleton.nodes, values, tensors)
+    try:
+        tree = build.next(0)
+    except StopIteration:
+        raise Corrupt(f"the state ends early: {len(values)} values and {len(tensors)} tensors are fewer than its skeleton needs") from None
+    build.check_all_used()
+    return tree
+
+
+def _path_of_next(nodes: list[Node]) -> str:
+    *_, last = paths(nodes)
+    if len(last) > 200:
+        last = f"{last[:150]}…{last[-40:]}"
+    return last or "the state"
+
+
+def _renewed(leaves: list[Leaf], tensors: list[torch.Tensor]) -> list[Leaf]:
+    if all(leaf.tensor is tensor for leaf, tensor in zip(leaves, tensors, strict=True)):
+        return leaves
+    return [leaf if leaf.tensor is tensor else Leaf(leaf.path, tensor) for leaf, tensor in zip(leaves, tensors, strict=True)]
+
+
+class _Walk:
+    """One walk over a tree. ``seen`` are ids of tensors known to be plain, kept alive by the previous ``Flat``.
+
+    ``nodes`` are an outline: a lasting part is one entry, its ``_Span``, and ``tensors`` are those of no such part. ``whole`` fills in.
+    """
+
+    __slots__ = ("_derived", "_known", "_lasting", "_seen", "nodes", "spans", "tensors", "values")
+
+    def __init__(self, seen: frozenset[int], known: dict[int, _Span], lasting: Iterable[object]) -> None:
+        self._seen, self._known = seen, known
+        self._lasting = frozenset(map(id, lasting))
+        self.spans: dict[int, _Span] = {}
+        self._derived = 0
+        """How many things were turned into something else: what they were may change, and what they became would not."""
+        self.nodes: list[Node | _Span] = []
+        self.values: list[Packed] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def whole(self) -> tuple[list[Node], list[torch.Tensor]]:
+        """The nodes and tensors of the tree, those of lasting parts in their places."""
+        nodes: list[Node] = []
+        tensors: list[torch.Tensor] = []
+        loose = iter(self.tensors)
+        for node in self.nodes:
+            if isinstance(node, _Span):
+                nodes += node.nodes
+                tensors += node.tensors
+            else:
+                nodes.append(node)
+                if node == TENSOR:
+                    tensors.append(next(loose))
+        return nodes, tensors
+
+    def children(self, children: Collection[object], depth: int) -> None:
+        """Append the nodes of ``children``, whose types are tested exactly, the frequent first."""
+        nodes, values, tensors, seen = self.nodes, self.values, self.tensors, self._seen
+        if len(children) >= _BULK and seen.issuperset(map(id, children)) and _TENSOR_TYPES.issuperset(map(type, children)):
+            nodes.extend(repeat(TENSOR, len(children)))
+            tensors.extend(children)  # type: ignore[arg-type]  # their types were tested
+            return
+        for child in children:
+            kind = type(child)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if id(child) in seen:
+                    nodes.append(TENSOR)
+                    tensors.append(child)  # type: ignore[arg-type]  # its type was tested
+                else:
+                    self._tensor(child, depth)  # type: ignore[arg-type]  # its type was tested
+            elif id(child) in self._lasting:
+                self._last(child, depth)
+            elif kind is dict:
+                keys: tuple[Any, ...] = tuple(child)  # type: ignore[arg-type]  # a dict
+                nodes.append(("d", keys if _KEY_TYPES.issuperset(map(type, keys)) else tuple(map(pack_key, keys))))
+                self._inside(child.values(), depth)  # type: ignore[attr-defined]  # a dict
+            elif kind is float or kind is bool or child is None:
+                values.append(child)
+                nodes.append(VALUE)
+            else:
+                _WALKERS.get(kind, _Walk._other)(self, child, depth)
+
+    def _last(self, child: object, depth: int) -> None:
+        """A part that lasts: what the previous walk made of it, or a note of what this one does."""
+        span = self._known.get(id(child))
+        if span is None:
+            nodes, values, tensors = len(self.nodes), len(self.values), len(self.tensors)
+            derived, lasting, self._lasting = self._derived, self._lasting, frozenset()
+            self.children((child,), depth)
+            self._lasting = lasting
+            if self._derived != derived:
+                return
+            span = _Span(child, self.nodes[nodes:], self.values[values:], self.tensors[tensors:])
+            del self.nodes[nodes:], self.tensors[tensors:]
+        else:
+            self.values += span.values
+        self.spans[id(child)] = span
+        self.nodes.append(span)
+
+    def _inside(self, children: Collection[object], depth: int) -> None:
+        if depth >= MAX_DEPTH:
+            raise Unencodable(f"is nested more than {MAX_DEPTH} deep, or contains itself: break the cycle")
+        if children:
+            self.children(children, depth + 1)
+
+    def _tensor(self, tensor: torch.Tensor, depth: int) -> None:
+        parts = decompose(tensor)
+        self._derived += parts is not tensor
+        if isinstance(parts, torch.Tensor):
+            self.nodes.append(TENSOR)
+            self.tensors.append(parts)
+            return
+        node, children = parts
+        self.nodes.append(node)
+        self._inside(children, depth)
+
+    def value(self, value: object, _depth: int) -> None:
+        """A value as a whole."""
+        packed = pack(value)
+        self.values.append(packed)
+        self.nodes.append(VALUE)
+
+    def sequence(self, items: Any, depth: int) -> None:
+        """A list, tuple or deque: one value if it holds scalars only, so that a growing history keeps the skeleton."""
+        kind = type(items)
+        if SCALARS.issuperset(map(type, items)):
+            self.value(items, depth)
+            return
+        node = ("q", items.maxlen, len(items)) if kind is deque else ("l" if kind is list else "t", len(items))
+        self.nodes.append(node)
+        self._inside(items, depth)
+
+    def mapping(self, mapping: Any, depth: int) -> None:
+        """An OrderedDict or a defaultdict."""
+        keys = tuple(map(pack_key, mapping))
+        if type(mapping) is OrderedDict:
+            metadata = getattr(mapping, "_metadata", None)
+            # Packed first: if it is refused, the path must be that of the dict.
+            packed = None if metadata is None else pack(metadata)
+            self.nodes.append(("o", metadata is not None, keys))
+            if metadata is not None:
+                self.nodes.append(VALUE)
+                self.values.append(packed)
+        else:
+            self.nodes.append(("D", _factory_name(mapping.default_factory), keys))
+        self._inside(mapping.values(), depth)
+
+    def array(self, array: np.ndarray[Any, Any], depth: int) -> None:
+        """A NumPy array: a value when small, else its memory as a tensor."""
+        if array.nbytes < ARRAY_BYTES:
+            self.value(array, depth)
+            return
+        order = order_of(array)
+        self.nodes += (("a", describe_dtype(array.dtype), array.shape, order), TENSOR)
+        dense = np.require(array, requirements=[order, "W"])
+        self.tensors.append(torch.from_numpy(dense.ravel(order).view(np.uint8)))
+
+    def _other(self, child: object, depth: int) -> None:
+        self._derived += 1
+        encoder = encoder_of(type(child))
+        if encoder is None:
+            if isinstance(child, torch.Tensor):
+                raise Unencodable(
+                    f"is a tensor subclass, {type(child).__module__}.{type(child).__qualname__}: convert it to a plain tensor, "
+                    f"or register it with datastates.register_encoder(...)"
+                )
+            self.value(child, depth)
+            return
+        try:
+            plain = encoder.encode(child)
+        except Exception as exc:
+            raise Unencodable(f"of type {type(child).__qualname__} was refused by its encoder {encoder.name!r}: {exc}") from exc
+        self.nodes.append(("x", encoder.name))
+        self._inside((plain,), depth)
+
+
+_WALKERS: dict[type[Any], Callable[[_Walk, Any, int], None]] = {
+    int: _Walk.value,
+    str: _Walk.value,
+    list: _Walk.sequence,
+    tuple: _Walk.sequence,
+    deque: _Walk.sequence,
+    OrderedDict: _Walk.mapping,
+    defaultdict: _Walk.mapping,
+    np.ndarray: _Walk.array,
+}
+
+
+def _factory_name(factory: object) -> str | None:
+    if factory is None:
+        return None
+    name = getattr(factory, "__name__", "")
+    if _FACTORIES.get(name) is not factory:
+        raise Unencodable(
+            f"is a defaultdict whose factory {name or factory!r} has no safe encoding: convert it with dict(...), "
+            f"or use one of {', '.join(_FACTORIES)}"
+        )
+    return name
+
+
+def _keys(packed: Sequence[str | bytes]) -> list[Any]:
+    return check_keys(list(map(key_of, packed)))
+
+
+class _Build:
+    """One way back through a skeleton. ``next`` builds the next node's object."""
+
+    __slots__ = ("_builders", "_missing", "_nodes", "_tensors", "_values")
+
+    def __init__(self, nodes: Sequence[Node], values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> None:
+        self._builders = _BUILDERS
+        self._missing = 0
+        self._nodes = iter(nodes)
+        self._values = iter(values)
+        self._tensors = iter(tensors)
+
+    def next(self, depth: int) -> Any:
+        node = next(self._nodes)
+        if type(node) is not tuple:
+            return self._tensor() if node == TENSOR else unpack(next(self._values))
+        if depth > MAX_DEPTH:
+            raise Corrupt(f"the state is nested more than {MAX_DEPTH} deep")
+        try:
+            build: _Builder = self._builders.get(node[0], type(self)._layout)
+            return build(self, node, depth + 1)
+        except (DatastatesError, StopIteration):
+            raise
+        except (TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError, AttributeError, MemoryError) as exc:
+            raise Corrupt(f"a part of the state does not come back ({reprlib.repr(node)}): {type(exc).__name__}: {exc}") from exc
+
+    def check_all_used(self) -> None:
+        """Refuse what is left over."""
+        for what, rest in (("values", self._values), ("tensors", self._tensors), ("nodes", self._nodes)):
+            left = sum(1 for _ in rest)
+            if left:
+                raise Corrupt(f"the state has {left} more {what} than its skeleton needs")
+
+    def _tensor(self) -> torch.Tensor | None:
+        tensor = next(self._tensors)
+        self._missing += tensor is None
+        return tensor
+
+    def _whole(self, count: int, depth: int) -> list[Any] | None:
+        """The next ``count`` objects, or None when a tensor of theirs is missing."""
+        before = self._missing
+        items = self._items(count, depth)
+        return items if self._missing == before else None
+
+    def _items(self, count: int, depth: int) -> list[Any]:
+        return [self.next(depth) for _ in range(count)]
+
+    def _dict(self, node: tuple[Any, ...], depth: int) -> dict[Any, Any]:
+        return {key: self.next(depth) for key in _keys(node[1])}
+
+    def _defaultdict(self, node: tuple[Any, ...], depth: int) -> defaultdict[Any, Any]:
+        factory = None if node[1] is None else _FACTORIES[node[1]]
+        return defaultdict(factory, {key: self.next(depth) for key in _keys(node[2])})
+
+    def _ordered(self, node: tuple[Any, ...], depth: int) -> OrderedDict[Any, Any]:
+        metadata = self.next(depth) if node[1] else None
+        mapping: OrderedDict[Any, Any] = OrderedDict([(key, self.next(depth)) for key in _keys(node[2])])
+        if node[1]:
+            mapping._metadata = metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
+        return mapping
+
+    def _list(self, node: tuple[Any, ...], depth: int) -> list[Any]:
+        return self._items(node[1], depth)
+
+    def _tuple(self, node: tuple[Any, ...], depth: int) -> tuple[Any, ...]:
+        return tuple(self._items(node[1], depth))
+
+    def _deque(self, node: tuple[Any, ...], depth: int) -> deque[Any]:
+        return deque(self._items(node[2], depth), node[1])
+
+    def _array(self, node: tuple[Any, ...], depth: int) -> np.ndarray[Any, Any] | None:
+        _, descr, shape, order = node
+        parts = self._whole(1, depth)
+        return None if parts is None else array_of(descr, shape, order, parts[0].cpu().numpy())
+
+    def _object(self, node: tuple[Any, ...], depth: int) -> Any:
+        encoder = encoder_named(node[1])
+        parts = self._whole(1, depth)
+        if parts is None:
+            return None
+        try:
+            return encoder.decode(parts[0])
+        except Exception as exc:
+            raise InvalidInput(f"the decoder registered as {encoder.name!r} refused what it once encoded: {exc}") from exc
+
+    def _layout(self, node: tuple[Any, ...], depth: int) -> torch.Tensor | None:
+        parts = self._whole(2 if node[0] == "coo" else 3, depth)
+        return None if parts is None else compose(node, parts)
+
+
+class _Sketch(_Build):
+    """A way back for tensors whose elements are not there yet."""
+
+    __slots__ = ()
+
+    def __init__(self, nodes: Sequence[Node], values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> None:
+        super().__init__(nodes, values, tensors)
+        self._builders = {**_BUILDERS, "x": _Sketch._name}
+
+    def _name(self, node: tuple[Any, ...], depth: int) -> Any:
+        encoder = encoder_named(node[1])
+        return None if self._whole(1, depth) is None else f"encoded as {encoder.name}"
+
+    def _layout(self, node: tuple[Any, ...], depth: int) -> torch.Tensor | None:
+        parts = self._whole(2 if node[0] == "coo" else 3, depth)
+        if parts is None:
+            return None
+        if node[0] in ("qt", "qc"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch 2.13 deprecates quantized tensors
+                return torch.empty(parts[0].shape, dtype=dtype_of(node[1]), device="meta")
+        return torch.empty(node[1], dtype=parts[-1].dtype, device="meta")
+
+
+_Builder = Callable[[Any, tuple[Any, ...], int], Any]
+
+_BUILDERS: dict[str, _Builder] = {
+    "d": _Build._dict,
+    "D": _Build._defaultdict,
+    "o": _Build._ordered,
+    "l": _Build._list,
+    "t": _Build._tuple,
+    "q": _Build._deque,
+    "x": _Build._object,
+    "a": _Build._array,
+}

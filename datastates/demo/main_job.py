@@ -1,0 +1,179 @@
+"""The main job: capture every step of a real training, fork three variants of it, and prove that a resume is bit-exact.
+
+A small byte-level GPT learns the Python standard library's own source. The end of a shared prefix is tagged ``warm``; ``main``
+goes on past it, three variants fork from it, and a fresh process resumes from it and must repeat the losses of ``main``. Last,
+two runs on pictures, of which some labels were made wrong on purpose, tell by their lineage which these are.
+
+    python -m datastates.demo [FOLDER] [--short]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LinearLR
+
+# Absolute, so that this file also runs as examples/demo.py.
+import datastates
+from datastates import PermutationSampler, Repository
+from datastates.demo.model import FULL, GPT, SHORT, Size, Text, read_text
+from datastates.demo.outliers import find_outliers, show_outliers
+from datastates.demo.report import Cost, Outcome, examine, show
+from datastates.errors import InvalidInput
+
+MARKER = "made-by-datastates-demo"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a branch does otherwise than ``main``."""
+
+    branch: str
+    learning_rate_factor: float = 1.0
+    dropout: float = 0.1
+    order: int = 0
+
+
+MAIN, RESUMED = Variant("main"), Variant("resumed")
+VARIANTS = (Variant("low-lr", learning_rate_factor=0.3), Variant("no-dropout", dropout=0.0), Variant("other-order", order=1))
+
+
+def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Callable[[], object], *, start: str | None = None) -> Cost:
+    """Train a branch up to step ``until`` and capture every step; with ``start`` it forks from there."""
+    text, cost = read_text(size.shape.context), Cost()
+    torch.manual_seed(0)
+    model = GPT(size.shape, variant.dropout)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=size.warm // 3)
+    sampler = PermutationSampler(len(text.train))
+    with repo.track(branch=variant.branch, start=start, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler) as run:
+        # All of it now stands where ``start`` stood: change what this variant does otherwise.
+        optimizer.param_groups[0]["lr"] *= variant.learning_rate_factor
+        sampler.seed = variant.order
+        began = time.perf_counter()
+        for rows in run.steps(sampler.batches(size.batch, epochs=None)):
+            loss = model(text.train[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            cost.blocked_s += _timed(run.fence)  # `step` would wait by itself; here it is only timed
+            optimizer.step()
+            scheduler.step()
+            metrics = {"loss": loss.item()}
+            if run.step % size.evaluate_every == 0:
+                metrics["val_loss"] = evaluate(model, text)
+            cost.blocked_s += _timed(partial(run.capture, metrics=metrics))
+            cost.captures += 1
+            if run.step == size.warm and not start:
+                repo.tag("warm", run.head, message="end of the shared prefix")  # which makes it durable
+            tick()
+            if run.step == until:
+                break
+        cost.wall_s = time.perf_counter() - began
+    return cost
+
+
+@torch.no_grad()
+def evaluate(model: GPT, text: Text) -> float:
+    """The loss on the text that is held out; without dropout, so that no random number is drawn."""
+    model.eval()
+    loss = float(model(text.held_out))
+    model.train()
+    return loss
+
+
+def run_demo(root: Path, *, short: bool = False, console: Console | None = None) -> Outcome:
+    """All of the main job in ``root``, a new or empty folder, or one of an earlier demo, which is emptied first."""
+    console, size = console or Console(), SHORT if short else FULL
+    begin(root)
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
+    with datastates.open(root) as repo:
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("main", total=size.main)
+            costs = [train(repo, size, MAIN, size.main, partial(progress.advance, bar))]
+            for variant in VARIANTS:
+                bar = progress.add_task(variant.branch, total=size.variants - size.warm)
+                costs.append(train(repo, size, variant, size.variants, partial(progress.advance, bar), start="warm"))
+            bar = progress.add_task("resumed", total=size.resumed - size.warm)
+            resume_afresh(root, partial(progress.advance, bar), short=short)
+        outcome = examine(repo, root / "losses.png", costs)
+        show(outcome, repo, console)
+    show_outliers(find_outliers(root / "pictures", size), console)
+    return outcome
+
+
+def resume_afresh(root: Path, tick: Callable[[], object], *, short: bool) -> None:
+    """Resume from the tag in a fresh process, which says a line for each step."""
+    command = [sys.executable, "-m", "datastates.demo", str(root), "--resume", *(["--short"] if short else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            for _ in process.stdout or ():
+                tick()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def resume(root: Path, size: Size) -> None:
+    """What the fresh process does: fork from the tag and repeat the steps that ``main`` took after it."""
+    with datastates.open(root) as repo:
+        train(repo, size, RESUMED, size.resumed, _say_a_line, start="warm")
+
+
+def _say_a_line() -> None:
+    sys.stdout.write("step\n")
+    sys.stdout.flush()
+
+
+def begin(root: Path) -> None:
+    """Make the folder; one that an earlier demo made is emptied, any other must be empty.
+
+    :raises InvalidInput: the folder holds something else.
+    """
+    if (root / MARKER).exists():
+        shutil.rmtree(root)
+    elif root.exists() and any(root.iterdir()):
+        raise InvalidInput(f"{root} holds something that is not of an earlier demo: name a new or an empty folder")
+    root.mkdir(parents=True, exist_ok=True)
+    (root / MARKER).write_text("`datastates demo` made this folder, and empties it when it runs here again\n")
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0, 1 when the resumed run went another way, 130 when it was interrupted."""
+    parser = argparse.ArgumentParser(prog="datastates demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/demo"))
+    parser.add_argument("--short", action="store_true", help="a tiny model and a few steps")
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # sums are then added in one order; and the other core is free for the engine
+    if options.resume:
+        resume(options.folder, SHORT if options.short else FULL)
+        return 0
+    try:
+        return 0 if run_demo(options.folder, short=options.short).is_bit_exact else 1
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"interrupted; what was captured so far is in {options.folder}")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""What the main job trains: a small byte-level GPT, and text that every machine has, the standard library's own source."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from datastates.errors import NotFound
+
+__all__ = ["FULL", "GPT", "SHORT", "Shape", "Size", "Text", "read_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a GPT; ``vocabulary`` 256 reads bytes."""
+
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    context: int = 128
+    vocabulary: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much the main job trains, in steps from the root of the lineage; on how many pictures, and for how many epochs, it ends."""
+
+    shape: Shape
+    batch: int
+    warm: int
+    main: int
+    variants: int
+    resumed: int
+    evaluate_every: int
+    pictures: int
+    epochs: int
+
+
+FULL = Size(Shape(layers=5), batch=8, warm=100, main=200, variants=180, resumed=140, evaluate_every=10, pictures=6000, epochs=8)
+SHORT = Size(
+    Shape(layers=1, heads=2, width=32, context=32),
+    batch=4,
+    warm=6,
+    main=12,
+    variants=10,
+    resumed=12,
+    evaluate_every=2,
+    pictures=800,
+    epochs=4,
+)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each added to its input after a layer norm (GPT-2's order)."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
+        self.qkv, self.proj = nn.Linear(shape.width, 3 * shape.width), nn.Linear(shape.width, shape.width)
+        self.up, self.down = nn.Linear(shape.width, 4 * shape.width), nn.Linear(4 * shape.width, shape.width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (batch, time, width) in and out."""
+        batch, time, width = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.proj(seen.transpose(1, 2).reshape(batch, time, width)))
+        expanded = functional.gelu(self.up(self.norm_2(x)))
+        return torch.add(x, self.dropout(self.down(expanded)))
+
+
+class GPT(nn.Module):
+    """A decoder that returns its loss; the head is tied to the embedding, so one storage has two names."""
+
+    def __init__(self, shape: Shape, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.position = nn.Embedding(shape.context, shape.width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The mean loss, in nats a token, of predicting ``tokens[:, 1:]`` (batch, time + 1) from what stands before."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        x = self.dropout(self.embed(inputs) + self.position.weight[: inputs.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Bytes as windows of ``context + 1`` tokens: what is trained on, and what is held out."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+@cache
+def read_text(context: int, *, train_bytes: int = 4_000_000, held_out_windows: int = 32) -> Text:
+    """The standard library's modules in order of name; the windows that are held out are spread over what follows.
+
+    :raises NotFound: this Python came without its source.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    data = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    windows = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: len(data) // (context + 1) * (context + 1)].view(-1, context + 1)
+    split = min(train_bytes // (context + 1), len(windows) * 9 // 10)
+    if split < held_out_windows:
+        raise NotFound(f"{folder} holds {len(data)} bytes of Python source: the demo needs the standard library as *.py files")
+    rest = windows[split:]
+    return Text(windows[:split].long(), rest[:: max(1, len(rest) // held_out_windows)][:held_out_windows].long())

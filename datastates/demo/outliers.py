@@ -1,0 +1,119 @@
+"""The end of the main job: two runs on pictures, and by the states that they left, which of their labels are wrong."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+
+from datastates.config import Config
+from datastates.repository import Repository
+from datastates.repository import open as open_repository
+from datastates.workflows import OutlierReport, outliers
+from datastates.workflows.outliers.table import tables
+
+from .images import CLOTHES, load
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .model import Size
+
+__all__ = ["Pictures", "Suspicion", "find_outliers", "show_outliers"]
+
+WRONG = 0.1
+SEEDS = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """``labels`` are ``truth`` but at ``wrong``, where they were made another class on purpose."""
+
+    images: Tensor
+    labels: Tensor
+    truth: Tensor
+    wrong: frozenset[int]
+    name: str
+
+    def describe(self, index: int) -> str:
+        """What the label says, and what it was."""
+        words = CLOTHES if "Fashion" in self.name else "0123456789"
+        made = f", made wrong: was {words[self.truth[index]]}" if index in self.wrong else ""
+        return f"labelled {words[self.labels[index]]}{made}"
+
+    def loss(self, model: nn.Module, rows: Tensor) -> Tensor:
+        """One loss a picture."""
+        return cross_entropy(model(self.images[rows]), self.labels[rows], reduction="none")
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What the report says of the pictures, and where its page lies."""
+
+    report: OutlierReport
+    pictures: Pictures
+    page: Path
+
+    @property
+    def found(self) -> int:
+        """How many of the suspects were made wrong."""
+        return sum(sample.index in self.pictures.wrong for sample in self.report.suspects())
+
+
+def find_outliers(root: Path, size: Size) -> Suspicion:
+    """Train in a repository of its own at ``root``, capture each epoch, score every picture, write the page."""
+    pictures = spoil(size.pictures)
+    with open_repository(root, config=Config(durable_every=1)) as repo:
+        branches = [train(repo, pictures, size.epochs, seed) for seed in SEEDS]
+        report = outliers(repo, branches, model=build(pictures), loss=pictures.loss, count=len(pictures.images))
+    show = pictures.images[:, 0].numpy()
+    page = report.to_html(
+        root.parent / "outliers.html", title=f"Outliers in {pictures.name}", show=lambda index: show[index], describe=pictures.describe
+    )
+    return Suspicion(report, pictures, page)
+
+
+def spoil(count: int) -> Pictures:
+    """Pictures of which a tenth is labelled as another class."""
+    images, truth, name = load(count)
+    generator = torch.Generator().manual_seed(0)
+    wrong = torch.randperm(len(truth), generator=generator)[: round(WRONG * len(truth))]
+    labels = truth.clone()
+    labels[wrong] = (truth[wrong] + torch.randint(1, 10, (len(wrong),), generator=generator)) % 10
+    return Pictures(images, labels, truth, frozenset(wrong.tolist()), name)
+
+
+def build(pictures: Pictures) -> nn.Module:
+    """A small classifier."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(pictures.images[0].numel(), 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def train(repo: Repository, pictures: Pictures, epochs: int, seed: int) -> str:
+    """One run on its own branch, a state each epoch."""
+    torch.manual_seed(seed)
+    model = build(pictures)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with repo.track(branch=f"seed-{seed}", model=model, optimizer=optimizer) as run:
+        for epoch in range(1, epochs + 1):
+            for rows in torch.randperm(len(pictures.images)).split(64):
+                optimizer.zero_grad()
+                pictures.loss(model, rows).mean().backward()
+                optimizer.step()
+            run.capture(attributes={"epoch": epoch})
+    return run.branch
+
+
+def show_outliers(found: Suspicion, console: Console) -> None:
+    """Print the highest ranked, how many of those that were planted were found, and where the page lies."""
+    pictures = found.pictures
+    console.print(f"\n{pictures.name}; {len(pictures.wrong)} labels were made wrong on purpose, and {len(SEEDS)} runs trained on them")
+    for part in tables(found.report, most=8, describe=pictures.describe):
+        console.print(part)
+    console.print(f"{found.found} of {len(found.report.suspects())} suspects are among the {len(pictures.wrong)} that were made wrong")
+    console.print(f"page: {os.path.relpath(found.page)}", soft_wrap=True)

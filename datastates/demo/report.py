@@ -1,0 +1,123 @@
+"""What the main job found: read back from the lineage, judged, and printed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from datastates.lineage.states import RefKind, State
+from datastates.repository import Repository
+
+from .picture import draw
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Cost", "Outcome", "Step", "examine", "show"]
+
+
+@dataclass(slots=True)
+class Cost:
+    """What capturing cost the training thread: in ``capture`` and waiting for the fence, of ``wall_s`` seconds of training."""
+
+    captures: int = 0
+    blocked_s: float = 0.0
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step after the tag, as the run that never stopped took it and as the fresh process did."""
+
+    step: int
+    loss: float
+    resumed_loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the demo showed. ``digests`` are those of ``main`` and of ``resumed``, where ``resumed`` ends."""
+
+    steps: tuple[Step, ...]
+    digests: tuple[str, str]
+    best: State
+    cost: Cost
+    picture: Path
+
+    @property
+    def is_bit_exact(self) -> bool:
+        """Every loss is equal, and so is every byte of the last state: the digest covers weights, moments, RNG and position."""
+        return all(step.loss == step.resumed_loss for step in self.steps) and len(self.steps) > 0 and self.digests[0] == self.digests[1]
+
+
+def examine(repo: Repository, picture: Path, costs: Sequence[Cost]) -> Outcome:
+    """Compare ``resumed`` with ``main``, find the best state, and draw the losses of all branches."""
+    branches = {ref.name: repo.log(ref.name)[::-1] for ref in repo.refs() if ref.kind is RefKind.BRANCH}
+    branches = {"main": branches.pop("main"), **branches}
+    tag = repo.state("warm")
+    resumed = [state for state in branches.pop("resumed") if state.step > tag.step]
+    never_stopped = {state.step: state for state in branches["main"]}
+    steps = tuple(Step(state.step, never_stopped[state.step].metrics["loss"], state.metrics["loss"]) for state in resumed)
+    best = repo.find("metrics.val_loss > 0 order by metrics.val_loss limit 1")[0]
+    draw(
+        picture,
+        branches,
+        resumed=resumed,
+        tag=tag,
+        best=best,
+        title="A byte-level GPT on Python's standard library: one prefix, four ways on",
+    )
+    cost = Cost(sum(c.captures for c in costs), sum(c.blocked_s for c in costs), sum(c.wall_s for c in costs))
+    return Outcome(steps, (never_stopped[resumed[-1].step].digest, resumed[-1].digest), best, cost, picture)
+
+
+def show(outcome: Outcome, repo: Repository, console: Console) -> None:
+    """Print the graph, the comparison, the best state, what capturing cost, where the picture lies, and how to browse."""
+    from datastates.cli.graph import log_lines, write_lines  # the terminal's own look of a history; it is loaded only when it is shown
+
+    refs = repo.refs()
+    states = [state for ref in refs for state in repo.log(ref.name)]
+    named = outline(states, {ref.state for ref in refs} | {outcome.best.uid, states[-1].uid})
+    write_lines(console, log_lines(named, refs, is_drawn=True, is_short=True))
+    console.print(_comparison(outcome.steps))
+    verdict = "[green]equal bit for bit[/]" if outcome.is_bit_exact else "[red]NOT equal[/]"
+    equal = sum(step.loss == step.resumed_loss for step in outcome.steps)
+    console.print(
+        f"{equal} of {len(outcome.steps)} losses and the digests {outcome.digests[0][:12]} and {outcome.digests[1][:12]}: {verdict}"
+    )
+    best, cost = outcome.best, outcome.cost
+    console.print(f"best state: {best.uid[:10]}, step {best.step}, held-out loss {best.metrics['val_loss']:.4f}")
+    console.print(
+        f"{cost.captures} captures blocked training for {1e3 * cost.blocked_s / cost.captures:.2f} ms each, "
+        f"{100 * cost.blocked_s / cost.wall_s:.2f} % of {cost.wall_s:.0f} s"
+    )
+    console.print(f"picture: {os.path.relpath(outcome.picture)}")
+    console.print(f"to browse it: datastates serve --repo {os.path.relpath(outcome.picture.parent)}", soft_wrap=True)
+
+
+def outline(states: Sequence[State], keep: set[str]) -> list[State]:
+    """The states of ``keep``, newest first, each the child of its nearest ancestor among them."""
+    by_uid = {state.uid: state for state in states}
+    found = []
+    for state in sorted((by_uid[uid] for uid in keep), key=lambda state: state.created_at, reverse=True):
+        parents = state.parents[:1]
+        while parents and parents[0] not in keep:
+            parents = by_uid[parents[0]].parents[:1]
+        found.append(replace(state, parents=parents))
+    return found
+
+
+def _comparison(steps: Sequence[Step], ends: int = 4) -> Table:
+    table = Table("step", "main, never stopped", "resumed in a fresh process", title="loss after the tag", title_justify="left")
+    for index, step in enumerate(steps):
+        if ends <= index < len(steps) - ends:
+            if index == ends:
+                table.add_row("…", "…", "…")
+            continue
+        table.add_row(str(step.step), repr(step.loss), repr(step.resumed_loss), style=None if step.loss == step.resumed_loss else "red")
+    return table

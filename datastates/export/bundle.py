@@ -1,0 +1,271 @@
+"""States as a folder that can be carried elsewhere: their bytes, their lineage and their tags (``bundle_files`` says which files).
+
+Nothing in it is executed or unpickled. A bundle is a stranger: everything is checked, manifests against the lineage, chunks against
+digests that cannot be forged and that the bundle's own digest binds, before anything of it can be seen in the repository; what is
+written is what was checked, whatever happens to the folder meanwhile; and of a bundle that is refused nothing is left.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from datastates.clone.arrivals import make_tags
+from datastates.clone.landing.untrusted import check_manifest
+from datastates.clone.records import record_of, record_of_ref, ref_of, state_of
+from datastates.content.manifest import Manifest, PackInfo
+from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, PeerFault, Unavailable
+from datastates.lineage.change import clones, seals
+from datastates.lineage.change import refs as lineage_refs
+from datastates.lineage.change.record import mark
+from datastates.lineage.lookup import ids_of
+from datastates.lineage.search import walk
+from datastates.lineage.states import Ref, RefKind, State, Status
+from datastates.store.comparing import are_equal
+from datastates.store.local import LocalTier, Staged
+from datastates.store.mapped import MappedReader
+from datastates.store.placing import own_bytes
+from datastates.store.seal import SealedChunks
+from datastates.store.tier import Payload, Placed
+
+from .bundle_files import PACKS, VERSION, Lineage, check_places, read_chunks, read_lineage, write_chunks, write_lineage
+
+if TYPE_CHECKING:
+    from datastates.repository import Repository
+
+__all__ = ["Bundle", "export_bundle", "import_bundle"]
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What a bundle holds: states with their bytes, those asked for first; how many ancestors without bytes; tags.
+
+    ``bytes_new`` is what was written for it. ``digest`` binds all that it holds: whoever gets it from someone else than the bundle can be
+    sure that the bundle is the one that was written.
+    """
+
+    states: tuple[State, ...]
+    ancestors: int
+    tags: tuple[Ref, ...]
+    bytes_new: int
+    digest: str
+
+
+def export_bundle(repository: Repository, revs: Sequence[str], folder: str | os.PathLike[str], *, with_parents: bool = False) -> Bundle:
+    """Write states to a new folder, with the lineage and the tags of all their ancestors.
+
+    ``with_parents`` takes the bytes of what merged states were made of too, so that they can be made again elsewhere.
+
+    :raises Conflict: there is something in the folder.
+    :raises Unavailable: the bytes of a state are gone; names the nearest ancestor that has them.
+    """
+    root = Path(folder)
+    if isinstance(revs, str) or not revs:
+        raise InvalidInput(f"a bundle takes a list of states, not {revs!r}")
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise Conflict(f"{root} is not empty: name a new folder")
+    states = _chosen(repository, revs, with_parents=with_parents)
+    was_there = root.exists()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        found, bytes_new = _write_packs(repository, states, root)
+        lineage = _lineage_of(repository, states, found)
+        digest = write_lineage(lineage, root)
+    except BaseException:
+        for path in root.iterdir() if was_there else [root]:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    return Bundle(tuple(states), len(lineage.states) - len(states), tuple(map(ref_of, lineage.tags)), bytes_new, digest)
+
+
+def import_bundle(repository: Repository, folder: str | os.PathLike[str], *, digest: str | None = None) -> Bundle:
+    """Bring the states of a bundle into a repository: durable, with their ancestry, edges, metrics, attributes and tags.
+
+    States that are here already stay as they are. All or nothing: everything is checked first, then written beside what is here, then
+    becomes visible with the lineage. ``digest`` is what ``export_bundle`` said, if it came by another way than the bundle.
+
+    :raises NotFound: there is no bundle in the folder.
+    :raises Corrupt: a byte of it is wrong, or it is not the bundle of that digest; names the file.
+    :raises Conflict: another state of the same uid is here.
+    """
+    root = Path(folder)
+    lineage, found = read_lineage(root)
+    if digest is not None and digest != found:
+        raise Corrupt(f"{root} is the bundle of digest {found}, not {digest[:64]}: it is another one, or was changed on the way")
+    states = _states(lineage)
+    with repository._database.read() as session:
+        clones.check_ancestry(session, list(states.values()))
+        sealed = seals.seals(session, lineage.held)
+    folder_uid = repository._home.check_writable()
+    with ExitStack() as stack:
+        staged = _stage(repository, root, lineage, states, sealed, stack)
+        placed = _commit(repository, staged, states, source=f"bundle {found[:16]}", folder_uid=folder_uid)
+    tags = [ref_of(record) for record in lineage.tags]
+    make_tags(repository, tags)
+    held = tuple(repository.state(uid) for uid in lineage.held)
+    return Bundle(held, len(states) - len(held), tuple(tags), sum(each.bytes_new for each in placed.values()), found)
+
+
+# Out
+
+
+def _chosen(repository: Repository, revs: Sequence[str], *, with_parents: bool) -> list[State]:
+    chosen = {state.uid: state for state in map(repository.state, revs)}
+    for state in list(chosen.values()) if with_parents else ():
+        if "merge.method" in state.attributes:
+            base = state.attributes.get("merge.base")
+            made_of = [*state.parents, *([] if base is None else [str(base)])]
+            chosen |= {uid: repository.state(uid) for uid in made_of if uid not in chosen}
+    return list(chosen.values())
+
+
+def _write_packs(repository: Repository, states: Sequence[State], root: Path) -> tuple[dict[str, str], int]:
+    """The seal of each state, which it has from now on here too, and how many bytes were written."""
+    tier, base, written = LocalTier(root / PACKS, direct=repository.config.direct_io), None, 0
+    found: dict[str, str] = {}
+    for state in states:
+        with repository._open_payload(state, verify=True) as reader:
+            chunks = SealedChunks(reader)
+            chunks.check()
+            repository._seal(state.uid, chunks.seal)
+            bare = msgspec.structs.replace(reader.manifest, packs=(), refs=())
+            placed = tier.put(Payload(bare, chunks, is_on_demand=True), base=base)
+            write_chunks(root, state.uid, chunks.digests)
+            found[state.uid] = chunks.seal
+        base, written = placed.manifest, written + placed.bytes_new
+    return found, written
+
+
+def _lineage_of(repository: Repository, states: Sequence[State], found: dict[str, str]) -> Lineage:
+    uids = [state.uid for state in states]
+    with repository._reading() as session:
+        above = {id_ for uid in uids for id_ in walk.ancestor_ids(session, uid)}
+        everything = walk.states(session, sorted({*above, *ids_of(session, uids)}))  # parents have lower ids than their children
+        names = {state.uid for state in everything}
+        tags = [ref for ref in lineage_refs.refs(session, RefKind.TAG) if ref.state in names]
+        where = clones.repository_uid(session)
+    return Lineage(VERSION, where, tuple(uids), tuple(map(record_of, everything)), tuple(map(record_of_ref, tags)), found)
+
+
+# In
+
+
+def _states(lineage: Lineage) -> dict[str, State]:
+    """By uid, each behind its parents."""
+    states: dict[str, State] = {}
+    for record in lineage.states:
+        try:
+            state = state_of(record)
+        except PeerFault as exc:
+            raise Corrupt(f"the bundle has a state that cannot be one: {exc}") from exc
+        if _DIGEST.fullmatch(state.digest) is None or state.uid in states:
+            raise Corrupt(f"the bundle has state {state.uid} twice, or of a digest that is none")
+        lacking = [uid for uid in state.parents if uid not in states]
+        if lacking:
+            raise Corrupt(f"the bundle has state {state.uid} without its parent {lacking[0]}, or before it")
+        states[state.uid] = state
+    strangers = [uid for uid in lineage.held if uid not in states]
+    if len(set(lineage.held)) < len(lineage.held):
+        raise Corrupt("the bundle claims the bytes of a state twice")
+    if strangers:
+        raise Corrupt(f"the bundle claims the bytes of {strangers[0]}, which is none of its states")
+    return states
+
+
+def _stage(
+    repository: Repository, root: Path, lineage: Lineage, states: dict[str, State], sealed: dict[str, str], stack: ExitStack
+) -> dict[str, tuple[Staged, Manifest, str]]:
+    """Every state with bytes, checked and written where nobody sees it yet, with its seal."""
+    folder = root / PACKS
+    if not folder.is_dir():
+        raise NotFound(f"{folder} is not there: the bundle is not whole")
+    source, staged = LocalTier(folder), dict[str, tuple[Staged, Manifest, str]]()
+    known: dict[tuple[bytes, int, bytes], tuple[PackInfo, int]] = {}
+    for uid in lineage.held:
+        try:
+            manifest = source.manifest(uid)
+        except NotFound as exc:
+            raise Corrupt(f"the bundle says that it has the bytes of state {uid}, and has not: {exc}") from exc
+        _check_manifest(manifest, states[uid], states)
+        check_places(manifest)
+        digests = None if lineage.version == 1 else read_chunks(root, manifest, lineage.seals)
+        reader = stack.enter_context(MappedReader(folder, manifest, verify=True))  # without a lock, which others could hold for ever
+        reader.verify_headers()
+        chunks = SealedChunks(reader, digests)
+        chunks.check()
+        seals.check(sealed.get(uid), chunks.seal, uid)
+        _check_same(repository, manifest, chunks)
+        shared = {key[:2]: known[key] for key in _keys(manifest, chunks) if key in known}
+        bare = msgspec.structs.replace(manifest, packs=(), refs=())
+        made = stack.enter_context(repository._local.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
+        known |= {key: place for key, place in zip(_keys(manifest, chunks), made.places(), strict=False) if key not in known}
+        staged[uid] = made, manifest, chunks.seal
+    return staged
+
+
+def _keys(manifest: Manifest, chunks: SealedChunks) -> list[tuple[bytes, int, bytes]]:
+    return [(chunk.digest, chunk.length, digest) for chunk, digest in zip(manifest.content.chunks, chunks.digests, strict=True)]
+
+
+def _check_same(repository: Repository, manifest: Manifest, chunks: SealedChunks) -> None:
+    """A state that is in memory here is not on disk what somebody else says that it is. (One on disk is compared as it is staged.)"""
+    if repository._memory is None:
+        return
+    uid = manifest.origin.uid
+    try:
+        reader = repository._memory.open(uid)
+    except NotFound:
+        return
+    with reader:
+        are_same = reader.manifest.digest == manifest.digest
+        if not are_same or not all(are_equal(reader.chunk(index), chunk) for index, chunk in enumerate(chunks)):
+            raise Conflict(f"state {uid} is in memory here, with other bytes than the bundle's: one of them is forged")
+
+
+def _committed(staged: Staged, uid: str) -> Placed:
+    placed = staged.commit()
+    if placed is None:
+        raise Unavailable(f"a pack that state {uid} shares was removed while the bundle was imported: import it again")
+    return placed
+
+
+def _commit(
+    repository: Repository, staged: dict[str, tuple[Staged, Manifest, str]], states: dict[str, State], *, source: str, folder_uid: str
+) -> dict[str, Placed]:
+    """Lineage and files become visible together: files first, and they are taken back if the lineage does not take them."""
+    placed: dict[str, Placed] = {}
+    done: list[Staged] = []
+    try:
+        with repository._database.write(durable=True) as session:
+            clones.import_ancestry(session, list(states.values())[::-1])
+            for uid, (each, _, seal) in staged.items():
+                placed[uid] = found = _committed(each, uid)
+                done.append(each)
+                packs = [(pack.name, pack.size) for pack in found.manifest.packs]
+                mark(session, uid, Status.DURABLE, tier="local", node=folder_uid, bytes=own_bytes(found.manifest), packs=packs)
+                seals.seal(session, uid, seal)
+                if not each.was_here:
+                    clones.note(session, uid, node=folder_uid, source=source, bytes_moved=found.bytes_new)
+    except BaseException:
+        for each in reversed(done):
+            each.undo()
+        raise
+    return placed
+
+
+def _check_manifest(manifest: Manifest, state: State, states: dict[str, State]) -> None:
+    """The manifest is sound, and says of its parents what the lineage does: its digest covers theirs."""
+    check_manifest(msgspec.structs.replace(manifest, packs=(), refs=()))
+    parents = {uid: digest for uid, digest in zip(manifest.origin.parents, manifest.origin.parent_digests, strict=True) if uid in states}
+    if manifest.digest != state.digest or parents != {uid: states[uid].digest for uid in state.parents}:
+        raise Corrupt(f"state {state.uid} has another digest, or other parents, in its manifest than in the lineage of the bundle")

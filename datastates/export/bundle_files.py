@@ -1,0 +1,152 @@
+"""The files of a bundle, and reading them as a stranger's.
+
+    <folder>/packs/          packs and manifests, as a repository has them
+    <folder>/chunks/<uid>    the BLAKE3 of each chunk of a state, 32 bytes each, in their order
+    <folder>/lineage.json    every state in question, oldest first, whole or (ancestors) without bytes; which were asked for; tags; and
+                             the seal of each state with bytes, which binds its chunks (``seal``)
+    <folder>/lineage.blake3  the digest of that file, in hex: the bundle's digest, which binds all of it; written last
+
+Version 1 has no ``chunks`` and no seals.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from datastates.content.manifest import Manifest
+from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.store.files import sync_folder, write_file
+from datastates.store.pack import PAGE, padded
+from datastates.store.seal import DIGEST_BYTES, seal_of
+from datastates.system.regular import make_regular, read_regular
+from datastates.transport.protocol import RefRecord, StateRecord
+
+__all__ = ["PACKS", "Lineage", "check_places", "read_chunks", "read_lineage", "write_chunks", "write_lineage"]
+
+VERSION = 2
+PACKS = "packs"
+
+_LINEAGE, _DIGEST, _CHUNKS = "lineage.json", "lineage.blake3", "chunks"
+_MOST_BYTES = 256 << 20
+_UID = re.compile(r"[0-9a-f]{24}")
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """The file ``lineage.json``. ``held`` are the uids of states with bytes, each with its seal in ``seals``."""
+
+    version: int
+    repository: str
+    held: tuple[str, ...]
+    states: tuple[StateRecord, ...]
+    tags: tuple[RefRecord, ...]
+    seals: dict[str, str] = {}
+
+
+# Out
+
+
+def write_chunks(root: Path, uid: str, digests: Sequence[bytes]) -> None:
+    """The BLAKE3 of each chunk of a state."""
+    (root / _CHUNKS).mkdir(exist_ok=True)
+    _write(root / _CHUNKS / uid, b"".join(digests))
+
+
+def write_lineage(lineage: Lineage, root: Path) -> str:
+    """The last two files; the bundle's digest."""
+    plain = msgspec.to_builtins(lineage)
+    for state in plain["states"]:
+        for name in ("metrics", "attributes"):
+            state[name] = {key: _finite(value) for key, value in state[name].items()}
+    body = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode()
+    digest = blake3(body).hexdigest()
+    if lineage.held:
+        sync_folder(root / _CHUNKS)
+    _write(root / _LINEAGE, body)
+    _write(root / _DIGEST, digest.encode())
+    sync_folder(root)
+    return digest
+
+
+def _write(path: Path, data: bytes) -> None:
+    fd = make_regular(path)
+    try:
+        write_file(fd, data)
+    finally:
+        os.close(fd)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they stand in a list."""
+    return [str(value)] if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# In
+
+
+def read_lineage(root: Path) -> tuple[Lineage, str]:
+    """The lineage of a bundle, and its digest.
+
+    :raises NotFound: there is none.
+    """
+    body = _read(root / _LINEAGE, _MOST_BYTES, lambda path: f"{root} holds no bundle, or one that was not written to its end: no {path}")
+    said = _read(root / _DIGEST, PAGE, lambda path: f"{root} holds no bundle, or one that was not written to its end: no {path}")
+    digest = blake3(body).hexdigest()
+    if digest.encode() != said.strip():
+        raise Corrupt(f"{root / _LINEAGE} fails its digest in {_DIGEST}: it was changed or cut")
+    try:
+        plain = json.loads(body)
+        if plain["version"] not in (1, VERSION):
+            raise Unavailable(f"{root} is a bundle of version {plain['version']}, this datastates reads up to {VERSION}: upgrade it")
+        for state in plain["states"]:
+            for name in ("metrics", "attributes"):
+                state[name] = {key: float(value[0]) if isinstance(value, list) else value for key, value in state[name].items()}
+        return msgspec.convert(plain, Lineage), digest
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as exc:
+        raise Corrupt(f"{root / _LINEAGE} is no lineage: {exc}") from exc
+
+
+def read_chunks(root: Path, manifest: Manifest, seals: Mapping[str, str]) -> list[bytes]:
+    """The BLAKE3 of each chunk, which make the seal that the lineage has.
+
+    :raises Corrupt: they do not.
+    """
+    uid, count = manifest.origin.uid, len(manifest.content.chunks)
+    if _UID.fullmatch(uid) is None or uid not in seals:
+        raise Corrupt(f"{root / _LINEAGE} has no seal of state {uid!r}, whose bytes it says it has")
+    path = root / _CHUNKS / uid
+    data = _read(path, DIGEST_BYTES * count, lambda path: f"the bundle has the bytes of state {uid} and not their digests: no {path}")
+    digests = [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
+    if len(data) != DIGEST_BYTES * count or seal_of(manifest.digest, digests) != seals[uid]:
+        raise Corrupt(f"{path} has other digests of the {count} chunks of state {uid} than its seal in {_LINEAGE}: it was changed or cut")
+    return digests
+
+
+def check_places(manifest: Manifest) -> None:
+    """Nothing, if no chunk lies over another: what is read is then not more than what there is.
+
+    :raises Corrupt: one does.
+    """
+    places = {(ref.pack, ref.offset, chunk.length) for ref, chunk in zip(manifest.refs, manifest.content.chunks, strict=True)}
+    before, end = -1, 0
+    for pack, offset, length in sorted(places):
+        if offset % PAGE or (pack == before and offset < end):
+            raise Corrupt(f"state {manifest.origin.uid} has a chunk at {offset} of {manifest.packs[pack].name}, over another or in no page")
+        before, end = pack, offset + padded(length)
+
+
+def _read(path: Path, most: int, missing: Callable[[str], str]) -> bytes:
+    try:
+        return read_regular(path, most=most)
+    except FileNotFoundError as exc:
+        raise NotFound(missing(path.name)) from exc
+    except OSError as exc:
+        raise Unavailable(f"{path} cannot be read: {exc.strerror}") from exc

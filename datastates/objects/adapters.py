@@ -1,0 +1,279 @@
+"""What the user tracks as one plain tree of live tensors: modules, optimizers, anything with a state_dict, and containers."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from datastates.content.arrays import MAX_DEPTH
+from datastates.errors import InvalidInput
+
+from .generators import is_generator, state_of
+from .model_state import ModelState, Seen
+from .names import Owner, canonical_name, join, parameter_names, split_wrappers
+from .optimizer_state import OptimizerState
+from .optimizers import check_optimizer_form, with_inner
+from .rng import RngState
+
+__all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state", "holds_state", "parts"]
+
+GRADIENTS = "gradients"
+"""The top-level name under which gradients stand: ``gradients/<module>/<parameter>``."""
+
+IN_BACKWARD = "in_backward"
+"""The top-level name of optimizers that step during backward: ``in_backward/<module>/<parameter>/<index>``."""
+
+_LEAVES = frozenset({torch.Tensor, nn.Parameter, int, float, str, bool, bytes, type(None)})
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.CoroutineType, type)
+
+
+class Adapted:
+    """The tracked objects. All methods belong to the training thread.
+
+    Optimizers that torch runs inside backward are found on the parameters and tracked with their module.
+
+    :raises InvalidInput: something cannot be tracked; names it and says what can.
+    """
+
+    def __init__(self, objects: Mapping[str, object], *, gradients: bool = False) -> None:
+        for path, found in parts(objects):
+            _check_trackable(path, found)
+        if gradients and GRADIENTS in objects:
+            raise InvalidInput(f"the name {GRADIENTS!r} is taken by the gradients: rename that object")
+        self.objects = _with_hidden_optimizers(objects)
+        self._has_gradients = gradients
+        self._models: dict[int, ModelState] = {}
+        self._optimizer_states: dict[int, OptimizerState] = {}
+        self.lasting: list[object] = []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Every tracked module, and what wrappers among them wrap."""
+        return [part for _, found in parts(self.objects) if isinstance(found, nn.Module) for part in split_wrappers(found)]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Every tracked optimizer."""
+        return [found for _, found in parts(self.objects) if isinstance(found, Optimizer)]
+
+    def tree(self) -> dict[str, object]:
+        """Nested plain containers of everything tracked, as it is now; tensors are the live ones, not copies.
+
+        Generators of random numbers are read last: a loader that is asked for its state may draw from them. ``lasting`` then lists the
+        parts of it that are the very same objects as long as they hold the same tensors under the same names: to walk them again is
+        not needed.
+        """
+        walk = _Walk(self)
+        tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
+        self.lasting = [model for _, model in walk.trees]
+        if walk.optimizers:
+            self._add_optimizers(walk)
+        if self._has_gradients:
+            tree[GRADIENTS] = {path: _gradients_of(model) for path, model in walk.trees}
+        for out, generator in walk.generators:
+            out.update(generator.state_dict() if isinstance(generator, RngState) else state_of(generator))
+        return tree
+
+    def outlook(self) -> dict[str, object]:
+        """The tree as far as it can be looked at before the training begins, to find what no state can hold.
+
+        Whatever can be iterated over is not asked: a loader that says its position makes its iterator, and draws from the generators.
+        """
+        walk = _Walk(self, is_outlook=True)
+        tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
+        if walk.optimizers:
+            self._add_optimizers(walk)
+        return tree
+
+    def _add_optimizers(self, walk: _Walk) -> None:
+        trees, labels = Seen([tree for _, tree in walk.trees], []), ([path for path, _ in walk.trees], self._loose())
+        for out, optimizer in walk.optimizers:
+            state = self._optimizer_states.setdefault(id(optimizer), OptimizerState(optimizer))
+            names = partial(self._names_in, walk, optimizer)
+            out.update(state.tree(names, trees, labels))
+            self.lasting += state.lasting
+
+    def _names_in(self, walk: _Walk, optimizer: Optimizer) -> list[list[str]]:
+        return self._names([(path, _by_id(tree)) for path, tree in walk.trees], optimizer)
+
+    def model_state(self, path: str, module: nn.Module) -> ModelState:
+        """What keeps the names of a tracked module."""
+        model = self._models.get(id(module))
+        if model is None:
+            model = self._models[id(module)] = ModelState(path, module)
+        return model
+
+    def models(self) -> list[tuple[str, ModelState]]:
+        """The tracked modules by path."""
+        return [(path, self.model_state(path, found)) for path, found in parts(self.objects) if isinstance(found, nn.Module)]
+
+    def names_of(self, optimizer: Optimizer) -> list[list[str]]:
+        """The name of each parameter of each group, as ``tree`` writes them."""
+        return self._names([(path, _by_id(model.tree())) for path, model in self.models()], optimizer)
+
+    def fenced(self) -> list[torch.Tensor]:
+        """The live tensors that a tracked optimizer alone changes: its parameters and the tensors of its state."""
+        found: dict[int, torch.Tensor] = {}
+        for optimizer in (each for tracked in self.optimizers for each in with_inner(tracked)):
+            for group in optimizer.param_groups:
+                found.update((id(parameter), parameter) for parameter in group["params"])
+            for _, value in parts({"": list(optimizer.state.values())}):
+                if isinstance(value, torch.Tensor):
+                    found[id(value)] = value
+        return list(found.values())
+
+    def size_bytes(self) -> int:
+        """About how large a state is, as far as can be told without asking anybody for it: modules and optimizers."""
+        held = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+        dense = (tensor for tensor in (*held, *self.fenced()) if tensor.layout is torch.strided and not tensor.is_meta)
+        return sum({id(tensor): tensor.nbytes for tensor in dense}.values())  # sparse ones do not tell
+
+    def frozen(self) -> list[torch.Tensor]:
+        """The parameters that ask for no gradient: they stay the same from state to state."""
+        return [parameter for module in self.modules for parameter in module.parameters() if not parameter.requires_grad]
+
+    def _names(self, owners: Sequence[Owner], optimizer: Optimizer) -> list[list[str]]:
+        return parameter_names(owners, self._loose, optimizer.param_groups)
+
+    def _loose(self) -> dict[int, str]:
+        return {id(found): path for path, found in parts(self.objects) if isinstance(found, torch.Tensor)}
+
+
+class _Walk:
+    """One walk over the objects. What needs names, or must come last, stands as an empty dict until the walk is over."""
+
+    def __init__(self, adapted: Adapted, *, is_outlook: bool = False) -> None:
+        self._adapted, self._is_outlook = adapted, is_outlook
+        self.trees: list[tuple[str, OrderedDict[str, object]]] = []
+        self.optimizers: list[tuple[dict[str, object], Optimizer]] = []
+        self.generators: list[tuple[dict[str, object], object]] = []
+
+    def tree_of(self, path: str, found: Any) -> object:
+        """``found`` as a plain tree."""
+        kind = type(found)
+        if kind in _LEAVES:
+            return found
+        if self._is_outlook and not _is_ready(found):
+            return None
+        if isinstance(found, nn.Module):
+            tree = self._adapted.model_state(path, found).tree()
+            self.trees.append((path, tree))
+            return tree
+        if isinstance(found, Optimizer):
+            return _later(self.optimizers, found)
+        if isinstance(found, RngState):
+            return _later(self.generators, found)
+        if has_state(found):
+            return _peek(found) if self._is_outlook else found.state_dict()
+        if kind is list or kind is tuple or kind is deque:
+            items = [child if type(child) in _LEAVES else self.tree_of(join(path, i), child) for i, child in enumerate(found)]
+            return items if kind is list else tuple(items) if kind is tuple else deque(items, found.maxlen)
+        if kind is dict or kind is OrderedDict or kind is defaultdict:
+            plain = {key: child if type(child) in _LEAVES else self.tree_of(join(path, key), child) for key, child in found.items()}
+            if isinstance(found, defaultdict):
+                return defaultdict(found.default_factory, plain)
+            return OrderedDict(plain) if kind is OrderedDict else plain
+        return _later(self.generators, found) if is_generator(found) else found
+
+
+def _is_ready(found: object) -> bool:
+    """Whether something can be asked for its state before the first step without a change, and has one."""
+    if isinstance(found, nn.Module):
+        return not any(is_lazy(tensor) or tensor.is_meta for tensor in (*found.parameters(), *found.buffers()))
+    return not has_state(found) or not isinstance(found, Iterable)
+
+
+def _peek(found: Any) -> object:
+    try:
+        return found.state_dict()
+    except Exception:  # it may be ready by the first capture, which raises otherwise
+        return None
+
+
+def has_state(found: object) -> bool:
+    """Whether ``found`` gives and takes a state by itself."""
+    is_stateful = callable(getattr(found, "state_dict", None)) and callable(getattr(found, "load_state_dict", None))
+    return is_stateful and not isinstance(found, type)
+
+
+def holds_state(found: object) -> bool:
+    """Whether there is something in ``found`` that another value cannot replace: it is put back in place, or not at all."""
+    if isinstance(found, dict):
+        return any(map(holds_state, found.values()))
+    if isinstance(found, list | tuple | deque):
+        return any(map(holds_state, found))
+    return has_state(found) or is_generator(found)
+
+
+def parts(objects: Mapping[Any, object], path: str = "", _above: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Everything tracked that is no container, with its path.
+
+    :raises InvalidInput: a container holds itself.
+    """
+    for key, found in objects.items():
+        here = join(path, key)
+        if not isinstance(found, dict | list | tuple | deque):
+            yield here, found
+            continue
+        if len(_above) > MAX_DEPTH or any(found is each for each in _above):
+            raise InvalidInput(f"{here[:80]} is a {type(found).__name__} that holds itself, or is nested too deep: break the cycle")
+        yield from parts(found if isinstance(found, dict) else dict(enumerate(found)), here, (*_above, found))
+
+
+def _check_trackable(path: str, found: object) -> None:
+    if isinstance(found, Optimizer):
+        check_optimizer_form(path, found)
+    if has_state(found):
+        return
+    kind = type(found).__name__
+    if isinstance(found, DataLoader):
+        raise InvalidInput(
+            f"{path} is a DataLoader, which does not know its position: leave it out and loop over run.steps(loader), which finds the place"
+            " again; in a loop without run.steps track torchdata's StatefulDataLoader instead"
+        )
+    if isinstance(found, _CODE):
+        raise InvalidInput(f"{path} is {getattr(found, '__qualname__', kind)!r}, a {kind}, which has no state: leave it out")
+    if isinstance(found, Iterator):
+        raise InvalidInput(f"{path} is a {kind}, whose position cannot be read: track what it iterates over")
+    if callable(getattr(found, "state_dict", None)):
+        raise InvalidInput(f"{path} is a {kind} with state_dict and without load_state_dict: add that, or track its state_dict()")
+
+
+def _with_hidden_optimizers(objects: Mapping[str, object]) -> dict[str, object]:
+    """The objects, and the optimizers that step in backward where nobody tracks them."""
+    tracked = {id(found) for _, found in parts(objects) if isinstance(found, Optimizer)}
+    hidden: dict[str, dict[str, list[Optimizer]]] = {}
+    for path, module in parts(objects):
+        for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
+            optimizers = [item for item in getattr(parameter, "_in_backward_optimizers", ()) if id(item) not in tracked]
+            if optimizers:
+                tracked.update(map(id, optimizers))
+                hidden.setdefault(path, {})[canonical_name(module, name)] = optimizers
+    if hidden and IN_BACKWARD in objects:
+        raise InvalidInput(f"the name {IN_BACKWARD!r} is taken by the optimizers that step in backward: rename that object")
+    return {**objects, **({IN_BACKWARD: hidden} if hidden else {})}
+
+
+def _later(waiting: list[tuple[dict[str, object], Any]], found: object) -> dict[str, object]:
+    out: dict[str, object] = {}
+    waiting.append((out, found))
+    return out
+
+
+def _by_id(tree: OrderedDict[str, object]) -> dict[int, str]:
+    # Backwards, so that a tied parameter has the first of its names.
+    return {id(tree[name]): name for name in reversed(tree)}
+
+
+def _gradients_of(tree: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    parameters = ((name, leaf) for name, leaf in tree.items() if isinstance(leaf, nn.Parameter))
+    return {name: leaf.grad for name, leaf in parameters if leaf.grad is not None}

@@ -1,0 +1,162 @@
+"""A module's state as a plain tree under canonical names, and the way back to the names of a live module."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from datastates.errors import InvalidInput
+
+from .names import canonical_name
+
+__all__ = ["ModelState", "Seen", "metadata_for"]
+
+_PLAIN_METADATA = {"version": 1}
+
+
+class ModelState:
+    """One tracked module. Names are worked out once and kept until the module's keys change.
+
+    As long as every member of every part is the same object, ``tree`` gives the very same tree, without asking ``state_dict``.
+    """
+
+    __slots__ = ("_kinds", "_metadata", "_parts", "_raw", "_raw_metadata", "_seen", "_tree", "keys", "module", "path")
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        refuse_sharded(path, module)
+        self.path, self.module = path, module
+        self._raw: tuple[str, ...] = ()
+        self.keys: tuple[str, ...] = ()
+        self._raw_metadata: Mapping[str, Any] | None = None
+        self._metadata: OrderedDict[str, Any] = OrderedDict()
+        self._parts: list[dict[str, Any]] | None = None
+        self._kinds: frozenset[type[nn.Module]] = frozenset()
+        self._seen: Seen | None = None
+        self._tree: OrderedDict[str, object] = OrderedDict()
+
+    def tree(self) -> OrderedDict[str, object]:
+        """The live tensors (and extra state) by canonical name, in the module's order; not to be changed.
+
+        ``_metadata`` says nothing of modules of version 1, which almost all are: it is stored with every state.
+
+        :raises InvalidInput: a lazy module was not yet called.
+        """
+        if self._parts is not None and self._seen is not None and self._seen.is_still(_look(self._parts)) and self._is_made_by_torch():
+            return self._tree
+        self._parts = self._seen = None
+        if _has_plain_state(self.module):
+            self._parts = [part.__dict__ for part in self.module.modules()]
+            self._kinds = frozenset(map(type, self.module.modules()))
+            self._seen = _look(self._parts)
+        state: dict[str, object] = self.module.state_dict(keep_vars=True)
+        raw = tuple(state)
+        if raw != self._raw:
+            self._learn(raw, state)
+        tree = OrderedDict(zip(self.keys, state.values(), strict=True))
+        metadata = getattr(state, "_metadata", None)
+        if metadata is not None:
+            if metadata != self._raw_metadata:
+                self._raw_metadata, self._metadata = metadata, _compact(self.module, metadata)
+            tree._metadata = self._metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
+        self._tree = tree
+        return tree
+
+    def _is_made_by_torch(self) -> bool:
+        """Whether nobody has put a method of their own into a part, or into a class, since it was looked at."""
+        has_own = any("state_dict" in part or "_save_to_state_dict" in part for part in self._parts or ())
+        return not has_own and all(map(_is_plain_kind, self._kinds))
+
+    def raw_names(self) -> dict[str, str]:
+        """The module's own name of each canonical one; as of the last ``tree``."""
+        return dict(zip(self.keys, self._raw, strict=True))
+
+    def _learn(self, raw: tuple[str, ...], state: Mapping[str, object]) -> None:
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and is_lazy(value):
+                raise InvalidInput(f"{self.path}/{key} of a lazy module has no shape yet: run the model once on a batch, then go on")
+        keys = tuple(canonical_name(self.module, key) for key in raw)
+        if len(set(keys)) != len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InvalidInput(f"{self.path} has two entries named {twice!r} once wrappers are left out: track the wrapped module instead")
+        self._raw, self.keys = raw, keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """The objects that containers held, in order, and how many each of them held."""
+
+    objects: list[object]
+    counts: list[int]
+
+    def is_still(self, now: Seen) -> bool:
+        """Whether it is the same objects in the same places."""
+        return now.counts == self.counts and len(now.objects) == len(self.objects) and all(map(operator.is_, now.objects, self.objects))
+
+
+def _look(parts: list[dict[str, Any]]) -> Seen:
+    """Every member of the modules with these ``__dict__``s, by name and object."""
+    named = [*chain.from_iterable(map(_NAMED, parts))]
+    others = [*chain.from_iterable(map(_OTHERS, parts))]
+    objects = [*chain.from_iterable(named), *chain.from_iterable(map(_VALUES, named)), *chain.from_iterable(filter(None, others))]
+    return Seen(objects, [*map(len, named), *map(len, others)])
+
+
+_NAMED = operator.itemgetter("_parameters", "_buffers", "_modules")
+_OTHERS = operator.itemgetter("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")  # almost all are empty
+_VALUES = operator.methodcaller("values")
+
+
+def _has_plain_state(module: nn.Module) -> bool:
+    """Whether the module's ``state_dict`` is made by torch alone, of parameters and buffers only."""
+    return all(
+        _is_plain_kind(type(part))
+        and not isinstance(part, torch.jit.ScriptModule)  # its members are not in its ``__dict__``
+        and not part._state_dict_hooks
+        and not part._state_dict_pre_hooks
+        and "state_dict" not in part.__dict__
+        and "_save_to_state_dict" not in part.__dict__
+        for part in module.modules()
+    )
+
+
+def _is_plain_kind(kind: type[nn.Module]) -> bool:
+    return (
+        kind.state_dict is nn.Module.state_dict
+        and kind._save_to_state_dict is nn.Module._save_to_state_dict
+        and kind.get_extra_state is nn.Module.get_extra_state
+    )
+
+
+def metadata_for(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """A state's ``_metadata`` under the names of a live module, with what ``ModelState.tree`` left out."""
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    return OrderedDict((name, dict(metadata.get(canonical_name(module, name), _PLAIN_METADATA))) for name in names)
+
+
+def refuse_sharded(path: str, module: nn.Module) -> None:
+    """Refuse FSDP's first version, whose parameters are flattened together.
+
+    :raises InvalidInput: there is one inside ``module``; names it.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is None:
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, kind):
+            where = f"{path}/{name}" if name else path
+            raise InvalidInput(f"{where} is a FullyShardedDataParallel, which flattens its parameters: use torch's fully_shard instead")
+
+
+def _compact(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    # A wrapper and what it wraps share a name: the wrapped one comes later and stays.
+    named = OrderedDict((canonical_name(module, name), value) for name, value in metadata.items())
+    return OrderedDict((name, value) for name, value in named.items() if value != _PLAIN_METADATA)

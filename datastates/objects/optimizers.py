@@ -1,0 +1,68 @@
+"""Optimizers as scripts have them: torch's own, classes made from them, and wrappers that never called ``Optimizer.__init__``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from datastates.errors import InvalidInput
+
+__all__ = ["CLASS", "bare", "check_optimizer_form", "class_of", "has_hooks", "with_inner"]
+
+CLASS = "optimizer_class"
+"""Under which name an optimizer's tree says by what it was made."""
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether torch's hooks can be put on it: not on a wrapper that never called ``Optimizer.__init__``."""
+    return "_optimizer_step_pre_hooks" in vars(optimizer) and "_optimizer_load_state_dict_pre_hooks" in vars(optimizer)
+
+
+def with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizer, and those that it keeps as its attributes."""
+    found = [optimizer]
+    for each in found:
+        yield each
+        found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and not any(inner is other for other in found)]
+
+
+def bare(optimizer: Optimizer) -> Optimizer:
+    """Whose state it is: a wrapper that only hands through what another one has (Accelerate's, say) stands for that one."""
+    if not has_hooks(optimizer):
+        for inner in with_inner(optimizer):
+            if inner is not optimizer and _is_of(inner, optimizer):
+                return bare(inner)
+    return optimizer
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """What the state is of: torch's class that it is made from, whoever subclassed or wrapped it, else its own name, and what it wraps."""
+    optimizer = bare(optimizer)
+    kind = type(optimizer)
+    base = next((each for each in kind.__mro__ if each.__module__.startswith("torch.optim.") and each is not Optimizer), None)
+    if base is not None:
+        return f"torch.optim.{base.__name__}"
+    inner = next((each for each in with_inner(optimizer) if each is not optimizer), None)
+    return kind.__name__ if inner is None else f"{kind.__name__} of {class_of(inner)}"
+
+
+def check_optimizer_form(path: str, optimizer: Optimizer) -> None:
+    """Nothing, if it can be read like an optimizer.
+
+    :raises InvalidInput: it has no parameter groups or no state; says what to track instead.
+    """
+    groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
+    if isinstance(groups, list) and isinstance(state, Mapping):
+        return
+    others = [name for name, found in vars(optimizer).items() if isinstance(found, Optimizer)]
+    hint = f"track its .{others[0]}" if others else "track the optimizer that it wraps"
+    raise InvalidInput(f"{path} is a {type(optimizer).__name__}, an optimizer without param_groups and state: {hint} instead")
+
+
+def _is_of(inner: Optimizer, outer: Optimizer) -> bool:
+    if outer.state is not inner.state or outer.param_groups is not inner.param_groups:
+        return False
+    stored: Any = outer.state_dict()
+    return isinstance(stored, dict) and stored.keys() == {"state", "param_groups"}

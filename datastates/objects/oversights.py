@@ -1,0 +1,136 @@
+"""What a script most likely does not mean: refused where it is certain, else said once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from datastates.errors import InvalidInput
+
+from .adapters import has_state, parts
+from .rng import RngState
+
+__all__ = ["Oversights", "refuse_misspelt"]
+
+_log = logging.getLogger("datastates")
+
+_IDLE = 3
+"""So many captures in a row must find an optimizer idle while its parameters change."""
+
+_OFTEN = 64
+"""Buffers are looked at by each of the first captures, and then by each of so many: there may be hundreds."""
+
+
+def refuse_misspelt(given: Iterable[str], options: Collection[str]) -> None:
+    """Refuse a plain value whose name is nearly that of an option.
+
+    :raises InvalidInput: names the option.
+    """
+    for name in given:
+        close = get_close_matches(name, options, n=1, cutoff=0.82) or [each for each in options if sorted(each) == sorted(name)]
+        if close and name not in options:
+            raise InvalidInput(f"{name} is no option and would be tracked as a value: did you mean {close[0]}? If not, rename it")
+
+
+class Oversights:
+    """Looks at what is tracked, at every capture; costs microseconds."""
+
+    def __init__(self, objects: Mapping[str, object], outlook: Mapping[str, object], has_stepped: Callable[[Optimizer], bool]) -> None:
+        self._has_stepped = has_stepped
+        self._optimizers = [(path, found) for path, found in parts(objects) if isinstance(found, Optimizer)]
+        self._buffers = [each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _left_out(path, found)]
+        self._looks = 0
+        self._stamps: list[object] | None = None
+        self._versions: dict[int, object] = {}
+        self._idle: dict[int, int] = {}
+        self._warn_of_metrics([each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _metrics(path, found)])
+        empty = [name for name, tree in outlook.items() if isinstance(tree, dict) and not tree]
+        self._warn_of_empty([name for name in empty if name in objects and _keeps_something(objects[name])])
+
+    def look(self) -> None:
+        """Say what is seen now for the first time."""
+        self._looks += 1
+        if self._buffers and (self._looks < _OFTEN or not self._looks % _OFTEN):
+            self._look_at_buffers()
+        if self._optimizers:
+            self._look_at_optimizers()
+
+    def _warn_of_metrics(self, names: list[str]) -> None:
+        if names:
+            said = "%s: what it has counted is not in its state_dict, so no state has it; call its persistent(True) before it is tracked"
+            _log.warning(said, ", ".join(names))
+
+    def _warn_of_empty(self, names: list[str]) -> None:
+        if names:
+            _log.warning("%s: its state_dict is empty, so no state has anything of it", ", ".join(names))
+
+    def _look_at_buffers(self) -> None:
+        stamps = [_stamp(buffers.get(name)) for _, buffers, name in self._buffers]
+        changed = [self._buffers[i][0] for i, stamp in enumerate(stamps) if self._stamps is not None and stamp != self._stamps[i]]
+        self._stamps = stamps
+        if changed:
+            self._buffers = []
+            _log.warning(
+                "%s: registered with persistent=False, and changed since the last capture: no state has it; register it without that if"
+                " training depends on it",
+                ", ".join(changed[:6]),
+            )
+
+    def _look_at_optimizers(self) -> None:
+        stepped = {id(optimizer): self._has_stepped(optimizer) for _, optimizer in self._optimizers}
+        for path, optimizer in self._optimizers:
+            version = _stamp(next(_parameters(optimizer), None))
+            before = self._versions.get(id(optimizer), version)
+            self._versions[id(optimizer)] = version
+            if stepped[id(optimizer)]:
+                self._idle[id(optimizer)] = 0
+            elif version != before:
+                self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1
+            if self._idle.get(id(optimizer), 0) == _IDLE and not self._is_shared(optimizer, stepped):
+                _log.warning(
+                    "%s takes no step although its parameters change: if another optimizer took its place, no state has that one; track it"
+                    " instead",
+                    path,
+                )
+
+    def _is_shared(self, optimizer: Optimizer, stepped: Mapping[int, bool]) -> bool:
+        """Whether another tracked optimizer trains its parameters."""
+        mine = {id(parameter) for parameter in _parameters(optimizer)}
+        others = [other for _, other in self._optimizers if stepped[id(other)]]
+        return any(id(parameter) in mine for other in others for parameter in _parameters(other))
+
+
+def _keeps_something(found: object) -> bool:
+    is_known = isinstance(found, nn.Module | RngState | torch.amp.GradScaler)  # a scaler that is switched off has no state
+    is_asked_later = hasattr(found, "__iter__")  # not in the outlook
+    return has_state(found) and not is_known and not is_asked_later and bool(getattr(found, "__dict__", None))
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _left_out(path: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The buffers that ``state_dict`` leaves out: name, where it stands, and its key there."""
+    for where, part in module.named_modules():
+        for name in part._non_persistent_buffers_set:
+            yield f"{path}/{where}.{name}" if where else f"{path}/{name}", part._buffers, name
+
+
+def _metrics(path: str, module: nn.Module) -> Iterator[str]:
+    """The metrics, as torchmetrics makes them, whose state is not in their ``state_dict``."""
+    for where, part in module.named_modules():
+        persistent = part.__dict__.get("_persistent")
+        if part.__dict__.get("_defaults") and isinstance(persistent, dict) and not all(persistent.values()):
+            yield f"{path}/{where}" if where else path
+
+
+def _stamp(tensor: torch.Tensor | None) -> object:
+    """Another one once the tensor was replaced or changed in place, as far as torch counts that."""
+    return None if tensor is None else (id(tensor), None if tensor.is_inference() else tensor._version)

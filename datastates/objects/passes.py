@@ -1,0 +1,294 @@
+"""One pass over the data: which sources keep their place by themselves, and how the place in any other is found again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum, auto
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from datastates.errors import InvalidInput
+
+from .adapters import has_state
+from .generators import is_generator, load_generator, state_of, tensor_of
+from .rng import RngState
+from .sampler import Batches, PermutationSampler
+
+__all__ = ["Pass", "keeping_generators", "parts_of", "set_epoch"]
+
+_log = logging.getLogger("datastates")
+
+_WITHIN = ("sampler", "batch_sampler", "iterable", "dataloader", "_dataloader")
+"""Where loaders, and what wraps them (tqdm, Lightning's Fabric), keep what they draw from."""
+
+
+class _Kind(Enum):
+    KEEPS = auto()  # something tracked knows the place
+    AHEAD = auto()  # a tracked sampler knows what workers have fetched: it is told what was handed out
+    REPLAYED = auto()  # begun again from the same random numbers, and what was handed out is dropped
+    ONCE = auto()  # an iterator: nobody knows where it is
+
+
+_BEGUN_AGAIN = (_Kind.REPLAYED, _Kind.AHEAD)
+
+
+class Pass:
+    """One iteration over ``source``, from ``place`` on if one is given; ``place`` then says how far it has come.
+
+    A DataLoader draws the seed of its workers from torch's generator when its iterator is made. A pass that goes on had done so before
+    its state was taken: whatever is drawn until the place is reached is put back.
+    """
+
+    def __init__(self, source: Iterable[Any], is_tracked: Callable[[object], bool], tracked: Iterable[object]) -> None:
+        self._source, self._tracked = source, tracked
+        self._parts = parts_of(source)
+        self._loader = next((part for part in self._parts if isinstance(part, DataLoader)), None)
+        keepers = [part for part in self._parts if is_tracked(part)]
+        self._kind = _kind_of(source, keepers, self._loader)
+        self._sampler = next((part for part in keepers if isinstance(part, PermutationSampler)), None)
+        self._is_torchdata = any(type(part).__module__.startswith("torchdata.stateful_dataloader") for part in keepers)
+        self._length = _length_of(source, self._parts)
+        self._begin: Mapping[str, Any] = {}
+        self.batches = 0
+        self.is_over = self.is_left = False
+        if self._kind is _Kind.ONCE and not isinstance(source, GeneratorType):
+            _log.warning(
+                "run.steps is given %s, whose place in the data is not known: a training that is resumed begins it again;"
+                " pass the loader itself, as in enumerate(run.steps(loader))",
+                type(source).__name__,
+            )
+
+    @property
+    def place(self) -> dict[str, object]:
+        """Plain values that lead back here, in another process too."""
+        place: dict[str, object] = {"batches": self.batches, "is_over": self.is_over, "length": self._length}
+        begin = self.left_behind if self.is_over else self._begin
+        return {**place, "begin": begin} if begin else place
+
+    @property
+    def left_behind(self) -> dict[str, object]:
+        """What nobody tracks and the next pass over the same source depends on: its own generators and samplers; usually nothing."""
+        if self._kind not in _BEGUN_AGAIN:
+            return {}
+        left = {"generators": self._own_generators(), "samplers": self._own_samplers()}
+        return left if any(left.values()) else {}
+
+    def recall(self, left_behind: Mapping[str, Any]) -> None:
+        """Take over what an earlier pass left behind."""
+        if left_behind and self._kind in _BEGUN_AGAIN:
+            self._put_own(left_behind)
+
+    def begin(self, epoch: int | None, *, drop: bool = False) -> Iterator[Any]:
+        """The batches of a new pass; ``epoch`` is told to samplers that ask for it. ``drop``: not the rest of one that was left."""
+        self.batches, self.is_over, self.is_left = 0, False, True
+        if epoch is not None:
+            for part in self._parts:
+                set_epoch(part, epoch)
+        if drop and self._is_torchdata:
+            iter(self._source)  # the iterator that restoring made
+        if self._kind in _BEGUN_AGAIN:
+            self._begin = self._snapshot()
+        return self._counted(self._held())
+
+    def go_on(self, place: Mapping[str, Any], epoch: int | None) -> Iterator[Any] | None:
+        """The batches after ``place``; None if there are none, as far as can be told before asking for one."""
+        self.batches, self.is_over, self.is_left = int(place["batches"]), False, True
+        is_used_up, self._begin = self._is_used_up(), place.get("begin", {})
+        if self._kind is _Kind.REPLAYED:
+            if place.get("length") != self._length or not self._begin:
+                _log.warning(
+                    "the state was taken after %d batches of a loader of %s, and run.steps is given one of %s: it begins with its first"
+                    " batch; give it the same loader as then",
+                    self.batches, place.get("length"), self._length,
+                )  # fmt: skip
+                return self.begin(epoch)
+            if is_used_up and not self._has_own_state():
+                return None
+            return self._counted(self._replay())
+        if is_used_up:
+            return None
+        if self._kind is _Kind.AHEAD and self._is_order_as_begun():
+            return self._counted(self._replay())
+        if self._kind is _Kind.ONCE:
+            _log.warning("run.steps is given a generator, whose place is not known: see that it begins after batch %d itself", self.batches)
+        with keeping_generators(self._tracked):
+            iterator = self._held()
+        return self._counted(iterator)
+
+    def leave(self) -> None:
+        """The loop over this pass ended, or was left."""
+        self.is_over = True
+        if self._kind is _Kind.AHEAD and self._sampler is not None:
+            self._sampler.let_go(is_over=not self.is_left)
+
+    def is_same(self, other: Pass) -> bool:
+        """Whether both are over the same source."""
+        return self._source is other._source
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether another pass can be begun."""
+        return self._kind is not _Kind.ONCE
+
+    def _is_used_up(self) -> bool:
+        if self._kind is _Kind.REPLAYED:
+            return self._length is not None and self.batches >= self._length
+        is_endless = isinstance(self._source, Batches) and self._source.epochs != 1
+        return self._sampler is not None and not is_endless and self._sampler.is_at_end
+
+    def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch in iterator:
+            self.batches += 1
+            self._hand_out()
+            yield batch
+        self.is_left = False
+
+    def _hand_out(self) -> None:
+        if self._kind is _Kind.AHEAD and self._sampler is not None:
+            self._sampler.hand_out(_batch_size(self._loader))
+
+    def _held(self) -> Iterator[Any]:
+        if self._kind is _Kind.AHEAD and self._sampler is not None:
+            self._sampler.hold()
+        return iter(self._source)
+
+    def _replay(self) -> Iterator[Any]:
+        if self._loader is not None and self._loader.persistent_workers:
+            _log.warning(
+                "the loader keeps its workers: if its dataset draws random numbers there, those of the epoch that goes on are others than"
+                " they were; persistent_workers=False repeats them"
+            )
+        with keeping_generators(self._tracked):
+            self._go_back()
+            iterator = self._held()
+            for _ in range(self.batches):
+                next(iterator, None)
+                self._hand_out()
+        return iterator
+
+    def _is_order_as_begun(self) -> bool:
+        """Whether the sampler still has the order that the pass was begun with: a guard may have had it changed."""
+        states = self._begin.get("samplers", {})
+        begun = next((states[i] for i, part in enumerate(self._parts) if part is self._sampler and i in states), None)
+        return begun is not None and self._sampler is not None and begun.get("turns", ()) == self._sampler.state_dict().get("turns", ())
+
+    def _snapshot(self) -> dict[str, object]:
+        """What the coming iteration depends on: random numbers, and the state of samplers."""
+        epochs: dict[int, int] = {i: part.epoch for i, part in enumerate(self._parts) if _has_epoch(part)}
+        return {"rng": RngState().state_dict(), "generators": self._own_generators(), "samplers": self._own_samplers(), "epochs": epochs}
+
+    def _own_generators(self) -> dict[int, bytes]:
+        return {i: generator.get_state().numpy().tobytes() for i, generator in self._generators()}
+
+    def _own_samplers(self) -> dict[int, object]:
+        is_left = self.is_over  # a tracked one has its own state then
+        return {
+            i: part.state_dict()
+            for i, part in enumerate(self._parts)
+            if _is_stateful_sampler(part) and not (is_left and part is self._sampler)
+        }
+
+    def _go_back(self) -> None:
+        RngState().load_state_dict(self._begin["rng"])
+        self._put_own(self._begin)
+        for i, part in enumerate(self._parts):
+            if _has_epoch(part) and i in self._begin["epochs"]:
+                set_epoch(part, self._begin["epochs"][i])
+
+    def _put_own(self, states: Mapping[str, Any]) -> None:
+        for i, generator in self._generators():
+            if i in states["generators"]:
+                generator.set_state(tensor_of(states["generators"][i]))
+        for i, state in states["samplers"].items():
+            if i < len(self._parts) and has_state(self._parts[i]):
+                self._parts[i].load_state_dict(state)
+
+    def _has_own_state(self) -> bool:
+        """Whether a whole pass leaves something behind that no other object keeps."""
+        return bool(self._begin["generators"] or self._begin["samplers"])
+
+    def _generators(self) -> list[tuple[int, torch.Generator]]:
+        found = ((i, getattr(part, "generator", None)) for i, part in enumerate(self._parts))
+        return [(i, generator) for i, generator in found if isinstance(generator, torch.Generator)]
+
+
+def set_epoch(part: Any, epoch: int) -> None:
+    """Tell a sampler, or whatever asks for it as DistributedSampler does, which epoch begins; a PermutationSampler never goes back."""
+    if isinstance(part, PermutationSampler):
+        part.set_epoch(max(epoch, part.epoch))
+    elif callable(getattr(part, "set_epoch", None)):
+        part.set_epoch(epoch)
+
+
+@contextmanager
+def keeping_generators(tracked: Iterable[object]) -> Iterator[None]:
+    """Put the global generators, and those that are tracked, back to where they are now."""
+    rng = RngState()
+    state = rng.state_dict()
+    states = [(found, state_of(found)) for found in tracked if is_generator(found)]
+    try:
+        yield
+    finally:
+        rng.load_state_dict(state)
+        for found, kept in states:
+            load_generator(found, kept)
+
+
+def parts_of(source: object) -> list[Any]:
+    """``source``, and what it draws from."""
+    found: list[Any] = [source]
+    for part in found:
+        for child in (getattr(part, name, None) for name in _WITHIN):
+            if child is not None and all(child is not other for other in found):
+                found.append(child)
+    datasets = [part.dataset for part in found if isinstance(part, DataLoader) and isinstance(part.dataset, IterableDataset)]
+    return found + datasets
+
+
+def _kind_of(source: object, keepers: list[object], loader: DataLoader[Any] | None) -> _Kind:
+    if not keepers:
+        return _Kind.ONCE if isinstance(source, Iterator) and not isinstance(source, Batches) else _Kind.REPLAYED
+    if loader is None or loader.num_workers == 0:
+        return _Kind.KEEPS
+    samplers = [part for part in keepers if isinstance(part, Sampler)]
+    if any(part is loader for part in keepers):
+        if samplers:
+            raise InvalidInput(
+                f"the loader is tracked and so is its {type(samplers[0]).__name__}, of which {loader.num_workers} workers fetch ahead:"
+                " track the loader alone, it keeps its sampler's place"
+            )
+        return _Kind.KEEPS
+    if _batch_size(loader) and isinstance(samplers[0] if samplers else None, PermutationSampler):
+        return _Kind.AHEAD
+    raise InvalidInput(
+        f"{type(keepers[0]).__name__} is tracked, and {loader.num_workers} workers fetch ahead of what was handed out: its place is not"
+        " that of the training; do not track it (run.steps then finds the place again by itself), or track a StatefulDataLoader"
+    )
+
+
+def _batch_size(loader: DataLoader[Any] | None) -> int:
+    """How many indices make a batch; 0 if that is not known."""
+    if loader is None or loader.batch_sampler is None:
+        return 1
+    sampler = loader.batch_sampler
+    return sampler.batch_size if type(sampler) is BatchSampler else 0
+
+
+def _is_stateful_sampler(part: object) -> bool:
+    return isinstance(part, Sampler) and has_state(part)
+
+
+def _has_epoch(part: object) -> bool:
+    is_kept = isinstance(part, PermutationSampler)  # its state has the epoch
+    return not is_kept and callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int)
+
+
+def _length_of(source: Any, parts: list[Any]) -> int | None:
+    if any(isinstance(part, IterableDataset) for part in parts) or not hasattr(source, "__len__"):
+        return None  # torch counts what an iterable dataset yields once its length was asked for
+    return len(source)

@@ -1,0 +1,322 @@
+"""What a restore found: the report that people read, and the notes that lead to it."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from datastates import values
+from datastates.errors import InvalidInput
+
+from .names import join
+
+__all__ = [
+    "Findings",
+    "Handed",
+    "Mismatch",
+    "RestoreReport",
+    "Selection",
+    "Target",
+    "describe",
+    "leaf_paths",
+    "own",
+    "write_tensor",
+]
+
+_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A leaf that both have and that does not fit: what the state holds and what the live object holds."""
+
+    path: str
+    state: str
+    object: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: the state has {self.state}, the object {self.object}"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a restore did, by path. ``bool(report)`` says whether everything that was asked for was restored as it is.
+
+    ``missing`` the objects have and the state has not; ``unexpected`` the other way round; ``mismatched`` fits neither in
+    shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was not asked for. ``values``
+    are those that no restore can change in the caller (numbers, text, tuples): by name, for the caller to take over.
+    """
+
+    restored: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[Mismatch, ...] = ()
+    converted: tuple[Mismatch, ...] = ()
+    skipped: tuple[str, ...] = ()
+    values: Mapping[str, object] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def summary(self) -> str:
+        """One line of counts."""
+        names = ("missing", "unexpected", "mismatched", "converted", "skipped")
+        counts = [f"{len(getattr(self, name))} {name}" for name in names if getattr(self, name)]
+        return ", ".join([f"restored {len(self.restored)} leaves", *counts])
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for name in ("missing", "unexpected", "mismatched", "converted"):
+            lines += _lines(name, getattr(self, name))
+        return "\n".join(lines)
+
+
+class Selection:
+    """Which paths are asked for: by name, by what they are under, or by a pattern over the whole path.
+
+    What was tracked under a name that paths escape (``net/1`` is ``net%2F1`` there) is asked for by either.
+    """
+
+    def __init__(self, only: str | Sequence[str] | None) -> None:
+        self.patterns = values.patterns(only)
+        self._used: set[str] = set()
+
+    def wants(self, path: str) -> bool:
+        """Whether ``path`` is asked for."""
+        if self.patterns is None:
+            return True
+        hits = [p for p in self.patterns if _selects(p, path) or (("/" in p or "%" in p) and _selects(join("", p), path))]
+        self._used.update(hits)
+        return bool(hits)
+
+    def wants_some(self, path: str, paths: Iterable[str]) -> bool:
+        """Whether ``path`` or one of ``paths``, which are under it, is asked for."""
+        wanted = [p for p in paths if self.wants(p)]
+        return self.wants(path) or bool(wanted)
+
+    def names(self, name: str) -> bool:
+        """Whether a pattern speaks of the top-level object ``name``."""
+        return self.patterns is None or any(fnmatchcase(name, p.split("/", 1)[0]) or name == join("", p) for p in self.patterns)
+
+    def refuse_unused(self, known: Iterable[str]) -> None:
+        """Refuse patterns that selected nothing.
+
+        :raises InvalidInput: names the pattern and what there is.
+        """
+        for pattern in self.patterns or ():
+            if pattern not in self._used:
+                names = sorted(set(known))
+                close = get_close_matches(pattern, names, n=3) or sorted({name.split("/", 1)[0] for name in names})
+                raise InvalidInput(f"only={pattern!r} selects nothing: try {', '.join(close)}, or a pattern like 'model/*'")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A live tensor that a stored one will be written into, whole. ``is_as_stored``: nothing but its elements, as they are."""
+
+    path: str
+    stored: torch.Tensor
+    live: torch.Tensor
+    is_as_stored: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handed:
+    """Stands for a stored value that will be handed over once the writes are done: no value is read before."""
+
+    value: object
+    device: torch.device | None = None
+
+
+class Findings:
+    """What a check found so far, and the writes that will be done if it is allowed to go on. Nothing is written before.
+
+    Without ``has_values`` the stored tensors are there by shape and dtype only, and the check looks at nothing else. ``owned`` are ids
+    of stored tensors whose memory nobody else needs: they are handed over themselves instead of a copy.
+    """
+
+    def __init__(self, selection: Selection, *, is_strict: bool, has_values: bool = True, owned: Collection[int] = ()) -> None:
+        self.selection, self.is_strict, self.has_values = selection, is_strict, has_values
+        self._owned = set(owned)
+        self.targets: list[Target] = []
+        self.restored: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[Mismatch] = []
+        self.converted: list[Mismatch] = []
+        self.skipped: list[str] = []
+        self.hints: list[str] = []
+        self.values: dict[str, object] = {}
+        self.loads: list[tuple[str, Callable[[], None]]] = []
+        self.writes: list[Callable[[], None]] = []
+        self.last_loads: list[tuple[str, Callable[[], None]]] = []
+
+    def overwrites(self, path: str, stored: object, live: object, *, is_as_stored: bool = True) -> None:
+        """Note that a write will put ``stored`` into the tensor ``live``."""
+        if isinstance(stored, torch.Tensor) and isinstance(live, torch.Tensor):
+            self.targets.append(Target(path, stored, live, is_as_stored and stored.dtype == live.dtype))
+
+    def own(self, value: Any, device: torch.device | None = None) -> Any:
+        """A value to hand over: ``own``'s copy, except of tensors whose memory is ours to give."""
+        return own(value, device, self._owned)
+
+    def handed(self, placed: Any) -> Any:
+        """``placed`` with each ``Handed`` in it replaced by its value."""
+        if isinstance(placed, Handed):
+            return self.own(placed.value, placed.device)
+        if type(placed) is not tuple:
+            return placed
+        fresh = tuple(map(self.handed, placed))
+        return placed if all(map(operator.is_, fresh, placed)) else fresh
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Ids of those owned tensors that were not handed over."""
+        return frozenset(self._owned)
+
+    def wants(self, path: str) -> bool:
+        """Whether ``path`` is asked for; notes it as skipped if not."""
+        if self.selection.wants(path):
+            return True
+        self.skipped.append(path)
+        return False
+
+    def is_wanted_whole(self, path: str, leaves: Sequence[str]) -> bool:
+        """Whether something that restores itself in one go is asked for; notes it as skipped if not.
+
+        :raises InvalidInput: a part of it is asked for.
+        """
+        wanted = [leaf for leaf in leaves if self.selection.wants(leaf)]
+        if self.selection.wants(path) or (leaves and len(wanted) == len(leaves)):
+            return True
+        if wanted:
+            raise InvalidInput(
+                f"{path} takes its state as a whole, and only={self.selection.patterns!r} asks for {wanted[0]}: ask for {path!r}"
+            )
+        self.skipped.append(path)
+        return False
+
+    def fits(self, path: str, stored: object, live: object) -> bool:
+        """Whether ``stored`` can be written into the tensor ``live``; notes what it found.
+
+        Another floating-point dtype of the same shape is a mismatch under ``strict`` and is converted without.
+        """
+        if not isinstance(stored, torch.Tensor) or not isinstance(live, torch.Tensor) or stored.shape != live.shape or live.is_meta:
+            self.mismatched.append(Mismatch(path, describe(stored), describe(live)))
+            return False
+        if stored.dtype != live.dtype:
+            note = Mismatch(path, describe(stored), describe(live))
+            is_convertible = not self.is_strict and stored.is_floating_point() and live.is_floating_point()
+            (self.converted if is_convertible else self.mismatched).append(note)
+            return is_convertible
+        return True
+
+    def refuse_misfits(self) -> None:
+        """With ``strict``, refuse anything that does not fit.
+
+        :raises InvalidInput: lists the first few of each sort, with close names.
+        """
+        if not self.is_strict or not (self.missing or self.unexpected or self.mismatched):
+            return
+        lines = ["the state does not fit, and nothing was changed"]
+        lines += _lines("not in the state", self.missing, others=self.unexpected)
+        lines += _lines("not in the objects", self.unexpected, others=self.missing)
+        lines += _lines("of another kind", self.mismatched)
+        lines += self.hints or ["pass strict=False to restore what fits, or only=… to choose"]
+        raise InvalidInput("\n".join(lines))
+
+    def report(self) -> RestoreReport:
+        """What was found, frozen."""
+        return RestoreReport(
+            restored=tuple(self.restored),
+            missing=tuple(self.missing),
+            unexpected=tuple(self.unexpected),
+            mismatched=tuple(self.mismatched),
+            converted=tuple(self.converted),
+            skipped=tuple(self.skipped),
+            values=self.values,
+        )
+
+
+def _selects(pattern: str, path: str) -> bool:
+    return path == pattern or path.startswith(pattern + "/") or fnmatchcase(path, pattern)
+
+
+def leaf_paths(tree: object, path: str) -> list[str]:
+    """The paths of all leaves of nested containers; an empty container is a leaf."""
+    if isinstance(tree, dict) and tree:
+        return [leaf for key, child in tree.items() for leaf in leaf_paths(child, join(path, key))]
+    if isinstance(tree, list | tuple | deque) and tree:
+        return [leaf for index, child in enumerate(tree) for leaf in leaf_paths(child, join(path, index))]
+    return [path]
+
+
+def describe(value: object) -> str:
+    """A value in a few words, tensors by dtype, shape and a device that is not the CPU."""
+    if isinstance(value, torch.Tensor):
+        where = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{where}"
+    if isinstance(value, dict | list | tuple):
+        return type(value).__name__
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return type(value).__name__
+    return text if len(text) <= 40 else type(value).__name__
+
+
+def own(value: Any, device: torch.device | None = None, owned: set[int] | None = None) -> Any:
+    """A copy that shares no memory with ``value``, which may lie in a file; tensors go to ``device`` if one is given.
+
+    A tensor whose id is in ``owned`` is the copy itself, once: the id is taken out.
+    """
+    if isinstance(value, torch.Tensor):
+        if owned and id(value) in owned and device in (None, value.device):
+            owned.discard(id(value))
+            return value
+        return value.detach().to(device or value.device, copy=True)
+    kind = type(value)
+    if kind is dict:
+        return {key: own(child, device, owned) for key, child in value.items()}
+    if kind is OrderedDict:
+        copied = OrderedDict((key, own(child, device, owned)) for key, child in value.items())
+        if hasattr(value, "_metadata"):
+            copied._metadata = deepcopy(value._metadata)  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
+        return copied
+    if kind is defaultdict:
+        return defaultdict(value.default_factory, ((key, own(child, device, owned)) for key, child in value.items()))
+    if kind is list or kind is tuple:
+        return kind(own(child, device, owned) for child in value)
+    if kind is deque:
+        return deque((own(child, device, owned) for child in value), value.maxlen)
+    return deepcopy(value)
+
+
+def write_tensor(live: torch.Tensor, stored: torch.Tensor) -> None:
+    """Overwrite ``live`` in place; what it repeats by a stride of 0 is written once."""
+    with torch.no_grad():
+        if live.layout is torch.strided:
+            for dim, stride in enumerate(live.stride()):
+                if stride == 0 and live.shape[dim] > 1:
+                    live, stored = live.narrow(dim, 0, 1), stored.narrow(dim, 0, 1)
+        live.copy_(stored)
+
+
+def _lines(title: str, items: Sequence[str] | Sequence[Mismatch], others: Sequence[str] = ()) -> list[str]:
+    if not items:
+        return []
+    lines = [f"  {title}:"]
+    for item in items[:_SHOWN]:
+        close = get_close_matches(str(item), others, n=1, cutoff=0.75) if others else []
+        lines.append(f"    {item}" + (f" (close: {close[0]})" if close else ""))
+    if len(items) > _SHOWN:
+        lines.append(f"    … and {len(items) - _SHOWN} more")
+    return lines

@@ -1,0 +1,319 @@
+"""Putting a state's tree into live objects: first everything is checked, then everything is written, in place."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from datastates.errors import InvalidInput
+
+from . import dirty
+from .adapters import GRADIENTS, IN_BACKWARD, Adapted, has_state, holds_state
+from .generators import is_generator, kind_of, load_generator, state_of
+from .handed import is_handed
+from .loops import LOOPS
+from .model_restore import check_gradients, check_module
+from .names import join
+from .optimizer_restore import check_optimizer
+from .report import Findings, Handed, Mismatch, RestoreReport, Selection, describe, leaf_paths, own, write_tensor
+from .rng import RngState
+
+__all__ = ["Mismatch", "RestoreReport", "check_into", "reads", "restore_into", "write"]
+
+
+def restore_into(
+    objects: Mapping[str, object],
+    tree: Mapping[str, object],
+    *,
+    only: str | Sequence[str] | None = None,
+    strict: bool = True,
+) -> RestoreReport:
+    """Put ``tree``, as ``Adapted.tree`` made it, into ``objects``, and say what was restored.
+
+    Objects of the state that are not among ``objects`` are left out. ``only`` takes names and patterns of whole paths
+    (``"model"``, ``"model/layers.0.*"``). Modules and optimizers must fit by name, shape and dtype: with ``strict`` anything else is
+    refused before the first write; without it what fits is restored, and floating-point tensors are converted to the module's dtype.
+    Plain containers become what the state has: tensors of the same geometry in place, the rest replaced. Nothing that is handed
+    over shares memory with ``tree``.
+
+    Objects that restore themselves are loaded first and one by one, as only they can fail; generators of random numbers last.
+
+    :raises InvalidInput: something does not fit, and nothing was changed; or an object's own ``load_state_dict`` failed, and the
+        message says which objects had been changed by then.
+    """
+    return write(check_into(objects, tree, only=only, strict=strict))
+
+
+def check_into(
+    objects: Mapping[str, object],
+    tree: Mapping[str, object],
+    *,
+    only: str | Sequence[str] | None = None,
+    strict: bool = True,
+    has_values: bool = True,
+    owned: Collection[int] = (),
+) -> Findings:
+    """The first half of ``restore_into``: nothing is written.
+
+    Without ``has_values`` the tensors of ``tree`` only say what they will be: their elements are not looked at, so that misfits are found
+    before the bytes are there. ``owned`` are ids of tensors in ``tree`` that ``write`` may hand over as they are.
+
+    :raises InvalidInput: something does not fit.
+    """
+    selection = Selection(only)
+    findings = Findings(selection, is_strict=strict, has_values=has_values, owned=owned)
+    adapted = Adapted(objects)
+    _Check(adapted, findings).top(tree)
+    known = [*map(_path, adapted.objects), *(leaf for name, child in tree.items() for leaf in leaf_paths(child, _path(name)))]
+    selection.refuse_unused(known)
+    findings.refuse_misfits()
+    return findings
+
+
+def write(findings: Findings) -> RestoreReport:
+    """The second half: do what ``check_into`` noted."""
+    # What is made here, such as an optimizer's state, is to be trained on; what is of that mode already is written in it only.
+    with torch.inference_mode(any(target.live.is_inference() for target in findings.targets)):
+        _write(findings)
+    dirty.clean(target.live for target in findings.targets)
+    return findings.report()
+
+
+def reads(objects: Mapping[str, object], only: str | Sequence[str] | None) -> Callable[[str], bool]:
+    """Which tensors of a state, by path, ``restore_into`` looks at: any other may be ``None`` in its tree, and need not be read."""
+    names, selection = {*map(_path, objects), GRADIENTS, IN_BACKWARD}, Selection(only)
+    return lambda path: path.split("/", 1)[0] in names and selection.wants(path)
+
+
+def _write(findings: Findings) -> None:
+    done: list[str] = []
+    for path, load in findings.loads:
+        _load(path, load, done)
+    for write in findings.writes:
+        write()
+    done += ["all tensors"] * bool(findings.writes)
+    for path, load in findings.last_loads:
+        _load(path, load, done)
+    findings.values = {name: findings.handed(value) for name, value in findings.values.items()}
+
+
+def _load(path: str, load: Callable[[], None], done: list[str]) -> None:
+    try:
+        load()
+    except Exception as exc:
+        changed = f"it and {', '.join(done)}" if done else "it"
+        reason = f"{type(exc).__name__}: {exc}"
+        raise InvalidInput(f"{path} did not take its state ({reason}): {changed} may be changed, the rest is not") from exc
+    done.append(path)
+
+
+class _Check:
+    """The walk over live objects and stored tree side by side."""
+
+    def __init__(self, adapted: Adapted, findings: Findings) -> None:
+        self.adapted, self.findings = adapted, findings
+
+    def top(self, tree: Mapping[str, object]) -> None:
+        """Check every object by name."""
+        findings = self.findings
+        for name, live in self.adapted.objects.items():
+            path = _path(name)
+            if name not in tree:
+                if not getattr(live, "is_optional", False) and findings.selection.names(path):
+                    findings.selection.wants(path)
+                    findings.missing.append(path)
+                continue
+            if isinstance(live, torch.Tensor):
+                self._tensor(path, live, tree[name])
+            elif not is_handed(live):
+                self._in_place(path, live, tree[name])
+            elif findings.selection.wants_some(path, leaf_paths(tree[name], path)):
+                findings.values[name] = self.place(path, live, tree[name])
+            else:
+                findings.skipped.append(path)
+        findings.hints += self._hints(tree)
+        gradients = tree.get(GRADIENTS)
+        if isinstance(gradients, dict) and GRADIENTS not in self.adapted.objects:
+            self._gradients(gradients)
+        findings.skipped += [_path(name) for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
+
+    def _hints(self, tree: Mapping[str, object]) -> list[str]:
+        """What the state has instead of the objects that it does not have at all."""
+        lost = [name for name in self.adapted.objects if name not in tree and _path(name) in self.findings.missing]
+        left = [name for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
+        both = [_path(name) for name in self.adapted.objects if name in tree]
+        if not lost or not self.findings.is_strict:
+            return []
+        hints = [f"the state has {', '.join(map(_path, tree)) or 'nothing'}"]
+        live = self.adapted.outlook()
+        for name in lost:
+            close = [other for other in left if _has_same_keys(live.get(name), tree[other])] or get_close_matches(name, left, n=1)
+            if close:
+                hints.append(f"its {_path(close[0])} looks like your {_path(name)}: call it {_path(close[0])} as well")
+        if len(hints) == 1:
+            hints.append(f"only={both} restores what both have, and leaves {', '.join(map(_path, lost))} as it is")
+        return hints
+
+    def place(self, path: str, live: Any, stored: Any) -> object:
+        """What will stand at ``path`` after the writes: ``live`` itself wherever it can be changed in place."""
+        if isinstance(live, nn.Module):
+            check_module(path, self.adapted.model_state(path, live), stored, self.findings)
+        elif isinstance(live, Optimizer):
+            check_optimizer(path, live, self.adapted.names_of(live), stored, self.findings)
+        elif has_state(live):
+            self._opaque(path, live, stored)
+        elif is_generator(live):
+            self._generator(path, live, stored)
+        elif isinstance(live, dict) and isinstance(stored, dict):
+            self._mapping(path, live, stored)
+        elif (isinstance(live, list) and isinstance(stored, list)) or (isinstance(live, deque) and isinstance(stored, deque)):
+            self._list(path, live, stored)
+        elif isinstance(live, tuple) and isinstance(stored, tuple) and len(live) == len(stored):
+            placed = [self.place(join(path, index), *pair) for index, pair in enumerate(zip(live, stored, strict=True))]
+            return live if all(new is old for new, old in zip(placed, live, strict=True)) else tuple(placed)
+        else:
+            return self._leaf(path, live, stored)
+        return live
+
+    def _in_place(self, path: str, live: Any, stored: object) -> None:
+        """What is tracked by itself, and whose place nothing else can take."""
+        findings = self.findings
+        notes: tuple[list[Any], ...] = (findings.restored, findings.targets, findings.writes)
+        before, misfits = [*map(len, notes)], len(findings.mismatched)
+        if self.place(path, live, stored) is not live and len(findings.mismatched) == misfits:
+            for note, count in zip(notes, before, strict=True):
+                del note[count:]
+            findings.mismatched.append(Mismatch(path, describe(stored), describe(live)))
+
+    def _tensor(self, path: str, live: torch.Tensor, stored: object) -> None:
+        """A tensor that is tracked by itself: nobody could put another one in its place."""
+        if self.findings.wants(path) and self.findings.fits(path, stored, live):
+            self.findings.restored.append(path)
+            self._overwrite(path, live, stored)  # type: ignore[arg-type]  # `fits` saw a tensor
+
+    def _overwrite(self, path: str, live: torch.Tensor, stored: torch.Tensor) -> None:
+        self.findings.overwrites(path, stored, live)
+        self.findings.writes.append(partial(write_tensor, live, stored))
+
+    def _opaque(self, path: str, live: Any, stored: object) -> None:
+        leaves = leaf_paths(stored, path)
+        if not self.findings.is_wanted_whole(path, leaves):
+            return
+        self.findings.restored += leaves
+        loads = self.findings.last_loads if isinstance(live, RngState) else self.findings.loads
+        loads.append((path, partial(_load_opaque, live, stored)))
+
+    def _generator(self, path: str, live: Any, stored: Any) -> None:
+        leaves = leaf_paths(stored, path)
+        if not self.findings.is_wanted_whole(path, leaves):
+            return
+        if is_generator(stored):  # by an encoder of the user's own
+            stored = state_of(stored)
+        kind = stored.get("generator") if isinstance(stored, dict) else None
+        if kind != kind_of(live):
+            self.findings.mismatched.append(Mismatch(path, kind or describe(stored), kind_of(live)))
+            return
+        self.findings.restored += leaves
+        self.findings.last_loads.append((path, partial(load_generator, live, stored)))
+
+    def _mapping(self, path: str, live: dict[Any, Any], stored: dict[Any, Any]) -> None:
+        is_whole = self.findings.selection.wants(path)
+        placed: dict[Any, object] = {}
+        for key, value in stored.items():
+            here = join(path, key)
+            if key in live:
+                placed[key] = self.place(here, live[key], value)
+            elif is_whole or self.findings.selection.wants_some(here, leaf_paths(value, here)):
+                placed[key] = Handed(value)
+                self.findings.restored += leaf_paths(value, here)
+        gone = [key for key in live if key not in stored]
+        self.findings.missing += [join(path, key) for key in gone if is_whole and holds_state(live[key])]
+        if not is_whole or any(holds_state(live[key]) for key in gone):
+            gone = []
+        self.findings.writes.append(partial(self._write_mapping, live, placed, gone))
+
+    def _list(self, path: str, live: list[Any] | deque[Any], stored: list[Any] | deque[Any]) -> None:
+        if isinstance(live, deque) and live.maxlen is not None and len(stored) > live.maxlen:
+            self.findings.mismatched.append(Mismatch(path, f"a deque of {len(stored)}", f"a deque that takes {live.maxlen}"))
+            return
+        if len(live) != len(stored) and (holds_state(live) or not self.findings.selection.wants(path)):
+            self.findings.mismatched.append(Mismatch(path, f"a list of {len(stored)}", f"a list of {len(live)}"))
+            return
+        placed = [self.place(join(path, index), old, new) for index, (old, new) in enumerate(zip(live, stored, strict=False))]
+        for index in range(len(placed), len(stored)):
+            placed.append(Handed(stored[index]))
+            self.findings.restored += leaf_paths(stored[index], join(path, index))
+        self.findings.writes.append(partial(self._write_list, live, placed))
+
+    def _leaf(self, path: str, live: Any, stored: Any) -> object:
+        if not self.findings.selection.wants_some(path, leaf_paths(stored, path)):
+            self.findings.skipped.append(path)
+            return live
+        if holds_state(live):
+            self.findings.mismatched.append(Mismatch(path, describe(stored), describe(live)))
+            return live
+        self.findings.restored += leaf_paths(stored, path)
+        if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor):
+            if (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout) and not live.is_meta:
+                self._overwrite(path, live, stored)
+                return live
+            return Handed(stored, live.device)
+        if isinstance(live, set) and isinstance(stored, set):
+            self.findings.writes.append(partial(_write_set, live, stored))
+            return live
+        if isinstance(live, bytearray) and isinstance(stored, bytearray):
+            self.findings.writes.append(partial(live.__setitem__, slice(None), stored))
+            return live
+        is_array = isinstance(live, np.ndarray) and isinstance(stored, np.ndarray) and live.flags.writeable
+        if is_array and (live.shape, live.dtype) == (stored.shape, stored.dtype):
+            self.findings.writes.append(partial(np.copyto, live, stored))
+            return live
+        return Handed(stored)
+
+    def _write_mapping(self, live: dict[Any, Any], placed: Mapping[Any, object], gone: Sequence[Any]) -> None:
+        for key in gone:
+            del live[key]
+        fresh = {key: self.findings.handed(value) for key, value in placed.items()}
+        if live.keys() <= fresh.keys():
+            live.clear()  # an order says something too: which entry of a cache is the oldest
+        for key, value in fresh.items():
+            live[key] = value  # noqa: PERF403  # a Counter's update adds
+
+    def _write_list(self, live: list[Any] | deque[Any], placed: Sequence[object]) -> None:
+        fresh = [self.findings.handed(value) for value in placed]
+        live.clear()
+        live.extend(fresh)
+
+    def _gradients(self, stored: dict[str, Any]) -> None:
+        for path, model in self.adapted.models():
+            if path in stored:
+                check_gradients(join(GRADIENTS, path), model, stored[path], self.findings)
+
+
+def _path(name: object) -> str:
+    """Where an object stands that was tracked under ``name``."""
+    return join("", name)
+
+
+def _write_set(live: set[Any], stored: set[Any]) -> None:
+    live.clear()
+    live.update(stored)
+
+
+def _has_same_keys(live: object, stored: object) -> bool:
+    return isinstance(live, dict) and isinstance(stored, dict) and bool(live) and live.keys() == stored.keys()
+
+
+def _load_opaque(live: Any, stored: object) -> None:
+    live.load_state_dict(own(stored))
+    if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(live).__mro__):
+        # Its iterator is made now, not when the loop begins: making it draws random numbers, and the generators come last.
+        live.state_dict()

@@ -1,0 +1,106 @@
+"""The state of every random number generator that training draws from."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from datastates import values
+from datastates.errors import InvalidInput
+
+from .generator_states import check_numpy, check_torch
+from .generators import python_state, set_python_state, tensor_of
+
+__all__ = ["RngState"]
+
+_log = logging.getLogger("datastates")
+
+
+class RngState:
+    """The global generators of torch (CPU and each CUDA device), Python and NumPy, as one object to track.
+
+    CUDA counts once it is initialised, NumPy once ``numpy.random`` is imported. On ``load_state_dict`` a generator that the
+    state does not mention stays as it is. A state of more CUDA devices than are here restores those that are; ``note`` then
+    says so, as does the log: what was drawn on the others cannot be repeated.
+    """
+
+    def __init__(self) -> None:
+        self.note: str | None = None
+
+    def state_dict(self) -> dict[str, object]:
+        """Plain values, about 10 kB in all, that share no memory with the generators."""
+        state: dict[str, object] = {"torch": _bytes_of(torch.get_rng_state()), "python": python_state(random)}
+        if torch.cuda.is_initialized():
+            state["cuda"] = [_bytes_of(torch.cuda.get_rng_state(device)) for device in range(torch.cuda.device_count())]
+        numpy_random = sys.modules.get("numpy.random")
+        if numpy_random is not None:
+            state["numpy"] = _numpy_state(numpy_random)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set each generator that the state mentions.
+
+        :raises InvalidInput: it is no such state.
+        """
+        if not isinstance(state, Mapping):
+            raise InvalidInput(f"the state of random number generators is a dict, not {values.shown(state)}")
+        try:
+            self._load(state)
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as exc:
+            raise InvalidInput(f"not a state of random number generators ({type(exc).__name__}: {exc})") from exc
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Everything is checked before the first generator is set."""
+        self.note = None
+        legacy = _legacy(state["numpy"]) if "numpy" in state else None
+        if "torch" in state:
+            check_torch(state["torch"])
+        if "python" in state:
+            set_python_state(random, state["python"])
+        if "torch" in state:
+            torch.set_rng_state(tensor_of(state["torch"]))
+        if legacy is not None:
+            sys.modules["numpy.random"].set_state(legacy)
+        self._load_cuda(state.get("cuda", []))
+
+    def _load_cuda(self, states: list[bytes]) -> None:
+        here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for device, data in enumerate(states[:here]):
+            torch.cuda.set_rng_state(tensor_of(data), device)
+        if len(states) > here:
+            self.note = f"the state has the generators of {len(states)} CUDA devices and {here} are here: the others were left out"
+            _log.warning("%s", self.note)
+
+
+def _numpy_state(numpy_random: Any) -> dict[str, object]:
+    state: dict[str, Any] = numpy_random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return state
+    inner = state["state"]
+    return {
+        "bit_generator": "MT19937",
+        "state": inner["key"].tobytes(),
+        "position": int(inner["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "gauss": float(state["gauss"]),
+    }
+
+
+def _legacy(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``numpy.random.set_state`` takes, of what ``_numpy_state`` gave."""
+    import numpy.random
+
+    legacy = dict(stored)
+    if isinstance(legacy["state"], bytes):
+        legacy["state"] = {"key": numpy.frombuffer(legacy["state"], dtype=numpy.uint32), "pos": legacy.pop("position")}
+    check_numpy(legacy, numpy.random.get_state(legacy=False))
+    return legacy
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,219 @@
+"""A shuffled order of the data that is a pure function of seed and epoch, and that knows its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from datastates import values
+from datastates.errors import InvalidInput
+
+__all__ = ["Batches", "PermutationSampler"]
+
+_CHUNK = 4096
+"""Indices that are made Python numbers at once."""
+
+
+class PermutationSampler(Sampler[int]):
+    """Every index below ``length`` once an epoch, in an order that ``seed`` and the epoch alone decide.
+
+    ``position`` counts what was handed out in ``epoch``; iterating goes on from there, so a loop that was left, or restored,
+    continues, and begins the next epoch where one was over. Track it, and loop over ``run.steps(batches(…))`` or over ``run.steps`` of
+    a DataLoader that it is the sampler of.
+
+    In a loop without ``run.steps`` two things are yours to see to. Workers fetch ahead: with them track a ``StatefulDataLoader`` of
+    this sampler instead. A DataLoader draws from torch's generator whenever a loop begins: give it ``generator=torch.Generator()``.
+    """
+
+    def __init__(self, length: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        length, seed, shuffle = values.integer(length, "length", most=2**62), values.integer(seed, "seed"), values.flag(shuffle, "shuffle")
+        if length < 1:
+            raise InvalidInput(f"length is {length}: a sampler needs at least one index")
+        self.length, self.seed, self.shuffle = length, seed, shuffle
+        self.epoch = 0
+        self.position = 0
+        self._handed_out: tuple[int, int] | None = None
+        self._turns: tuple[int, tuple[tuple[int, int], ...]] = (0, ())
+        self._order: tuple[object, torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        """The rest of the epoch, or the next one if this one is over."""
+        return _Indices(self)
+
+    @values.takes(batch_size=values.positive, drop_last=values.flag, epochs=values.optional(values.count))
+    def batches(self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1) -> Batches:
+        """The rest of this epoch in batches of indices, then further epochs; without end if ``epochs`` is None.
+
+        For those who index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``.
+        """
+        if drop_last and batch_size > self.length:
+            raise InvalidInput(f"batch_size is {batch_size} with drop_last=True, and there are {self.length} indices: none is ever full")
+        return Batches(self, batch_size, drop_last=drop_last, epochs=epochs)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether every index of this epoch was handed out."""
+        return self.position >= self.length
+
+    @values.takes(epoch=values.count)
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; a no-op in that epoch, so that a restored loop goes on where it was."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    @values.takes(salt=values.integer)
+    def reshuffle(self, salt: int) -> None:
+        """Hand out the rest of this epoch in another order, which ``seed``, the epoch, the position and ``salt`` decide.
+
+        Each index still comes once an epoch. The next epoch is as it would have been.
+        """
+        self._turns = (self.epoch, (*self._turns_now(), (self.position, salt)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next index will come from."""
+        names = ("length", "seed", "shuffle", "epoch", "position")
+        state = {name: getattr(self, name) for name in names}
+        if self._handed_out is not None:
+            state["epoch"], state["position"] = self._handed_out
+        return {**state, "turns": self._turns_now()} if self._turns_now() else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where ``state`` was taken.
+
+        :raises InvalidInput: it is of other data: the length differs; or it is no state of this sampler.
+        """
+        try:
+            length, seed, shuffle = int(state["length"]), int(state["seed"]), bool(state["shuffle"])
+            epoch, position = int(state["epoch"]), int(state["position"])
+            turns = tuple((int(place), int(salt)) for place, salt in state.get("turns", ()))
+        except (LookupError, TypeError, ValueError, OverflowError) as exc:
+            raise InvalidInput(f"not a state of a PermutationSampler: {values.shown(state)}") from exc
+        if length != self.length:
+            raise InvalidInput(f"the state is of {length} indices and this sampler has {self.length}: its position means nothing here")
+        if not 0 <= position <= length:
+            raise InvalidInput(f"position {position} is not within the {length} indices of the state")
+        self.seed, self.shuffle, self.epoch, self.position = seed, shuffle, epoch, position
+        self._turns, self._handed_out = (epoch, turns), None
+
+    def hold(self) -> None:
+        """Say from now on the place that ``hand_out`` counts, not the one up to which indices were asked for: workers fetch ahead."""
+        self._begin()
+        self._handed_out = (self.epoch, self.position)
+
+    def hand_out(self, count: int) -> None:
+        """Count indices whose samples the training got."""
+        if self._handed_out is not None:
+            epoch, position = self._handed_out
+            self._handed_out = (epoch, min(position + count, self.length))
+
+    def let_go(self, *, is_over: bool) -> None:
+        """End ``hold``. Unless the epoch is over, what was fetched and not handed out is yet to come."""
+        if self._handed_out is not None and not is_over:
+            self.epoch, self.position = self._handed_out
+        self._handed_out = None
+
+    def _begin(self) -> None:
+        """Move on if the epoch is over."""
+        if self.is_at_end:
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _rest(self) -> Iterator[int]:
+        epoch, position, turns = self.epoch, self.position, self._turns_now()
+        while position < self.length:
+            for index in self._permutation()[position : position + _CHUNK].tolist():
+                position += 1
+                self.position = position
+                yield index
+                if (self.epoch, self.position, self._turns_now()) != (epoch, position, turns):
+                    return  # the sampler was sent elsewhere meanwhile
+
+    def _batches_of_rest(self, size: int, *, drop_last: bool) -> Iterator[list[int]]:
+        end = self.length - self.length % size if drop_last else self.length
+        epoch = self.epoch
+        while self.epoch == epoch and self.position < end:
+            begin = self.position
+            rows: list[int] = self._permutation()[begin : begin + size].tolist()
+            self.position = begin + len(rows)
+            yield rows
+        if self.epoch == epoch:
+            self.position = self.length
+
+    def _turns_now(self) -> tuple[tuple[int, int], ...]:
+        return self._turns[1] if self._turns[0] == self.epoch else ()
+
+    def _permutation(self) -> torch.Tensor:
+        key = (self.seed, self.shuffle, self.epoch, self._turns_now())
+        if self._order is None or self._order[0] != key:
+            self._order = (key, _permutation(self.length, *key))
+        return self._order[1]
+
+
+class Batches(Iterator[list[int]]):
+    """The rest of the ``sampler``'s epoch, and further ones (``epochs`` in all) in batches of indices; each ``iter`` begins from there."""
+
+    def __init__(self, sampler: PermutationSampler, batch_size: int, *, drop_last: bool, epochs: int | None) -> None:
+        self.sampler, self.epochs = sampler, epochs
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._running: Iterator[list[int]] | None = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._run()
+
+    def __next__(self) -> list[int]:
+        if self._running is None:
+            self._running = self._run()
+        return next(self._running)
+
+    def _run(self) -> Iterator[list[int]]:
+        done = 0
+        while self.epochs is None or done < self.epochs:
+            self.sampler._begin()
+            yield from self.sampler._batches_of_rest(self._batch_size, drop_last=self._drop_last)
+            done += 1
+
+
+class _Indices(Iterator[int]):
+    """An iteration over a sampler. Its state is for torchdata's loaders: an epoch that was over when it was taken ends once more there."""
+
+    def __init__(self, sampler: PermutationSampler) -> None:
+        # Now, not with the first index: a loader may ask for an iterator and never use it, and then ask for another.
+        sampler._begin()
+        self._sampler, self._indices = sampler, sampler._rest()
+
+    def __next__(self) -> int:
+        return next(self._indices)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+        self._indices = self._sampler._rest()
+
+
+def _permutation(length: int, seed: int, shuffle: bool, epoch: int, turns: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    order = _shuffled(length, _mixed(seed, epoch)) if shuffle else torch.arange(length, device="cpu")
+    for position, salt in turns:
+        rest = order[position:]
+        order[position:] = rest[_shuffled(len(rest), _mixed(_mixed(_mixed(seed, epoch), position), salt))]
+    return order
+
+
+def _shuffled(length: int, seed: int) -> torch.Tensor:
+    # Torch's generator is a Mersenne Twister, which neighbouring seeds leave apart only after mixing them well.
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """SplitMix64 of both (Steele, Lea and Flood, 2014), so that seed 0 epoch 1 is not seed 1 epoch 0."""
+    mask = (1 << 64) - 1
+    value = (seed * 0x9E3779B97F4A7C15 + epoch) & mask
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = ((value ^ (value >> shift)) * factor) & mask
+    return (value ^ (value >> 31)) >> 1

@@ -1,0 +1,78 @@
+"""What a repository that tracks owns beside itself: threads, memory, a lease, a run in the lineage; and how it is let go of."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+
+from datastates.capture.runner import Runner
+from datastates.errors import Unavailable
+from datastates.lineage.change import runs
+from datastates.lineage.database import Database
+from datastates.store.arena import Arena
+from datastates.store.local import LocalTier
+from datastates.store.memory import MemoryTier
+
+from .lease import Lease
+
+__all__ = ["Belongings"]
+
+_log = logging.getLogger("datastates")
+
+
+@dataclass(slots=True, eq=False)
+class Belongings:
+    """None of this knows the repository: it is let go of by its ``close``, or when nobody has the repository any more."""
+
+    database: Database
+    local: LocalTier
+    lease: Lease
+    run_uid: str
+    arena: Arena
+    memory: MemoryTier
+    runner: Runner
+    is_let_go: bool = False
+
+    def let_go(self) -> None:
+        """Make durable what is to be, end the threads, finish the run; idempotent, and goes on where it was interrupted."""
+        if self.is_let_go:
+            return
+        try:
+            self.runner.close()
+            with suppress(Unavailable):  # whoever opens it next finds out
+                self._finish()
+        except Exception:
+            self._free()
+            raise
+        self._free()
+
+    def _finish(self) -> None:
+        """The run is over. Where Ctrl-C gave up what was to be written, branches go back to what can be restored."""
+        if not self.runner.has_given_up:
+            with self.database.write(durable=True) as session:
+                return runs.finish(session, self.run_uid)
+        with self.database.write(durable=True) as session:
+            moved = runs.recover(session, [self.run_uid])
+        for each in moved:
+            where = "nothing of it is left, so the name is free" if each.new is None else f"it is back at {each.new[:10]}"
+            _log.warning("branch %s: its newest states were given up before they were durable; %s", each.branch, where)
+        return None
+
+    def _free(self) -> None:
+        self.lease.close()
+        self.memory.close()
+        self.arena.close()
+        self.local.close()
+        self.is_let_go = True
+
+    def end_unowned(self) -> None:
+        """The repository is gone and was not closed: whoever dropped it cannot be told of an error, so the log is."""
+        if self.is_let_go:
+            return
+        try:
+            self.let_go()
+        finally:
+            self.database.close()
+        for error in self.runner.errors():
+            _log.error("a repository was dropped without close, and what was in flight failed: %s", error, exc_info=error)

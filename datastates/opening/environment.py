@@ -1,0 +1,78 @@
+"""What is worth knowing about a run later: code, command, versions, host."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+
+from datastates.lineage.states import Run, Value
+
+from .whereabouts import whereabouts
+
+__all__ = ["describe_run", "node_name"]
+
+_PACKAGES = ("datastates", "torch", "numpy", "torchdata", "lightning", "transformers", "accelerate")
+
+
+def node_name() -> str:
+    """This host's name, for people to read: several machines may have it, and one machine several."""
+    return socket.gethostname()
+
+
+def describe_run(config: Mapping[str, Value]) -> Run:
+    """A record of this process, with a fresh uid."""
+    commit, is_dirty = _git()
+    return Run(
+        uid=secrets.token_hex(12),
+        host=node_name(),
+        user=_user(),
+        pid=os.getpid(),
+        argv=tuple(sys.argv),
+        git_commit=commit,
+        git_dirty=is_dirty,
+        config={**config, **whereabouts()},
+        versions={"python": platform.python_version(), **_versions()},
+        started_at=datetime.now(UTC),
+    )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git() -> tuple[str | None, bool | None]:
+    """The commit of the working directory, and whether it has changes; None outside a checkout or without git."""
+    commit = _run_git("rev-parse", "HEAD")
+    if commit is None:
+        return None, None
+    changes = _run_git("status", "--porcelain", "--untracked-files=no")
+    return commit, None if changes is None else bool(changes)
+
+
+def _run_git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,133 @@
+"""The folder of packs as a repository knows it: by a uid that lies in it, not by its path or by the host that sees it.
+
+The uid goes along when the folder is moved, mounted elsewhere or copied. Which runs have their leases and bytes in a folder is told by
+it, and which lineage knows the folder by the ``folder`` rows of that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from datastates.errors import Unavailable
+from datastates.lineage.change import folders
+from datastates.lineage.database import Database
+from datastates.store.files import TEMPORARY, locked, sync_folder, write_file
+from datastates.system.regular import make_regular, read_regular
+from datastates.system.sharing import may_read
+
+from .environment import node_name
+from .lease import LEASES, Lease
+from .location import Location
+
+__all__ = ["FOLDER", "PACKS", "Home", "settle_in"]
+
+FOLDER = "datastates.folder"
+"""Where the record of a run says which folder its lease and its packs are in."""
+
+PACKS = "datastates.packs"
+"""Where it says which path that folder had, for people."""
+
+_PAGE = 4096
+_IDENTITY = ".identity"
+_UID = re.compile("[0-9a-f]{24}")
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A folder of packs. ``uid`` is None where it has none and none could be written.
+
+    ``is_beside``: the lineage lies beside it in one folder, so that whoever copied the one has copied the other.
+    ``read_only`` says why nothing can be written here; None when it can.
+    """
+
+    path: Path
+    uid: str | None
+    is_beside: bool
+    read_only: str | None = None
+
+    def check_writable(self) -> str:
+        """Its uid, where a training may write.
+
+        :raises Unavailable: it may not.
+        """
+        if self.read_only is not None or self.uid is None:
+            raise Unavailable(
+                f"this repository can only be read: {self.read_only}; get the right to write there, "
+                "or copy the repository to where you may write and open the copy"
+            )
+        return self.uid
+
+    def lease(self, run: str) -> Lease:
+        """The sign that a run of this process lives.
+
+        :raises Unavailable: it cannot be made.
+        """
+        try:
+            return Lease(self.path, run)
+        except OSError as exc:
+            raise Unavailable(
+                f"no lease can be made in {self.path / LEASES} ({exc.strerror}): every process that tracks locks a file there; "
+                "get the right to write in that folder, on a file system with locks"
+            ) from exc
+
+
+def settle_in(location: Location, database: Database) -> Home:
+    """The folder of packs, known to its lineage from now on where both may be written.
+
+    :raises Unavailable: its identity cannot be read.
+    """
+    packs = location.packs
+    is_beside = location.root is not None and packs == location.root / "packs"
+    read_only = database.read_only or (None if _may_write(packs) else f"{packs} may not be written by this process")
+    uid = _read(packs)
+    if uid is None and read_only is None:
+        uid = _identify(packs)
+    if uid is not None and database.read_only is None:
+        with database.read() as session:
+            known = folders.get(session, uid)
+        if known is None or known.path != str(packs):
+            with database.write() as session:
+                folders.note(session, uid, path=str(packs), host=node_name())
+    return Home(packs, uid, is_beside, read_only)
+
+
+def _may_write(packs: Path) -> bool:
+    return os.access(packs, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _read(packs: Path) -> str | None:
+    path = packs / _IDENTITY
+    try:
+        text = read_regular(path, most=_PAGE).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise Unavailable(f"{path} cannot be read ({exc.strerror}): it says which folder this is; get the right to read it") from exc
+    if not _UID.fullmatch(text):
+        raise Unavailable(f"{path} says {text[:40]!r}, which is no identity of a folder: bring the file back from a copy, or delete it")
+    return text
+
+
+def _identify(packs: Path) -> str:
+    """Write an identity, unless another process was first."""
+    with locked(packs, is_shared=False):
+        found = _read(packs)
+        if found is not None:
+            return found
+        made, path = secrets.token_hex(12), packs / f"{TEMPORARY}identity"
+        fd = make_regular(path)
+        try:
+            write_file(fd, made.encode() + b"\n")
+            may_read(packs, fd)
+            path.rename(packs / _IDENTITY)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        sync_folder(packs)
+    return made

@@ -1,0 +1,78 @@
+"""Who is alive: each tracking process holds a lock on a file of its own for as long as it lives.
+
+The kernel lets go of the lock when the process ends, however it ends; a pid alone could have been given away again. The file says
+which file it is: a copy of a folder has its leases too, and nobody will ever lock those.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from datastates.system.locks import hold, is_held
+from datastates.system.sharing import make_folder_like
+
+from .environment import node_name
+
+__all__ = ["LEASES", "Lease", "Seen", "look"]
+
+LEASES = "leases"
+"""The folder of the leases, in that of the packs."""
+
+
+class Seen(StrEnum):
+    """What can be seen of a lease: that it is held; that it is free, or a copy of one; or nothing."""
+
+    HELD = "held"
+    FREE = "free"
+    COPY = "copy"
+    NOTHING = "nothing"
+
+
+class _Note(msgspec.Struct, frozen=True):
+    """What a lease says. Those of older versions say nothing."""
+
+    inode: int
+    host: str
+    pid: int
+
+
+class Lease:
+    """An exclusive lock on ``<packs>/leases/<uid>``, for as long as this process lives or until ``close``.
+
+    :raises OSError: it cannot be made.
+    """
+
+    def __init__(self, packs: Path, uid: str) -> None:
+        folder = packs / LEASES
+        make_folder_like(packs, folder)
+        held = hold(folder / uid)
+        if held is None:
+            raise BlockingIOError(f"{folder / uid} is held by another process")
+        held.write(msgspec.json.encode(_Note(held.inode, node_name(), os.getpid())).decode())
+        self._held = held
+
+    def close(self) -> None:
+        """Let go, and take the file away; idempotent. In a forked child: nothing."""
+        self._held.close()
+
+
+def look(packs: Path, uid: str) -> Seen:
+    """What can be seen of a lease from here. One that cannot be read, or of which the file system cannot tell, counts as held."""
+    path = packs / LEASES / uid
+    try:
+        if is_held(path):
+            return Seen.HELD
+        note = path.read_bytes()
+        inode = path.stat().st_ino
+    except FileNotFoundError:
+        return Seen.NOTHING
+    except OSError:
+        return Seen.HELD
+    try:
+        return Seen.FREE if not note or msgspec.json.decode(note, type=_Note).inode == inode else Seen.COPY
+    except msgspec.DecodeError:
+        return Seen.FREE

@@ -1,0 +1,138 @@
+"""Where a repository is: what its URL means, and which one a terminal means when none is named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from datastates import values
+from datastates.errors import InvalidInput, NotFound
+from datastates.system import masking
+
+__all__ = ["DATABASE", "DEFAULT", "Location", "check_whole", "discover", "locate"]
+
+DATABASE = "lineage.db"
+"""The lineage's file in a repository's folder; its presence is what makes a folder a repository."""
+
+DEFAULT = "runs"
+"""The folder that is meant when nothing else names one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A repository's two halves: the lineage's database and the folder of packs. Both may still be missing."""
+
+    database_url: str = field(repr=False)  # it may have a password
+    packs: Path
+
+    @property
+    def root(self) -> Path | None:
+        """The repository's folder; None when the lineage is on a database server."""
+        url = make_url(self.database_url)
+        return Path(url.database).parent if url.get_backend_name() == "sqlite" and url.database else None
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the lineage's file is there; a database server is asked only when it is opened."""
+        return self.root is None or (self.root / DATABASE).is_file()
+
+    def __str__(self) -> str:
+        """What may be shown: the folder, or the server's URL without its password."""
+        return str(self.root or _hidden(make_url(self.database_url)))
+
+
+def locate(
+    url: str | os.PathLike[str],
+    packs: str | os.PathLike[str] | None = None,
+    *,
+    must_exist: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> Location:
+    """What ``url`` means: a folder (SQLite and packs in it), or ``postgresql://…`` with ``packs`` naming a folder.
+
+    Paths become absolute, so that they go on meaning the same when the process changes its directory. ``packs`` falls
+    back on ``DATASTATES_PACKS`` for a database server. Nothing is made.
+
+    :raises InvalidInput: the url is neither, or a server's packs are not named.
+    :raises NotFound: with ``must_exist``, no repository is there.
+    """
+    text = values.path(url, "url")
+    packs = None if packs is None else values.path(packs, "packs")
+    environ = os.environ if environ is None else environ
+    location = _on_server(text, packs or environ.get("DATASTATES_PACKS")) if "://" in text else _in_folder(text, packs)
+    if must_exist and not location.is_present:
+        raise NotFound(
+            f"no repository in {location}: make one with `datastates init {masking.text(text)}`, "
+            "or name another with --repo or DATASTATES_REPO"
+        )
+    return location
+
+
+def check_whole(location: Location) -> None:
+    """Look before a new lineage is made.
+
+    :raises NotFound: the packs of an old one are there.
+    """
+    if location.is_present or not location.packs.is_dir():
+        return
+    count = len({path.name.partition(".")[0] for path in location.packs.glob("[!.]*.manifest")})
+    if count:
+        raise NotFound(
+            f"{location.packs} holds {count} states, but their lineage, {location.root}/{DATABASE}, is gone: bring it back from a copy, "
+            "or begin anew in another folder (a bundle is taken in by `datastates import`)"
+        )
+
+
+def discover(directory: Path, environ: Mapping[str, str] | None = None) -> str:
+    """The repository that is meant in ``directory`` when none is named.
+
+    ``DATASTATES_REPO``, else the nearest of the directory and its parents that is a repository, else ``runs`` in it.
+    """
+    named = (os.environ if environ is None else environ).get("DATASTATES_REPO")
+    if named:
+        return named
+    for folder in (directory, *directory.parents):
+        if (folder / DATABASE).is_file():
+            return str(folder)
+    return str(directory / DEFAULT)
+
+
+def _in_folder(text: str, packs: str | os.PathLike[str] | None) -> Location:
+    if not text:
+        raise InvalidInput("the repository's url is empty: name a folder, or postgresql://user@host/database")
+    root = Path(text).expanduser().absolute()
+    if root.name == DATABASE and root.is_file():
+        raise InvalidInput(f"{text} is the lineage of a repository: name its folder, {Path(text).parent}")
+    if root.exists() and not root.is_dir():
+        raise InvalidInput(f"{text} is a file: a repository is a folder")
+    database = URL.create("sqlite", database=str(root / DATABASE)).render_as_string()
+    return Location(database, root / "packs" if packs is None else _packs_folder(packs))
+
+
+def _on_server(text: str, packs: str | os.PathLike[str] | None) -> Location:
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError) as exc:
+        raise InvalidInput("the database's url does not parse: write postgresql://user:password@host:port/database") from exc
+    if url.drivername not in ("postgresql", "postgresql+psycopg"):
+        raise InvalidInput(f"{url.drivername}:// is no repository: name a folder, or postgresql://user@host/database")
+    if not packs:
+        raise InvalidInput(f"{_hidden(url)} holds no packs: name their folder with packs= or DATASTATES_PACKS")
+    url = url.set(drivername="postgresql+psycopg")
+    return Location(url.render_as_string(hide_password=False), _packs_folder(packs))
+
+
+def _packs_folder(packs: str | os.PathLike[str]) -> Path:
+    text = os.fspath(packs)
+    if "://" in text:
+        raise InvalidInput(f"packs={masking.text(text)!r}: packs live in a folder; object stores are not supported yet")
+    return Path(text).expanduser().absolute()
+
+
+def _hidden(url: URL) -> str:
+    return masking.text(url.render_as_string(hide_password=True))

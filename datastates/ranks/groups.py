@@ -1,0 +1,124 @@
+"""Ranks of one job that hand a state to each other: the groups of ``transport.groups``, with what needs a repository."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from datastates.clone.peer import connect
+from datastates.clone.transfer import Cloned
+from datastates.errors import InvalidInput, Unavailable
+from datastates.transport.clone import groups as meeting
+from datastates.transport.failures import describe, revive
+from datastates.transport.protocol import Failure
+
+if TYPE_CHECKING:
+    from datastates.repository import Repository
+
+__all__ = ["MPIGroup", "SoloGroup"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+class _Invitation(msgspec.Struct, frozen=True):
+    """Where the root serves, for everybody; or why it does not."""
+
+    url: str = ""
+    token: str = ""
+    uid: str = ""
+    failure: Failure | None = None
+
+
+class _Broadcasting(meeting.Group):
+    """A group that clones a state of one rank to all others."""
+
+    def broadcast(
+        self,
+        repo: Repository,
+        rev: str,
+        *,
+        into: Mapping[str, object] | None = None,
+        root: int = 0,
+        timeout_s: float = 10.0,
+        data: str | None = None,
+    ) -> Cloned | None:
+        """Clone a state from the root's repository to every other rank, in a chain; collective. ``data`` as for ``Repository.serve``.
+
+        Each other rank takes it into its own ``repo``'s memory, or ``into`` live objects. The root serves on its own address only
+        while this runs, with a token that the group exchanges. Returns what this rank cloned (the root: None) once all are done.
+
+        :raises Unavailable: another rank failed; names it. What this one cloned stays. Its own error is raised as itself.
+        :raises InvalidInput: there is no such rank.
+        """
+        if not 0 <= root < self.size:
+            raise InvalidInput(f"rank {root} cannot be the root of a group of {self.size}")
+        hosts = self.exchange(socket.gethostname().encode())
+        if self.rank == root:
+            self._give(repo, rev, is_one_host=len(set(hosts)) == 1, root=root, timeout_s=timeout_s, data=data)
+            return None
+        return self._take(repo, into, root=root, timeout_s=timeout_s, data=data)
+
+    def _give(self, repo: Repository, rev: str, *, is_one_host: bool, root: int, timeout_s: float, data: str | None) -> None:
+        token, server = secrets.token_urlsafe(32), None
+        try:
+            uid = repo.state(rev).uid
+            host = _LOOPBACK if is_one_host else _address()
+            server = repo.serve(f"ucx://{host}:0", token=token, timeout_s=timeout_s, data=data) if self.size > 1 else None
+            invitation = _Invitation(server.url if server is not None else "", token, uid)
+        except Exception as exc:  # whatever it is, the others must not wait for ever
+            self.exchange(msgspec.msgpack.encode(_Invitation(failure=describe(exc))))
+            raise
+        try:
+            self.exchange(msgspec.msgpack.encode(invitation))
+            self._agree(None, root)
+        finally:
+            if server is not None:
+                server.close()
+
+    def _take(self, repo: Repository, into: Mapping[str, object] | None, *, root: int, timeout_s: float, data: str | None) -> Cloned | None:
+        invitation = msgspec.msgpack.decode(self.exchange(b"")[root], type=_Invitation)
+        if invitation.failure is not None:
+            raise revive(invitation.failure)
+        cloned, error = None, None
+        try:
+            with connect(invitation.url, token=invitation.token, timeout_s=timeout_s, data=data) as peer:
+                cloned = peer.clone(invitation.uid, into=into, repo=repo if into is None else None, chain=True)
+        except BaseException as exc:
+            error = exc
+        self._agree(error, root)
+        return cloned
+
+    def _agree(self, error: BaseException | None, root: int) -> None:
+        """Wait for every rank, and raise this one's error, or say which other one failed."""
+        outcomes = self.exchange(b"" if error is None else f"{type(error).__name__}: {error}".encode()[:10_000])
+        if error is not None:
+            raise error
+        failed = [(rank, said.decode(errors="replace")) for rank, said in enumerate(outcomes) if said and rank != root]
+        if failed:
+            rank, said = failed[0]
+            raise Unavailable(f"{len(failed)} of {self.size - 1} ranks did not get the state; rank {rank}: {said}")
+
+
+class SoloGroup(_Broadcasting, meeting.SoloGroup):
+    """One process by itself, so that the same script runs without ``mpiexec``; there is nobody to broadcast to."""
+
+
+class MPIGroup(_Broadcasting, meeting.MPIGroup):
+    """The ranks of an MPI communicator, ``COMM_WORLD`` unless told; making one is collective.
+
+    :raises Unsupported: mpi4py is not installed.
+    """
+
+
+def _address() -> str:
+    """This machine's address towards the others, as far as its name and routes tell."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # nothing is sent: the kernel only picks the interface
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())

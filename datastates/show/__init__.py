@@ -1,0 +1,1 @@
+"""How a repository looks in a notebook."""

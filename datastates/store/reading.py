@@ -1,0 +1,119 @@
+"""From a tier's bytes back to a tree of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from datastates.content.geometry import rebuild
+from datastates.content.manifest import TensorSpec
+from datastates.content.tree import decode_skeleton, decode_values, unflatten
+from datastates.errors import Corrupt
+from datastates.lineage.states import State
+from datastates.system.interrupts import checkpoint
+
+from .tier import Reader
+
+__all__ = ["of_state", "read_flat", "read_tree", "specs_of"]
+
+
+def of_state(reader: Reader, state: State) -> Reader:
+    """The reader, if what it reads is what the lineage says of the state; else it is closed.
+
+    :raises Corrupt: it is not.
+    """
+    found = reader.manifest.digest
+    if found == state.digest:
+        return reader
+    reader.close()
+    raise Corrupt(
+        f"state {state.uid} has the digest {found[:16]} where its bytes lie, and {state.digest[:16]} in the lineage: its manifest is "
+        "another state's, forged or left by a clone or an import that was refused; restore another state, or clone this one again"
+    )
+
+
+def specs_of(reader: Reader) -> list[TensorSpec]:
+    """The tensors of a state, in tree order."""
+    return msgspec.msgpack.decode(reader.manifest.content.tensors, type=list[TensorSpec])
+
+
+def read_tree(
+    reader: Reader,
+    *,
+    wants: Callable[[str], bool] = lambda path: True,
+    is_borrowing: bool = False,
+    device: torch.device | str | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Any:
+    """The state's tree, every byte of it checked against its digest.
+
+    Tensors that are not wanted are left out as ``None``. With ``is_borrowing`` tensors may lie in the tier's own memory: they
+    are only to be read, and only until the reader is closed. Without, they are the caller's: private, writable and lasting.
+    ``on_progress`` gets the bytes of each tensor once it is read.
+
+    :raises Corrupt: a chunk fails its digest.
+    """
+    with torch.inference_mode(False):  # what is read is to be trained on
+        return _read_tree(reader, wants, is_borrowing, device, on_progress)
+
+
+def _read_tree(
+    reader: Reader,
+    wants: Callable[[str], bool],
+    is_borrowing: bool,
+    device: torch.device | str | None,
+    on_progress: Callable[[int], None] | None,
+) -> Any:
+    content = reader.manifest.content
+    tensors: list[torch.Tensor | None] = []
+    specs = specs_of(reader)
+    for spec in specs:
+        checkpoint()
+        if spec.alias is not None:
+            tied = tensors[spec.alias]
+            tensors.append(tied if tied is not None or not wants(spec.path) else _read(reader, specs[spec.alias], is_borrowing, device))
+        elif wants(spec.path):
+            tensors.append(_read(reader, spec, is_borrowing, device))
+        else:
+            tensors.append(None)
+        if on_progress is not None and tensors[-1] is not None:
+            on_progress(sum(shard.length for shard in spec.shards))
+    return unflatten(decode_skeleton(content.skeleton), decode_values(content.values), tensors)
+
+
+def read_flat(reader: Reader, spec: TensorSpec) -> torch.Tensor:
+    """The stored bytes of a tensor that is not tied to an earlier one, checked: to be read only, until the reader is closed."""
+    (shard,) = spec.shards
+    return _flat(reader, shard.start, shard.length, is_borrowing=True)
+
+
+def _read(reader: Reader, spec: TensorSpec, is_borrowing: bool, device: torch.device | str | None) -> torch.Tensor:
+    (shard,) = spec.shards
+    flat = _flat(reader, shard.start, shard.length, is_borrowing)
+    tensor = rebuild(flat, spec)
+    return tensor if device is None else tensor.to(device)
+
+
+def _flat(reader: Reader, start: int, length: int, is_borrowing: bool) -> torch.Tensor:
+    """The bytes of a tensor: where they lie if that is allowed, else gathered from their chunks."""
+    if length == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    view = reader.loan(start, length) if is_borrowing else reader.span(start, length)
+    if view is not None and not view.readonly:
+        return torch.frombuffer(view, dtype=torch.uint8)
+    if view is not None and is_borrowing:
+        return _borrow(view)
+    flat = torch.empty(length, dtype=torch.uint8, device="cpu")
+    reader.gather(start, memoryview(flat.numpy().data))
+    return flat
+
+
+def _borrow(view: memoryview) -> torch.Tensor:
+    """A tensor over read-only memory, which torch has no word for: the caller promises not to write."""
+    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    return torch.frombuffer((ctypes.c_ubyte * view.nbytes).from_address(address), dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""What the operating system and other people may do to a process: files and locks, signals, memory limits, secrets, connections."""

@@ -1,0 +1,281 @@
+"""What ``run.guard`` returns: it notices that a training goes wrong, and takes it back to where it went well.
+
+    guard = run.guard()
+    for batch in run.steps(loader):
+        loss = train_step(batch)
+        if guard.rewound(loss):
+            continue
+        run.capture(metrics={"loss": loss})
+
+The loss of a step tells about the parameters that the step before left behind. So a state is good only once the loss of the step after
+it was normal: the newest state at the time of trouble is never one to go back to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from datastates import values
+from datastates.errors import InvalidInput, NotFound, Unavailable
+from datastates.lineage.change.refs import check_name
+from datastates.lineage.states import State
+from datastates.objects.adapters import parts
+from datastates.objects.loops import LOOPS
+from datastates.objects.sampler import PermutationSampler
+from datastates.policy.spikes import Spikes
+
+from .soundness import is_sound
+
+if TYPE_CHECKING:
+    from .tracker import Tracker
+
+__all__ = ["Data", "Guard", "Rewind"]
+
+_log = logging.getLogger("datastates")
+
+Data = Literal["skip", "reshuffle"]
+"""What becomes of the batches between a good state and the trouble after it."""
+
+_FURTHER = 256
+"""How many states beyond the wanted one are looked through for one that is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """One rewind: the loss of ``step`` had a ``problem``, training went on from ``good``, and what lay between is on ``branch``."""
+
+    step: int
+    loss: float
+    problem: str
+    good: State
+    branch: str
+
+
+class Guard:
+    """Asked about the loss of each step, after the update and before the capture. Made by ``Tracker.guard``.
+
+    What a rewind does: the state at hand is captured, with its loss; a branch ``abandoned/<branch>/<step>`` is made there, so that all
+    that was tried stays, and becomes durable as the head of any branch does; the newest good state without NaN, and without infinity in
+    parameters and optimizer, is put back: weights, optimizer, scheduler, scaler, random number generators, ``run.step``; gradients are
+    dropped (unless they are tracked); the branch is moved back, with ``rewind`` in its reflog.
+
+    With ``data="skip"`` loaders and samplers stay where they are: the batches since the good state are not seen again. With
+    ``data="reshuffle"`` they go back too, and the rest of the epoch of each tracked ``PermutationSampler`` is shuffled anew: use
+    ``run.steps``, which then begins a new iteration of the loader, and let ``run.epochs`` or ``run.step`` end the training, as it may
+    go back over the beginning of an epoch. Data that is itself broken is met again then.
+
+    A loss on a CUDA device is read one call later, when the next step is under way: training does not wait for it, and a rewind comes
+    one step later. Pass ``float(loss)`` to know at once. Where several processes train one model, pass all of them the same loss.
+    The guard's own memory, of the last losses, begins anew with each process.
+    """
+
+    def __init__(
+        self, run: Tracker, *, spike: float | None, patience: int, window: int, back: int, data: Data, limit: int, keep: Sequence[str]
+    ) -> None:
+        if data not in ("skip", "reshuffle"):
+            raise InvalidInput(f"data is {data!r}: choose 'skip' or 'reshuffle'")
+        if back < 1 or limit < 1:
+            raise InvalidInput(f"back is {back} and limit {limit}: both count from 1")
+        check_name(_name(run.branch, 10**12, 100))
+        self._run, self._spikes = run, Spikes(spike, window, patience)
+        self._window, self._back, self._limit, self._data = window, back, limit, data
+        self._samplers = [found for _, found in parts(run._objects) if isinstance(found, PermutationSampler)]
+        self._kept = _kept(run, keep, is_skipping=data == "skip")
+        if data == "reshuffle" and not self._samplers:
+            raise InvalidInput(
+                "data='reshuffle' changes the order of a PermutationSampler, and none is tracked: track one, or choose data='skip'"
+            )
+        self.rewinds: list[Rewind] = []
+        self._began: str | None = None
+        self._in_a_row = self._calm = 0
+        self._arriving: deque[_Loss] = deque()
+        if run.head is None or (run.report is not None and not run.report):
+            run.capture(step=run.step, message="where the guard begins").wait()
+        self._good: deque[str] = deque([_uid(run.head)], maxlen=8)
+        run._newest = self._good[0]
+
+    def rewound(self, loss: float | torch.Tensor | None = None) -> bool:
+        """Whether the loss of this step was trouble and everything is back at a good state: ``continue`` then, and do not capture.
+
+        Without a loss those are judged that are still on their way from a device: ask at the end of the training.
+
+        :raises Unavailable: there have been ``limit`` rewinds in a row (everything is back once more; the message names the branches),
+            or there is no good state to go back to.
+        """
+        if loss is not None:
+            self._arriving.append(_Loss.of(loss, self._run))
+        while self._arriving and (self._arriving[0].is_here or loss is None or len(self._arriving) > 1):
+            read = self._arriving.popleft()
+            value = read.value()
+            problem = self._spikes.problem(value)
+            if problem is not None:
+                self._arriving.clear()
+                self._rewind(read.step, value, problem)
+                return True
+            if self._spikes.is_calm:
+                self._confirm(read.newest)
+        return False
+
+    def _confirm(self, uid: str | None) -> None:
+        """A normal loss: the state that was the newest then is good."""
+        if uid is not None and uid != self._good[-1]:
+            self._good.append(uid)
+        self._calm += 1
+        if self._calm >= self._window:
+            self._in_a_row = 0
+
+    def _rewind(self, step: int, loss: float, problem: str) -> None:
+        """Abandon, find, put back: the table of contents of a rewind."""
+        run = self._run
+        branch = self._abandon(step, loss, problem)
+        depth = self._back << min(self._in_a_row, 30)
+        good = self._find(depth)
+        if good is None:
+            raise Unavailable(
+                f"the loss of step {step} on branch {run.branch!r} {problem}, and no good state before it can be restored:"
+                f" what there is lies on {branch!r}; start again with a lower learning rate, other data, or more memory_bytes"
+            )
+        self._put_back(good)
+        self.rewinds.append(Rewind(step, loss, problem, good, branch))
+        self._in_a_row, self._calm = self._in_a_row + 1, 0
+        if self._in_a_row > self._limit:
+            raise self._gave_up(self.rewinds[-self._in_a_row :])
+        _log.warning(
+            "the loss of step %d %s: back at step %d (%s), what came since is on %s; rewind %d of %d in a row",
+            step, problem, good.step, good.uid[:10], branch, self._in_a_row, self._limit,
+        )  # fmt: skip
+
+    def _abandon(self, step: int, loss: float, problem: str) -> str:
+        """Name the stretch that went wrong; its head is the state at hand."""
+        run = self._run
+        run.capture(metrics={"loss": loss}, message=f"abandoned: the loss of step {step} {problem}")
+        repository, head = run._repository, run.head
+        taken = {ref.name for ref in repository.refs()}
+        branch = next(name for number in count(1) if (name := _name(run.branch, step, number)) not in taken)
+        repository.branch(branch, head)
+        return branch
+
+    def _find(self, depth: int) -> State | None:
+        """The ``depth``-th newest good state, or the next older one that is whole; the oldest there is if there are fewer."""
+        history = self._history(depth)
+        in_order = [*history[depth - 1 :], *reversed(history[: depth - 1])]
+        return next((state for state in in_order if self._is_sound(state)), None)
+
+    def _history(self, depth: int) -> list[State]:
+        """Good states, newest first, down to where the branch began."""
+        repository = self._run._repository
+        if self._began is None:
+            self._began = next(event.new for event in repository.reflog(self._run.branch) if event.old is None)
+        for uid in reversed(self._good):
+            try:
+                newest = repository.state(uid)
+            except NotFound:
+                continue  # its capture failed
+            states = repository.log(newest, limit=depth + _FURTHER)
+            end = next((index for index, state in enumerate(states) if state.uid == self._began), len(states))
+            return states[: end + 1]
+        return []
+
+    def _is_sound(self, state: State) -> bool:
+        """Whether a state can be restored, and holds no number that would spoil the training."""
+        run = self._run
+        if not state.status.is_restorable or (state.micro_step and not run._adapted._has_gradients):
+            return False
+        try:
+            with run._repository._open_payload(state) as reader:
+                return is_sound(reader, run._adapted)
+        except Unavailable:
+            return False  # dropped since, or in the memory of another process
+
+    def _put_back(self, good: State) -> None:
+        run = self._run
+        run._go_back(good, without=self._kept, reason="rewind")
+        if not run._adapted._has_gradients:
+            for optimizer in run._adapted.optimizers:
+                optimizer.zero_grad()
+            for module in run._adapted.modules:
+                module.zero_grad()
+        self._good = deque([good.uid], maxlen=self._good.maxlen)
+        if self._data == "reshuffle":
+            prefix = _name(run.branch, 0, 1).removesuffix("0")
+            salt = sum(ref.name.startswith(prefix) for ref in run._repository.refs())
+            for sampler in self._samplers:
+                sampler.reshuffle(salt)
+            run._loops.send_back()
+
+    def _gave_up(self, rewinds: Sequence[Rewind]) -> Unavailable:
+        last = rewinds[-1]
+        branches = ", ".join(repr(rewind.branch) for rewind in rewinds)
+        return Unavailable(
+            f"branch {self._run.branch!r} does not get over step {last.step}: its loss {last.problem}, after {self._limit} rewinds"
+            f" in a row; the branch and what it tracks are back at step {last.good.step} ({last.good.uid[:10]}), what was tried is on"
+            f" {branches}:"
+            " lower the learning rate, look at the data, or go further back (back=…)",
+            nearest=last.good.uid,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """The loss of a step, perhaps on its way from a device, and the newest state before it."""
+
+    step: int
+    newest: str | None
+    number: float | torch.Tensor
+    is_copied: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, loss: float | torch.Tensor, run: Tracker) -> _Loss:
+        read = cls(run.step + (not run._is_driven), run._newest, loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        if not isinstance(read.number, torch.Tensor) or not read.number.is_cuda or read.number.numel() != 1:
+            return replace(read, number=values.number(read.number, "loss"))
+        host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
+        host.copy_(read.number.float().reshape(()), non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(read.number.device))
+        return replace(read, number=host, is_copied=copied)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether reading it waits for nobody. Not whether it happens to be here by now: a training that is repeated must be the same."""
+        return self.is_copied is None
+
+    def value(self) -> float:
+        """The number; waits for the device until it has come that far."""
+        if self.is_copied is not None:
+            self.is_copied.synchronize()  # a device to host wait, for a step that was over before the last one was begun
+        return float(self.number)
+
+
+def _name(branch: str, step: int, number: int) -> str:
+    return f"abandoned/{branch}/{step}" + (f".{number}" if number > 1 else "")
+
+
+def _uid(state: State | None) -> str:
+    assert state is not None
+    return state.uid
+
+
+def _kept(run: Tracker, keep: Iterable[str], *, is_skipping: bool) -> frozenset[str]:
+    """The names of what is not put back."""
+    known = {**run._objects, **run.values}
+    if unknown := sorted(set(keep) - set(known)):
+        raise InvalidInput(f"keep names {', '.join(unknown)}, and nothing of that name is tracked: there are {', '.join(sorted(known))}")
+    kept = {*keep, LOOPS} if is_skipping else set(keep)
+    for name, found in run._objects.items() if is_skipping else ():
+        kinds = [isinstance(each, DataLoader | Sampler) for _, each in parts({name: found})]
+        if any(kinds) and not all(kinds) and name not in kept:
+            raise InvalidInput(
+                f"{name!r} holds a loader among other things, and only the loader is to go on: track it under a name of its own"
+            )
+        if any(kinds):
+            kept.add(name)
+    return frozenset(kept)

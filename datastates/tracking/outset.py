@@ -1,0 +1,136 @@
+"""Where a tracker sets out: which state its branch stands at, and its objects put there."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from datastates import values
+from datastates.errors import Conflict, NotFound
+from datastates.lineage.change import refs
+from datastates.lineage.search import revision, walk
+from datastates.lineage.states import Ref, RefKind, State
+from datastates.objects.adapters import IN_BACKWARD
+from datastates.system.notices import say
+from datastates.upkeep.missing import explain, is_elsewhere, nearest_here
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+    from datastates.repository import Repository
+
+    from .tracker import Tracker
+
+__all__ = ["Outset", "check_origin", "origin_of", "set_out"]
+
+_log = logging.getLogger("datastates")
+
+
+@dataclass(frozen=True, slots=True)
+class Outset:
+    """What a tracker sets out from; None begins a root. ``is_fork``: the branch is not there yet. ``is_beyond``: it has left ``start``."""
+
+    state: State | None
+    is_fork: bool = False
+    is_beyond: bool = False
+
+
+def origin_of(repository: Repository, branch: str, start: str | State | None, *, resume: bool) -> Outset:
+    """The state that a tracker sets out from. A branch whose head cannot be restored is moved back; none is made."""
+    branch = values.text(branch, "branch")
+    with repository._reading() as session:
+        ref, origin = _named(session, branch, start, resume=resume)
+        if ref is None:
+            if origin is None:
+                _warn_of_misspelling(session, branch)
+                return Outset(None)
+            if not origin.status.is_restorable:
+                raise explain(repository, session, origin)
+        else:
+            head = walk.state(session, ref.state)
+            begun, origin = origin, head if is_elsewhere(repository, session, head) else nearest_here(repository, session, head.uid)
+            if origin is None:
+                raise explain(repository, session, head)
+            why = None if origin.uid == head.uid else explain(repository, session, head)
+    if ref is None:
+        return Outset(origin, is_fork=True)
+    if origin.uid != ref.state:
+        _log.warning("branch %s goes back to state %s (step %d): %s", branch, origin.uid[:10], origin.step, why)
+        repository.move(branch, origin.uid, expected=ref.state)
+    return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
+
+
+def check_origin(repository: Repository, branch: str, start: str | State | None, *, resume: bool) -> None:
+    """Nothing, where a tracker may set out so; else what ``origin_of`` raises of the names."""
+    with repository._reading() as session:
+        _named(session, branch, start, resume=resume)
+
+
+def _named(session: Session, branch: str, start: str | State | None, *, resume: bool) -> tuple[Ref | None, State | None]:
+    """The branch, where it is there, and the state that ``start`` names."""
+    ref = _find_ref(session, branch)
+    origin = None if start is None else revision.resolve(session, start.uid if isinstance(start, State) else start)
+    if ref is None:
+        refs.check_name(branch)
+        return None, origin
+    if ref.kind is not RefKind.BRANCH:
+        raise Conflict(f"{branch!r} is a tag: choose another name for the branch")
+    if not resume:
+        raise Conflict(f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or go on there with resume=True")
+    if origin is not None and not walk.is_ancestor(session, origin.uid, ref.state):
+        raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
+    return ref, origin
+
+
+def set_out(
+    repository: Repository, tracker: Tracker, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool
+) -> None:
+    """Put the tracker's objects where ``state`` stands, and have its first capture share with it what is unchanged."""
+    tracker._restore_objects(state, only=only, strict=strict)
+    tracker.resumed_from, tracker._is_resumed = state, is_resumed
+    try:
+        with repository._local.open(state.uid, verify=False) as reader:
+            tracker._line.base = reader.manifest
+    except NotFound:
+        tracker._line.kin = repository._runner().line_of(state.uid)  # in memory only: what they share is written with the first of them
+    where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {tracker.epoch}" if tracker._loops.is_counted else "")
+    if not is_resumed:
+        _log.info("branch %s begins at %s", tracker.branch, where)
+        return
+    say(f"branch {tracker.branch} goes on from {where}")
+    if forgotten := _forgotten(tracker, only):
+        _log.warning(
+            "branch %s has %s too, and %s not tracked now: begun anew, and missing in what is captured from here; pass %s to track, or fork"
+            " with start=",
+            tracker.branch, ", ".join(forgotten), "they are" if len(forgotten) > 1 else "it is", ", ".join(forgotten),
+        )  # fmt: skip
+
+
+def _forgotten(tracker: Tracker, only: str | Sequence[str] | None) -> list[str]:
+    """The objects of the resumed state that this training leaves behind without having said so."""
+    if only is not None or tracker.report is None:
+        return []
+    return [name for name in tracker.report.skipped if "/" not in name and name not in ("rng", IN_BACKWARD)]
+
+
+def _warn_of_misspelling(session: Session, branch: str) -> None:
+    """A branch begins from nothing: say so where one of nearly that name is there."""
+    names = {ref.name: re.sub(r"\d+", "0", ref.name) for ref in refs.refs(session) if ref.kind is RefKind.BRANCH}
+    plain = re.sub(r"\d+", "0", branch)
+    close = get_close_matches(branch, [name for name, other in names.items() if other != plain], n=3, cutoff=0.75)
+    if close:
+        _log.warning(
+            "branch %r is new and begins without a state, and there is %s: branch=%r would go on there, start=%r fork from it",
+            branch, " and ".join(map(repr, close)), close[0], close[0],
+        )  # fmt: skip
+
+
+def _find_ref(session: Session, name: str) -> Ref | None:
+    try:
+        return refs.get(session, name)
+    except NotFound:
+        return None

@@ -1,0 +1,1 @@
+"""What can still be had of a lineage, and dropping the bytes of states."""

@@ -1,0 +1,45 @@
+"""Dropping a state's bytes by hand: what is known of it stays, and every byte that another state needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from datastates.lineage.change import folders
+from datastates.lineage.change.withdraw import withdraw
+from datastates.lineage.search.holders import holder
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+    from datastates.repository import Repository
+
+__all__ = ["evict"]
+
+
+def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
+    """Drop a state from this folder of packs and from this process's memory; the bytes set free there, which no other state needed.
+
+    The lineage is told first: a crash in between leaves files that nobody asks for, never a state without its bytes, and a commit that
+    fails drops nothing. Other processes and folders keep theirs. ``is_forced`` drops a state that a ref names, but never all
+    that can be restored of a branch.
+
+    :raises Conflict: a ref or a training of this process counts on it.
+    :raises NotFound: there is no such state.
+    """
+    repository._check_open()
+    repository._settle()
+    running = repository._running
+    with repository._database.write(durable=True) as session:
+        withdraw(session, uid, _places(repository, session, uid), is_forced=is_forced)
+        if running is not None:
+            running.check_withdrawal(uid)  # the last that may refuse
+    freed = 0 if running is None else running.withdraw(uid)
+    return freed + repository._local.remove(uid)
+
+
+def _places(repository: Repository, session: Session, uid: str) -> list[tuple[str, str]]:
+    """Where this process and this folder of packs hold a state, as the lineage names the places."""
+    home = repository._home
+    hosts = [host for host in folders.hosts_of_state(session, uid) if home.is_beside or host == repository.node]
+    disks = [home.check_writable(), *hosts]
+    return [("memory", holder(repository.node, repository._run_uid)), *(("local", disk) for disk in disks)]

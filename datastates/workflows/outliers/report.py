@@ -1,0 +1,173 @@
+"""What ``outliers`` found: every sample ranked, the suspects, the subsets, and what it cost; as a table, CSV, JSON, HTML, a picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datastates.errors import InvalidInput
+
+from .cost import OutlierCost
+from .scores import Scores
+from .sources import Skipped, Source
+from .subset_scores import SubsetScore
+from .suspects import Selection
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+__all__ = ["OutlierReport", "SampleScore"]
+
+FORMAT = "datastates-outliers/1"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScore:
+    """One sample; ``rank`` 1 is the most suspicious. None: not known. The rest is as in ``Scores``."""
+
+    index: int
+    rank: int
+    score: float | None
+    strength: float | None
+    lineage_loss: float | None
+    held_out_loss: float | None
+    spread: float | None
+    sources: int
+    is_suspect: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class OutlierReport:
+    """Printed by rich, it is a table. ``sources`` are the branches that were read, ``skipped`` what could not be."""
+
+    scores: Scores
+    selection: Selection
+    subsets: tuple[SubsetScore, ...]
+    sources: tuple[Source, ...]
+    skipped: tuple[Skipped, ...]
+    cost: OutlierCost
+
+    def __len__(self) -> int:
+        return len(self.scores.score)
+
+    def __repr__(self) -> str:
+        return f"<OutlierReport: {int(self.selection.suspects.sum())} suspects among {len(self)} samples>"
+
+    def samples(self) -> Iterator[SampleScore]:
+        """Every sample, the most suspicious first."""
+        scores, suspects = self.scores, self.selection.suspects
+        for rank, index in enumerate(scores.order().tolist(), 1):
+            yield SampleScore(
+                index=index,
+                rank=rank,
+                score=_known(scores.score[index]),
+                strength=_known(scores.strength[index]),
+                lineage_loss=_known(scores.lineage[index]),
+                held_out_loss=_known(scores.held_out[index]),
+                spread=_known(scores.spread[index]),
+                sources=int(scores.sources[index]),
+                is_suspect=bool(suspects[index]),
+            )
+
+    def suspects(self) -> list[SampleScore]:
+        """Those that are selected at the noise rate, the most suspicious first."""
+        count = int(self.selection.suspects.sum())
+        return [sample for sample, _ in zip(self.samples(), range(count), strict=False)]
+
+    def top(self, most: int) -> list[SampleScore]:
+        """The ``most`` highest ranked, suspects or not."""
+        return [sample for sample, _ in zip(self.samples(), range(most), strict=False)]
+
+    def to_csv(self, path: str | os.PathLike[str]) -> Path:
+        """One line a sample, by rank; what is not known is empty."""
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            names = [field.name for field in fields(SampleScore)]
+            writer.writerow(names)
+            writer.writerows(["" if (value := getattr(sample, name)) is None else value for name in names] for sample in self.samples())
+        return Path(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON knows it."""
+        return {
+            "format": FORMAT,
+            "count": len(self),
+            "noise_rate": self.selection.noise_rate,
+            "is_noise_rate_estimated": self.selection.is_estimated,
+            "cost_epochs": {**asdict(self.cost), "unrecorded": list(self.cost.unrecorded), "total": self.cost.total},
+            "sources": [_source(source) for source in self.sources],
+            "skipped": [asdict(skipped) for skipped in self.skipped],
+            "subsets": [{key: _known(value) for key, value in asdict(subset).items()} for subset in self.subsets],
+            "samples": [asdict(sample) for sample in self.samples()],
+        }
+
+    def to_json(self, path: str | os.PathLike[str]) -> Path:
+        """One object; what is not known is null."""
+        Path(path).write_text(json.dumps(self.to_dict(), allow_nan=False), encoding="utf-8")
+        return Path(path)
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        title: str = "Outliers",
+        show: Callable[[int], object] | None = None,
+        describe: Callable[[int], str] | None = None,
+        most: int = 100,
+    ) -> Path:
+        """One page that needs nothing else. ``show(index)`` gives an array, ``describe(index)`` a line, for the ``most`` highest ranked.
+
+        :raises Unsupported: there is something to show, and matplotlib is not installed.
+        """
+        from .page import page  # the page and the picture are made only where they are asked for
+
+        _check_most(most)
+        Path(path).write_text(page(self, title=title, show=show, describe=describe, most=most), encoding="utf-8")
+        return Path(path)
+
+    def to_picture(
+        self,
+        path: str | os.PathLike[str],
+        show: Callable[[int], object],
+        *,
+        describe: Callable[[int], str] | None = None,
+        most: int = 24,
+    ) -> Path:
+        """The highest ranked as a sheet of pictures (PNG, or what the suffix says). ``show(index)`` gives a grey or colour picture, or a
+        curve, as an array or tensor.
+
+        :raises Unsupported: matplotlib is not installed.
+        """
+        from .picture import sheet
+
+        _check_most(most)
+        return sheet(self.top(most), Path(path), show, describe)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from .table import tables
+
+        yield from tables(self)
+
+
+def _check_most(most: int) -> None:
+    if most < 1:
+        raise InvalidInput(f"most is {most}: it counts samples, from 1")
+
+
+def _known(value: Any) -> Any:
+    """None for NaN; a plain number for one of NumPy's."""
+    if not isinstance(value, float):
+        return value
+    return None if math.isnan(value) else float(value)
+
+
+def _source(source: Source) -> dict[str, Any]:
+    held_out = None if source.held_out is None else len(source.held_out)
+    states = [{"uid": state.uid, "step": state.step} for state in source.states]
+    return {"branch": source.name, "held_out": held_out, "states": states, "of": source.of, "gone": source.gone}

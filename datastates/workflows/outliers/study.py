@@ -1,0 +1,102 @@
+"""Which samples a training could not make sense of: losses along the lineage, and under variants that held them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from datastates import values
+from datastates.errors import InvalidInput
+from datastates.repository import Repository
+from datastates.workflows.plans import arguments
+from datastates.workflows.plans.plan import Plan, plan_of
+
+from .losses import LossOf, Meter, measure
+from .report import OutlierReport
+from .scores import put_together
+from .sources import gather
+from .subset_scores import check_subsets, score_subsets
+from .suspects import check_rate, select
+
+__all__ = ["outliers"]
+
+
+def _model(value: object, what: str) -> nn.Module:
+    if not isinstance(value, nn.Module):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give the torch.nn.Module that states are to be restored into")
+    return value
+
+
+@values.takes(
+    repo=arguments.repository,
+    branches=values.patterns,
+    model=_model,
+    loss=values.callback,
+    count=arguments.samples,
+    study=values.optional(values.string),
+    plan=values.optional(plan_of),
+    subsets=values.optional(arguments.subsets),
+    states=arguments.positive,
+    noise_rate=values.optional(check_rate),
+    name=values.string,
+    batch=arguments.samples,
+    steps_per_epoch=values.optional(arguments.positive),
+    on_progress=values.optional(values.callback),
+)
+def outliers(
+    repo: Repository,
+    branches: str | Sequence[str] = (),
+    *,
+    model: nn.Module,
+    loss: LossOf,
+    count: int,
+    study: str | None = None,
+    plan: Plan | None = None,
+    subsets: Mapping[str, Sequence[int]] | None = None,
+    states: int = 8,
+    noise_rate: float | None = None,
+    name: str = "model",
+    batch: int = 1024,
+    steps_per_epoch: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> OutlierReport:
+    """Score ``count`` samples by their losses under states that the lineage holds already, and rank them.
+
+    ``branches`` (any revisions) give the *lineage* score: the mean loss along at most ``states`` of each one's own states, spread
+    evenly. ``study`` adds the finished variants of ``explore``; with its ``plan`` each of them gives the *held-out* score of the samples
+    that neither it nor an ancestor of it trained on, and what they forked from counts as a branch. Where a sample has both, its score is
+    the mean of both percentiles. More branches (other seeds) make the score better, and their disagreement is its ``spread``.
+
+    ``model`` is what the states are restored into, one after another: it ends with the weights of the last. ``name`` is what it was
+    tracked as. ``loss(model, indices)`` gives one loss a sample, ``[n]``; it is called in evaluation mode, without gradients, for
+    ``batch`` indices at a time. ``subsets`` (the plan's, if not given) are scored too. ``steps_per_epoch`` tells what training cost where
+    the states do not record an ``epoch``. ``on_progress`` is told how many states of how many are done.
+
+    What cannot be restored is skipped; the report says what and why. The more epochs have their bytes, the better: of a study whose
+    repository has ``Config(durable_every=1)`` every epoch is read, else often only the last of each variant.
+
+    :raises NotFound: there is no such branch or study.
+    :raises InvalidInput: an argument does not fit; the loss is not one number a sample.
+    :raises Unavailable: not one state could be read.
+    :raises Unsupported: ``noise_rate`` is None, and scikit-learn, which estimates it, is not installed.
+    """
+    names = values.patterns(branches) or []
+    check_subsets(subsets or {}, count)
+    if not names and study is None:
+        raise InvalidInput("outliers was given neither branches nor a study: name at least one of them")
+    found = gather(repo, names, study=study, plan=plan, count=count, states=states, steps_per_epoch=steps_per_epoch)
+    meter = Meter(repo, model, loss, name=name, batch=batch)
+    losses = measure(meter, found.sources, count, on_progress or (lambda done, total: None))
+    scores = put_together(losses.lineage.mean(), losses.held_out.mean(), losses.spread)
+    selection = select(scores, noise_rate)
+    if subsets is None:
+        subsets = plan.subsets if plan is not None else {}
+    return OutlierReport(
+        scores=scores,
+        selection=selection,
+        subsets=score_subsets(scores, selection, subsets),
+        sources=tuple(losses.sources),
+        skipped=(*found.skipped, *losses.skipped),
+        cost=found.cost(losses.passes),
+    )

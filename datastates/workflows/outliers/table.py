@@ -1,0 +1,93 @@
+"""A report on outliers in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from .report import OutlierReport, SampleScore
+from .subset_scores import SubsetScore
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["losses_of", "number", "summary", "tables"]
+
+TOP = 15
+
+
+def tables(report: OutlierReport, *, most: int = TOP, describe: Callable[[int], str] | None = None) -> Iterator[RenderableType]:
+    """The summary, the highest ranked samples, the subsets. ``describe(index)`` adds a line to each sample."""
+    yield Text("\n".join(summary(report)))
+    yield _samples(report.top(most), losses_of(report), describe)
+    if report.subsets:
+        yield _subsets(report.subsets[:most])
+
+
+def summary(report: OutlierReport) -> list[str]:
+    """What was read, selected, spent and skipped, in a few lines."""
+    selection = report.selection
+    rate = f"{100 * selection.noise_rate:.1f} % ({'estimated' if selection.is_estimated else 'given'})"
+    lines = [
+        f"{int(selection.suspects.sum())} suspects among {len(report)} samples, at a noise rate of {rate}",
+        f"read: {_read(report)}",
+        f"cost: {report.cost}",
+    ]
+    if all(source.held_out is None for source in report.sources) and len(report.sources) < 2:
+        lines.append("one branch only, so there is no spread: another seed would tell how sure the ranks are")
+    lines += [
+        f"skipped: {skipped.branch}{'' if skipped.step is None else f', step {skipped.step}'}: {skipped.reason}"
+        for skipped in report.skipped
+    ]
+    return lines
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A dash for what is not known."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _read(report: OutlierReport) -> str:
+    parts = []
+    for kind, held in (("along the lineage", False), ("of variants that held samples out", True)):
+        sources = [source for source in report.sources if (source.held_out is not None) is held]
+        if sources:
+            states, of = sum(len(source.states) for source in sources), sum(source.of for source in sources)
+            parts.append(f"{states} of {of} states {kind} ({len(sources)} {'branch' if len(sources) == 1 else 'branches'})")
+    gone = sum(source.gone for source in report.sources)
+    return ", ".join(parts) + (f"; {gone} have no bytes any more" if gone else "")
+
+
+def losses_of(report: OutlierReport) -> list[tuple[str, str]]:
+    """The kinds of loss that the report has, as heading and field of a sample."""
+    held = any(source.held_out is not None for source in report.sources)
+    along = any(source.held_out is None for source in report.sources)
+    return [*([("lineage loss", "lineage_loss")] if along else []), *([("held-out loss", "held_out_loss")] if held else [])]
+
+
+def _samples(samples: Sequence[SampleScore], losses: Sequence[tuple[str, str]], describe: Callable[[int], str] | None) -> Table:
+    table = Table(title="Most suspicious samples", title_justify="left")
+    for name in ("rank", "sample", "percentile", "± spread", *(heading for heading, _ in losses), "suspect"):
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
+    if describe is not None:
+        table.add_column("what", overflow="ellipsis", no_wrap=True, min_width=12)
+    for sample in samples:
+        values = (number(getattr(sample, field)) for _, field in losses)
+        what = [] if describe is None else [Text(describe(sample.index))]
+        row = (str(sample.rank), str(sample.index), number(sample.score), number(sample.spread), *values)
+        table.add_row(*row, "yes" if sample.is_suspect else "", *what)
+    return table
+
+
+def _subsets(subsets: Sequence[SubsetScore]) -> Table:
+    table = Table(title="Subsets", title_justify="left")
+    table.add_column("subset")
+    for name in ("samples", "mean percentile", "± error", "suspects"):
+        table.add_column(name, justify="right")
+    for subset in subsets:
+        share = f"{subset.suspects} ({100 * subset.suspects / subset.samples:.0f} %)"
+        table.add_row(Text(subset.name), str(subset.samples), f"{subset.score:.1f}", number(subset.error, 1), share)
+    return table

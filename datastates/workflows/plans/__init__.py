@@ -1,0 +1,1 @@
+"""What a study trains: trees of variants as plain data, and their usual shapes."""

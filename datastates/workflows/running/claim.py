@@ -1,0 +1,52 @@
+"""Who works on what: a study has one explorer, a variant one worker, whoever else was told to do the same.
+
+A claim is a lock on a file beside the packs that the kernel drops with the process, however that ends (``locks``). The file says who
+holds it. Between hosts it works where their shared file system passes locks on; elsewhere the compare-and-swap of branches remains.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from datastates.system.locks import Held, hold, is_held
+from datastates.system.sharing import make_folder_like
+
+__all__ = ["Claim", "holder"]
+
+
+class Claim:
+    """An exclusive lock on ``<folder>/<name>``, with a note for others to read. Made by ``take``; a context manager."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+
+    @classmethod
+    def take(cls, folder: Path, name: str, note: str) -> Self | None:
+        """The claim, or None when somebody holds it."""
+        make_folder_like(folder.parent, folder)
+        held = hold(folder / name)
+        if held is None:
+            return None
+        held.write(note)
+        return cls(held)
+
+    def close(self) -> None:
+        """Let go, and take the file away; idempotent. In a forked child: nothing."""
+        self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def holder(folder: Path, name: str) -> str | None:
+    """The note of whoever holds a claim; None when nobody does."""
+    path = folder / name
+    try:
+        return path.read_text() if is_held(path) else None
+    except FileNotFoundError:
+        return None

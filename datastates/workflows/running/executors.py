@@ -1,0 +1,180 @@
+"""Where variants run: processes of our own, this process, or Ray's. All else that is a ``concurrent.futures.Executor`` works as it is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from datastates.errors import Closed
+
+__all__ = ["Processes", "RayExecutor", "SerialExecutor"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SerialExecutor(Executor):
+    """Runs each call at once, in the thread that submits it: for tests, and for a debugger in the train function."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run it, and return its result as a future that is done."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as exc:
+            future.set_exception(exc)
+        return future
+
+
+class _Slot:
+    """One worker process, started with the first call.
+
+    It is forked by the fork server of ``multiprocessing``, a process that has imported torch and done nothing else: it begins after a
+    tenth of a second rather than after seconds, and workers share the memory of what was imported. What the environment is now it is told.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["datastates.workflows.running.worker", "torch._dynamo"])  # every optimizer imports the latter
+        self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=begin_worker, initargs=(dict(os.environ),))
+        self.pid = self.pool.submit(os.getpid)
+
+    def terminate(self) -> None:
+        """Ask it to stop: what runs there ends in an orderly way, as at Ctrl-C."""
+        if self.pid.done() and self.pid.exception() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid.result(), signal.SIGTERM)
+
+
+class Processes(Executor):
+    """Worker processes of which each is on its own: one that dies fails its call with ``BrokenProcessPool``, and is made anew.
+
+    The process that was free last gets the next call, so that a child finds its parent's state in memory. ``SIGTERM`` ends what a
+    process is at; processes end with the one that made them.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._lock = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._free: list[_Slot] = []
+        self._at_work: set[_Slot] = set()
+        self._is_closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that are at work."""
+        with self._lock:
+            slots = list(self._at_work)
+        return [slot.pid.result() for slot in slots]
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run it in the process that is free first."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise Closed("these processes were shut down: make others")
+            self._waiting.append((future, partial(fn, *args, **kwargs)))
+        self._next()
+        return future
+
+    def terminate(self) -> None:
+        """Ask every process to stop what it is at; calls that wait are cancelled."""
+        with self._lock:
+            slots = [*self._at_work, *self._free]
+            waiting, self._waiting = self._waiting, deque()
+        for future, _ in waiting:
+            future.cancel()
+        for slot in slots:
+            slot.terminate()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls; wait for those under way, and for those that wait unless they are cancelled."""
+        with self._lock:
+            self._is_closed = True
+            waiting, self._waiting = (self._waiting, deque()) if cancel_futures else (deque(), self._waiting)
+        for future, _ in waiting:
+            future.cancel()
+        with self._lock:
+            while wait and (self._waiting or self._at_work):
+                self._lock.wait()
+            slots = [*self._at_work, *self._free]
+        for slot in slots:
+            slot.pool.shutdown(wait=wait)
+
+    def _next(self) -> None:
+        """Give what waits to who is free."""
+        with self._lock:
+            if not self._waiting or (not self._free and len(self._at_work) >= self._workers):
+                return
+            future, call = self._waiting.popleft()
+            slot = self._free.pop() if self._free else _Slot()
+            self._at_work.add(slot)
+        if not future.set_running_or_notify_cancel():
+            self._put_back(slot)
+            return
+        try:
+            inner = slot.pool.submit(call)
+        except BrokenProcessPool as exc:
+            inner = Future()
+            inner.set_exception(exc)
+        inner.add_done_callback(partial(self._done, slot, future))
+
+    def _done(self, slot: _Slot, future: Future[Any], inner: Future[Any]) -> None:
+        error = inner.exception()
+        self._put_back(slot, is_broken=isinstance(error, BrokenProcessPool))
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(inner.result())
+
+    def _put_back(self, slot: _Slot, *, is_broken: bool = False) -> None:
+        with self._lock:
+            self._at_work.discard(slot)
+            if not is_broken:
+                self._free.append(slot)
+            self._lock.notify_all()
+        self._next()
+
+
+def begin_worker(environ: dict[str, str]) -> None:
+    """In a worker process: Ctrl-C is the explorer's, who then asks us to stop; if it dies we stop as well.
+
+    ``environ`` replaces the environment, and random numbers begin anew: a fork has those of the process that it is a fork of.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.clear()
+    os.environ.update(environ)
+    np.random.seed()
+    from .worker import end_with_parent  # imports torch, which every task needs
+
+    end_with_parent()
+
+
+class RayExecutor(Executor):
+    """Calls as tasks of Ray, which has no executor of its own; ``ray.init`` is the caller's. ``options`` are those of ``ray.remote``."""
+
+    def __init__(self, **options: Any) -> None:
+        import ray
+
+        self._remote: Any = ray.remote(**{"num_cpus": 1, "max_retries": 0, **options})(_call)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run it as a task; one that has begun is not cancelled."""
+        future: Future[T] = self._remote.remote(partial(fn, *args, **kwargs)).future()
+        return future
+
+
+def _call(call: Callable[[], Any]) -> Any:
+    return call()

@@ -1,0 +1,328 @@
+"""Running a plan: each variant as a task of an executor, its results as states of the lineage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import BrokenExecutor, Executor, Future
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from datastates import values
+from datastates.errors import Conflict, InvalidInput
+from datastates.lineage.states import State, Value
+from datastates.opening.whereabouts import node_id
+from datastates.workflows.plans import arguments
+from datastates.workflows.plans.plan import Plan, Variant, plan_of
+
+from . import record
+from .claim import Claim, holder
+from .describe import announce
+from .job import Assignment, Stop
+from .pool import Pool, check_executor, check_pickles
+from .progress import Display, display_for
+from .result import Exploration, read_study
+from .storage import storage
+from .work import prefix_epochs, work
+from .worker import Explorer, Outcome, Share, Task, Train
+
+if TYPE_CHECKING:
+    from datastates.repository import Repository
+
+__all__ = ["explore"]
+
+_log = logging.getLogger("datastates")
+
+_LOOK_S = 0.5
+_GRACE_S = 30.0
+
+
+@values.takes(
+    repo=arguments.repository,
+    start=values.revision,
+    plan=plan_of,
+    study=values.string,
+    config=values.optional(arguments.configuration),
+    retries=values.integer,
+    threads=values.integer,
+    stop=values.optional(values.callback),
+    share=values.optional(values.string),
+    progress=values.flag,
+)
+def explore(
+    repo: Repository,
+    start: str,
+    plan: Plan,
+    train: Train,
+    executor: Executor | Callable[[], Executor] | None = None,
+    *,
+    study: str,
+    config: Mapping[str, Value] | None = None,
+    retries: int = 1,
+    threads: int = 1,
+    stop: Stop | None = None,
+    share: str | None = None,
+    progress: bool = True,
+) -> Exploration:
+    """Train every variant of a plan, each on its own branch ``<study>/<variant>``; the same call again goes on where this one stopped.
+
+    ``train`` gets a ``Job``. ``executor`` is any ``concurrent.futures.Executor`` whose calls run in processes, or a function that
+    makes one, which is called again when that one breaks; without it there are as many processes as ``threads`` of each leave
+    room for. ``config`` is what the variants' configurations change. A variant that raises is tried ``retries`` times more, then
+    reported with its error, and its descendants are skipped. ``stop`` is asked after each epoch whether a variant ends there. ``share`` is
+    a url such as ``ucx://127.0.0.1:0`` on which ``repo`` is served meanwhile: workers then take starting states from its memory.
+
+    What a worker keeps in memory, and what becomes durable when, is as in the configuration of ``repo``.
+
+    :raises Conflict: the study is being explored by another process, began from another state, or a variant was trained by another plan;
+        nothing was run.
+    :raises InvalidInput: the executor, the train function or a name cannot be used; says why.
+    :raises KeyboardInterrupt: the study was interrupted; what is there stays, and the same call goes on.
+    """
+    _check(plan, study, train, executor, stop, retries=retries, threads=threads)
+    with ExitStack() as stack:
+        presence = stack.enter_context(_Presence(repo, study))
+        shared = None if share is None else _serve(repo, share, stack)
+        pool = stack.enter_context(Pool(executor, workers=_room(len(plan), threads)))
+        origin = record.tag_start(repo, study, start)  # from here on there is a study
+        known = read_study(repo, study, plan, config=config)
+        worker_config = replace(repo.config, on_step=None)
+
+        def task(variant: Variant, parent: State) -> Task:
+            assignment = Assignment(
+                study,
+                variant,
+                plan.digest(variant.name, config),
+                plan.config(variant.name, config),
+                plan.rows(variant.train or ()),
+                plan.rows(variant.validation),
+                parent.uid,
+                plan.size,
+            )
+            return Task(repo.location, worker_config, assignment, train, stop, presence.explorer, shared, threads)
+
+        if progress:
+            announce(study, plan, work(plan, prefix_epochs=prefix_epochs(repo, origin.uid)))
+        display = stack.enter_context(display_for(study, plan, progress=progress))
+        run = _Run(repo, study, plan, origin, known, pool, task, display, retries, presence.close)
+        run.until_done()
+        report = read_study(repo, study, plan, config=config, errors=run.errors, reused=run.reused)
+        return replace(report, storage=storage(repo, study))
+
+
+class _Run:
+    """One pass over a plan: who may begin, who is at it, who failed. Everything runs on the explorer's thread."""
+
+    def __init__(
+        self,
+        repo: Repository,
+        study: str,
+        plan: Plan,
+        origin: State,
+        known: Exploration,
+        pool: Pool,
+        task: Callable[[Variant, State], Task],
+        display: Display,
+        retries: int,
+        leave: Callable[[], None],
+    ) -> None:
+        self._repo, self._study, self._plan, self._origin = repo, study, plan, origin
+        self._pool, self._task, self._display, self._retries = pool, task, display, retries
+        self._leave = leave
+        self._done = dict(known.done)
+        self.reused = frozenset(self._done)
+        self.errors: dict[str, str] = {}
+        self._attempts: Counter[str] = Counter()
+        self._at_work: dict[str, _Flight] = {}
+        self._ended: queue.SimpleQueue[tuple[str, Future[Outcome]]] = queue.SimpleQueue()
+
+    def until_done(self) -> None:
+        """Submit what may begin, take in what ended, until nothing is left."""
+        for name in self.reused:
+            self._display.ended(name, "reused")
+        try:
+            while self._submit_ready() or self._at_work:
+                with suppress(queue.Empty):
+                    self._take_in(*self._ended.get(timeout=_LOOK_S))
+                self._look()
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+
+    def _submit_ready(self) -> bool:
+        ready = [variant for variant in self._plan.variants if self._may_begin(variant)]
+        for variant in ready:
+            self._submit(variant)
+        return bool(ready)
+
+    def _may_begin(self, variant: Variant) -> bool:
+        name = variant.name
+        if name in self._done or name in self.errors or name in self._at_work:
+            return False
+        return variant.parent is None or variant.parent in self._done
+
+    def _submit(self, variant: Variant) -> None:
+        name = variant.name
+        self._attempts[name] += 1
+        parent = self._origin if variant.parent is None else self._done[variant.parent]
+        flight = _Flight(parent, self._epochs_behind(name, parent))
+        self._display.begun(name, self._attempts[name])
+        try:
+            future = self._pool.submit(self._task(variant, parent))
+        except Exception as exc:
+            future = Future()
+            future.set_exception(exc)
+        flight.future = future
+        self._at_work[name] = flight
+        future.add_done_callback(lambda ended: self._ended.put((name, ended)))
+
+    def _take_in(self, name: str, future: Future[Outcome]) -> None:
+        flight = self._at_work.pop(name)
+        if future.cancelled():
+            return self._failed(name, "it was cancelled", "")
+        error = future.exception()
+        if isinstance(error, InvalidInput):
+            raise error  # not the variant's mistake: every other one would end so
+        if isinstance(error, BrokenExecutor):
+            return self._broke(name, flight, error)
+        if error is not None:
+            return self._failed(name, f"{type(error).__name__}: {error}", "")
+        outcome = future.result()
+        if outcome.uid is None:
+            return self._failed(name, outcome.error or "it failed", outcome.traceback)
+        self._done[name] = self._repo.state(outcome.uid)
+        self._display.reported(name, self._done[name])
+        self._display.ended(name, "done")
+        _log.debug("variant %s began from %s", name, outcome.source)
+        return None
+
+    def _failed(self, name: str, error: str, trace: str) -> None:
+        attempts = self._attempts[name]
+        if attempts <= self._retries:
+            self._display.ended(name, f"tried again: {error}")
+            _log.warning("variant %s of study %s failed, it is tried again: %s", name, self._study, error)
+            return
+        self.errors[name] = f"{error}\n\n{trace}".rstrip() if trace else error
+        self._display.ended(name, "failed")
+        _log.error("variant %s of study %s failed after %d attempts: %s", name, self._study, attempts, error)
+
+    def _broke(self, name: str, flight: _Flight, error: BrokenExecutor) -> None:
+        """The worker died, or another one of the same pool: who came on meanwhile is not to blame."""
+        self._repo_recovers()
+        what = (
+            "its worker process died (a crash, the kernel's out-of-memory killer, a script without `if __name__ == '__main__'`,"
+            " or a train function that no module has, as in a notebook)"
+        )
+        if not self._pool.mend():
+            self._attempts[name] = self._retries + 1
+            what += "; the executor is broken: pass a function that makes one"
+        elif self._epochs_behind(name, flight.parent) > flight.epochs:
+            self._attempts[name] -= 1
+        self._failed(name, f"{what}: {error}", "")
+
+    def _repo_recovers(self) -> None:
+        from datastates.opening.recovery import recover
+
+        recover(self._repo._database, self._repo._local, self._repo._home)
+
+    def _epochs_behind(self, name: str, parent: State) -> int:
+        return len(record.reports(self._repo, self._study, name, parent))
+
+    def _look(self) -> None:
+        """Tell the display what was reported since the last look."""
+        if not self._at_work:
+            return
+        refs = record.refs_of(self._repo)
+        for name, flight in self._at_work.items():
+            ref = refs.get(record.branch_of(self._study, name))
+            if ref is None or ref.state == flight.shown:
+                continue
+            flight.shown = ref.state
+            state = self._repo.state(ref.state)
+            if state.attributes.get(record.VARIANT) == name and state.attributes.get(record.STUDY) == self._study:
+                self._display.reported(name, state)
+
+    def _interrupt(self) -> None:
+        """Ask everybody to stop, and wait a while for what they then make durable."""
+        _log.warning("study %s is interrupted: %d variants make their last state durable", self._study, len(self._at_work))
+        self._leave()
+        self._pool.stop()
+        for flight in self._at_work.values():
+            if flight.future is not None:
+                flight.future.cancel()
+        deadline = time.monotonic() + _GRACE_S
+        while self._at_work and time.monotonic() < deadline:
+            try:
+                name, _ = self._ended.get(timeout=_LOOK_S)
+            except queue.Empty:
+                continue
+            self._at_work.pop(name, None)
+        _log.warning("study %s: %d of %d variants are done; the same call goes on from here", self._study, len(self._done), len(self._plan))
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A variant that is at work: what it comes from, what it had reported when it was submitted, what the display has seen."""
+
+    parent: State
+    epochs: int
+    shown: str | None = None
+    future: Future[Outcome] | None = None
+
+
+class _Presence:
+    """The claim on a study: one explorer at a time; workers see by it that theirs is alive."""
+
+    def __init__(self, repo: Repository, study: str) -> None:
+        folder, name = record.claims_folder(repo), record.claim_name(repo, study)
+        note = f"process {os.getpid()} on {repo.node}, {secrets.token_hex(6)}"
+        claim = Claim.take(folder, name, note)
+        if claim is None:
+            raise Conflict(f"study {study!r} is being explored by {holder(folder, name) or 'another process'}: wait for it, or end it")
+        self._claim = claim
+        self.explorer = Explorer(name, note, node_id())
+
+    def close(self) -> None:
+        """The explorer ends: workers that are still at it stop at their next epoch."""
+        self._claim.close()
+
+    def __enter__(self) -> _Presence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check(plan: Plan, study: str, train: Train, executor: object, stop: Stop | None, *, retries: int, threads: int) -> None:
+    for variant in plan.variants:
+        record.branch_of(study, variant.name)
+        record.done_tag(study, variant.name)
+    record.start_tag(study)
+    if retries < 0:
+        raise InvalidInput(f"retries is {retries}: it counts further attempts, from 0")
+    if threads < 1:
+        raise InvalidInput(f"threads is {threads}: a worker needs at least 1")
+    if not callable(train):
+        raise InvalidInput(f"train is {values.shown(train)}: pass a function that takes a Job")
+    if executor is None:
+        check_pickles(train, stop)
+    elif isinstance(executor, Executor):
+        check_executor(executor)
+    elif not callable(executor):
+        raise InvalidInput(f"the executor is {values.shown(executor)}: pass a concurrent.futures.Executor, or a function that makes one")
+
+
+def _room(variants: int, threads: int) -> int:
+    return max(1, min(variants, len(os.sched_getaffinity(0)) // threads))
+
+
+def _serve(repo: Repository, url: str, stack: ExitStack) -> Share:
+    token = secrets.token_urlsafe(32)
+    server = stack.enter_context(repo.serve(url, token=token))
+    return Share(server.url, token)

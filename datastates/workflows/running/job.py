@@ -1,0 +1,207 @@
+"""What a train function is given: its configuration, its data, the epochs that are left, and a tracker on its branch."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+import numpy as np
+import torch
+
+from datastates.capture.handle import Capture
+from datastates.errors import InvalidInput
+from datastates.lineage.states import State, Value
+from datastates.tracking.tracker import Tracker
+from datastates.workflows.plans.plan import Variant
+
+from . import record
+
+if TYPE_CHECKING:
+    from datastates.repository import Repository
+
+__all__ = ["Assignment", "Job", "Stop"]
+
+_log = logging.getLogger("datastates")
+
+Stop = Callable[[Sequence[State]], bool]
+"""A study's stop rule: given the states that a variant has reported so far, first epoch first, whether it ends here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One variant of a study, as its worker needs it; ``origin`` is the uid of the state that it forks from.
+
+    ``samples_all`` are the samples of the plan's whole data.
+    """
+
+    study: str
+    variant: Variant
+    digest: str
+    config: Mapping[str, Value]
+    train: tuple[int, ...]
+    validation: tuple[int, ...]
+    origin: str
+    samples_all: int = 0
+
+
+class Job:
+    """One variant in the process that trains it. A train function calls ``track`` once, then loops over ``epochs``.
+
+    Every method belongs to the training thread. ``check`` is asked once an epoch and raises when the variant is not to go on;
+    ``fetch`` brings a state near before it is restored.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        assignment: Assignment,
+        *,
+        stop: Stop | None = None,
+        check: Callable[[], None] = lambda: None,
+        fetch: Callable[[State], None] = lambda state: None,
+    ) -> None:
+        self._repository, self._assignment, self._stop = repository, assignment, stop
+        self._check, self._fetch = check, fetch
+        self._branch = record.branch_of(assignment.study, assignment.variant.name)
+        self._origin = repository.state(assignment.origin)
+        self._from = record.back_to_what_is_here(repository, self._branch, self._origin)
+        self._history = record.reports(repository, assignment.study, assignment.variant.name, self._origin)
+        if self._history:
+            record.check_digest(self._history[-1], assignment.study, assignment.variant.name, assignment.digest)
+        self._done = len(self._history)
+        self._captures: list[Capture] = []
+        self._tracker: Tracker | None = None
+        self._step = 0
+
+    @property
+    def variant(self) -> Variant:
+        """What the plan says."""
+        return self._assignment.variant
+
+    @property
+    def config(self) -> Mapping[str, Value]:
+        """The study's configuration with the changes of the variant and of its ancestors."""
+        return self._assignment.config
+
+    @property
+    def train(self) -> tuple[int, ...]:
+        """Indices to train on, ascending; empty when the plan leaves that to the train function."""
+        return self._assignment.train
+
+    @property
+    def validation(self) -> tuple[int, ...]:
+        """Indices that neither this variant nor an ancestor of it trains on, ascending."""
+        return self._assignment.validation
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the variant stands where it forks: what its configuration changes in restored objects, such as a learning rate, is
+        to be changed then.
+        """
+        return self._from.uid == self._origin.uid
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no epoch is left: all are done, or the study's stop rule says so."""
+        return self._done >= self.variant.epochs or (self._stop is not None and self._done > 0 and self._stop(self._reported()))
+
+    def track(self, **objects: Any) -> Tracker:
+        """Track on the variant's branch: restored from its newest state, or else from where it forks.
+
+        ``objects`` and options are those of ``Repository.track``, without branch, start and resume. ``only`` and ``strict`` hold for
+        the fork alone: what the variant itself captured is restored whole. A variant with a ``seed`` of its own is seeded at the fork.
+
+        :raises InvalidInput: it was called before, or an object does not fit.
+        :raises Conflict: somebody else moved the branch.
+        """
+        if self._tracker is not None:
+            raise InvalidInput(f"track was called twice for variant {self.variant.name!r}: track everything in one call")
+        if taken := sorted({"branch", "start", "resume"} & objects.keys()):
+            raise InvalidInput(f"{', '.join(taken)}: the plan decides that; rename what you track, or leave it out")
+        if not self.is_new:
+            objects = {name: value for name, value in objects.items() if name not in ("only", "strict")}
+        self._fetch(self._from)
+        self._tracker = self._repository.track(branch=self._branch, start=self._origin.uid, **objects)
+        self._tracker._loops.begin_elsewhere(is_between=self.is_new or record.EPOCH in self._from.attributes)
+        self._step = self._tracker.step
+        seed = self.variant.config.get("seed")
+        if self.is_new and isinstance(seed, int):
+            seed_everything(seed)
+        return self._tracker
+
+    def epochs(self) -> Iterator[int]:
+        """The epochs that are left, from 0 in the variant; ends early when the study's stop rule says so.
+
+        :raises InvalidInput: an epoch went by that was not reported.
+        """
+        while not self.is_over:
+            self._check()
+            epoch = self._done
+            yield epoch
+            if self._done == epoch:
+                raise InvalidInput(f"epoch {epoch} of variant {self.variant.name!r} was not reported: end each with job.report(...)")
+
+    def report(self, **metrics: SupportsFloat) -> Capture:
+        """The epoch is over: capture the state with its metrics. The last one reported is the variant's result.
+
+        :raises InvalidInput: nothing is tracked yet, or more epochs are reported than the plan has.
+        """
+        name = self.variant.name
+        if self._tracker is None:
+            raise InvalidInput(f"variant {name!r} reported before it tracked anything: call job.track(model=model, …) first")
+        if self._done >= self.variant.epochs:
+            raise InvalidInput(f"variant {name!r} has {self.variant.epochs} epochs and reported one more: loop over job.epochs()")
+        self._check()
+        step = None if self._tracker.step == self._step else self._tracker.step  # run.steps has counted
+        capture = self._tracker.capture(metrics=metrics, step=step, attributes=self._attributes(self._done + 1))
+        self._tracker.fence()  # once an epoch: weights may be edited right after, for an evaluation say
+        self._step = self._tracker.step
+        self._captures.append(capture)
+        self._done += 1
+        return capture
+
+    def close(self) -> None:
+        """End the tracker: what was captured last becomes durable. Idempotent."""
+        tracker = self._tracker
+        if tracker is not None:
+            tracker.close()
+
+    def finish(self) -> State:
+        """Make the last report durable, and tag it as the variant's result.
+
+        :raises InvalidInput: there is none.
+        """
+        name, study = self.variant.name, self._assignment.study
+        if self._captures:
+            state = self._captures[-1].wait("durable")
+        elif self._history:
+            state = record.make_durable(self._repository, self._history[-1].uid)
+        else:
+            raise InvalidInput(f"variant {name!r} ended without a result: call job.report(...) at the end of each epoch")
+        return record.tag_done(self._repository, study, name, self._assignment.digest, state)
+
+    def _reported(self) -> Sequence[State]:
+        """Every report so far; waits until the last of them is recorded."""
+        return (*self._history, *(capture.wait() for capture in self._captures))
+
+    def _attributes(self, epoch: int) -> dict[str, Value]:
+        assignment = self._assignment
+        attributes: dict[str, Value] = {
+            record.STUDY: assignment.study,
+            record.VARIANT: assignment.variant.name,
+            record.DIGEST: assignment.digest,
+            record.EPOCH: epoch,
+        }
+        if assignment.variant.train is not None:
+            attributes |= {record.SAMPLES: len(assignment.train), record.SAMPLES_ALL: assignment.samples_all}
+        return attributes
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, NumPy's and torch's generators, those of every CUDA device among them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,209 @@
+"""What a study leaves in the lineage, and how it is read back: names of refs, attributes of states. There is no other record."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING
+
+from datastates.errors import Conflict, NotFound, Unavailable
+from datastates.lineage.change import clones
+from datastates.lineage.change.refs import check_name
+from datastates.lineage.states import Ref, RefKind, State, Status
+from datastates.opening.lease import LEASES
+from datastates.upkeep.missing import explain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from datastates.repository import Repository
+
+__all__ = [
+    "DIGEST",
+    "EPOCH",
+    "SAMPLES",
+    "SAMPLES_ALL",
+    "STUDY",
+    "VARIANT",
+    "branch_of",
+    "claim_name",
+    "claims_folder",
+    "done_tag",
+    "finished",
+    "make_durable",
+    "refs_of",
+    "reports",
+    "start_tag",
+]
+
+STUDY, VARIANT, DIGEST, EPOCH, SAMPLES, SAMPLES_ALL = "study", "variant", "variant_digest", "epoch", "samples", "samples_all"
+"""The attributes of every state that a job reports."""
+
+_DURABLE_S = 60.0
+_ASK_AGAIN_S = 0.05
+
+
+def branch_of(study: str, variant: str) -> str:
+    """The branch that a variant is trained on."""
+    return check_name(f"{study}/{variant}")
+
+
+def done_tag(study: str, variant: str) -> str:
+    """The tag of a finished variant's last state."""
+    return check_name(f"done/{study}/{variant}")
+
+
+def start_tag(study: str) -> str:
+    """The tag of the state that a study forks from."""
+    return check_name(f"start/{study}")
+
+
+def refs_of(repository: Repository) -> dict[str, Ref]:
+    """Every branch and tag, by name."""
+    return {ref.name: ref for ref in repository.refs()}
+
+
+def finished(repository: Repository, study: str, variant: str, digest: str, refs: Mapping[str, Ref] | None = None) -> State | None:
+    """The result of a variant; None while it has none.
+
+    :raises Conflict: it finished as another plan said.
+    """
+    ref = (refs if refs is not None else refs_of(repository)).get(done_tag(study, variant))
+    if ref is None:
+        return None
+    state = repository.state(ref.state)
+    check_digest(state, study, variant, digest)
+    return state
+
+
+def reports(repository: Repository, study: str, variant: str, origin: State, refs: Mapping[str, Ref] | None = None) -> list[State]:
+    """What a variant that forked from ``origin`` has reported so far, first epoch first."""
+    ref = (refs if refs is not None else refs_of(repository)).get(branch_of(study, variant))
+    if ref is None:
+        return []
+    head = repository.state(ref.state)
+    length = head.generation - origin.generation
+    path = repository.log(head, limit=length) if length > 0 else []
+    return [state for state in reversed(path) if (state.attributes.get(STUDY), state.attributes.get(VARIANT)) == (study, variant)]
+
+
+def check_digest(state: State, study: str, variant: str, digest: str) -> None:
+    """Nothing, if the state is of the variant as the plan describes it now.
+
+    :raises Conflict: it is not.
+    """
+    if state.attributes.get(DIGEST) != digest:
+        raise Conflict(
+            f"variant {variant!r} of study {study!r} was trained by another plan: its configuration, data or epochs differ"
+            f" (state {state.uid[:10]}); give the changed variant or the study another name"
+        )
+
+
+def make_durable(repository: Repository, uid: str, *, timeout_s: float = _DURABLE_S) -> State:
+    """The state, once it survives the process in whose memory it is, this one or another.
+
+    :raises Unavailable: its bytes are gone, or that process does not write it.
+    """
+    runner = repository._running
+    if runner is not None:
+        runner.want(uid)
+        runner.drain()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        state = repository.state(uid)
+        if state.status is not Status.CAPTURED:
+            if state.status.is_restorable:
+                return state
+            with repository._database.read() as session:
+                raise explain(repository, session, state)
+        if time.monotonic() > deadline:
+            raise Unavailable(
+                f"state {uid[:10]} (step {state.step}) is only in the memory of another process, which did not write it"
+                f" in {timeout_s:.0f} s: see whether it lives, or start from a durable state"
+            )
+        time.sleep(_ASK_AGAIN_S)  # that process looks at refs once a second
+
+
+def tag_done(repository: Repository, study: str, variant: str, digest: str, state: State) -> State:
+    """Tag a durable state as a variant's result; the state that has the tag now, which somebody else's worker may have been first with.
+
+    :raises Conflict: it finished as another plan said.
+    """
+    try:
+        repository.tag(done_tag(study, variant), state.uid)
+    except Conflict:
+        return finished(repository, study, variant, digest) or state
+    return state
+
+
+def tag_start(repository: Repository, study: str, start: str | State) -> State:
+    """The state that a study forks from, tagged and durable.
+
+    :raises Conflict: the study began from another one.
+    """
+    state = start if not isinstance(start, str) else repository.state(start)
+    name = start_tag(study)
+    try:
+        repository.tag(name, state.uid)
+    except Conflict:
+        there = repository.state(name)
+        if there.uid != state.uid:
+            raise Conflict(
+                f"study {study!r} began from {there.uid[:10]} (step {there.step}), and {start if isinstance(start, str) else 'start'!r}"
+                f" is {state.uid[:10]} (step {state.step}) now: start from {name!r}, or give the study another name"
+            ) from None
+    return make_durable(repository, state.uid)
+
+
+def claims_folder(repository: Repository) -> Path:
+    """Where claims lie: beside the packs, with the leases of runs."""
+    return repository.location.packs / LEASES
+
+
+def claim_name(repository: Repository, study: str, variant: str = "") -> str:
+    """The file name of the claim on a study, or on one of its variants."""
+    with repository._database.read() as session:
+        lineage = clones.repository_uid(session)
+    kind = "variant" if variant else "study"
+    return f"{kind}-{hashlib.sha256(chr(0).join((lineage, study, variant)).encode()).hexdigest()[:32]}"
+
+
+def back_to_what_is_here(repository: Repository, branch: str, origin: State) -> State:
+    """Where a branch can go on from in this process, and where it therefore is now; ``origin`` if it is not there yet.
+
+    Call it holding the claim: then states that only another process's memory held are of one that is dead.
+
+    :raises Unavailable: not even ``origin`` can be read here.
+    """
+    ref = refs_of(repository).get(branch)
+    if ref is None or ref.kind is not RefKind.BRANCH:
+        return origin
+    head = repository.state(ref.state)
+    length = max(0, head.generation - origin.generation)
+    for state in [*repository.log(head, limit=length), origin] if length else [origin]:
+        if state.uid == origin.uid or (state.status.is_restorable and is_here(repository, state)):
+            if state.uid != head.uid and head.generation > state.generation:
+                repository.move(branch, state, expected=head)
+            return state
+    raise AssertionError("origin is the last of them")
+
+
+def is_here(repository: Repository, state: State) -> bool:
+    """Whether this process can open a state without a peer."""
+    try:
+        repository._open_payload(state, verify=False).close()
+    except (Unavailable, NotFound):
+        return False
+    return True
+
+
+def is_in_memory(repository: Repository, uid: str) -> bool:
+    """Whether this process's memory holds a state."""
+    if repository._memory is None:
+        return False
+    try:
+        repository._memory.open(uid, verify=False).close()
+    except NotFound:
+        return False
+    return True

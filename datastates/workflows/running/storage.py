@@ -1,0 +1,61 @@
+"""What the states of a study take on disk, against storing each of them whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from datastates import values
+from datastates.lineage.change.replicas import packs_of
+from datastates.workflows.plans import arguments
+
+from .record import STUDY, start_tag
+
+if TYPE_CHECKING:
+    from datastates.repository import Repository
+
+__all__ = ["Storage", "storage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """``states`` are those on disk, the study's start among them; ``bytes_stored`` is the size of all packs that any of them needs.
+
+    A pack that states share counts once. ``bytes_full_copies`` is what the states are one by one.
+    """
+
+    states: int
+    bytes_stored: int
+    bytes_full_copies: int
+
+    @property
+    def ratio(self) -> float:
+        """Of what is stored to full copies; 1 when nothing is on disk."""
+        return self.bytes_stored / self.bytes_full_copies if self.bytes_full_copies else 1.0
+
+    def __str__(self) -> str:
+        stored, full = self.bytes_stored / 2**20, self.bytes_full_copies / 2**20
+        said = f"{self.states} states in {stored:,.1f} MiB on disk"
+        if not self.states:
+            return said
+        if self.ratio > 0.99:  # small states fill pages, and what differs everywhere is shared nowhere
+            return f"{said}, as full copies would take"
+        return f"{said}; full copies would take {full:,.1f} MiB ({self.ratio:.0%})"
+
+
+@values.takes(repo=arguments.repository, study=values.string)
+def storage(repo: Repository, study: str) -> Storage:
+    """What a study's states, and its start, take on disk, read from the lineage.
+
+    :raises NotFound: there is no such study.
+    """
+    states = {state.uid: state for state in (repo.state(start_tag(study)), *repo.find(f'attr.{STUDY} = "{study}"'))}
+    packs: dict[str, int] = {}
+    count = full = 0
+    with repo._reading() as session:
+        for uid, state in states.items():
+            needed = dict(packs_of(session, uid)) if state.status.is_restorable else {}
+            if needed:
+                packs |= needed
+                count, full = count + 1, full + state.bytes_total
+    return Storage(count, sum(packs.values()), full)

@@ -1,0 +1,213 @@
+"""States that come from other processes: their place in this lineage, and the record of where they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from sqlalchemy import bindparam, insert, select
+
+from datastates import values
+from datastates.errors import Conflict, InvalidInput
+from datastates.lineage.lookup import id_of
+from datastates.lineage.lookup import states as load
+from datastates.lineage.schema import CloneRow, RepositoryRow, RunRow, StateRow, from_us, table, to_us
+from datastates.lineage.search.holders import holder
+from datastates.lineage.states import NewState, Ref, State, Status
+
+from . import refs
+from .record import check, mark, record, record_all
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = [
+    "Clone",
+    "arrive",
+    "check_ancestry",
+    "check_arrival",
+    "clones_of",
+    "import_ancestry",
+    "known",
+    "note",
+    "repository_uid",
+    "trusted",
+]
+
+_BATCH = 500  # uids in one IN list, states recorded in one go
+
+
+@dataclass(frozen=True, slots=True)
+class Clone:
+    """One arrival of a state: the url that it was cloned from, that lineage's uid, the node and the run that it came to."""
+
+    state: str
+    source: str
+    source_repository: str
+    node: str
+    run: str | None
+    bytes_moved: int
+    created_at: datetime
+
+
+def repository_uid(session: Session) -> str:
+    """Which lineage this is: the same in all processes that share the database."""
+    return str(session.execute(_REPOSITORY).scalar_one())
+
+
+def known(session: Session, uids: Iterable[str]) -> dict[str, str]:
+    """The digest of each of these states that is here."""
+    wanted, found = list(uids), dict[str, str]()
+    for start in range(0, len(wanted), _BATCH):
+        rows = session.execute(_DIGESTS, {"uids": wanted[start : start + _BATCH]})
+        found.update((row.uid, row.digest) for row in rows)
+    return found
+
+
+def check_arrival(session: Session, state: State, ancestry: Sequence[State], tags: Sequence[Ref]) -> None:
+    """Nothing, if ``import_ancestry``, ``arrive`` and ``refs.tag`` would take all of this; nothing is changed.
+
+    :raises Conflict: a state of the same uid and another digest is here, or among them.
+    :raises InvalidInput: a name or a value cannot be stored, or a tag names a state that does not come; names it.
+    """
+    coming: dict[str, str] = {}
+    for each in (state, *ancestry):
+        if coming.setdefault(each.uid, each.digest) != each.digest:
+            raise Conflict(f"state {each.uid} comes with two digests: one of them is forged")
+        check(_new(each, coming, status=Status.CAPTURED))
+    _check_same(known(session, coming), (state, *ancestry))
+    for tag in tags:
+        refs.check_name(tag.name)
+        values.text(tag.message or "", f"the message of tag {tag.name}")
+        if tag.state not in coming:
+            raise InvalidInput(f"tag {tag.name!r} names state {tag.state[:24]}, which does not come with it: leave the tag out")
+
+
+def check_ancestry(session: Session, states: Sequence[State]) -> None:
+    """Nothing, if ``import_ancestry`` would take these states, each behind its parents; nothing is changed.
+
+    :raises Conflict: a state of the same uid and another digest is here.
+    :raises InvalidInput: a name or a value cannot be stored; names it.
+    """
+    coming = {state.uid: state.digest for state in states}
+    for state in states:
+        check(_new(state, coming, status=Status.EVICTED))
+    _check_same(known(session, coming), states)
+
+
+def note(session: Session, uid: str, *, node: str, source: str, bytes_moved: int) -> None:
+    """A state's bytes came to a folder that they were carried to: they are as good as whoever carried them."""
+    row = {"held": uid, "run": None, "source": source, "source_repository": "", "node": node}
+    session.execute(_INSERT, {**row, "bytes_moved": bytes_moved, "created_at": to_us(None)})
+
+
+def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
+    """Those of these states whose bytes are to be relied on as far as the party is: captured here, or never from anyone else."""
+    wanted, parties = list(uids), dict[str, set[str]]()
+    for start in range(0, len(wanted), _BATCH):
+        for row in session.execute(_PARTIES, {"uids": wanted[start : start + _BATCH]}):
+            others = parties.setdefault(row.uid, set())
+            if row.source != party and not (row.source is None and row.run_id is not None):
+                others.add(row.source or "unknown")
+    return [uid for uid in wanted if parties.get(uid) == set()]
+
+
+def import_ancestry(session: Session, states: Sequence[State]) -> int:
+    """Add those of ``states`` that are not here, as ``evicted``: their bytes did not come. How many there were.
+
+    Newest first, as ``walk.log`` has them. A parent that is neither here nor behind its child is left out; without a first parent a
+    state begins a root. Idempotent.
+
+    :raises Conflict: a state of the same uid and another digest is here.
+    """
+    coming = {state.uid: state for state in reversed(states)}
+    parents = (parent for state in coming.values() for parent in state.parents)
+    here = _check_same(known(session, dict.fromkeys((*coming, *parents))), coming.values())
+    news = []
+    for state in coming.values():
+        if state.uid not in here:
+            news.append(_new(state, here, status=Status.EVICTED))
+            here[state.uid] = state.digest
+    for start in range(0, len(news), _BATCH):
+        record_all(session, news[start : start + _BATCH])
+    return len(news)
+
+
+def arrive(
+    session: Session, state: State, *, run: str | None, node: str, bytes_new: int, source: str, source_repository: str, bytes_moved: int
+) -> State:
+    """A state's bytes came into this node's memory: record it, or its new replica, and where it came from; the state as it is now.
+
+    ``run`` is the process that holds the bytes: when it dies, a state that nobody else holds is lost. It is not the run that captured
+    the state, which another lineage knows: here a state that was cloned has none.
+
+    :raises Conflict: a state of the same uid and another digest is here.
+    """
+    here = _check_same(known(session, [state.uid, *state.parents]), [state])
+    if state.uid in here:
+        mark(session, state.uid, Status.CAPTURED, tier="memory", node=holder(node, run), bytes=bytes_new)
+    else:
+        new = _new(state, here, status=Status.CAPTURED)
+        record(session, replace(new, node=holder(node, run), bytes_new=bytes_new))
+    row = {"held": state.uid, "run": run, "source": source, "source_repository": source_repository, "node": node}
+    session.execute(_INSERT, {**row, "bytes_moved": bytes_moved, "created_at": to_us(None)})
+    return load(session, [state.uid])[0]
+
+
+def clones_of(session: Session, uid: str) -> list[Clone]:
+    """Every arrival of a state here, newest first."""
+    rows = session.execute(_CLONES, {"state": id_of(session, uid)})
+    return [Clone(uid, row.source, row.source_repository, row.node, row.run, row.bytes_moved, from_us(row.created_at)) for row in rows]
+
+
+def _check_same(here: dict[str, str], states: Iterable[State]) -> dict[str, str]:
+    for state in states:
+        if here.get(state.uid, state.digest) != state.digest:
+            raise Conflict(
+                f"state {state.uid} is here with the digest {here[state.uid][:16]}, not {state.digest[:16]}: one of them is forged"
+            )
+    return here
+
+
+def _new(state: State, here: dict[str, str], *, status: Status) -> NewState:
+    first = state.parents[0] if len(state.parents) > len(state.edges) else None
+    return NewState(
+        uid=state.uid,
+        digest=state.digest,
+        parent=first if first in here else None,
+        branch=None,
+        run=None,
+        step=state.step,
+        micro_step=state.micro_step,
+        metrics=state.metrics,
+        attributes=state.attributes,
+        message=state.message,
+        created_at=state.created_at,
+        status=status,
+        edges=tuple(edge for edge in state.edges if edge.parent in here),
+        bytes_total=state.bytes_total,
+        bytes_new=0,
+        world_size=state.world_size,
+    )
+
+
+_state, _run, _clone, _repository = table(StateRow), table(RunRow), table(CloneRow), table(RepositoryRow)
+_REPOSITORY = select(_repository.c.uid)
+_DIGESTS = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+_PARTIES = (
+    select(_state.c.uid, _state.c.run_id, _clone.c.source)
+    .select_from(_state.outerjoin(_clone, _clone.c.state_id == _state.c.id))
+    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+)
+_INSERT = insert(_clone).values(
+    state_id=select(_state.c.id).where(_state.c.uid == bindparam("held")).scalar_subquery(),
+    run_id=select(_run.c.id).where(_run.c.uid == bindparam("run")).scalar_subquery(),
+)
+_CLONES = (
+    select(_clone, _run.c.uid.label("run"))
+    .select_from(_clone.outerjoin(_run, _run.c.id == _clone.c.run_id))
+    .where(_clone.c.state_id == bindparam("state"))
+    .order_by(_clone.c.id.desc())
+)

@@ -1,0 +1,402 @@
+"""The commit point: a state becomes part of the lineage in one transaction, with everything that belongs to it.
+
+It runs beside training, under its GIL, so it is a handful of statements that were compiled once, on tables rather than on models, and
+no more of them for several states than for one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, Connection, bindparam, exc, func, insert, literal, select, text, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from datastates import values
+from datastates.errors import Conflict, InvalidInput, NotFound
+from datastates.lineage.lookup import ids_of
+from datastates.lineage.schema import (
+    EXACT_INT,
+    AttributeRow,
+    EdgeRow,
+    MetricRow,
+    RefEventRow,
+    RefRow,
+    ReplicaRow,
+    RunRow,
+    StateRow,
+    from_us,
+    table,
+    to_us,
+)
+from datastates.lineage.states import NewState, RefKind, State, Value
+
+from .refs import check_name
+from .replicas import evict, mark, packs_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["check", "evict", "mark", "packs_of", "record", "record_all"]
+
+_UID = re.compile(r"[0-9a-f]{24}")
+
+
+def record(session: Session, new: NewState) -> State:
+    """Make a state visible and move its branch to it, from its parent and from nowhere else.
+
+    The branch is made when nothing has its name. A metric may be NaN or infinite; it comes back as it was. An error
+    must leave the transaction, so that nothing half-recorded is committed.
+
+    :raises Conflict: the branch has moved on, its name is a tag's, or the uid is taken.
+    :raises NotFound: the parent, the run or a further parent is unknown.
+    :raises InvalidInput: a uid, a name or a value cannot be stored; names it.
+    """
+    (state,) = record_all(session, [new])
+    return state
+
+
+def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
+    """What ``record`` makes of each of these, parents before their children, in one go: all of them or none."""
+    for new in news:
+        _check(new)
+    if not news:
+        return []
+    connection = session.connection()
+    places, rows, states = _Places(session), _Rows(), []
+    for new, id_ in zip(news, _free_ids(connection, len(news)), strict=True):
+        place = places.of(new)
+        further_ids = places.ids_of([edge.parent for edge in new.edges])
+        created_us = to_us(new.created_at)
+        rows.add(new, id_, place, further_ids, created_us)
+        places.add(new, id_, place, created_us)
+        states.append(_state_of(new, place, created_us))
+    rows.insert(connection)
+    for name in sorted(places.branches):  # in one order, so that two writers never wait for each other
+        _advance(connection, name, places.branches[name])
+    if places.events:
+        connection.execute(_INSERT_EVENT, places.events)
+    return states
+
+
+def check(new: NewState) -> None:
+    """Nothing, if ``record`` would store such a state; whether its parents are there is another question.
+
+    :raises InvalidInput: a uid, a name or a value cannot be stored; names it.
+    """
+    _check(new)
+    for key, value in new.attributes.items():
+        _attribute_row(key, value)
+
+
+# The steps of record_all
+
+
+def _check(new: NewState) -> None:
+    if not _UID.fullmatch(new.uid):
+        raise InvalidInput(f"{new.uid!r} is no uid: it must have 24 lower-case hex digits")
+    for key in (*new.metrics, *new.attributes):
+        values.key(key, "the name of a metric or an attribute")
+    values.text(new.message or "", "message")
+    if len({(edge.parent, edge.kind) for edge in new.edges}) < len(new.edges):
+        raise InvalidInput(f"{new.uid} names a further parent twice in the same way: name each once")
+    for what, number, bits in (
+        ("step", new.step, 63),
+        ("micro_step", new.micro_step, 31),
+        ("world_size", new.world_size, 31),
+        ("bytes_total", new.bytes_total, 63),
+        ("bytes_new", new.bytes_new, 63),
+    ):
+        if not -(2**bits) <= number < 2**bits:
+            raise InvalidInput(f"{what} {number} of {new.uid} does not fit {bits + 1} bits: count from 0")
+    if not all(math.isfinite(edge.weight) for edge in new.edges):
+        raise InvalidInput(f"a further parent of {new.uid} has a weight that is no number")
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """What those that come after a state must know of it; ``step`` is asked for parents only."""
+
+    id: int
+    generation: int
+    jump_id: int | None
+    jump_step: int | None
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a new state hangs on."""
+
+    parent_id: int | None
+    run_id: int | None
+    generation: int
+    jump_id: int | None
+    jump_step: int | None
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A branch and how it is about to move, from ``old`` to ``head``. ``is_new``: nothing has its name yet."""
+
+    is_new: bool
+    old_id: int | None
+    old: str | None
+    head_id: int | None
+    head: str | None
+    moves: int = 0
+
+
+class _Places:
+    """Where new states go: as the database says, or as those say that come before them in the same call."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._connection = session, session.connection()
+        self._nodes: dict[int, _Node] = {}
+        self._added: dict[str, int] = {}
+        self._runs: dict[str, int] = {}
+        self.branches: dict[str, _Branch] = {}
+        self.events: list[dict[str, object]] = []
+
+    def of(self, new: NewState) -> _Place:
+        parent_id = self._added.get(new.parent or "")
+        is_said = new.parent is None or parent_id is not None
+        if not is_said or not (new.run is None or new.run in self._runs) or not (new.branch is None or new.branch in self.branches):
+            parent_id = self._ask(new, parent_id)
+        if new.branch is not None and self.branches[new.branch].head_id != parent_id:
+            raise _moved_on(new.branch, self.branches[new.branch].head, new.parent)
+        run_id = None if new.run is None else self._runs[new.run]
+        if parent_id is None:
+            return _Place(None, run_id, 0, None, None)
+        return _Place(parent_id, run_id, *self._jump(self._nodes[parent_id]))
+
+    def ids_of(self, uids: Sequence[str]) -> list[int]:
+        """The row ids of further parents."""
+        here = [self._added.get(uid) for uid in uids]
+        asked = iter(ids_of(self._session, [uid for uid, id_ in zip(uids, here, strict=True) if id_ is None]) if None in here else ())
+        return [next(asked) if id_ is None else id_ for id_ in here]
+
+    def add(self, new: NewState, id_: int, place: _Place, created_us: int) -> None:
+        """A state that goes there is to come; its branch moves to it."""
+        self._added[new.uid] = id_
+        self._nodes[id_] = _Node(id_, place.generation, place.jump_id, place.jump_step, new.step)
+        if new.branch is None:
+            return
+        branch = self.branches[new.branch]
+        old_id = None if branch.is_new and not branch.moves else branch.head_id
+        event = {"name": new.branch, "kind": RefKind.BRANCH.value, "old_id": old_id, "new_id": id_}
+        self.events.append({**event, "reason": "capture", "created_at": created_us})
+        branch.head_id, branch.head = id_, new.uid
+        branch.moves += 1
+
+    def _ask(self, new: NewState, parent_id: int | None) -> int | None:
+        """What of a state's place nobody has said yet; the row id of its parent."""
+        parent = None if parent_id is not None else new.parent
+        row: Any = self._connection.execute(_PLACE, {"parent": parent, "run": new.run, "branch": new.branch}).one()
+        if parent is not None:
+            if row.parent_id is None:
+                raise NotFound(f"there is no state {parent!r} to be the parent of {new.uid}: record it first")
+            parent_id = row.parent_id
+            self._nodes[row.parent_id] = _Node(row.parent_id, row.generation, row.jump_id, row.jump_step, row.step)
+            if row.jump_id is not None:
+                self._nodes[row.jump_id] = _Node(row.jump_id, row.jump_generation, row.far_id, row.jumped_step)
+            if row.far_id is not None:
+                self._nodes[row.far_id] = _Node(row.far_id, row.far_generation, row.behind_id, row.far_step)
+        if new.run is not None:
+            if row.run_id is None:
+                raise NotFound(f"there is no run {new.run!r}: start it before it records states")
+            self._runs[new.run] = row.run_id
+        if new.branch is not None and new.branch not in self.branches:
+            if row.ref_kind is None:
+                check_name(new.branch)
+            elif row.ref_kind != RefKind.BRANCH.value:
+                raise Conflict(f"{new.branch!r} is a tag, captures cannot move it: choose another branch")
+            old = (parent_id, new.parent) if row.ref_kind is None else (row.head_id, row.head)
+            self.branches[new.branch] = _Branch(row.ref_kind is None, *old, *old)
+        return parent_id
+
+    def _jump(self, parent: _Node) -> tuple[int, int | None, int | None]:
+        """Generation, jump pointer and lowest step up to there: over both jumps of the parent when they are equally long, else one up.
+
+        A root counts as its own jump.
+        """
+        jumped = parent if parent.jump_id is None else self._node(parent.jump_id)
+        far = jumped if jumped.jump_id is None else self._node(jumped.jump_id)
+        if parent.generation - jumped.generation == jumped.generation - far.generation:
+            steps = (parent.step, parent.jump_step, None if jumped is parent else jumped.jump_step)
+            return parent.generation + 1, far.id, min(step for step in steps if step is not None)
+        return parent.generation + 1, parent.id, parent.step
+
+    def _node(self, id_: int) -> _Node:
+        node = self._nodes.get(id_)
+        if node is None:
+            node = self._nodes[id_] = _Node(id_, *self._connection.execute(_ABOVE, {"above": id_}).one())
+        return node
+
+
+def _moved_on(branch: str, head: str | None, parent: str | None) -> Conflict:
+    at = f"is at {head}" if head else "changed just now"
+    return Conflict(f"branch {branch!r} {at}, not at {parent or 'its beginning'}: go on from its head, or fork another branch")
+
+
+def _free_ids(connection: Connection, count: int) -> Iterator[int]:
+    """So many row ids that nobody else takes."""
+    if connection.dialect.name == "sqlite":  # the write lock is ours
+        first = connection.execute(_NEXT_ID).scalar_one()
+        return iter(range(first, first + count))
+    return iter(connection.execute(_NEXT_IDS, {"count": count}).scalars().all())
+
+
+class _Rows:
+    """What is to be inserted, by table."""
+
+    def __init__(self) -> None:
+        self._states: list[dict[str, object]] = []
+        self._belongings: dict[Any, list[dict[str, object]]] = {
+            _INSERT_EDGE: [],
+            _INSERT_METRIC: [],
+            _INSERT_ATTRIBUTE: [],
+            _INSERT_REPLICA: [],
+        }
+
+    def add(self, new: NewState, id_: int, place: _Place, further_ids: list[int], created_us: int) -> None:
+        """A state, and what belongs to it."""
+        self._states.append(
+            {
+                "id": id_,
+                "uid": new.uid,
+                "digest": new.digest,
+                "parent_id": place.parent_id,
+                "generation": place.generation,
+                "jump_id": place.jump_id,
+                "jump_step": place.jump_step,
+                "run_id": place.run_id,
+                "step": new.step,
+                "micro_step": new.micro_step,
+                "created_at": created_us,
+                "status": new.status.value,
+                "bytes_total": new.bytes_total,
+                "bytes_new": new.bytes_new,
+                "world_size": new.world_size,
+                "message": new.message,
+            }
+        )
+        edges, metrics, attributes, replicas = self._belongings.values()
+        for position, (edge, parent) in enumerate(zip(new.edges, further_ids, strict=True)):
+            edges.append({"child_id": id_, "parent_id": parent, "kind": edge.kind.value, "position": position, "weight": edge.weight})
+        for key, value in new.metrics.items():
+            metrics.append({"state_id": id_, "key": key, "value": None if math.isnan(value) else value})
+        attributes += [{"state_id": id_, **_attribute_row(key, value)} for key, value in new.attributes.items()]
+        if new.status.is_restorable:
+            replicas.append({"state_id": id_, "rank": 0, "tier": new.tier, "node": new.node, "status": "ok", "bytes": new.bytes_new})
+
+    def insert(self, connection: Connection) -> None:
+        """All of it."""
+        try:
+            connection.execute(_INSERT_STATE, self._states)
+        except exc.IntegrityError as error:
+            uids = " or ".join(str(row["uid"]) for row in self._states)
+            raise Conflict(f"there is a state {uids} already: every capture needs a uid of its own") from error
+        for statement, rows in self._belongings.items():
+            if rows:
+                connection.execute(statement, rows)
+
+
+def _attribute_row(key: str, value: Value) -> dict[str, object]:
+    type_, number, text = "none", None, None
+    match value:
+        case str():
+            type_, text = "str", values.text(value, f"attribute {key!r}")
+        case bool():
+            type_, number = "bool", float(value)
+        case int():
+            type_, number, text = "int", _nearest_float(value), None if abs(value) <= EXACT_INT else str(value)
+        case float():
+            type_, number = "float", None if math.isnan(value) else value
+        case None:
+            pass
+        case _:
+            raise InvalidInput(f"attribute {key!r} is a {type(value).__name__}: store a str, int, float, bool or None")
+    return {"key": key, "type": type_, "number": number, "text": text}
+
+
+def _nearest_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _advance(connection: Connection, name: str, branch: _Branch) -> None:
+    """The branch goes from where it was found to the newest state, or nothing is recorded at all."""
+    if branch.is_new:
+        row = {"name": name, "kind": RefKind.BRANCH.value, "state_id": branch.head_id, "version": branch.moves, "message": None}
+        done: Any = connection.execute(_MAKE_BRANCH[connection.dialect.name], row)
+    else:
+        moves = {"ref": name, "old": branch.old_id, "new": branch.head_id, "moves": branch.moves}
+        done = connection.execute(_MOVE_BRANCH, moves)
+    if done.rowcount != 1:
+        raise _moved_on(name, None, branch.old)
+
+
+def _state_of(new: NewState, place: _Place, created_us: int) -> State:
+    return State(
+        uid=new.uid,
+        digest=new.digest,
+        step=new.step,
+        micro_step=new.micro_step,
+        metrics=dict(new.metrics),
+        attributes=dict(new.attributes),
+        message=new.message,
+        created_at=from_us(created_us),
+        status=new.status,
+        parents=(() if new.parent is None else (new.parent,)) + tuple(edge.parent for edge in new.edges),
+        edges=new.edges,
+        run=new.run,
+        generation=place.generation,
+        bytes_total=new.bytes_total,
+        bytes_new=new.bytes_new,
+        world_size=new.world_size,
+    )
+
+
+# The statements
+
+_state, _run, _ref, _event = table(StateRow), table(RunRow), table(RefRow), table(RefEventRow)
+_parent, _jumped, _far, _head = (_state.alias(name) for name in ("parent", "jumped", "far", "head"))
+_one = select(literal(1).label("one")).subquery()
+
+_PLACE = (
+    select(_parent.c.id.label("parent_id"), _parent.c.generation)
+    .add_columns(_parent.c.step, _parent.c.jump_step, _jumped.c.jump_step.label("jumped_step"))
+    .add_columns(_jumped.c.id.label("jump_id"), _jumped.c.generation.label("jump_generation"))
+    .add_columns(_far.c.id.label("far_id"), _far.c.generation.label("far_generation"), _far.c.jump_step.label("far_step"))
+    .add_columns(_far.c.jump_id.label("behind_id"), _run.c.id.label("run_id"))
+    .add_columns(_ref.c.kind.label("ref_kind"), _head.c.id.label("head_id"), _head.c.uid.label("head"))
+    .select_from(
+        _one.outerjoin(_parent, _parent.c.uid == bindparam("parent"))
+        .outerjoin(_jumped, _jumped.c.id == _parent.c.jump_id)
+        .outerjoin(_far, _far.c.id == _jumped.c.jump_id)
+        .outerjoin(_run, _run.c.uid == bindparam("run"))
+        .outerjoin(_ref, _ref.c.name == bindparam("branch"))
+        .outerjoin(_head, _head.c.id == _ref.c.state_id)
+    )
+)
+_ABOVE = select(_state.c.generation, _state.c.jump_id, _state.c.jump_step).where(_state.c.id == bindparam("above", type_=BigInteger))
+_NEXT_ID = select(func.coalesce(func.max(_state.c.id), 0) + 1)
+_NEXT_IDS = text("SELECT nextval(pg_get_serial_sequence('state', 'id')) FROM generate_series(1, :count)")
+_INSERT_STATE = insert(_state)
+_INSERT_EDGE, _INSERT_METRIC, _INSERT_ATTRIBUTE = insert(table(EdgeRow)), insert(table(MetricRow)), insert(table(AttributeRow))
+_INSERT_REPLICA, _INSERT_EVENT = insert(table(ReplicaRow)), insert(_event)
+_MAKE_BRANCH = {
+    name: make(_ref).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+    for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+}
+_MOVE_BRANCH = (
+    update(_ref)
+    .where(_ref.c.name == bindparam("ref"), _ref.c.kind == RefKind.BRANCH.value, _ref.c.state_id == bindparam("old"))
+    .values(state_id=bindparam("new"), version=_ref.c.version + bindparam("moves"))
+)

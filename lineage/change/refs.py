@@ -1,0 +1,207 @@
+"""Branches and tags: names of states, changed by compare-and-swap, each change a line of the reflog.
+
+Branches and tags share one namespace. A branch moves with captures (``record``), a tag only by ``move``.
+"""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, bindparam, func, insert, select, update
+from sqlalchemy import delete as sql_delete
+from sqlalchemy.dialects import postgresql, sqlite
+
+from datastates import values
+from datastates.errors import Conflict, InvalidInput, NotFound
+from datastates.lineage.lookup import id_of
+from datastates.lineage.schema import RefEventRow, RefRow, StateRow, from_us, table, to_us
+from datastates.lineage.states import Ref, RefEvent, RefKind
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["branch", "check_name", "delete", "get", "last_event", "log_event", "move", "reflog", "refs", "tag"]
+
+NAME_LENGTH = 200
+_UID_LIKE = re.compile(r"[0-9a-f]{4,24}")
+_FORBIDDEN = re.compile(r"[\s\x00-\x1f\x7f~^@{}:\\?*\[\]\"'`()]|\.\.")
+
+_ref, _event, _state = table(RefRow), table(RefEventRow), table(StateRow)
+_old, _new = _state.alias("old"), _state.alias("new")
+
+
+def check_name(name: str) -> str:
+    """The name itself, when a branch or a tag may be called so.
+
+    :raises InvalidInput: it may not; says why, and proposes one that may.
+    """
+    problem = _problem(values.string(name, "the name of a branch or a tag"))
+    if problem:
+        raise InvalidInput(f"{name!r} cannot name a branch or a tag: {problem}; {_propose(name)!r} would do")
+    return str.__str__(name)
+
+
+def tag(session: Session, name: str, uid: str, *, message: str | None = None, reason: str = "tag") -> Ref:
+    """Name a state for good.
+
+    :raises Conflict: the name is taken, even by a tag of the same state.
+    """
+    return _make(session, Ref(name, RefKind.TAG, uid, 1, message), reason)
+
+
+def branch(session: Session, name: str, uid: str, *, reason: str = "branch") -> Ref:
+    """A new branch with its head at a state.
+
+    :raises Conflict: the name is taken.
+    """
+    return _make(session, Ref(name, RefKind.BRANCH, uid, 1), reason)
+
+
+def move(session: Session, name: str, uid: str, *, expected: str, reason: str = "move") -> Ref:
+    """Point a branch or a tag at another state, if it still points at ``expected``.
+
+    :raises Conflict: it points elsewhere by now.
+    """
+    name = values.text(name, "the name of a branch or a tag")
+    new_id, old_id = id_of(session, uid), id_of(session, expected)
+    done = session.execute(_MOVE, {"new": new_id, "ref": name, "old": old_id})
+    if _changed(done) != 1:
+        found = get(session, name)
+        raise Conflict(f"{found.kind} {name!r} is at {found.state}, not at {expected}: look again, then move it from there")
+    moved = get(session, name)
+    log_event(session, name, moved.kind, old_id, new_id, reason)
+    return moved
+
+
+def delete(session: Session, name: str, *, reason: str = "delete") -> Ref:
+    """Forget a name; its states stay, and its reflog.
+
+    :raises NotFound: there is no such ref; names the nearest.
+    """
+    found = get(session, name)
+    done = session.execute(sql_delete(_ref).where(_ref.c.name == name, _ref.c.version == found.version))
+    if _changed(done) != 1:
+        raise Conflict(f"{found.kind} {name!r} changed while it was deleted: look again, then delete it")
+    log_event(session, name, found.kind, id_of(session, found.state), None, reason)
+    return found
+
+
+def get(session: Session, name: str) -> Ref:
+    """The ref of this name.
+
+    :raises NotFound: there is none; names the nearest.
+    """
+    row = session.execute(_REFS.where(_ref.c.name == bindparam("ref")), {"ref": values.text(name, "the name of a branch or a tag")}).first()
+    if row is None:
+        raise NotFound(f"there is no branch or tag {name!r}{_nearest(session, name)}")
+    return _to_ref(row)
+
+
+def refs(session: Session, kind: RefKind | None = None) -> list[Ref]:
+    """All refs, or those of one kind, by name."""
+    query = _REFS if kind is None else _REFS.where(_ref.c.kind == kind.value)
+    return sorted((_to_ref(row) for row in session.execute(query)), key=lambda ref: ref.name)
+
+
+def reflog(session: Session, name: str, *, limit: int | None = None, before: int | None = None) -> list[RefEvent]:
+    """What happened to a name, newest first, also after it was deleted; of ids below ``before`` only, when it is given.
+
+    :raises NotFound: there never was such a ref; names the nearest that is.
+    """
+    name = values.text(name, "the name of a branch or a tag")
+    query = _EVENTS if before is None else _EVENTS.where(_event.c.id < before)
+    rows = session.execute(query.limit(limit), {"ref": name}).all()
+    if not rows and limit != 0 and before is None:
+        raise NotFound(f"there never was a branch or tag {name!r}{_nearest(session, name)}")
+    return [RefEvent(row.id, row.name, RefKind(row.kind), row.old, row.new, row.reason, from_us(row.created_at)) for row in rows]
+
+
+def last_event(session: Session) -> int:
+    """The id of the newest line of any reflog, 0 when there is none: whether it grew since one looked costs one look-up."""
+    return int(session.execute(_LAST_EVENT).scalar() or 0)
+
+
+def log_event(session: Session, name: str, kind: RefKind, old: int | None, new: int | None, reason: str) -> None:
+    """Append to the reflog, by row ids; whoever changes a ref calls this in the same transaction."""
+    row = {"name": name, "kind": kind.value, "old_id": old, "new_id": new, "reason": reason, "created_at": to_us(None)}
+    session.execute(_LOG, row)
+
+
+def _make(session: Session, ref: Ref, reason: str) -> Ref:
+    check_name(ref.name)
+    values.text(ref.message or "", f"the message of {ref.name!r}")
+    id_ = id_of(session, ref.state)
+    dialect = session.get_bind().dialect.name
+    row = {"name": ref.name, "kind": ref.kind.value, "state_id": id_, "version": ref.version, "message": ref.message}
+    if _changed(session.execute(_INSERT[dialect], row)) != 1:
+        found = get(session, ref.name)
+        raise Conflict(
+            f"{found.kind} {ref.name!r} already names {found.state}: choose another name,"
+            f" or move it: move({ref.name!r}, {ref.state!r}, expected={found.state!r})"
+        )
+    log_event(session, ref.name, ref.kind, None, id_, reason)
+    return ref
+
+
+def _changed(result: Any) -> int:
+    return int(result.rowcount)
+
+
+def _to_ref(row: Any) -> Ref:
+    return Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message)
+
+
+def _nearest(session: Session, name: str) -> str:
+    names = get_close_matches(name, session.execute(select(_ref.c.name)).scalars().all(), n=3)
+    return f": did you mean {' or '.join(repr(each) for each in names)}?" if names else ""
+
+
+def _problem(name: str) -> str | None:
+    if not name:
+        return "it is empty"
+    if len(name) > NAME_LENGTH:
+        return f"it has {len(name)} characters, at most {NAME_LENGTH} fit"
+    found = _FORBIDDEN.search(name)
+    if found:
+        return f"{found.group()!r} has a meaning of its own, or none that can be typed"
+    if not name.isprintable():
+        return "it has characters that cannot be printed"
+    if name[0] in "-./" or name[-1] in "./" or "//" in name:
+        return "it begins with '-', '.' or '/', ends with '.' or '/', or has '//' inside"
+    if _UID_LIKE.fullmatch(name):
+        return "it reads like the beginning of a uid"
+    return None
+
+
+def _propose(name: str) -> str:
+    """A valid name that resembles this one."""
+    plain = "".join(letter if letter.isprintable() else "-" for letter in _FORBIDDEN.sub("-", name))
+    plain = re.sub(r"-{2,}", "-", re.sub(r"/{2,}", "/", plain))[: NAME_LENGTH - 10].lstrip("-./").rstrip("-./")
+    plain = plain or "branch"
+    return f"branch-{plain}" if _problem(plain) else plain
+
+
+_REFS: Select[Any] = select(_ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _state.c.uid).join_from(
+    _ref, _state, _state.c.id == _ref.c.state_id
+)
+_EVENTS: Select[Any] = (
+    select(_event.c.id, _event.c.name, _event.c.kind, _event.c.reason, _event.c.created_at)
+    .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"))
+    .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
+    .outerjoin(_new, _new.c.id == _event.c.new_id)
+    .where(_event.c.name == bindparam("ref"))
+    .order_by(_event.c.id.desc())
+)
+_MOVE = (
+    update(_ref)
+    .where(_ref.c.name == bindparam("ref"), _ref.c.state_id == bindparam("old"))
+    .values(state_id=bindparam("new"), version=_ref.c.version + 1)
+)
+_LOG = insert(_event)
+_LAST_EVENT = select(func.max(_event.c.id))
+_INSERT = {
+    name: make(_ref).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+    for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+}

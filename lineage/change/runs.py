@@ -1,0 +1,217 @@
+"""Runs: the processes that tracked, and what becomes of their states when they die."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, bindparam, delete, exists, insert, or_, select, union, update
+
+from datastates.errors import Conflict, NotFound
+from datastates.lineage.lookup import id_of, states
+from datastates.lineage.schema import CloneRow, RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
+from datastates.lineage.search.holders import holder
+from datastates.lineage.search.walk import nearest_restorable
+from datastates.lineage.states import OURS, RefKind, Run, Status, Value
+from datastates.system import masking
+
+from .refs import log_event
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Recovered", "finish", "get", "in_memory", "listing", "recover", "start", "unfinished"]
+
+_run, _state, _replica, _ref, _clone = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow))
+_GONE = [status.value for status in Status if not status.is_restorable]
+_ELSEWHERE = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier != "memory")
+_HELD = exists().where(_replica.c.state_id == _state.c.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A branch that was moved back from ``old``, whose bytes are gone, to ``new``; None: it was deleted, as nothing is left."""
+
+    branch: str
+    old: str
+    new: str | None
+
+
+def start(session: Session, run: Run) -> None:
+    """Record that a process begins to track; secrets in its command line and configuration are masked (see ``masking``).
+
+    :raises Conflict: its uid was used before.
+    """
+    if session.execute(select(_run.c.id).where(_run.c.uid == run.uid)).first():
+        raise Conflict(f"run {run.uid} was recorded before: every run needs a uid of its own")
+    session.execute(
+        insert(_run),
+        {
+            "uid": run.uid,
+            "host": run.host,
+            "user": run.user,
+            "pid": run.pid,
+            "argv": list(masking.arguments(run.argv)),
+            "git_commit": run.git_commit,
+            "git_dirty": run.git_dirty,
+            "config": {key: _plain(value) for key, value in _shown(run.config).items()},
+            "versions": dict(run.versions),
+            "started_at": to_us(run.started_at),
+            "finished_at": None if run.finished_at is None else to_us(run.finished_at),
+        },
+    )
+
+
+def finish(session: Session, uid: str, finished_at: datetime | None = None) -> None:
+    """Record that a process stopped tracking, now unless told otherwise; a run that has finished keeps its time.
+
+    :raises NotFound: there is no such run.
+    """
+    get(session, uid)
+    _finish(session, [uid], finished_at)
+
+
+def get(session: Session, uid: str) -> Run:
+    """The run of this uid.
+
+    :raises NotFound: there is none.
+    """
+    row = session.execute(select(_run).where(_run.c.uid == uid)).first()
+    if row is None:
+        raise NotFound(f"there is no run {uid!r}")
+    return _to_run(row)
+
+
+def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[list[Run], str | None]:
+    """Runs, the last begun first; and the uid to go on ``after``, None when there are no more.
+
+    :raises NotFound: ``after`` is no run.
+    """
+    query = select(_run).order_by(_run.c.id.desc()).limit(limit + 1)
+    if after is not None:
+        last = session.execute(select(_run.c.id).where(_run.c.uid == after)).scalar()
+        if last is None:
+            raise NotFound(f"there is no run {after!r} to go on after: pass the uid of the last one that came")
+        query = query.where(_run.c.id < last)
+    found = [_to_run(row) for row in session.execute(query)]
+    return found[:limit], found[limit - 1].uid if len(found) > limit else None
+
+
+def unfinished(session: Session) -> list[Run]:
+    """The runs that never said that they finished, oldest first: alive, or dead."""
+    query = select(_run).where(_run.c.finished_at.is_(None)).order_by(_run.c.id)
+    return [_to_run(row) for row in session.execute(query)]
+
+
+def in_memory(session: Session, uid: str) -> dict[str, str]:
+    """The states that a run captured or cloned, and that are in memory only as far as the lineage knows: uids, each with its digest."""
+    query = select(_state.c.uid, _state.c.digest).where(_state.c.id.in_(union(_captured([uid]), _cloned([uid]))))
+    query = query.where(_state.c.status.not_in(_GONE), ~_ELSEWHERE)
+    return {row.uid: row.digest for row in session.execute(query.order_by(_state.c.id))}
+
+
+def recover(session: Session, dead: Iterable[str]) -> list[Recovered]:
+    """Settle what runs left behind whose process died, memory and all.
+
+    States that nobody else holds become ``lost``; their runs finish now. Then each branch, of any run, whose
+    head's bytes are gone moves back to its newest restorable first parent; a branch that has none is deleted, and its
+    reflog says where it was: a name that nothing can be restored from would only keep the next run from beginning.
+    """
+    uids = sorted(set(dead))
+    _lose(session, uids)
+    _finish(session, uids, None)
+    return _move_back(session)
+
+
+def _lose(session: Session, runs: list[str]) -> None:
+    """In memory means: in the memory of the process, so each replica there is gone, other replicas or not.
+
+    A state that a living process has cloned on the same database is still in that one's memory. (A replica that names no process is
+    that of the run which captured the state.)
+    """
+    held = _state.c.id.in_(union(_captured(runs), _cloned(runs)))
+    session.execute(
+        select(_state.c.id).where(held).order_by(_state.c.id).with_for_update(of=_state, key_share=True)
+    )  # in id order, as everyone
+    places = [holder(row.host, row.uid) for row in session.execute(select(_run.c.host, _run.c.uid).where(_run.c.uid.in_(runs)))]
+    of_captured = _replica.c.state_id.in_(_captured(runs)) & _replica.c.node.not_like("%" + holder("", "") + "%")
+    of_runs = _replica.c.state_id.in_(union(_captured(runs), _cloned(runs))) & _replica.c.node.in_(places)
+    session.execute(delete(_replica).where(_replica.c.tier == "memory", or_(of_captured, of_runs)))
+    session.execute(update(_state).where(held, _state.c.status.not_in(_GONE), ~_HELD).values(status=Status.LOST.value))
+
+
+def _captured(runs: list[str]) -> Select[tuple[int]]:
+    return select(_state.c.id).join_from(_state, _run, _run.c.id == _state.c.run_id).where(_run.c.uid.in_(runs))
+
+
+def _cloned(runs: list[str]) -> Select[tuple[int]]:
+    return select(_clone.c.state_id).join_from(_clone, _run, _run.c.id == _clone.c.run_id).where(_run.c.uid.in_(runs))
+
+
+def _move_back(session: Session) -> list[Recovered]:
+    moved = []
+    for name, version, head_id, head in session.execute(_GONE_HEADS).all():
+        found = nearest_restorable(session, head)
+        seen: dict[str, object] = {"ref": name, "seen": version}
+        if found is None:
+            new_id, went = None, "no ancestor can be restored, deleted"
+            done: Any = session.execute(_DELETE, seen)
+        else:
+            new_id, went = id_of(session, found.uid), "went back to the newest restorable state"
+            done = session.execute(_MOVE_BACK, {**seen, "new": new_id})
+        if done.rowcount == 1:  # else somebody moved it meanwhile, and knows better
+            status = states(session, [head_id])[0].status
+            log_event(session, name, RefKind.BRANCH, head_id, new_id, f"recover: {head} is {status}, {went}")
+            moved.append(Recovered(name, head, None if found is None else found.uid))
+    return moved
+
+
+def _finish(session: Session, uids: list[str], finished_at: datetime | None) -> None:
+    session.execute(update(_run).where(_run.c.uid.in_(uids), _run.c.finished_at.is_(None)).values(finished_at=to_us(finished_at)))
+
+
+def _to_run(row: Any) -> Run:
+    return Run(
+        uid=row.uid,
+        host=row.host,
+        user=row.user,
+        pid=row.pid,
+        argv=masking.arguments(row.argv),  # of a version that did not mask them too
+        git_commit=row.git_commit,
+        git_dirty=row.git_dirty,
+        config=_shown({key: _value(value) for key, value in row.config.items()}),
+        versions=row.versions,
+        started_at=from_us(row.started_at),
+        finished_at=None if row.finished_at is None else from_us(row.finished_at),
+    )
+
+
+def _shown(config: Mapping[str, Value]) -> dict[str, Value]:
+    """Without secrets; what we note ourselves, such as folders, stays as it is: recovery compares it."""
+    return masking.named(config) | {key: value for key, value in config.items() if key.startswith(OURS)}
+
+
+def _plain(value: Value) -> object:
+    """JSON knows no NaN and no infinity, and PostgreSQL refuses them: they travel as ``{"float": "nan"}``."""
+    return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _value(stored: Any) -> Value:
+    return float(stored["float"]) if isinstance(stored, dict) else stored
+
+
+_GONE_HEADS = (
+    select(_ref.c.name, _ref.c.version, _state.c.id, _state.c.uid)
+    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
+    .where(_ref.c.kind == RefKind.BRANCH.value, _state.c.status.in_(_GONE))
+    .order_by(_ref.c.name)
+)
+_MOVE_BACK = (
+    update(_ref)
+    .where(_ref.c.name == bindparam("ref"), _ref.c.version == bindparam("seen"))
+    .values(state_id=bindparam("new"), version=_ref.c.version + 1)
+)
+_DELETE = delete(_ref).where(_ref.c.name == bindparam("ref"), _ref.c.version == bindparam("seen"))

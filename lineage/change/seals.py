@@ -1,0 +1,61 @@
+"""Seals: what the chunks of a state were found to hold when it was first exported, imported or verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sqlalchemy import bindparam, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from datastates.errors import Corrupt
+from datastates.lineage.schema import SealRow, StateRow, table
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["check", "seal", "seals"]
+
+_BATCH = 500  # uids in one IN list
+
+
+def seals(session: Session, uids: Iterable[str]) -> dict[str, str]:
+    """The seal of each of these states that has one."""
+    wanted, found = list(uids), dict[str, str]()
+    for start in range(0, len(wanted), _BATCH):
+        found.update((row.uid, row.digest) for row in session.execute(_SEALS, {"uids": wanted[start : start + _BATCH]}))
+    return found
+
+
+def check(known: str | None, found: str, uid: str) -> None:
+    """Nothing, if a state's seal is the one that it had, or it had none.
+
+    :raises Corrupt: it has another.
+    """
+    if known is not None and known != found:
+        raise Corrupt(
+            f"state {uid} holds other bytes than when it was sealed ({found[:16]} now, {known[:16]} then), though their digests against "
+            "rot agree: they were forged on purpose; restore another state, or bring this one again from where it is sound"
+        )
+
+
+def seal(session: Session, uid: str, digest: str) -> None:
+    """Seal a state for good.
+
+    :raises Corrupt: it has another seal.
+    """
+    session.execute(_INSERT[session.connection().dialect.name], {"held": uid, "digest": digest})
+    check(seals(session, [uid]).get(uid), digest, uid)
+
+
+_seal, _state = table(SealRow), table(StateRow)
+_SEALS = (
+    select(_state.c.uid, _seal.c.digest)
+    .join_from(_seal, _state, _state.c.id == _seal.c.state_id)
+    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+)
+_HELD = select(_state.c.id, bindparam("digest", type_=_seal.c.digest.type)).where(_state.c.uid == bindparam("held"))
+_INSERT = {
+    name: make(_seal).from_select(["state_id", "digest"], _HELD).on_conflict_do_nothing()
+    for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+}

@@ -1,0 +1,92 @@
+"""Giving up a state's bytes on purpose: only those that nobody counts on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sqlalchemy import bindparam, delete, exists, select, text, update
+
+from datastates.errors import Conflict, Unsupported
+from datastates.lineage.lookup import id_of, state
+from datastates.lineage.schema import PackRefRow, PackRow, ReplicaRow, StateRow, table
+from datastates.lineage.search.walk import nearest_restorable
+from datastates.lineage.states import RefKind, State, Status
+
+from .refs import refs
+from .replicas import evict
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["check_withdrawal", "withdraw"]
+
+_LOCK = 0x6461_7461_6576  # the advisory lock of PostgreSQL: two that are withdrawn at once might each count on the other
+
+
+def withdraw(session: Session, uid: str, places: Iterable[tuple[str, str]], *, is_forced: bool = False) -> State:
+    """Note that a state's bytes leave these places (tier, node); the state as it is then. Drop the bytes once this is committed.
+
+    A state that only memory holds from then on is ``captured`` again, one that nobody holds ``evicted``.
+
+    :raises NotFound: there is no such state.
+    :raises Conflict: a ref counts on it (see ``check_withdrawal``).
+    """
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+    check_withdrawal(session, uid, is_forced=is_forced)
+    for tier, node in places:
+        evict(session, [uid], tier=tier, node=node)
+    found = state(session, uid)
+    id_ = id_of(session, uid)
+    if not found.status.is_restorable:
+        _forget_packs(session, id_)
+    elif found.status is not Status.CAPTURED and not session.execute(_ON_DISK, {"state": id_}).scalar():
+        session.execute(_ONLY_CAPTURED, {"state": id_})
+    return state(session, uid)
+
+
+def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> State:
+    """The state, when its bytes may go: no ref names it and no branch would go back to it, or ``is_forced``.
+
+    :raises Conflict: a ref counts on it; or it is all that can be restored of a branch, which no force overcomes.
+    :raises Unsupported: several ranks hold it.
+    """
+    found = state(session, uid)
+    if found.world_size > 1:
+        raise Unsupported(f"state {uid} is held by {found.world_size} ranks: one of them alone cannot drop it")
+    if not found.status.is_restorable:
+        return found
+    named = refs(session)
+    for ref in named:
+        if ref.kind is RefKind.BRANCH and _is_needed(session, ref.state, uid) and not _has_another(session, found):
+            raise Conflict(f"state {uid} is all that can be restored of branch {ref.name!r}: delete the branch, or keep the state")
+    counting = [f"{ref.kind} {ref.name!r}" for ref in named if ref.state == uid or _is_needed(session, ref.state, uid)]
+    if counting and not is_forced:
+        raise Conflict(f"state {uid} is what {', '.join(counting[:5])} leads to: move or delete that first, or force it")
+    return found
+
+
+def _forget_packs(session: Session, id_: int) -> None:
+    packs = list(session.execute(_PACKS, {"state": id_}).scalars())
+    session.execute(_FORGET_REFS, {"state": id_})
+    if packs and session.get_bind().dialect.name == "sqlite":  # elsewhere somebody may be about to refer to one: a gc finds them
+        session.execute(_FORGET_PACKS, {"packs": packs})
+
+
+def _is_needed(session: Session, head: str, uid: str) -> bool:
+    """Whether a name that leads to ``head`` leads, as far as bytes go, to ``uid``."""
+    nearest = nearest_restorable(session, head)
+    return nearest is not None and nearest.uid == uid
+
+
+def _has_another(session: Session, found: State) -> bool:
+    return bool(found.parents) and nearest_restorable(session, found.parents[0]) is not None
+
+
+_state, _replica, _pack, _pack_ref = (table(row) for row in (StateRow, ReplicaRow, PackRow, PackRefRow))
+_ON_DISK = select(_replica.c.state_id).where(_replica.c.state_id == bindparam("state"), _replica.c.tier != "memory").limit(1)
+_ONLY_CAPTURED = update(_state).where(_state.c.id == bindparam("state")).values(status=Status.CAPTURED.value)
+_PACKS = select(_pack_ref.c.pack_id).where(_pack_ref.c.state_id == bindparam("state"))
+_FORGET_REFS = delete(_pack_ref).where(_pack_ref.c.state_id == bindparam("state"))
+_FORGET_PACKS = delete(_pack).where(_pack.c.id.in_(bindparam("packs", expanding=True)), ~exists().where(_pack_ref.c.pack_id == _pack.c.id))

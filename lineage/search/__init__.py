@@ -1,0 +1,1 @@
+"""Finding states: revisions, queries, walks along parents, curves. Reads only."""

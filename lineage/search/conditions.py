@@ -1,0 +1,339 @@
+"""The conditions of a query as SQL over ``state``, with every value bound.
+
+Logic is two-valued: each condition is true or false and never NULL, so that a comparison with what a state lacks is
+false and ``not`` of it true. Texts compare by code point on both databases.
+"""
+
+from __future__ import annotations
+
+import math
+import operator as operators
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    ColumnElement,
+    Double,
+    Numeric,
+    Select,
+    String,
+    and_,
+    case,
+    cast,
+    collate,
+    exists,
+    false,
+    func,
+    literal,
+    literal_column,
+    not_,
+    or_,
+    select,
+    true,
+    union_all,
+)
+
+from datastates.errors import SyntaxProblem
+from datastates.lineage.lookup import id_of
+from datastates.lineage.schema import EXACT_INT, AttributeRow, MetricRow, RefRow, RunRow, StateRow, from_us, table, to_us
+from datastates.lineage.states import RefKind
+
+from .grammar import clamp
+from .query import Ago, AllOf, Among, AnyOf, Compare, Exists, Field, Kind, Node, Not, Related, Value
+from .reach import above, below, chain
+from .revision import resolve
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Scope", "by_code_point", "condition", "ids", "metric_is", "run_column"]
+
+_state, _metric, _attribute, _ref, _run = (table(row) for row in (StateRow, MetricRow, AttributeRow, RefRow, RunRow))
+_NUMBERS = ("int", "float")
+_EQUALITY = ("=", "!=")
+_COLUMNS = {
+    "step": _state.c.step,
+    "micro_step": _state.c.micro_step,
+    "created": _state.c.created_at,
+    "status": _state.c.status,
+    "uid": _state.c.uid,
+    "message": _state.c.message,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What conditions are compiled for: a session, what ``now`` means, and the whole text for messages."""
+
+    session: Session
+    now_us: int
+    text: str
+    serial: count[int] = field(default_factory=count)
+
+    @property
+    def dialect(self) -> str:
+        return str(self.session.get_bind().dialect.name)
+
+    def name(self) -> str:
+        """A name for one more recursive query."""
+        return f"reach_{next(self.serial)}"
+
+
+def condition(node: Node, scope: Scope) -> ColumnElement[bool]:
+    """A condition on the row of ``state``.
+
+    :raises NotFound: a revision in it names nothing.
+    :raises SyntaxProblem: a revision in it does not parse; points into the query.
+    """
+    match node:
+        case AllOf(items):
+            return and_(*(condition(item, scope) for item in items))
+        case AnyOf(items):
+            return or_(*(condition(item, scope) for item in items))
+        case Not(item):
+            return not_(condition(item, scope))
+        case Related():
+            return _related(node, scope)
+        case Exists(at):
+            return _exists(at, scope)
+        case Compare(at, operator, value):
+            return _compare(at, operator, (value,), scope)
+        case Among(at, values):
+            return _compare(at, "=", values, scope)
+
+
+def ids(node: Node, dialect: str) -> Select[Any] | None:
+    """The ids of the states for which a condition holds, read from an index; None where no index gives them."""
+    match node:
+        case Compare(Field(kind=Kind.METRIC) as at, operator, value):
+            return select(_metric.c.state_id).where(_metric.c.key == at.key, metric_is(_metric.c.value, operator, value))
+        case Among(Field(kind=Kind.METRIC) as at, values):
+            return select(_metric.c.state_id).where(
+                _metric.c.key == at.key, _any(metric_is(_metric.c.value, "=", value) for value in values)
+            )
+        case Compare(Field(name="attr") as at, operator, value) if operator != "~":
+            return select(_attribute.c.state_id).where(_attribute.c.key == at.key, _attribute_is(operator, value, dialect))
+        case Compare(Field(name="uid"), "=", str(prefix)):
+            return select(_state.c.id).where(_begins(_state.c.uid, prefix))
+        case Compare(Field(name="tag"), "=", str(name)):
+            return select(_ref.c.state_id).where(_ref.c.kind == RefKind.TAG.value, _ref.c.name == literal(name))
+        case AnyOf(items):
+            parts = [ids(item, dialect) for item in items]
+            whole = [part for part in parts if part is not None]
+            return select(union_all(*whole).subquery().c[0]) if len(whole) == len(parts) else None
+    return None
+
+
+def metric_is(column: ColumnElement[Any], operator: str, value: Value) -> ColumnElement[bool]:
+    """A metric against a number; NULL where the column is."""
+    assert isinstance(value, int | float)
+    return _operate(column, operator, literal(float(value), Double))
+
+
+def by_code_point(column: ColumnElement[Any], dialect: str) -> ColumnElement[Any]:
+    """A text column that compares by code point, as SQLite's and Python's do."""
+    return collate(column, "C") if dialect == "postgresql" else column
+
+
+def run_column(name: str) -> ColumnElement[Any]:
+    """A column of ``run`` by the name of its field."""
+    return _run.c[name.removeprefix("run.")]
+
+
+# One kind of field after the other
+
+
+def _compare(at: Field, operator: str, values: tuple[Value, ...], scope: Scope) -> ColumnElement[bool]:
+    """The field against any of the values."""
+    if at.kind is Kind.NAMES and operator == "!=":  # a state has many: none of them is this one
+        return not_(_compare(at, "=", values, scope))
+    match at.name:
+        case "metrics":
+            return _of_state(_metric, at.key, _any(metric_is(_metric.c.value, operator, value) for value in values))
+        case "attr":
+            return _of_state(_attribute, at.key, _any(_attribute_is(operator, value, scope.dialect) for value in values))
+        case "tag":
+            return _state.c.id.in_(_named(RefKind.TAG, operator, values, scope))
+        case "branch":
+            reached = chain(_named(RefKind.BRANCH, operator, values, scope), scope.name())
+            return _state.c.id.in_(select(reached.c.id))
+        case "run.config":
+            return _of_run(_any(_config_is(at.key, operator, value, scope.dialect) for value in values))
+        case "uid":
+            found = _any(_begins(_state.c.uid, str(value)) for value in values)
+            return found if operator == "=" else not_(found)
+        case "created":
+            return _any(_operate(_state.c.created_at, operator, literal(_us(value, scope), BigInteger)) for value in values)
+        case "step" | "micro_step":
+            return _any(_operate(_COLUMNS[at.name], operator, _number(value)) for value in values)
+        case "status" | "message":
+            text = _COLUMNS[at.name]
+            return and_(text.is_not(None), _any(_text_is(text, operator, value, scope.dialect) for value in values))
+    column = run_column(at.name)
+    return _of_run(column.is_not(None), _any(_text_is(column, operator, value, scope.dialect) for value in values))
+
+
+def _exists(at: Field, scope: Scope) -> ColumnElement[bool]:
+    match at.name:
+        case "metrics":
+            return _of_state(_metric, at.key)
+        case "attr":
+            return _of_state(_attribute, at.key)
+        case "tag":
+            return _state.c.id.in_(select(_ref.c.state_id).where(_ref.c.kind == RefKind.TAG.value))
+        case "branch":
+            heads = select(_ref.c.state_id).where(_ref.c.kind == RefKind.BRANCH.value)
+            return _state.c.id.in_(select(chain(heads, scope.name()).c.id))
+        case "message":
+            return _state.c.message.is_not(None)
+        case "run.config":
+            return _of_run(_config_has(_config_items(scope.dialect), at.key))
+        case "run.uid" | "run.host" | "run.user" | "run.git_commit":
+            return _of_run(run_column(at.name).is_not(None))
+    return true()
+
+
+def _related(node: Related, scope: Scope) -> ColumnElement[bool]:
+    try:
+        found = resolve(scope.session, node.revision, now=from_us(scope.now_us))
+    except SyntaxProblem as problem:
+        message = str(problem).split(" at column ")[0]
+        raise SyntaxProblem(message, text=scope.text, column=node.column - 1 + problem.column, expected=problem.expected) from None
+    start = id_of(scope.session, found.uid)
+    head = select(_state.c.id).where(_state.c.id == literal(start, BigInteger))
+    reach = (above if node.is_ancestor else below)(head, scope.name(), scope.dialect)
+    return and_(_state.c.id != literal(start, BigInteger), _state.c.id.in_(select(reach.c.id)))
+
+
+def _of_state(belongs: Any, key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
+    """A metric or an attribute of the state is so."""
+    return exists(select(literal(1)).select_from(belongs).where(belongs.c.state_id == _state.c.id, belongs.c.key == key, *where))
+
+
+def _of_run(*where: ColumnElement[bool]) -> ColumnElement[bool]:
+    """The run of the state is so."""
+    return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_run.c.id).where(*where)))
+
+
+def _named(kind: RefKind, operator: str, values: tuple[Value, ...], scope: Scope) -> Select[Any]:
+    """The states that refs of these names stand at."""
+    names = _any(_text_is(_ref.c.name, operator, value, scope.dialect) for value in values)
+    return select(_ref.c.state_id).where(_ref.c.kind == kind.value, names)
+
+
+def _attribute_is(operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
+    """Kinds do not mix: a number is compared with numbers, a text with texts."""
+    match value:
+        case bool():
+            return and_(_attribute.c.type == "bool", metric_is(_attribute.c.number, operator, value))
+        case int() | float():
+            return and_(_attribute.c.type.in_(_NUMBERS), _attribute_number_is(operator, value, dialect))
+    return and_(_attribute.c.type == "str", _text_is(_attribute.c.text, operator, value, dialect))
+
+
+def _attribute_number_is(operator: str, value: float, dialect: str) -> ColumnElement[bool]:
+    """Exactly, as Python compares: of numbers with the same nearest float the digits decide, which ints beyond 2**53 have."""
+    number, digits, near = _attribute.c.number, _attribute.c.text, float(value)
+    if not EXACT_INT <= abs(near) < math.inf:
+        return metric_is(number, operator, near)
+    whole = int(value)
+    is_so = literal(bool(_OPERATORS[operator](int(near), whole)), Boolean)
+    tied = case((digits.is_(None), is_so), else_=_digits_are(by_code_point(digits, dialect), operator, whole))
+    return case((number == literal(near, Double), tied), else_=metric_is(number, operator, near))
+
+
+def _digits_are(digits: ColumnElement[Any], operator: str, whole: int) -> ColumnElement[bool]:
+    """The int that a column has as text against one of the same sign: the longer is the larger in size, else the later in the alphabet."""
+    text = str(whole)
+    length, longer = func.length(digits), literal(len(text), BigInteger)
+    same = digits == literal(text, String)
+    if operator in _EQUALITY:
+        return same if operator == "=" else not_(same)
+    is_beyond = _OPERATORS["<" if (operator[0] == "<") == (whole > 0) else ">"]
+    beyond = or_(is_beyond(length, longer), and_(length == longer, is_beyond(digits, literal(text, String))))
+    return or_(beyond, same) if operator.endswith("=") else beyond
+
+
+def _config_items(dialect: str) -> Any:
+    """The entries of a run's configuration, as rows."""
+    columns = ("key", "value", "type") if dialect == "sqlite" else ("key", "value")
+    return func.json_each(_run.c.config).table_valued(*columns, name="item")
+
+
+def _config_has(items: Any, key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
+    return exists(select(literal(1)).select_from(items).where(items.c.key == literal(key, String), *where).correlate(_run))
+
+
+def _config_is(key: str, operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
+    items = _config_items(dialect)
+    if dialect == "sqlite":
+        kind, plain, names = items.c.type, items.c.value, {bool: ("true", "false"), float: ("integer", "real"), str: ("text",)}
+        flag = kind
+    else:
+        kind, plain = func.json_typeof(items.c.value), items.c.value.op("#>>")(literal_column("'{}'"))
+        flag, names = plain, {bool: ("boolean",), float: ("number",), str: ("string",)}
+    match value:
+        case bool():
+            found = _operate(cast(flag, String), operator, literal(str(value).lower(), String))
+        case int() if abs(value) > EXACT_INT:
+            found = _operate(plain if dialect == "sqlite" else cast(plain, Numeric), operator, _number(value))
+        case int() | float():
+            found = metric_is(cast(plain, Double), operator, value)
+        case _:
+            found = _text_is(cast(plain, String), operator, value, dialect)
+    of_kind = kind.in_(names[bool if isinstance(value, bool) else float if isinstance(value, int | float) else str])
+    return _config_has(items, key, case((of_kind, found), else_=false()))  # only what is of the kind may be cast
+
+
+# Operators
+
+
+def _text_is(column: ColumnElement[Any], operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
+    text = literal(value, String)
+    if operator == "~":
+        return column.is_not(None) if value == "" else func.replace(column, text, "") != column
+    if operator in ("=", "!="):
+        return _operate(column, operator, text)
+    return _operate(by_code_point(column, dialect), operator, text)
+
+
+def _begins(column: ColumnElement[Any], prefix: str) -> ColumnElement[bool]:
+    """A uid begins so, by a range that its index serves."""
+    return and_(column >= literal(prefix, String), column < literal(prefix + "g", String))
+
+
+def _operate(column: ColumnElement[Any], operator: str, value: ColumnElement[Any]) -> ColumnElement[bool]:
+    compared: ColumnElement[bool] = _OPERATORS[operator](column, value)
+    return compared
+
+
+def _number(value: Value) -> ColumnElement[Any]:
+    """A number as a database holds it: an integer column is then compared exactly."""
+    is_whole = isinstance(value, int) and -(2**63) <= value < 2**63
+    return literal(value, BigInteger) if is_whole else literal(value, Double)
+
+
+def _us(value: Value, scope: Scope) -> int:
+    if isinstance(value, Ago):
+        return clamp(scope.now_us - value.seconds * 1_000_000)
+    assert isinstance(value, datetime)
+    return to_us(value)
+
+
+def _any(conditions: Iterable[ColumnElement[bool]]) -> ColumnElement[bool]:
+    return or_(false(), *conditions)
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operators.eq,
+    "!=": operators.ne,
+    "<": operators.lt,
+    "<=": operators.le,
+    ">": operators.gt,
+    ">=": operators.ge,
+}

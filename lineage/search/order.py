@@ -1,0 +1,143 @@
+"""Who is whose parent, of a whole lineage in memory, and from it the history of any states in no time.
+
+States never change their parents, and a parent's row id is below its child's: so what was read once stays true, and falling ids
+are an order in which children come before their parents.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import compress
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from sqlalchemy import BigInteger, Row, bindparam, func, select
+
+from datastates.lineage.schema import EdgeRow, StateRow, table
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Topology", "position", "uids_of"]
+
+_PAGE = 50_000
+_UNREAD = -1
+_OFTEN = 4096  # states between two calls of ``pause``
+
+_state, _edge = table(StateRow), table(EdgeRow)
+_ids = bindparam("ids", type_=BigInteger, expanding=True)
+_parent = func.coalesce(_state.c.parent_id, 0)
+_NEXT = select(_state.c.id, _parent).where(_state.c.id > bindparam("last", type_=BigInteger)).order_by(_state.c.id).limit(_PAGE)
+_SOME = select(_state.c.id, _parent).where(_state.c.id.in_(_ids))
+_UIDS = select(_state.c.id, _state.c.uid).where(_state.c.id.in_(_ids))
+_EDGES = select(_edge.c.child_id, _edge.c.parent_id).order_by(_edge.c.child_id, _edge.c.position)
+_NEXT_EDGES = _EDGES.where(_edge.c.child_id > bindparam("last", type_=BigInteger), _edge.c.child_id <= bindparam("upto", type_=BigInteger))
+_SOME_EDGES = _EDGES.where(_edge.c.child_id.in_(_ids))
+
+
+class Topology:
+    """The parents of every state by row id, 8 bytes a state. ``refresh`` is safe from any thread, beside those that read.
+
+    ``first`` has the first parent of each id, 0 for a root; ``further`` the other parents of those that have some. All parents of a
+    state that was read were read too.
+    """
+
+    def __init__(self) -> None:
+        self.first = array("q", [0])
+        self.further: dict[int, tuple[int, ...]] = {}
+        self._refreshing = threading.Lock()
+
+    def refresh(self, session: Session, heads: Collection[int] = ()) -> None:
+        """Read what was recorded since; ``heads`` and all above them are known then.
+
+        PostgreSQL may commit a lower id after a higher one: such are read when something leads to them.
+        """
+        with self._refreshing:
+            while rows := session.execute(_NEXT, {"last": len(self.first) - 1}).all():
+                last = len(self.first) - 1
+                edges = session.execute(_NEXT_EDGES, {"last": last, "upto": rows[-1].id}).all()
+                self._take_edges(edges)
+                self._append(rows)
+                if len(rows) < _PAGE:
+                    break
+            missing = {head for head in heads if self.first[head] == _UNREAD}
+            while missing:
+                missing = self._read(session, sorted(missing)[:1000]) | set(sorted(missing)[1000:])
+
+    def parents(self, id_: int) -> tuple[int, ...]:
+        """Of one state, the first parent first."""
+        first, further = self.first[id_], self.further.get(id_, ())
+        return (first, *further) if first > 0 else further
+
+    def history(self, heads: Iterable[int], *, pause: Callable[[], None] = lambda: None) -> array[int]:
+        """The ids of ``heads`` and all their ancestors, rising. ``pause`` is called now and then."""
+        first, further = self.first, self.further
+        seen = bytearray(len(first))
+        open_, count = list(heads), 0
+        while open_:
+            id_ = open_.pop()
+            while id_ > 0 and not seen[id_]:
+                seen[id_] = 1
+                if id_ in further:
+                    open_.extend(further[id_])
+                id_ = first[id_]
+                count += 1
+                if count % _OFTEN == 0:
+                    pause()
+        return array("q", compress(range(len(seen)), seen))
+
+    def since(self, order: array[int], heads: Iterable[int]) -> array[int] | None:
+        """The ids, rising, by which ``heads`` and their ancestors exceed ``order``; None unless all of them are above its last."""
+        last = order[-1] if order else 0
+        found: set[int] = set()
+        open_ = list(heads)
+        while open_:
+            id_ = open_.pop()
+            if id_ <= last:
+                if position(order, id_) is None:
+                    return None
+            elif id_ not in found:
+                found.add(id_)
+                open_.extend(self.parents(id_))
+        return array("q", sorted(found))
+
+    def _append(self, rows: Sequence[Row[int, int]]) -> None:
+        """Rows whose ids rise. Ids that nobody has, or not yet, are unread."""
+        first = self.first
+        if rows[0][0] == len(first) and rows[-1][0] == len(first) + len(rows) - 1:
+            first.extend([row[1] for row in rows])
+            return
+        for id_, parent in rows:
+            first.extend([_UNREAD] * (id_ - len(first)))
+            first.append(parent)
+
+    def _take_edges(self, edges: Iterable[tuple[int, int]]) -> None:
+        found: dict[int, list[int]] = {}
+        for child, parent in edges:
+            found.setdefault(child, []).append(parent)
+        self.further.update((child, tuple(parents)) for child, parents in found.items())
+
+    def _read(self, session: Session, ids: list[int]) -> set[int]:
+        """States that were left out; what leads on from them to others that were."""
+        self._take_edges(session.execute(_SOME_EDGES, {"ids": ids}).all())
+        rows = session.execute(_SOME, {"ids": ids}).all()
+        for id_, parent in sorted(rows, key=itemgetter(0)):
+            self.first[id_] = parent
+        return {parent for id_ in ids for parent in self.parents(id_) if self.first[parent] == _UNREAD}
+
+
+def position(order: array[int], id_: int) -> int | None:
+    """Where an id stands in ids that rise."""
+    index = bisect_left(order, id_)
+    return index if index < len(order) and order[index] == id_ else None
+
+
+def uids_of(session: Session, ids: Sequence[int]) -> list[str]:
+    """The uids of states by row id, in the order of ``ids``."""
+    found: dict[int, str] = {}
+    for start in range(0, len(ids), 1000):
+        found.update((row.id, row.uid) for row in session.execute(_UIDS, {"ids": list(ids[start : start + 1000])}))
+    return [found[id_] for id_ in ids]

@@ -1,0 +1,310 @@
+"""Search: the states for which a query holds, a page at a time.
+
+Pages follow each other by keyset: a cursor holds the sort keys of the last state, never an offset, so that the thousandth
+page costs as much as the first and states recorded meanwhile shift nothing. Of equal states the newest comes last when
+the last key rises and first when it falls; without an order the newest come first. What lacks a sort key comes last,
+whichever the direction.
+
+How a page is read is decided here, as SQLite knows nothing of how values are spread. Conditions that an index serves are
+counted, up to ``SELECTIVE``: where one holds for few states, those are read and sorted. Else the index of the first key
+is read in order, and each state is checked, until the page is full.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from sqlalchemy import BigInteger, ColumnElement, Double, Select, String, and_, case, exists, false, func, literal, or_, select, true
+
+from datastates.errors import InvalidInput
+from datastates.lineage.lookup import states
+from datastates.lineage.schema import AttributeRow, MetricRow, RunRow, StateRow, table, to_us
+from datastates.lineage.states import State
+
+from .conditions import Scope, by_code_point, condition, ids, metric_is, run_column
+from .query import Among, Compare, Field, Kind, Node, Order, Query, parse_query
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Page", "find", "find_all"]
+
+SELECTIVE = 5_000
+_PAGE, _PAGE_MAX = 100, 1_000
+_SEAL_BYTES = 8
+
+_state, _metric, _attribute, _run = table(StateRow), table(MetricRow), table(AttributeRow), table(RunRow)
+_Scalar = int | float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some of the states that were found, and the cursor of those that follow; None after the last."""
+
+    states: list[State]
+    next: str | None
+
+
+def find(session: Session, text: str, *, after: str | None = None, limit: int | None = None, now: datetime | None = None) -> Page:
+    """The states for which a query holds, in its order.
+
+    ``limit`` bounds the page: without it a page has as many states as the query's own limit, at most 1000, or 100 if it
+    has none. The query's own limit bounds all pages together. ``after`` is ``Page.next`` of the same query; ``now``, which
+    ages count from, stays what it was on the first page.
+
+    :raises SyntaxProblem: the query does not parse; points at the column.
+    :raises NotFound: a revision in it names nothing.
+    :raises InvalidInput: ``after`` is no cursor of this query, or ``limit`` is below 1.
+    """
+    query = parse_query(text)
+    if limit is not None and limit < 1:
+        raise InvalidInput(f"limit is {limit}: a page has at least one state")
+    place = _Place(to_us(now), query.limit, None) if after is None else _unseal(after, text, query)
+    size = limit or (_PAGE if query.limit is None else min(query.limit, _PAGE_MAX))
+    size = size if place.left is None else min(size, place.left)
+    scope = Scope(session, place.now_us, text)
+    rows = _rows(scope, query, place.last, size + 1) if size else []
+    found = states(session, [int(row[0] or 0) for row in rows[:size]])
+    left = None if place.left is None else place.left - len(found)
+    more = len(rows) > size and left != 0
+    return Page(found, _seal(_Place(place.now_us, left, tuple(rows[size - 1])), text) if more else None)
+
+
+def find_all(session: Session, text: str, *, now: datetime | None = None) -> Iterator[State]:
+    """Every state for which a query holds, in its order, read a page at a time; the query's own limit bounds them.
+
+    :raises SyntaxProblem: the query does not parse; points at the column.
+    :raises NotFound: a revision in it names nothing.
+    """
+    page = find(session, text, limit=_PAGE_MAX, now=now)
+    yield from page.states
+    while page.next is not None:
+        page = find(session, text, after=page.next, limit=_PAGE_MAX)
+        yield from page.states
+
+
+# Cursors
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Moment = Annotated[int, msgspec.Meta(ge=0, le=250_000_000_000_000_000)]  # which a datetime can hold in every zone
+
+
+class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``last`` is the id of the last state and its sort keys; ``left`` how many the query's own limit leaves."""
+
+    now_us: _Moment
+    left: _Count | None
+    last: tuple[_Scalar, ...] | None
+
+
+def _seal(place: _Place, text: str) -> str:
+    body = msgspec.msgpack.encode(place)
+    return base64.urlsafe_b64encode(_digest(body, text) + body).decode().rstrip("=")
+
+
+def _unseal(token: str, text: str, query: Query) -> _Place:
+    """The digest is no secret: it tells a damaged cursor, or another query's, from a good one. Whoever makes one up gets a place that
+    the query could have led to (``_check_last`` sees to the keys), and so no more than the query finds."""
+    try:
+        raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+        place = msgspec.msgpack.decode(raw[_SEAL_BYTES:], type=_Place)
+        is_sound = raw[:_SEAL_BYTES] == _digest(raw[_SEAL_BYTES:], text) and _seal(place, text) == token
+    except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
+        raise InvalidInput(f"{token[:40]!r} is no cursor: pass what Page.next of the same query gave") from error
+    if (place.left is None) != (query.limit is None) or (place.left is not None and not 0 < place.left < (query.limit or 0)):
+        is_sound = False
+    if not is_sound or place.last is None:
+        raise InvalidInput(f"the cursor {token[:40]!r} is damaged or of another query: pass what Page.next of this query gave")
+    return place
+
+
+def _check_last(last: tuple[_Scalar, ...], keys: Sequence[_Key]) -> None:
+    """That a cursor's last state has an id and as many sort keys as the query, each a value that the key may have."""
+    id_, *values = last or (None,)
+    is_id = isinstance(id_, int) and 0 < id_ < 2**63
+    if not is_id or len(values) != len(keys) or not all(key.may_be(value) for key, value in zip(keys, values, strict=True)):
+        raise InvalidInput("the cursor is of another query: pass what Page.next of this query gave")
+
+
+def _digest(body: bytes, text: str) -> bytes:
+    return hashlib.blake2b(body + text.encode(), digest_size=_SEAL_BYTES, person=b"datastates.find").digest()
+
+
+# Sort keys
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """One thing to sort by; ``type_`` is what its values are bound as."""
+
+    column: ColumnElement[Any]
+    is_descending: bool
+    is_nullable: bool
+    type_: Any
+
+    def may_be(self, value: _Scalar) -> bool:
+        """Whether a state can have this value."""
+        match value:
+            case None:
+                return self.is_nullable
+            case int():
+                return self.type_ is BigInteger and -(2**63) <= value < 2**63
+            case float():
+                return self.type_ is Double and not math.isnan(value)
+        return self.type_ is String and "\x00" not in value
+
+    def sort(self) -> list[ColumnElement[Any]]:
+        column = self.column.desc() if self.is_descending else self.column.asc()
+        return [case((self.column.is_(None), 1), else_=0), column] if self.is_nullable else [column]
+
+    def same(self, value: _Scalar) -> ColumnElement[bool]:
+        return self.column.is_(None) if value is None else self.column == literal(value, self.type_)
+
+    def later(self, value: _Scalar, *, or_same: bool = False) -> ColumnElement[bool]:
+        """What comes after a value; missing values come last."""
+        if value is None:
+            return self.column.is_(None) if or_same else false()
+        bound = literal(value, self.type_)
+        if self.is_descending:
+            beyond = self.column <= bound if or_same else self.column < bound
+        else:
+            beyond = self.column >= bound if or_same else self.column > bound
+        return or_(beyond, self.column.is_(None)) if self.is_nullable else beyond
+
+
+def _keys(order: Iterable[Order], dialect: str) -> list[_Key]:
+    return [key for one in order for key in _keys_of(one.field, one.is_descending, dialect)]
+
+
+def _keys_of(at: Field, falls: bool, dialect: str) -> list[_Key]:
+    match at.name:
+        case "metrics":
+            return [_Key(_value_of(_metric, at.key, _metric.c.value), falls, True, Double)]
+        case "attr":  # numbers before texts
+            number = _value_of(_attribute, at.key, _attribute.c.number)
+            text = _value_of(_attribute, at.key, _attribute.c.text, _attribute.c.type == "str")
+            return [_Key(number, falls, True, Double), _Key(by_code_point(text, dialect), falls, True, String)]
+        case "step" | "micro_step":
+            return [_Key(_state.c[at.name], falls, False, BigInteger)]
+        case "created":
+            return [_Key(_state.c.created_at, falls, False, BigInteger)]
+        case "uid" | "status" | "message":
+            return [_Key(by_code_point(_state.c[at.name], dialect), falls, at.name == "message", String)]
+    column = select(run_column(at.name)).where(_run.c.id == _state.c.run_id).scalar_subquery()
+    return [_Key(by_code_point(column, dialect), falls, True, String)]
+
+
+def _value_of(belongs: Any, key: str, column: ColumnElement[Any], *where: ColumnElement[bool]) -> ColumnElement[Any]:
+    return select(column).where(belongs.c.state_id == _state.c.id, belongs.c.key == literal(key, String), *where).scalar_subquery()
+
+
+def _after(keys: Sequence[_Key], last: Sequence[_Scalar]) -> ColumnElement[bool]:
+    """What follows the last state: later by some key and the same by those before it.
+
+    The bound on the first key says nothing new, but an index can seek to it.
+    """
+    later = []
+    for index, key in enumerate(keys):
+        same = [before.same(value) for before, value in zip(keys[:index], last, strict=False)]
+        later.append(and_(*same, key.later(last[index])))
+    return and_(keys[0].later(last[0], or_same=True), or_(*later))
+
+
+# Plans
+
+
+def _rows(scope: Scope, query: Query, last: tuple[_Scalar, ...] | None, count: int) -> list[tuple[_Scalar, ...]]:
+    """Up to ``count`` states that follow ``last``, as id and sort keys."""
+    where = true() if query.condition is None else condition(query.condition, scope)
+    keys = _keys(query.order, scope.dialect)
+    if last is not None:
+        _check_last(last, keys)
+    few = _few(scope, query.conjuncts)
+    if few is not None:
+        where = and_(_state.c.id.in_(few), where)
+    elif query.order and query.order[0].field.kind is Kind.METRIC:
+        return _rows_by_metric(scope, query, keys, where, last, count)
+    return _rows_by_state(scope, query, keys, where, last, count)
+
+
+def _rows_by_state(
+    scope: Scope, query: Query, keys: list[_Key], where: ColumnElement[bool], last: tuple[_Scalar, ...] | None, count: int
+) -> list[tuple[_Scalar, ...]]:
+    """From the table of states; the database sorts, or reads the index of the first key."""
+    keys = [*keys, _Key(_state.c.id, _tie(query), False, BigInteger)]
+    statement = select(_state.c.id, *(key.column for key in keys[:-1])).where(where)
+    return _run_page(scope, statement, keys, last, count)
+
+
+def _rows_by_metric(
+    scope: Scope, query: Query, keys: list[_Key], where: ColumnElement[bool], last: tuple[_Scalar, ...] | None, count: int
+) -> list[tuple[_Scalar, ...]]:
+    """Along the index of the metric that is sorted by first; then the states that lack it."""
+    metric = _metric.alias("sorted")
+    key, falls = query.order[0].field.key, query.order[0].is_descending
+    rows: list[tuple[_Scalar, ...]] = []
+    if last is None or last[1] is not None:
+        first = _Key(metric.c.value, falls, False, Double)
+        along = [first, *keys[1:], _Key(metric.c.state_id, _tie(query), False, BigInteger)]
+        bounds = [metric_is(metric.c.value, item.operator, item.value) for item in _compared(query, key)]
+        statement = select(metric.c.state_id, *(each.column for each in along[:-1])).select_from(metric)
+        statement = statement.join(_state, _state.c.id == metric.c.state_id)
+        statement = statement.where(metric.c.key == literal(key, String), metric.c.value.is_not(None), *bounds, where)
+        rows = _run_page(scope, statement, along, last, count)
+        last = None
+    if len(rows) == count or _excludes_missing(query, key):
+        return rows
+    lacking = ~exists(select(literal(1)).where(_metric.c.state_id == _state.c.id, _metric.c.key == key, _metric.c.value.is_not(None)))
+    rest = None if last is None else (last[0], *last[2:])
+    found = _rows_by_state(scope, query, keys[1:], and_(where, lacking), rest, count - len(rows))
+    return rows + [(row[0], None, *row[1:]) for row in found]
+
+
+def _run_page(
+    scope: Scope, statement: Select[Any], keys: list[_Key], last: tuple[_Scalar, ...] | None, count: int
+) -> list[tuple[_Scalar, ...]]:
+    """``keys`` ends with the id, ``last`` begins with it."""
+    if last is not None:
+        statement = statement.where(_after(keys, (*last[1:], last[0])))
+    ordered = statement.order_by(*(part for key in keys for part in key.sort())).limit(count)
+    return [tuple(row) for row in scope.session.execute(ordered)]
+
+
+def _tie(query: Query) -> bool:
+    """Whether ids fall among equals: as the last key does, for then one index serves both."""
+    return query.order[-1].is_descending if query.order else True
+
+
+def _few(scope: Scope, conjuncts: Iterable[Node]) -> Select[Any] | None:
+    """The ids for which the rarest of some conditions holds, if they are few."""
+    best, few = SELECTIVE + 1, None
+    for node in conjuncts:
+        found = ids(node, scope.dialect)
+        if found is not None and (rows := _count(scope, found, best)) < best:
+            best, few = rows, found
+    return few
+
+
+def _count(scope: Scope, found: Select[Any], most: int) -> int:
+    limited = found.limit(most).subquery()
+    return int(scope.session.execute(select(func.count()).select_from(limited)).scalar_one())
+
+
+def _compared(query: Query, key: str) -> list[Compare]:
+    """The conditions on the metric that is sorted by: they bound how much of its index is read."""
+    return [item for item in query.conjuncts if isinstance(item, Compare) and item.field.kind is Kind.METRIC and item.field.key == key]
+
+
+def _excludes_missing(query: Query, key: str) -> bool:
+    """Whether a state without the metric cannot be found: a comparison with it would be false."""
+    among = (item for item in query.conjuncts if isinstance(item, Among) and item.field.kind is Kind.METRIC and item.field.key == key)
+    return bool(_compared(query, key)) or any(True for _ in among)

@@ -1,0 +1,109 @@
+"""Curves: a metric along the first parents of a state; and where several such paths part."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from sqlalchemy import BigInteger, bindparam, func, select
+
+from datastates.lineage.schema import MetricRow, StateRow, table
+
+from .walk import first_meeting, first_parent_at
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Curve", "Parting", "curve", "partings"]
+
+_state, _metric = table(StateRow), table(MetricRow)
+_next = _state.alias("next")
+_above = bindparam("above", type_=BigInteger)
+_path = (
+    select(_state.c.id, _state.c.parent_id, _state.c.step)
+    .where(_state.c.id == bindparam("start", type_=BigInteger), _state.c.id > _above)
+    .cte("path", recursive=True)
+)
+_path = _path.union_all(
+    # The bound is put on the path: on what is joined, SQLite would first read that whole table for it.
+    select(_next.c.id, _next.c.parent_id, _next.c.step)
+    .join_from(_path, _next, _next.c.id == _path.c.parent_id)
+    .where(_path.c.parent_id > _above)
+)
+# Outer, so that SQLite begins with the path, however short, and not with all values of the metric; what it misses is left out after.
+_POINTS = (
+    select(_path.c.id, _path.c.step, _metric.c.value)
+    .outerjoin_from(_path, _metric, (_metric.c.state_id == _path.c.id) & (_metric.c.key == bindparam("key")))
+    .where(func.coalesce(_metric.c.state_id, 0) > 0)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The values of one metric along a path, from the oldest state that has it to the newest; row ids rise. NaN is NaN."""
+
+    ids: array[int]
+    steps: array[int]
+    values: array[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The state, by row id, where the paths of some heads part; ``heads`` are their places in what was given."""
+
+    id: int
+    heads: tuple[int, ...]
+
+
+def curve(session: Session, head: int, key: str, *, base: Curve | None = None, above: int = 0) -> Curve:
+    """A metric along the first parents of ``head``, a row id.
+
+    ``base`` is the curve of a path that has the state ``above`` in common with this one: only what is above that is read.
+    """
+    rows = session.connection().execute(_POINTS, {"start": head, "key": key, "above": above})
+    found = sorted(map(tuple, rows), key=itemgetter(0))
+    kept = bisect_right(base.ids, above) if base is not None else 0
+    ids, steps, values = (array("q"), array("q"), array("d")) if base is None else (base.ids[:kept], base.steps[:kept], base.values[:kept])
+    ids.extend([row[0] for row in found])
+    steps.extend([row[1] for row in found])
+    values.extend([math.nan if row[2] is None else row[2] for row in found])
+    return Curve(ids, steps, values)
+
+
+def partings(session: Session, heads: Sequence[int]) -> list[Parting]:
+    """Where the paths of first parents of ``heads``, which are row ids, part, the newest first.
+
+    A head that lies on the path of another one parts from nothing. A few times O(log n) for each head, as a rule.
+    """
+    found: dict[int, set[int]] = {}
+    _part(session, sorted(set(heads)), found)
+    return [Parting(met, tuple(place for place, head in enumerate(heads) if head in found[met])) for met in sorted(found, reverse=True)]
+
+
+def _part(session: Session, heads: list[int], found: dict[int, set[int]]) -> None:
+    """Against the path of one head the others fall into groups, by where they leave it and by which child of that state."""
+    if len(heads) < 2:
+        return
+    trunk, *others = heads
+    groups: defaultdict[int | None, list[int]] = defaultdict(list)
+    for other in others:
+        groups[first_meeting(session, trunk, other)].append(other)
+    _part(session, groups.pop(None, []), found)
+    beyond = {trunk}  # those whose paths go on with the trunk's
+    for met in sorted((met for met in groups if met is not None), reverse=True):
+        leaving: defaultdict[int, list[int]] = defaultdict(list)
+        for other in groups[met]:
+            if other != met:
+                leaving[first_parent_at(session, other, met, younger=1)].append(other)
+        on = beyond - {met}
+        if len(leaving) + bool(on) > 1:
+            found[met] = on.union(*leaving.values())
+        for group in leaving.values():
+            _part(session, group, found)
+        beyond.update(groups[met])

@@ -1,0 +1,1 @@
+"""The lineage for people: drawings, words, numbers at a glance. Reads only."""

@@ -1,0 +1,108 @@
+"""What happened to any ref, in the order of its ids, for readers that must miss nothing.
+
+On SQLite ids rise with commits. On PostgreSQL they are drawn before the commit: who has seen 7 may find a 6 committed later.
+``read`` therefore stops at a hole among the ids until every transaction that may still fill it has ended. Those are the ones
+that hold the lock which PostgreSQL gives a writer of the table before it draws an id, and takes back after its commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, bindparam, select, text
+
+from datastates.lineage.change.refs import last_event
+from datastates.lineage.schema import RefEventRow, StateRow, from_us, table
+from datastates.lineage.states import RefEvent, RefKind
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Events", "Horizon", "newest", "read", "settle"]
+
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Horizon:
+    """An id, and the transactions that may yet commit an event below it.
+
+    Once it is settled, a transaction that begins afterwards sees all events up to the id that there will ever be.
+    """
+
+    id: int
+    writers: frozenset[str]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether none of the transactions is left."""
+        return not self.writers
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Events by rising ids, none of which is missing. With ``horizon`` more are there, behind a hole: give it to the next ``read``.
+
+    When the horizon is settled that may be at once, in a new transaction; else after a while.
+    """
+
+    items: tuple[RefEvent, ...]
+    horizon: Horizon | None
+
+
+def newest(session: Session) -> Horizon:
+    """The newest event's id, 0 when there is none, and who may yet commit an older one."""
+    return Horizon(last_event(session), _writers(session))
+
+
+def settle(session: Session, horizon: Horizon) -> Horizon:
+    """The horizon without the transactions that have ended since."""
+    return horizon if horizon.is_settled else replace(horizon, writers=horizon.writers & _writers(session))
+
+
+def read(session: Session, after: int, *, horizon: Horizon | None = None, limit: int = _PAGE) -> Events:
+    """The events behind the id ``after``, as far as none can still come between them; ``horizon`` is what the last call gave.
+
+    ``after`` is 0 or an id up to which nothing was missing: of an event read here, or of a settled horizon.
+    """
+    rows = session.execute(_AFTER, {"after": after, "limit": limit}).all()
+    settled = horizon.id if horizon is not None and horizon.is_settled else 0
+    items: list[RefEvent] = []
+    for row in rows:
+        missing = row.id - 1
+        if missing > max(after, settled):
+            return Events(tuple(items), _wait_for(session, missing, rows[-1].id, horizon))
+        items.append(RefEvent(row.id, row.name, RefKind(row.kind), row.old, row.new, row.reason, from_us(row.created_at)))
+        after = row.id
+    return Events(tuple(items), None)
+
+
+def _wait_for(session: Session, missing: int, seen: int, horizon: Horizon | None) -> Horizon:
+    """Who may still write the event ``missing``, as ``seen`` is there: asked after the events were read, in the same transaction."""
+    if horizon is not None and missing <= horizon.id:
+        return settle(session, horizon)
+    return Horizon(seen, _writers(session))
+
+
+def _writers(session: Session) -> frozenset[str]:
+    if session.get_bind().dialect.name != "postgresql":
+        return frozenset()  # SQLite has one writer at a time
+    return frozenset(session.execute(_WRITERS).scalars())
+
+
+_event, _state = table(RefEventRow), table(StateRow)
+_old, _new = _state.alias("old"), _state.alias("new")
+_AFTER: Select[Any] = (
+    select(_event.c.id, _event.c.name, _event.c.kind, _event.c.reason, _event.c.created_at)
+    .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"))
+    .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
+    .outerjoin(_new, _new.c.id == _event.c.new_id)
+    .where(_event.c.id > bindparam("after"))
+    .order_by(_event.c.id)
+    .limit(bindparam("limit"))
+)
+_WRITERS = text(
+    "SELECT DISTINCT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND mode = 'RowExclusiveLock' AND granted"
+    " AND relation = 'ref_event'::regclass AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)

@@ -1,0 +1,217 @@
+"""Lanes: which column each state of a history stands in, and the lines between them, as ``git log --graph`` draws them.
+
+One pass from new to old; general graph layout gives up at a few thousand nodes, this takes a million. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from datastates.lineage.states import State
+
+__all__ = ["Drawn", "Front", "Placed", "Row", "draw", "lanes"]
+
+Key = TypeVar("Key", bound=Hashable)
+
+_BOXES = {
+    frozenset(directions): box
+    for directions, box in (
+        ("", " "), ("ud", "│"), ("lr", "─"), ("ul", "╯"), ("ur", "╰"), ("dl", "╮"), ("dr", "╭"), ("u", "│"), ("d", "│"),
+        ("l", "─"), ("r", "─"), ("udr", "├"), ("udl", "┤"), ("lru", "┴"), ("lrd", "┬"), ("udlr", "┼"),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One state. ``lane`` is its column; ``above`` and ``below`` are the columns with a line just above and just below it.
+
+    ``joins`` are other columns whose lines end here: they lead to children of this state. ``parents`` are the columns in which
+    its parents will stand, the first parent's first; the state's own column goes on below only if it is among them.
+    """
+
+    uid: str
+    lane: int
+    above: tuple[int, ...]
+    below: tuple[int, ...]
+    joins: tuple[int, ...]
+    parents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A row as text: lines to print before the state's own, the prefix of its first line, of its further lines, and lines after."""
+
+    before: tuple[str, ...]
+    node: str
+    rest: str
+    after: tuple[str, ...]
+
+
+class Placed(NamedTuple):
+    """Where a state stands, the other columns that lead to it, and where its parents will stand."""
+
+    lane: int
+    joins: tuple[int, ...]
+    parents: tuple[int, ...]
+
+
+class Front(Generic[Key]):
+    """The lines that are open between two rows: ``awaited`` has the state that each column leads to, None where there is no line.
+
+    States are told by any key. ``preferred`` are columns for keys that no line leads to; others of those stay out of them. ``begun``
+    are all such keys that were placed, and where; ``width`` is how many columns were needed.
+    """
+
+    def __init__(self, awaited: Iterable[Key | None] = (), preferred: Mapping[Key, int] | None = None) -> None:
+        self.awaited = list(awaited)
+        self.width = len(self.awaited)
+        self.begun: dict[Key, int] = {}
+        self._preferred = preferred or {}
+        self._reserved = frozenset(self._preferred.values())
+        self._first: dict[Key, int] = {}  # the leftmost column that leads to a key
+        self._more: dict[Key, list[int]] = {}  # the others, rising
+        for lane, key in enumerate(self.awaited):
+            if key is not None:
+                self._await(lane, key)
+
+    def used(self) -> tuple[int, ...]:
+        """The columns that have a line."""
+        return tuple([lane for lane, key in enumerate(self.awaited) if key is not None])  # a list first: twice as fast
+
+    def place(self, key: Key, parents: Sequence[Key]) -> Placed:
+        """The next row: the lines to a state end at it, those to its parents begin."""
+        awaited = self.awaited
+        joins: tuple[int, ...] = ()
+        lane = self._first.pop(key, -1)
+        if lane < 0:
+            lane = self.begun[key] = self._begin(key)
+        else:
+            awaited[lane] = None
+            if key in self._more:
+                joins = tuple(self._more.pop(key))
+                for joined in joins:
+                    awaited[joined] = None
+        below = self._descend(lane, parents)
+        self.width = max(self.width, len(awaited))
+        while awaited and awaited[-1] is None:
+            awaited.pop()
+        return Placed(lane, joins, below)
+
+    def skip(self: Front[int], keys: Iterable[int], first: Sequence[int], further: Mapping[int, Sequence[int]]) -> None:
+        """``place`` for many, without saying where they stand. ``first`` are first parents by key, 0 where there is none.
+
+        Nearly every state only goes on in its column, to a parent that nothing else leads to: such take a third of a microsecond.
+        """
+        awaited, firsts, more = self.awaited, self._first, self._more
+        for key in keys:
+            parent = first[key]
+            lane = firsts.get(key, -1)
+            if lane >= 0 and parent and parent not in firsts and key not in more and key not in further:
+                del firsts[key]
+                firsts[parent] = lane
+                awaited[lane] = parent
+            else:
+                self.place(key, (*((parent,) if parent else ()), *further.get(key, ())))
+
+    def _begin(self, key: Key) -> int:
+        """A column for a state that no line leads to."""
+        wanted = self._preferred.get(key, -1)
+        if wanted >= 0:
+            self.awaited.extend([None] * (wanted + 1 - len(self.awaited)))
+            if self.awaited[wanted] is None:
+                return wanted
+        return self._free(self._reserved)
+
+    def _descend(self, lane: int, parents: Sequence[Key]) -> tuple[int, ...]:
+        """Put the parents into columns: the first where the state stands, unless another column leads to it already."""
+        places: list[int] = []
+        for index, parent in enumerate(dict.fromkeys(parents)):
+            there = self._first.get(parent, -1)
+            if there >= 0 and not (index == 0 and there > lane):
+                places.append(there)
+                continue
+            place = lane if index == 0 else self._free()
+            self._await(place, parent)
+            places.append(place)
+        return tuple(places)
+
+    def _await(self, lane: int, key: Key) -> None:
+        self.awaited[lane] = key
+        first = self._first.setdefault(key, lane)
+        if first != lane:
+            self._first[key] = min(first, lane)
+            self._more[key] = sorted((*self._more.get(key, ()), max(first, lane)))
+
+    def _free(self, but: frozenset[int] = frozenset()) -> int:
+        for lane, key in enumerate(self.awaited):
+            if key is None and lane not in but:
+                return lane
+        lane = len(self.awaited)
+        while lane in but:
+            lane += 1
+        self.awaited.extend([None] * (lane + 1 - len(self.awaited)))
+        return lane
+
+
+def lanes(states: Iterable[State], *, preferred: Mapping[str, int] | None = None) -> Iterator[Row]:
+    """A row for each state. They come newest first, children before parents; parents may be missing at the end.
+
+    ``preferred`` are columns for states that no line leads to, by uid: so that branches stay where they were when they grow.
+    """
+    front: Front[str] = Front(preferred=preferred)
+    above = front.used()
+    for state in states:
+        lane, joins, parents = front.place(state.uid, state.parents)
+        below = front.used()
+        yield Row(state.uid, lane, above, below, joins, parents)
+        above = below
+
+
+def draw(rows: Iterable[Row], *, mark: str = "*") -> Iterator[Drawn]:
+    """The rows as text with box-drawing characters, two columns a lane."""
+    for row in rows:
+        passing = [lane for lane in row.above if lane != row.lane and lane not in row.joins]
+        before = (_line(row.lane, [*passing, row.lane], ends=row.joins),) if row.joins else ()
+        others = [lane for lane in row.parents if lane != row.lane]
+        crossed = [lane for lane in passing if lane not in others]
+        goes_on = [row.lane] if row.lane in row.parents else []
+        begun = [lane for lane in others if lane not in passing]
+        kept = [lane for lane in others if lane in passing]
+        after = (_line(row.lane, [*crossed, *kept, *goes_on], begins=begun, meets=kept, node_above=True),) if others else ()
+        yield Drawn(before, _columns({**dict.fromkeys(passing, "│"), row.lane: mark}), _columns(dict.fromkeys(row.below, "│")), after)
+
+
+def _line(
+    lane: int,
+    upright: Iterable[int],
+    *,
+    ends: Iterable[int] = (),
+    begins: Iterable[int] = (),
+    meets: Iterable[int] = (),
+    node_above: bool = False,
+) -> str:
+    """A line of connections between ``lane`` and the columns that end, begin or are met there."""
+    cells: dict[int, set[str]] = {}
+    for column in upright:
+        cells.setdefault(2 * column, set()).update("ud")
+    if node_above:
+        cells.setdefault(2 * lane, set()).add("u")
+    for column, way in (*((c, "u") for c in ends), *((c, "d") for c in begins), *((c, "") for c in meets)):
+        left, right = sorted((2 * lane, 2 * column))
+        cells.setdefault(2 * column, set()).update(way)
+        cells.setdefault(left, set()).add("r")
+        cells.setdefault(right, set()).add("l")
+        for between in range(left + 1, right):
+            cells.setdefault(between, set()).update("lr")
+    return _columns_of({place: _BOXES[frozenset(directions)] for place, directions in cells.items()})
+
+
+def _columns(marks: dict[int, str]) -> str:
+    return _columns_of({2 * lane: mark for lane, mark in marks.items()})
+
+
+def _columns_of(cells: dict[int, str]) -> str:
+    return "".join(cells.get(place, " ") for place in range(max(cells, default=-1) + 1))

@@ -1,0 +1,101 @@
+"""What a lineage holds, in numbers. Most of them are counted anew each time: some tens of milliseconds for each hundred thousand states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import CTE, ColumnElement, Select, Table, func, select, true
+
+from datastates.lineage.lookup import states
+from datastates.lineage.schema import AttributeRow, MetricRow, PackRow, RefRow, RunRow, StateRow, table
+from datastates.lineage.states import OURS, RefKind, State, Status
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Counts", "KeyStats", "count", "newest"]
+
+_state, _metric, _attribute, _run, _ref, _pack = (table(row) for row in (StateRow, MetricRow, AttributeRow, RunRow, RefRow, PackRow))
+
+# One scan of the table, without sorting.
+_STATUSES = select(*(func.count().filter(_state.c.status == status.value).label(status.value) for status in Status)).select_from(_state)
+_REFS = select(_ref.c.kind, func.count()).group_by(_ref.c.kind)
+_NEWEST = select(_state.c.id).order_by(_state.c.id.desc()).limit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStats:
+    """One metric: how many states have it, and between which values; None where all are NaN."""
+
+    key: str
+    count: int
+    least: float | None
+    most: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a repository holds. ``statuses`` counts the states of each; keys are those that a query or a column may name.
+
+    ``config`` are the keys of the configurations of runs, ``bytes_stored`` the sizes of all packs that states need.
+    """
+
+    states: int
+    statuses: dict[str, int]
+    branches: int
+    tags: int
+    runs: int
+    bytes_stored: int
+    metrics: tuple[KeyStats, ...]
+    attributes: tuple[str, ...]
+    config: tuple[str, ...]
+
+
+def count(session: Session) -> Counts:
+    """Everything, in about ten queries."""
+    statuses = {str(status): int(number) for status, number in session.execute(_STATUSES).one()._mapping.items() if number}
+    refs = {str(kind): int(number) for kind, number in session.execute(_REFS)}
+    return Counts(
+        states=sum(statuses.values()),
+        statuses=dict(sorted(statuses.items())),
+        branches=refs.get(RefKind.BRANCH.value, 0),
+        tags=refs.get(RefKind.TAG.value, 0),
+        runs=session.execute(select(func.count()).select_from(_run)).scalar_one(),
+        bytes_stored=int(session.execute(select(func.sum(_pack.c.bytes))).scalar() or 0),
+        metrics=tuple(sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)),
+        attributes=tuple(sorted(key for key in session.execute(select(_keys(_attribute).c.key)).scalars() if key is not None)),
+        config=tuple(sorted(key for key in _config_keys(session) if not key.startswith(OURS))),
+    )
+
+
+def newest(session: Session) -> State | None:
+    """The state that was recorded last."""
+    found = session.execute(_NEWEST).scalar()
+    return None if found is None else states(session, [found])[0]
+
+
+def _keys(belongs: Table) -> CTE:
+    """The distinct keys, each by a look-up beyond the one before: what others call a loose index scan. The last row is NULL."""
+    key = belongs.c.key
+    walk = select(func.min(key).label("key")).cte("keys", recursive=True)
+    following = select(func.min(key)).where(key > walk.c.key).scalar_subquery()
+    return walk.union_all(select(following).where(walk.c.key.is_not(None)))
+
+
+def _ranges() -> Select[Any]:
+    """Along the index of keys and values: least and most are a look-up each there, the count reads the key's part of it."""
+    keys = _keys(_metric)
+
+    def of(number: ColumnElement[Any]) -> ColumnElement[Any]:
+        return select(number).where(_metric.c.key == keys.c.key).correlate(keys).scalar_subquery()
+
+    wanted = of(func.count()), of(func.min(_metric.c.value)), of(func.max(_metric.c.value))
+    return select(keys.c.key, *wanted).where(keys.c.key.is_not(None))
+
+
+def _config_keys(session: Session) -> set[str]:
+    if session.get_bind().dialect.name == "sqlite":
+        items = func.json_each(_run.c.config).table_valued("key")
+        return set(session.execute(select(items.c.key).distinct().select_from(_run.join(items, true()))).scalars())
+    return set(session.execute(select(func.json_object_keys(_run.c.config)).distinct()).scalars())

@@ -1,0 +1,71 @@
+"""Words for people, wherever they read them: uids, sizes, times, and what others wrote made harmless. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+
+from datastates.lineage.states import State
+
+__all__ = ["age_text", "clean", "common_keys", "first_line", "metrics_text", "short", "size_text", "step_text", "time_text"]
+
+_SHORT = 10
+
+
+def short(uid: str | None) -> str:
+    """The beginning of a uid that people read and type."""
+    return "-" if uid is None else uid[:_SHORT]
+
+
+def clean(text: str) -> str:
+    """What others wrote, without anything that a terminal would obey or that would turn a line around."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+
+
+def first_line(text: str) -> str:
+    """What of a message fits into a row."""
+    return clean(text.strip().partition("\n")[0])
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in powers of 1024: ``1.2 GiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def time_text(moment: datetime) -> str:
+    """A time in the local zone, to the second."""
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def age_text(moment: datetime, now: datetime | None = None) -> str:
+    """How long ago: ``3 minutes ago``."""
+    seconds = max(0, int(((now or datetime.now(UTC)) - moment).total_seconds()))
+    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            count = seconds // length
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return f"{seconds} second{'s' if seconds != 1 else ''} ago"
+
+
+def step_text(state: State) -> str:
+    """The step, with the batch of an accumulation that is not complete."""
+    return f"{state.step}+{state.micro_step}" if state.micro_step else str(state.step)
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """``loss=0.31 val_loss=0.4``, by name."""
+    return clean(" ".join(f"{key}={value:.6g}" for key, value in sorted(metrics.items())))
+
+
+def common_keys(values: Iterable[Mapping[str, object]], most: int) -> list[str]:
+    """The ``most`` keys that most of them have, by name: what a table has columns for."""
+    counts: dict[str, int] = {}
+    for each in values:
+        for key in each:
+            counts[key] = counts.get(key, 0) + 1
+    return sorted(sorted(counts, key=lambda key: (-counts[key], key))[:most])

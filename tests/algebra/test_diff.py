@@ -1,0 +1,179 @@
+"""What changed between two states, against plain torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import datastates
+from datastates import Repository
+from datastates.algebra.diff import Change, Diff, TensorChange
+from datastates.cli import app
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Any:
+    torch.set_num_threads(1)
+    with datastates.open(tmp_path, memory_bytes=128 << 20) as opened:
+        yield opened
+
+
+def two(repo: Repository, old: dict[str, Any], new: dict[str, Any], **more: Any) -> Diff:
+    """A state of each tree, one after the other, compared."""
+    for branch, tree in (("old", old), ("new", new)):
+        with repo.track(branch=branch, rng=False, tree=tree) as run:
+            run.capture()
+    return repo.diff("old", "new", **more)
+
+
+def of(found: Diff, path: str) -> TensorChange:
+    (tensor,) = (tensor for tensor in found.tensors if tensor.path == f"tree/{path}")
+    return tensor
+
+
+def test_numbers_are_those_of_plain_torch(repo: Repository) -> None:
+    torch.manual_seed(3)
+    old = torch.randn(1500, 900)  # more than one piece
+    new = old.clone()
+    new[7:700:3] += torch.randn(231, 900)
+    new[1000, 5] = old[1000, 5] + 50
+    found = of(two(repo, {"w": old}, {"w": new}), "w")
+
+    left, right = old.double(), new.double()
+    assert found.change is Change.CHANGED
+    assert found.old_norm == pytest.approx(float(left.norm()), rel=1e-12)
+    assert found.norm == pytest.approx(float(right.norm()), rel=1e-12)
+    assert found.distance == pytest.approx(float((right - left).norm()), rel=1e-12)
+    assert found.relative == pytest.approx(float((right - left).norm() / left.norm()), rel=1e-12)
+    cosine = torch.nn.functional.cosine_similarity(left.flatten(), right.flatten(), dim=0)
+    assert found.cosine == pytest.approx(float(cosine), rel=1e-12)
+    assert found.at == (1000, 5)
+    assert found.largest == pytest.approx(float((right - left).abs().max()), rel=1e-12)
+    assert found.fraction == int((old != new).sum()) / old.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn])
+def test_every_dtype_can_be_compared(repo: Repository, dtype: torch.dtype) -> None:
+    old = torch.tensor([[0, 1, 1], [1, 1, 0]]).to(dtype)
+    new = torch.tensor([[0, 1, 1], [0, 1, 0]]).to(dtype)
+    found = of(two(repo, {"w": old}, {"w": new}), "w")
+    assert (found.distance, found.largest, found.at) == (1.0, 1.0, (1, 0))
+    assert found.fraction == pytest.approx(1 / (12 if dtype.is_complex else 6))
+    assert found.old_norm == 2.0
+
+
+def test_what_came_went_or_has_another_shape_or_dtype_is_named(repo: Repository) -> None:
+    old = {"went": torch.ones(2), "shape": torch.ones(2), "dtype": torch.ones(2), "stays": torch.ones(3)}
+    new = {"came": torch.ones(2), "shape": torch.ones(3), "dtype": torch.ones(2).double() * 2, "stays": torch.ones(3)}
+    found = two(repo, old, new)
+    changes = {tensor.path.removeprefix("tree/"): tensor.change for tensor in found.tensors}
+    assert changes == {"went": "removed", "came": "added", "shape": "recast", "dtype": "recast", "stays": "same"}
+    assert (of(found, "shape").old_shape, of(found, "shape").distance) == ((2,), None)
+    assert of(found, "dtype").distance == pytest.approx(math.sqrt(2))
+    assert found.count(Change.RECAST) == 2
+
+
+def test_nan_on_both_sides_is_no_change_and_a_new_one_is_the_largest(repo: Repository) -> None:
+    old = torch.tensor([math.nan, 1.0, math.inf, 5.0])
+    new = torch.tensor([math.nan, 1.0, math.inf, math.nan])
+    found = of(two(repo, {"w": old}, {"w": new}), "w")
+    assert (found.fraction, found.at, found.largest) == (0.25, (3,), math.inf)
+
+
+def test_another_order_of_storing_is_no_change(repo: Repository) -> None:
+    values = torch.arange(12.0).reshape(3, 4)
+    found = of(two(repo, {"w": values}, {"w": values.t().contiguous().t()}), "w")
+    assert (found.change, found.distance, found.fraction) == (Change.SAME, 0.0, 0.0)
+
+
+def test_what_both_hold_in_the_same_chunks_is_not_read(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = torch.randn(3 << 20)
+    read: list[str] = []
+
+    def spy(reader: Any, spec: Any) -> torch.Tensor:
+        read.append(spec.path)
+        return read_flat(reader, spec)
+
+    from datastates.algebra import diff as module
+    from datastates.store.reading import read_flat
+
+    monkeypatch.setattr(module, "read_flat", spy)
+    model = {"frozen": frozen, "head": torch.zeros(4)}
+    with repo.track(rng=False, tree=model) as run:
+        run.capture()
+        model["head"] += 1
+        run.capture()
+    found = repo.diff("main~1", "main")
+    assert set(read) == {"tree/head"}
+    assert of(found, "frozen").change is Change.SAME
+    assert found.base is not None
+    assert found.base.uid == found.old.uid
+
+
+def test_values_metrics_and_attributes_that_differ_are_told_and_only_asks_for_a_part(repo: Repository) -> None:
+    module = torch.nn.Linear(2, 2)
+    for branch, rate, loss in (("old", 0.1, 1.0), ("new", 0.2, math.nan)):
+        with repo.track(branch=branch, rng=False, model=module, optimizer=torch.optim.SGD(module.parameters(), lr=rate), epoch=3) as run:
+            run.capture(metrics={"loss": loss, "same": 1.0}, attributes={branch: True})
+    found = repo.diff("old", "new")
+    assert {path: pair for path, pair in found.values.items() if path.endswith("lr")} == {"optimizer/param_groups/0/lr": (0.1, 0.2)}
+    assert list(found.metrics) == ["loss"]
+    assert found.attributes == {"new": (None, True), "old": (True, None)}
+    assert (found.config, found.versions, found.code, found.base) == ({}, {}, None, None)
+    assert {tensor.path for tensor in repo.diff("old", "new", only="model/*weight").tensors} == {"model/weight"}
+
+
+def test_progress_ends_with_all_bytes(repo: Repository) -> None:
+    seen: list[tuple[int, int]] = []
+    two(repo, {"a": torch.ones(5), "b": torch.ones(7)}, {"a": torch.ones(5), "b": torch.zeros(7)}, on_progress=lambda *at: seen.append(at))
+    assert seen[-1] == (48, 48)
+
+
+def test_the_terminal_shows_what_changed(tmp_path: Path) -> None:
+    model = {"frozen": torch.ones(3), "head": torch.zeros(2, 2)}
+    with datastates.open(tmp_path) as repo, repo.track(rng=False, tree=model) as run:
+        run.capture(metrics={"loss": 2.0})
+        model["head"][1, 0] = 3
+        run.capture(metrics={"loss": 1.0})
+
+    def call(*words: str) -> str:
+        done = CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main~1", *words])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    shown = call()
+    assert "tree/head" in shown
+    assert "3 at [1, 0]" in shown
+    assert "25 %" in shown
+    assert "loss: 2 -> 1" in shown
+    assert "1 step on" in shown
+    assert "tree/frozen" not in shown
+    assert "tree/frozen" in call("--all")
+    assert "tree/head" not in call("--stat")
+    plain = json.loads(call("--json"))
+    assert [tensor["change"] for tensor in plain["tensors"]] == ["same", "changed"]
+    assert plain["metrics"] == {"loss": [2.0, 1.0]}
+
+
+def test_a_state_whose_bytes_are_gone_is_unavailable(tmp_path: Path) -> None:
+    tree = {"w": torch.ones(1 << 20)}
+    with datastates.open(tmp_path, memory_bytes=16 << 20) as repo, repo.track(rng=False, tree=tree, durable_interval_s=1e9) as run:
+        for _ in range(8):
+            tree["w"] += 1
+            run.capture()
+        run.head  # noqa: B018 # waits until all are recorded
+        gone = next(state for state in repo.log("main") if not state.status.is_restorable)
+        with pytest.raises(datastates.Unavailable):
+            repo.diff(gone.uid, "main")
+
+
+def test_secrets_that_are_tracked_are_not_shown(repo: Repository) -> None:
+    found = two(repo, {"api_key": "hunter22", "lr": 1}, {"api_key": "hunter23", "lr": 2, "url": "http://me:hunter22@x/"})
+    assert found.values == {"tree/api_key": ("***", "***"), "tree/lr": (1, 2), "tree/url": (None, "http://me:***@x/")}
+    assert repo.load("old")["tree"]["api_key"] == "hunter22", "what is tracked is restored as it was"

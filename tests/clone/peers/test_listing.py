@@ -1,0 +1,78 @@
+"""Lists that a peer gives page by page: each comes to an end, whatever the peer does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from datastates import Peer, Repository
+from datastates.clone import peer as peers
+from datastates.errors import Disconnected, PeerFault
+from datastates.transport.protocol import StatePage, StateRecord
+from tests.clone.peers.pairs import Made, Training, train
+from tests.transport.stores import record
+
+
+def served(made: Made) -> Repository:
+    """A repository with one state."""
+    repo = made.repo()
+    train(repo, Training(0), 1)
+    return repo
+
+
+def lying(pages: Iterator[list[StateRecord]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is listed next: these pages, and always one more."""
+
+    async def page(self: object, rev: str, *, limit: int = 100, after: str | None = None) -> StatePage:
+        await asyncio.sleep(0)
+        return StatePage(tuple(next(pages)), "more")
+
+    monkeypatch.setattr("datastates.transport.session.session.Session.log", page)
+    monkeypatch.setattr("datastates.transport.session.session.Session.find", page)
+
+
+def strangers() -> Iterator[list[StateRecord]]:
+    """A page of two states that nobody has seen, for ever; each has a parent that is not there either."""
+    for number in itertools.count(1):
+        yield [record(f"{2 * number + n:024x}", step=number) for n in range(2)]
+
+
+def listed(kind: str, peer: Peer, made: Made) -> None:
+    """Ask for a list, as a user does."""
+    if kind == "clone":
+        peer.clone("main", repo=made.repo())
+    else:
+        peer.log("main") if kind == "log" else peer.find("step > 0")
+
+
+@pytest.mark.parametrize("kind", ["log", "find", "clone"])
+def test_a_list_without_end_is_given_up_in_time(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = made.peer(served(made).serve("memory://"), timeout_s=0.1)
+    monkeypatch.setattr("datastates.clone.arrivals.lacks_parents", lambda repo, states: True)
+    lying(strangers(), monkeypatch)
+
+    with pytest.raises(Disconnected, match="without coming to an end for 2 s"):
+        listed(kind, peer, made)
+
+
+@pytest.mark.parametrize("kind", ["log", "clone"])
+def test_a_list_that_goes_round_is_the_peers_fault(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = made.peer(served(made).serve("memory://"))
+    monkeypatch.setattr("datastates.clone.arrivals.lacks_parents", lambda repo, states: True)
+    lying(itertools.repeat([record("ab" * 12)]), monkeypatch)
+
+    with pytest.raises(PeerFault, match="twice"):
+        listed(kind, peer, made)
+
+
+def test_a_list_of_more_states_than_anybody_has_is_the_peers_fault(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "LISTED_STATES", 50)
+    peer = made.peer(served(made).serve("memory://"))
+    lying(strangers(), monkeypatch)
+
+    with pytest.raises(PeerFault, match="more than 50 states: pass a limit"):
+        peer.log("main")
+    assert len(peer.log("main", limit=11)) == 11

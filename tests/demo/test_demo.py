@@ -1,0 +1,195 @@
+"""The main job in its short form, in real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import datastates
+from datastates import Repository
+from datastates.demo.main_job import MAIN, MARKER, begin, resume_afresh, train
+from datastates.demo.model import GPT, SHORT, Shape, read_text
+from datastates.demo.report import Cost, Outcome, Step, show
+from datastates.errors import InvalidInput
+from tests.support import warm
+
+COMMAND = [sys.executable, "-W", "error", "-m", "datastates.demo"]
+EXAMPLE = [sys.executable, "-W", "error", str(Path(__file__).parents[2] / "examples" / "demo.py")]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder where the demo ran twice, as a module and as an example, and how the second run went."""
+    root = tmp_path_factory.mktemp("demo") / "runs"
+    for command in (COMMAND, EXAMPLE):
+        done = warm.run([*command, str(root), "--short"], capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return root, done
+
+
+def test_demo_leaves_a_state_for_every_step_of_every_branch(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    with datastates.open(demo[0]) as repo:
+        assert [state.step for state in repo.log("main")] == list(range(SHORT.main, 0, -1))
+        for branch in ("low-lr", "no-dropout", "other-order"):
+            states = repo.log(branch)
+            assert [state.step for state in states] == list(range(SHORT.variants, 0, -1))
+            assert states[-SHORT.warm].uid == repo.state("warm").uid
+
+
+def test_variants_differ_from_main_and_from_each_other(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    with datastates.open(demo[0]) as repo:
+        losses = {name: repo.log(name)[0].metrics["loss"] for name in ("low-lr", "no-dropout", "other-order")}
+        losses["main"] = repo.state(f"main~{SHORT.main - SHORT.variants}").metrics["loss"]
+
+    assert len(set(losses.values())) == len(losses)
+
+
+def test_fresh_process_repeats_the_losses_and_the_digest_of_the_run_that_never_stopped(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    with datastates.open(demo[0]) as repo:
+        never, again = repo.log("main")[: SHORT.main - SHORT.warm], repo.log("resumed")[: SHORT.resumed - SHORT.warm]
+
+    assert [state.metrics["loss"] for state in again] == [state.metrics["loss"] for state in never]
+    assert [state.digest for state in again] == [state.digest for state in never]
+    assert never[0].run != again[0].run
+
+
+def test_demo_prints_the_graph_the_proof_the_best_state_the_cost_and_the_picture(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    root, done = demo
+    output = done.stdout
+
+    assert "equal bit for bit" in output
+    assert "best state" in output
+    assert "captures blocked training" in output
+    assert "losses.png" in output
+    for name in ("main", "warm", "low-lr", "no-dropout", "other-order", "resumed"):
+        assert name in output
+    assert (root / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_ends_with_the_labels_that_were_made_wrong(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    root, done = demo
+    last = re.search(r"(\d+) of (\d+) suspects are among the (\d+) that were made wrong", done.stdout)
+
+    assert last is not None
+    found, suspects, wrong = map(int, last.groups())
+    assert wrong == SHORT.pictures // 10
+    assert found / suspects > 0.7
+    assert found / wrong > 0.4
+    assert "1/3 epoch each" in done.stdout
+    assert (root / "outliers.html").read_text().count("data:image/png") == 100
+    with datastates.open(root / "pictures") as repo:
+        assert [len(repo.log(f"seed-{seed}")) for seed in (0, 1)] == [SHORT.epochs, SHORT.epochs]
+
+
+def test_lanes_are_cut_and_not_folded_on_a_narrow_terminal(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    with datastates.open(demo[0]) as repo:
+        outcome = Outcome((), ("a", "a"), repo.state("warm"), Cost(1, 1.0, 1.0), Path("none.png"))
+        cut, whole = (_shown(outcome, repo, is_terminal=is_terminal) for is_terminal in (True, False))
+
+    assert sum("*" in line for line in cut) == 7
+    assert all(line[0] in "*│├" and len(line) <= 40 for line in cut)
+    assert any(line.endswith("…") for line in cut)
+    assert len(whole) == len(cut)
+    assert any(len(line) > 40 for line in whole)
+
+
+def _shown(outcome: Outcome, repo: Repository, *, is_terminal: bool) -> list[str]:
+    """The lines of the graph, 40 columns wide."""
+    file = io.StringIO()
+    show(outcome, repo, Console(file=file, width=40, force_terminal=is_terminal, color_system=None))
+    return file.getvalue().split("loss after the tag")[0].splitlines()
+
+
+def test_the_fresh_process_tells_of_every_step(tmp_path: Path) -> None:
+    ticks: list[None] = []
+    with datastates.open(tmp_path) as repo:
+        train(repo, SHORT, MAIN, SHORT.warm, lambda: None)
+    resume_afresh(tmp_path, lambda: ticks.append(None), short=True)
+
+    assert len(ticks) == SHORT.resumed - SHORT.warm
+    shutil.rmtree(tmp_path / "packs")
+    with pytest.raises(subprocess.CalledProcessError):
+        resume_afresh(tmp_path, lambda: None, short=True)
+
+
+def test_outcome_is_not_bit_exact_when_one_loss_or_the_digest_differs(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    with datastates.open(demo[0]) as repo:
+        best = repo.state("warm")
+    steps = (Step(1, 0.5, 0.5), Step(2, 0.25, 0.25))
+
+    def outcome(steps: tuple[Step, ...], digests: tuple[str, str]) -> Outcome:
+        return Outcome(steps, digests, best, Cost(), Path("none.png"))
+
+    assert outcome(steps, ("a", "a")).is_bit_exact
+    assert not outcome(steps, ("a", "b")).is_bit_exact
+    assert not outcome((*steps, Step(3, 0.1, 0.1 + 1e-12)), ("a", "a")).is_bit_exact
+    assert not outcome((), ("a", "a")).is_bit_exact
+
+
+def test_interrupted_demo_says_where_its_states_are_and_keeps_them(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    process = warm.Popen([*COMMAND, str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_for_a_state(root, process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+
+    assert process.returncode == 130, errors
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    with datastates.open(root) as repo:
+        assert repo.verify("main").step >= 1
+
+
+def _wait_for_a_state(root: Path, process: subprocess.Popen[str]) -> None:
+    while not list(root.glob("packs/*.manifest")):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(timeout=0.05) is None, "the demo ended before its first state was durable"
+
+
+def test_folder_with_something_else_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+
+    with pytest.raises(InvalidInput, match="not of an earlier demo"):
+        begin(tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_folder_of_an_earlier_demo_is_emptied(tmp_path: Path) -> None:
+    begin(tmp_path / "runs")
+    (tmp_path / "runs" / "old.png").touch()
+
+    begin(tmp_path / "runs")
+
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [MARKER]
+
+
+def test_held_out_text_is_not_trained_on() -> None:
+    text = read_text(128)
+
+    assert len(text.held_out) == 32
+    assert 3_900_000 < text.train.numel() <= 4_000_000 + 129
+    assert text.train.shape[1] == text.held_out.shape[1] == 129
+    assert int(text.train.max()) < 256
+
+
+def test_head_of_the_model_is_its_embedding() -> None:
+    model = GPT(Shape(layers=1, heads=2, width=16, context=8))
+
+    assert model.head.weight is model.embed.weight
+    assert sum(parameter.numel() for parameter in GPT(Shape(layers=5)).parameters()) == pytest.approx(1e6, rel=0.1)

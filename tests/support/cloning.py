@@ -1,0 +1,69 @@
+"""What the landing tests share: a state of live objects as a peer would send it, and the loop that feeds a sink."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from datastates.capture.plan import compile_plan
+from datastates.capture.stage import CopyJob, Stager
+from datastates.content.digest import chunk_digest, decode, encode, state_digest
+from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
+from datastates.content.tree import encode_values, flatten
+from datastates.objects.adapters import Adapted
+from datastates.store.arena import Arena
+from datastates.transport.sink import Sink
+
+__all__ = ["Sent", "feed", "sent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A state on the sending side."""
+
+    manifest: Manifest
+    chunks: list[bytes]
+
+
+def sent(objects: Mapping[str, object], uid: str = "sent", *, gradients: bool = False, parents: Sequence[str] = ()) -> Sent:
+    """A state as it is captured, and its manifest as it comes over the wire."""
+    flat = flatten(Adapted(objects, gradients=gradients).tree())
+    plan = compile_plan(flat)
+    arena = Arena(max(1, plan.slot_count) * CHUNK_BYTES)
+    slots = arena.acquire(plan.slot_count)
+    assert slots is not None
+    job, stager = CopyJob(plan, slots, on_done=lambda _: None), Stager(arena)
+    stager.begin(job, is_deferring=False)
+    stager.fence(job)
+    stager.close()
+    assert job.error is None
+    chunks = [bytes(arena.memory(slot, length)) for slot, length in zip(slots, plan.layout.chunk_lengths, strict=True)]
+    arena.close()
+    listed = tuple(Chunk(chunk_digest(chunk), len(chunk)) for chunk in chunks)
+    content = Content(plan.layout.skeleton, msgspec.Raw(encode_values(flat.values)), plan.layout.tensors, listed)
+    digests = ("0" * 64,) * len(parents)
+    origin = Origin(uid, tuple(parents), digests, None, None, 1, 0, 0, None, {}, {})
+    manifest = Manifest(1, state_digest(content, digests), origin, content)
+    return Sent(decode(encode(manifest), source="the test"), chunks)
+
+
+def feed(sink: Sink, chunks: Sequence[bytes], indices: Iterable[int] | None = None) -> list[int]:
+    """Send what is missing (or these of it), one chunk after the other; what was sent."""
+    asked = list(sink.missing()) if indices is None else list(indices)
+    for index in asked:
+        buffers = sink.buffers(index)
+        assert buffers is not None
+        assert sum(map(len, buffers)) == sink.lengths[index] == len(chunks[index])
+        fill(buffers, chunks[index])
+        assert sink.accept(index)
+    return asked
+
+
+def fill(buffers: Sequence[memoryview], data: bytes) -> None:
+    """Put a chunk into the buffers for it."""
+    done = 0
+    for buffer in buffers:
+        buffer[:] = data[done : done + len(buffer)]
+        done += len(buffer)

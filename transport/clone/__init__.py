@@ -1,0 +1,1 @@
+"""One state from one or several sources, checked chunk by chunk, and passed on."""

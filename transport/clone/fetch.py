@@ -1,0 +1,410 @@
+"""One clone: chunks from feeds into a sink. ``schedule`` decides, this acts; all but ``Sink.accept`` runs on the loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from datastates.errors import Corrupt, DatastatesError, Disconnected, InvalidInput, Unavailable
+from datastates.system.seldom import Seldom
+from datastates.transport.failures import describe, revive
+from datastates.transport.session.fingerprints import DAMAGED, digest_of
+from datastates.transport.sink import Sink
+from datastates.transport.wire.plane import surely
+
+from .binding import Binding, Origin
+from .schedule import (
+    Absent,
+    Accepted,
+    Done,
+    Drop,
+    Event,
+    GiveUp,
+    Joined,
+    Lost,
+    NoRoom,
+    Received,
+    Refuse,
+    Refuted,
+    Returned,
+    Schedule,
+    Start,
+    Stuck,
+    Tick,
+)
+
+__all__ = ["Feed", "Fetched", "fetch"]
+
+_THREADS = 2
+_TICK_S = 0.1
+_logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
+
+
+class Feed(Protocol):
+    """A state that a peer holds open for us."""
+
+    @property
+    def name(self) -> str:
+        """Where it comes from, for messages."""
+
+    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill ``buffers`` with the bytes of a chunk. Several run at once. True: it is sure that they are the peer's own.
+
+        However it ends, also when it is cancelled: nobody writes to ``buffers`` afterwards. Any error means that this feed has failed.
+        """
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether ``receive`` is likely to say so."""
+
+    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
+        """BLAKE3 of these chunks, as the peer has them, over a channel that nobody else can write to."""
+
+    async def close(self) -> None:
+        """Let go of the state. ``fetch`` does not call this: who opened a feed closes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a clone moved: the accepted bytes by the name of the feed that they came from, and why feeds were lost on the way."""
+
+    bytes_by_feed: Mapping[str, int]
+    chunks: int
+    seconds: float
+    lost: Mapping[str, BaseException]
+
+
+async def fetch(
+    sink: Sink,
+    feeds: Sequence[Feed],
+    *,
+    late: Sequence[Awaitable[Feed]] = (),
+    origin: Origin | None = None,
+    window: int = 8,
+    timeout_s: float = 10.0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Fetched:
+    """Bring every chunk that is missing in ``sink`` from ``feeds`` that hold the same state.
+
+    However this ends, nobody writes to the sink's buffers afterwards, and what was accepted stays accepted: call it again with the same
+    sink, and only the rest moves.
+
+    :param late: Feeds that are still being connected; each must come or fail in time by itself. They are cancelled when they are no
+        longer needed.
+    :param origin: Who says what the chunks of the state are, whoever brings them. Unless it is given: the first of ``feeds``, and when that
+        fails the next one.
+    :param window: How many chunks each feed has under way.
+    :param timeout_s: For how long the sink may have no room while nothing is under way. That a peer is silent its feed finds out.
+    :param on_progress: Gets the bytes that were accepted and all that this call is to bring, on the loop thread.
+    :raises Corrupt: a chunk came with a wrong digest twice, or two feeds disagree about what it is.
+    :raises DatastatesError: the error of the last feed, when none is left.
+    """
+    missing = tuple(dict.fromkeys(sink.missing()))
+    if missing and not feeds and not late:
+        raise InvalidInput(f"{len(missing)} chunks are missing and there is no feed to bring them: pass at least one")
+    if window < 1:
+        raise InvalidInput(f"a window of {window} chunks would bring none: pass at least 1")
+    run = _Run(sink, missing, len(feeds) + len(late), origin=origin, window=window, timeout_s=timeout_s, on_progress=on_progress)
+    try:
+        run.begin(feeds, late)
+        await run.end
+    finally:
+        await surely(asyncio.create_task(run.stop()))
+    return run.fetched()
+
+
+class _Verdict(Enum):
+    """What came: the chunk, something else than the origin says, or what fails the digest of the manifest."""
+
+    RIGHT = auto()
+    OTHER = auto()
+    WRONG = auto()
+
+
+class _Run:
+    """The tasks, threads and errors of one ``fetch``."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        missing: tuple[int, ...],
+        expected: int,
+        *,
+        origin: Origin | None,
+        window: int,
+        timeout_s: float,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._clock = self._loop.time
+        self._began = self._clock()
+        self._sink, self._lengths = sink, sink.lengths
+        self._schedule = Schedule(missing, window=window, expected=expected, timeout_s=timeout_s, now=self._began)
+        self._bytes_done, self._bytes_total = 0, sum(self._lengths[index] for index in missing)
+        self._chunks = 0
+        self._on_progress = on_progress
+        self._feeds: dict[int, Feed] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._bytes: Counter[str] = Counter()
+        self._threads = ThreadPoolExecutor(_THREADS, "datastates-verify")
+        self._connecting: set[asyncio.Future[Feed]] = set()
+        self._flying: dict[tuple[int, int], asyncio.Task[bool]] = {}
+        self._checking: dict[int, int] = {}
+        self._buffers: dict[int, Sequence[memoryview]] = {}
+        self._origin = origin
+        self._binding = Binding(missing, self._origins)
+        self._confronting: set[asyncio.Task[None]] = set()
+        self._is_stopping, self._is_quiet = False, asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self.end: asyncio.Future[None] = self._loop.create_future()
+
+    def begin(self, feeds: Sequence[Feed], late: Sequence[Awaitable[Feed]]) -> None:
+        """Ask for the first chunks."""
+        self._feeds = dict(enumerate(feeds))
+        for number, awaitable in enumerate(late, len(feeds)):
+            future = asyncio.ensure_future(awaitable)
+            self._connecting.add(future)
+            future.add_done_callback(partial(self._on_connected, number))
+        self._handle(Joined(tuple(self._feeds), self._clock()))
+        self._tick()
+
+    async def stop(self) -> None:
+        """Cancel what is under way and wait until nothing is."""
+        self._is_stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for future in self._connecting:
+            future.cancel()
+        for task in self._flying.values():
+            task.cancel()
+        for confronting in self._confronting:
+            confronting.cancel()
+        await self._binding.close()
+        while self._connecting or self._flying or self._checking:
+            self._is_quiet.clear()
+            await self._is_quiet.wait()
+        self._threads.shutdown()  # joins threads that have nothing to do
+        if self.end.done() and not self.end.cancelled():
+            self.end.exception()  # looked at, even if this was cancelled at the same moment
+
+    def fetched(self) -> Fetched:
+        """What was moved."""
+        lost = {self._feeds[number].name: error for number, error in self._errors.items() if number in self._feeds}
+        return Fetched(dict(self._bytes), self._chunks, self._clock() - self._began, lost)
+
+    def _handle(self, event: Event) -> None:
+        """Act on an event. An error in here is the sink's, or ours: it ends the clone."""
+        if self._is_stopping or self.end.done():
+            return
+        refused: list[Start] = []
+        try:
+            for action in self._schedule.handle(event):
+                match action:
+                    case Start():
+                        if refused or not self._start(action.feed, action.index):
+                            refused.append(action)
+                    case Drop(number):
+                        self._drop(number)
+                    case Done():
+                        self.end.set_result(None)
+                    case Refuse() | GiveUp() | Stuck():
+                        self.end.set_exception(self._failure(action))
+        except Exception as exc:  # whatever it is, ``fetch`` raises it
+            self._fail(exc)
+        if refused:
+            self._handle(NoRoom(tuple(refused), self._clock()))
+
+    def _start(self, number: int, index: int) -> bool:
+        buffers = self._sink.buffers(index)
+        if buffers is None:
+            return False
+        self._buffers[index] = buffers
+        if not (self._feeds[number].is_bound and self._is_origin(number)):
+            self._binding.ahead(index)
+        task = self._loop.create_task(self._feeds[number].receive(index, buffers))
+        self._flying[number, index] = task
+        task.add_done_callback(partial(self._on_received, number, index))
+        return True
+
+    def _drop(self, number: int) -> None:
+        for (feed, _), task in self._flying.items():
+            if feed == number:
+                task.cancel()
+
+    def _on_connected(self, number: int, future: asyncio.Future[Feed]) -> None:
+        self._connecting.discard(future)
+        error = Disconnected("connecting to a further source was cancelled") if future.cancelled() else future.exception()
+        if error is not None:
+            self._errors[number] = error
+            self._handle(Absent(number, self._clock()))
+        else:
+            self._feeds[number] = future.result()
+            self._handle(Joined((number,), self._clock()))
+        self._look()
+
+    def _on_received(self, number: int, index: int, task: asyncio.Task[bool]) -> None:
+        del self._flying[number, index]
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None and not self._is_stopping:
+            self._checking[index] = number
+            if task.result() and self._is_origin(number):
+                self._check(index, None)
+            else:
+                self._binding.of(index).add_done_callback(partial(self._on_told, index))
+            self._handle(Received(number, index, self._clock()))
+            return
+        self._forget(index)
+        if error is None or task.cancelling():
+            self._handle(Returned(number, index, self._clock()))
+        else:
+            self._errors.setdefault(number, _named(self._feeds[number].name, error))
+            self._handle(Lost(number, index, self._clock()))
+        self._look()
+
+    def _on_told(self, index: int, told: asyncio.Future[tuple[Origin, bytes]]) -> None:
+        """What a chunk should be that has come."""
+        if not told.cancelled() and told.exception() is None and not self._is_stopping:
+            self._check(index, told.result())
+            return
+        del self._checking[index]
+        self._forget(index)
+        if not told.cancelled() and (error := told.exception()) is not None:
+            self._fail(error)
+        self._look()
+
+    def _check(self, index: int, told: tuple[Origin, bytes] | None) -> None:
+        future = self._threads.submit(self._verify, index, None if told is None else told[1])
+        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._on_checked, index, told, done))
+
+    def _verify(self, index: int, wanted: bytes | None) -> _Verdict:
+        """In a thread: what cannot be forged first, then the sink's own digest, which guards against rot."""
+        if wanted is not None and digest_of(self._buffers[index]) != wanted:
+            self._sink.forget(index)
+            return _Verdict.OTHER
+        return _Verdict.RIGHT if self._sink.accept(index) else _Verdict.WRONG
+
+    def _on_checked(self, index: int, told: tuple[Origin, bytes] | None, future: Future[_Verdict]) -> None:
+        number = self._checking[index]
+        del self._buffers[index]
+        if (error := future.exception()) is not None:
+            del self._checking[index]
+            self._forget(index)
+            self._fail(error)
+        elif future.result() is _Verdict.RIGHT:
+            del self._checking[index]
+            self._count(self._feeds[number].name, self._lengths[index])
+            self._handle(Accepted(index, self._clock()))
+        elif future.result() is _Verdict.OTHER and told is not None and told[0] is not self._feeds[number] and not self._is_stopping:
+            task = self._loop.create_task(self._confront(number, index, *told))
+            self._confronting.add(task)
+            task.add_done_callback(partial(self._on_confronted, index))
+        else:
+            self._refute(index)
+        self._look()
+
+    async def _confront(self, number: int, index: int, origin: Origin, wanted: bytes) -> None:
+        """A source has brought something else than the origin says: does it say so itself?
+
+        :raises Corrupt: it does.
+        """
+        feed = self._feeds[number]
+        try:
+            (said,) = await feed.digests([index])
+        except DatastatesError:
+            return
+        if said not in {wanted, DAMAGED}:
+            raise Corrupt(
+                f"{origin.name} and {feed.name} disagree about chunk {index} of the state: one of them is not honest, or damaged; "
+                "nothing of the chunk was taken: clone from the one that you trust"
+            )
+
+    def _on_confronted(self, index: int, task: asyncio.Task[None]) -> None:
+        self._confronting.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            del self._checking[index]
+            self._fail(error)
+        else:
+            self._refute(index)
+        self._look()
+
+    def _refute(self, index: int) -> None:
+        name = self._feeds[self._checking.pop(index)].name
+        _logger.warning("chunk %d came from %s with a wrong digest", index, name)
+        self._handle(Refuted(index, self._clock()))
+
+    def _origins(self) -> Sequence[Origin]:
+        """Who may say what the chunks are, the best first."""
+        if self._origin is not None:
+            return [self._origin]
+        return [self._feeds[number] for number in sorted(self._feeds) if number not in self._errors]
+
+    def _is_origin(self, number: int) -> bool:
+        origins = self._origins()
+        return bool(origins) and origins[0] is self._feeds[number]
+
+    def _count(self, name: str, length: int) -> None:
+        self._bytes[name] += length
+        self._bytes_done += length
+        self._chunks += 1
+        if self._on_progress is None:
+            return
+        try:
+            self._on_progress(self._bytes_done, self._bytes_total)
+        except Exception:
+            _logger.exception("on_progress failed; it is not called again, the clone goes on")
+            self._on_progress = None
+
+    def _forget(self, index: int) -> None:
+        self._buffers.pop(index, None)
+        try:
+            self._sink.forget(index)
+        except Exception as exc:  # ``fetch`` raises it
+            self._fail(exc)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.end.done():
+            self.end.set_exception(error)
+
+    def _look(self) -> None:
+        if not (self._connecting or self._flying or self._checking):
+            self._is_quiet.set()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._handle(Tick(self._clock()))
+
+    def _failure(self, action: Refuse | GiveUp | Stuck) -> BaseException:
+        match action:
+            case Refuse(index, numbers):
+                names = " and then from ".join(self._feeds[number].name for number in numbers)
+                return Corrupt(
+                    f"chunk {index} came from {names}, and failed its digest both times: clone from another peer; the rest is kept"
+                )
+            case GiveUp(number):
+                return self._errors[number]
+            case Stuck(seconds):
+                return Unavailable(f"the destination had no room for a chunk for {seconds:.1f} s: is its memory taken by another clone?")
+
+
+def _named(name: str, error: BaseException) -> BaseException:
+    """An error of our tree whose message names the feed; of another kind: as it is, with a note."""
+    if isinstance(error, asyncio.CancelledError):  # not by us: raised on, it would look as if our caller were cancelled
+        return Disconnected(f"{name} was closed while it was receiving")
+    if not isinstance(error, DatastatesError):
+        error.add_note(f"while receiving from {name}")
+        return error
+    if name in str(error):
+        return error
+    named = revive(msgspec.structs.replace(describe(error), message=f"{name}: {error}"))
+    named.__cause__ = error
+    return named

@@ -1,0 +1,164 @@
+"""What a server answers: a peer's questions put to the store, in worker threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from datastates.errors import DatastatesError, InvalidInput, PeerFault, Unavailable
+from datastates.transport.clone.fetch import fetch
+from datastates.transport.limits import Budget, Limits
+from datastates.transport.protocol import Find, Log, Offer, Open, Opened, Push, Question, Refs, Resolve
+from datastates.transport.store import Relays, Source, Store, SupportsAddresses
+
+from .ahead import is_at
+from .feed import Feed
+from .fingerprints import Fingerprints
+from .neighbours import Neighbours
+from .sending import Sending, Sent
+
+__all__ = ["Answers", "Service"]
+
+_ROOM_AT_ONCE = 2
+_T = TypeVar("_T")
+_encode = msgspec.msgpack.Encoder().encode
+_offer = msgspec.msgpack.Decoder(Offer)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the sessions of one server share. ``threads`` runs the store; ``pushing`` leaves some of them to those that do not push."""
+
+    store: Store
+    threads: Executor
+    relays: Relays | None = None
+    sent: Sent = field(default_factory=Sent)
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
+    neighbours: Neighbours = field(default_factory=Neighbours)
+    pushing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ROOM_AT_ONCE))
+    offers: Budget = field(default_factory=lambda: Budget(Limits().offer_bytes))
+
+
+class Answers:
+    """The answers to one peer. A state opened for it is held by ``sending``; a relay that it announced leaves with it."""
+
+    def __init__(
+        self, service: Service, sending: Sending, peer: str, timeout_s: float, is_near: Callable[[], bool], remote: tuple[str, int] | None
+    ) -> None:
+        self._service, self._sending, self._peer, self._timeout_s = service, sending, peer, timeout_s
+        self._is_near, self._remote = is_near, remote
+        self._joined: set[tuple[str, str]] = set()
+        self._offered = service.offers.share()
+
+    async def answer(self, question: Question) -> bytes:
+        """The body of an answer; any error is the answer too."""
+        store = self._service.store
+        match question:
+            case Refs():
+                return await self._run(lambda: _encode(store.refs()))
+            case Find(query, limit, after):
+                return await self._run(lambda: _encode(store.find(query, limit, after)))
+            case Log(rev, limit, after):
+                return await self._run(lambda: _encode(store.log(rev, limit, after)))
+            case Resolve(rev):
+                return await self._run(lambda: _encode(store.resolve(rev)))
+            case Open():
+                return await self._open(question)
+            case _:
+                raise PeerFault(f"{self._peer} asks {type(question).__name__} of a side that cannot answer it")
+
+    def begin_push(self, push: Push) -> None:
+        """Make room for what the peer is going to say of a state that it pushes; ``take`` gives it back.
+
+        :raises InvalidInput: this server takes none.
+        :raises Unavailable: there is no room for it now.
+        """
+        self._service.store.check_writable()
+        if push.bytes > self._offered.limit:
+            raise InvalidInput(f"a push comes with {push.bytes} bytes of manifest and ancestry, at most {self._offered.limit} are taken")
+        if not self._offered.take(push.bytes):
+            raise Unavailable(f"there is no room for {push.bytes} bytes of a further push now: try again when others are done")
+
+    async def take(self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
+        """Fetch a state that the peer pushes; the body of the answer is its record."""
+        try:
+            return await self._take(body, feed)
+        finally:
+            self._offered.give(push.bytes)
+
+    async def _take(self, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
+        store = self._service.store
+        try:
+            offer = _offer.decode(body)
+        except (msgspec.DecodeError, RecursionError, ValueError) as exc:
+            raise PeerFault(f"{self._peer} pushes what is no offer ({exc})") from exc
+        body.clear()
+        async with self._service.pushing:  # for room somebody may have to wait
+            sink = await self._run(lambda: store.receive(offer), late=lambda sink: store.abandon(offer, sink))
+        source = feed(offer, tuple(sink.lengths))
+        try:
+            await fetch(sink, [source], timeout_s=self._timeout_s)
+            record = await self._run(lambda: store.received(offer, sink))
+        except BaseException:
+            self._service.threads.submit(store.abandon, offer, sink)
+            raise
+        finally:
+            await source.close()
+        return _encode(record)
+
+    def close(self) -> None:
+        """The peer is gone: its relays serve no more, and what it pushed takes no room."""
+        self._offered.close()
+        for uid, url in self._joined:
+            if self._service.relays is not None:
+                self._service.relays.leave(uid, url)
+        self._joined.clear()
+
+    async def _open(self, question: Open) -> bytes:
+        source = await self._run(lambda: self._service.store.open(question.uid), late=lambda opened: opened.close())
+        try:
+            manifest, lengths = bytes(source.manifest), tuple(source.lengths)
+            addresses = await self._addresses(source) if question.near and self._is_near() else ()
+            upstream = self._join(question)
+            handle = self._sending.add(source, question.uid, is_near=bool(addresses))
+        except BaseException:
+            self._service.threads.submit(source.close)
+            raise
+        return _encode(Opened(handle, manifest, lengths, upstream, addresses if upstream is None else ()))
+
+    async def _addresses(self, source: Source) -> tuple[int, ...]:
+        if not isinstance(source, SupportsAddresses):
+            return ()
+        with suppress(DatastatesError):  # a chunk that cannot be read is told of when it is wanted
+            return tuple(await self._run(source.addresses))
+        return ()
+
+    def _join(self, question: Open) -> str | None:
+        relays = self._service.relays
+        if question.relay is None or relays is None or not is_at(question.relay, self._remote):
+            return None
+        upstream = relays.join(question.uid, question.relay, question.failed)
+        self._joined.add((question.uid, question.relay))
+        return None if question.here else upstream
+
+    async def _run(self, work: Callable[[], _T], *, late: Callable[[_T], object] | None = None) -> _T:
+        """Do it in a thread. If this is cancelled first, ``late`` gets what comes of it."""
+        future = self._service.threads.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if late is not None:
+                future.add_done_callback(lambda done: _hand(done, late))
+            raise
+
+
+def _hand(done: Future[_T], late: Callable[[_T], object]) -> None:
+    if not done.cancelled():
+        with suppress(BaseException):
+            late(done.result())

@@ -1,0 +1,200 @@
+"""A state that a peer holds open for us, and its chunks on the way in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from datastates.errors import DatastatesError, Disconnected, InvalidInput
+from datastates.transport.contract import Link, SupportsParts
+from datastates.transport.failures import revive
+from datastates.transport.protocol import PIECES, Gone, Message, Want
+from datastates.transport.wire.plane import Plane
+
+from .sending import WANTS
+
+__all__ = ["Feed", "Receiving"]
+
+_WORD_S = 0.1
+_TRIES = 4  # each over a link of its own
+_logger = logging.getLogger(__name__)
+
+
+class _Broken(Exception):
+    """The link broke; the chunk itself is well."""
+
+    def __init__(self, error: DatastatesError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Feed:
+    """One state, opened on one session. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks.
+
+    With ``is_bound`` chunks come, mostly, in a way that proves whose they are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        manifest: bytes,
+        lengths: tuple[int, ...],
+        *,
+        receive: Callable[[int, Sequence[memoryview]], Awaitable[bool]],
+        release: Callable[[], Awaitable[None]],
+        digests: Callable[[Sequence[int]], Awaitable[Sequence[bytes]]],
+        is_bound: bool = False,
+    ) -> None:
+        self.name, self.manifest, self.lengths, self.is_bound = name, manifest, lengths, is_bound
+        self._receive, self._release, self._digests = receive, release, digests
+        self._is_closed = False
+
+    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill ``buffers`` with the bytes of a chunk. However it ends, also when it is cancelled, nobody writes to them afterwards.
+
+        True: they came in a way that proves that they are the peer's own. Otherwise anybody may have sent them, and in any case they
+        are not checked: digests are for the caller to compare.
+
+        :raises DatastatesError: what kept the peer from sending it.
+        :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link broke each of four times.
+        """
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        if index >= len(self.lengths) or wanted != self.lengths[index]:
+            had = f"{self.lengths[index]} bytes" if index < len(self.lengths) else "no such chunk"
+            raise InvalidInput(f"{wanted} bytes were asked for as chunk {index} of a state that has {had} at {self.name}")
+        return not wanted or await self._receive(index, [buffer for buffer in buffers if buffer.nbytes])
+
+    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
+        """BLAKE3 of these chunks, as the peer has them."""
+        return await self._digests(indexes)
+
+    async def close(self) -> None:
+        """Let the peer unpin the state; idempotent, and silent when the session is over."""
+        if not self._is_closed:
+            self._is_closed = True
+            with suppress(DatastatesError):
+                await self._release()
+
+
+class Receiving:
+    """Chunks that were asked for on one session."""
+
+    def __init__(self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float]) -> None:
+        self._plane, self._post, self._clock = plane, post, clock
+        self._room = asyncio.Semaphore(WANTS)
+        self._wanted: dict[int, asyncio.Future[Gone]] = {}
+        self._tags, self._count = secrets.randbits(31) << 32, 0
+        self._moved_at = clock()
+        self._claimed = 0
+        self.bytes_wanted = 0
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long nothing has come of what was asked for."""
+        return self._clock() - self._moved_at if self._wanted else 0.0
+
+    async def chunk(self, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
+        """Receive a chunk: first the receives are posted, then the peer is asked.
+
+        A link that breaks while the session stands is no reason to fail: the chunk is asked for again over a new one. UCX may take down
+        a new connection together with one that either end closes at that moment.
+        """
+        if len(buffers) > PIECES:
+            raise InvalidInput(f"chunk {index} is to be received in {len(buffers)} pieces: at most {PIECES} can be asked for")
+        async with self._room:
+            for left in reversed(range(_TRIES)):
+                link = await self._plane.link()
+                try:
+                    await self._receive(link, handle, index, buffers)
+                except _Broken as broken:
+                    if not left:
+                        raise broken.error from None
+                    _logger.info("chunk %d is asked for again over a new link: %s", index, broken.error)
+                else:
+                    return
+
+    async def _receive(self, link: Link, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
+        messages = [buffers] if isinstance(link, SupportsParts) else [[buffer] for buffer in buffers]
+        tag = self._take_tags(len(messages))
+        gone: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
+        posted = [asyncio.create_task(self._message(link, tag + n, into)) for n, into in enumerate(messages)]
+        lengths = tuple(sum(buffer.nbytes for buffer in into) for into in messages)
+        want = Want(handle, index, tag, lengths, self._plane.generation)
+        try:
+            await link.posted()
+            if not self._wanted:
+                self._moved_at = self._clock()
+            self._wanted[tag] = gone
+            self.bytes_wanted += sum(want.pieces)
+            await self._post(want)
+            await _first_error(posted, gone)
+        except BaseException:
+            await self._take_back(link, posted)
+            raise
+        finally:
+            self._wanted.pop(tag, None)
+
+    def gone(self, message: Gone) -> None:
+        """The peer will not send a chunk."""
+        self._plane.follow(message.generation)
+        gone = self._wanted.get(message.tag)
+        if gone is not None and not gone.done():
+            gone.set_result(message)
+
+    def claim(self, sent: int) -> bool:
+        """The peer says how much it has sent: False if it cannot be true. Progress is what arrives, not what is said."""
+        if not self._claimed <= sent <= self.bytes_wanted:
+            return False
+        self._claimed = sent
+        return True
+
+    def _take_tags(self, count: int) -> int:
+        if self._count + count >= 1 << 32:
+            self._count = 0
+        first, self._count = self._count, self._count + count
+        return self._tags | first
+
+    async def _message(self, link: Link, tag: int, into: Sequence[memoryview]) -> None:
+        if isinstance(link, SupportsParts):
+            await link.receive_parts(tag, into)
+        else:
+            await link.receive(tag, *into)
+        self._moved_at = self._clock()
+
+    async def _take_back(self, link: Link, posted: Sequence[asyncio.Task[None]]) -> None:
+        """The buffers are the caller's again: only a dropped link is sure not to write to them."""
+        try:
+            await self._plane.drop(link)
+        finally:
+            for task in posted:
+                task.cancel()
+            await asyncio.gather(*posted, return_exceptions=True)
+
+
+async def _first_error(posted: Sequence[asyncio.Task[None]], gone: asyncio.Future[Gone]) -> None:
+    """Wait until every message is here, or one fails, or the peer says that they will not come."""
+    waiting: set[asyncio.Future[Any]] = {*posted, gone}
+    while not all(task.done() for task in posted):
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if gone not in done and any(future.exception() is not None for future in done):
+            await asyncio.wait({gone}, timeout=_WORD_S)  # the peer's own word says more than a broken link
+        if gone.done():
+            error = revive(gone.result().failure)
+            raise _Broken(error) if gone.result().is_link else error
+        for future in done:
+            _look(future)
+        waiting -= done
+    for task in posted:
+        _look(task)
+
+
+def _look(message: asyncio.Future[None]) -> None:
+    """Raise what became of a message."""
+    try:
+        message.result()
+    except Disconnected as exc:
+        raise _Broken(exc) from exc

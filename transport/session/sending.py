@@ -1,0 +1,347 @@
+"""The states that one end of a session holds open for the other, and their chunks on the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from datastates.errors import Closed, Corrupt, DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
+from datastates.system.seldom import Seldom
+from datastates.transport.contract import Link, SupportsParts
+from datastates.transport.failures import again, describe
+from datastates.transport.protocol import Digests, Gone, Message, Took, Want
+from datastates.transport.store import Source, SupportsRecall
+from datastates.transport.wire.plane import Plane, surely
+
+from .fingerprints import Fingerprints, digest_of
+from .pieces import cut
+
+__all__ = ["HANDLES", "WANTS", "Sending", "Sent"]
+
+WANTS = 64
+"""The most chunks that a peer may want at once."""
+
+HANDLES = 64
+"""The most states that a peer may hold open at once."""
+
+_FINISH_S = 1.0
+_CLOSED = "the state is no longer held open for sending: open it again"
+_logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
+
+
+@dataclass(slots=True)
+class Sent:
+    """What has left this process: by all sessions that share it. ``states`` counts bytes by uid, ``recalled`` those whose
+    memory was wanted back while a peer held them open."""
+
+    bytes: int = 0
+    chunks: int = 0
+    states: Counter[str] = field(default_factory=Counter)
+    recalled: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    source: Source
+    uid: str
+    lengths: tuple[int, ...]
+    state: bytes
+    reads: set[asyncio.Task[bytes]] = field(default_factory=set)
+    sends: dict[asyncio.Task[None], Want] = field(default_factory=dict)
+    wanted: set[int] = field(default_factory=set)
+    is_released: bool = False
+    is_near: bool = False
+    recall: asyncio.Task[None] | None = None
+    error: DatastatesError | None = None
+
+
+class Sending:
+    """Open sources by handle. A source is closed only when nothing reads its memory any more."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        post: Callable[[Message], Awaitable[None]],
+        clock: Callable[[], float],
+        peer: str,
+        sent: Sent,
+        fingerprints: Fingerprints,
+    ) -> None:
+        self._plane, self._post, self._clock, self._peer, self._sent = plane, post, clock, peer, sent
+        self._fingerprints = fingerprints
+        self._held: dict[int, _Held] = {}
+        self._next = 0
+        self._refusals: set[asyncio.Task[None]] = set()
+        self.end: Callable[[DatastatesError], None] = lambda error: None
+        """Ends the session; for a state that the peer reads by itself there is no other way to take it back."""
+        self._moving, self._moved_at, self._used_at = 0, clock(), clock()
+        self.bytes = 0
+        self.is_draining = False
+
+    @property
+    def running(self) -> int:
+        """How many chunks are on their way."""
+        return sum(len(held.sends) for held in self._held.values())
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the peer holds states open."""
+        return bool(self._held)
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the peer has taken nothing of what is being sent."""
+        return self._clock() - self._moved_at if self._moving else 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """For how long the peer has held states open without wanting anything of them."""
+        return self._clock() - self._used_at if self._held and not self.running else 0.0
+
+    def add(self, source: Source, uid: str, *, is_near: bool = False) -> int:
+        """Hold a source open; it is closed with the handle, or with the session. ``is_near``: the peer knows where it lies.
+
+        :raises InvalidInput: the peer holds too many already.
+        """
+        if len(self._held) >= HANDLES:
+            raise InvalidInput(f"{self._peer} holds {HANDLES} states open: release one of them first")
+        handle, self._next = self._next, self._next + 1
+        self._held[handle] = _Held(source, uid, tuple(source.lengths), digest_of([memoryview(source.manifest)]), is_near=is_near)
+        if isinstance(source, SupportsRecall):
+            loop = asyncio.get_running_loop()
+
+            def tell() -> None:
+                with suppress(RuntimeError):  # the loop has ended, and its sources with it
+                    loop.call_soon_threadsafe(self._take_back, handle)
+
+            source.when_wanted(tell)
+        self._used_at = self._clock()
+        return handle
+
+    def want(self, want: Want) -> bool:
+        """Send a chunk, in a task of its own; whether it was not wanted before.
+
+        :raises PeerFault: there is no such chunk, it has another length, or too many are on their way.
+        """
+        self._plane.follow(want.generation)
+        if want.handle >= self._next:
+            raise PeerFault(f"{self._peer} wants a chunk under handle {want.handle}, which it was never given")
+        if self.running + len(self._refusals) >= WANTS:
+            raise PeerFault(f"{self._peer} wants more than {WANTS} chunks at once")
+        held = self._held.get(want.handle)
+        if held is None or held.is_released:
+            refusal = asyncio.create_task(self._gone(want, Closed(_CLOSED)))
+            self._refusals.add(refusal)
+            refusal.add_done_callback(self._refusals.discard)
+            return False
+        if want.index >= len(held.lengths) or sum(want.pieces) != held.lengths[want.index]:
+            had = f"has {held.lengths[want.index]} bytes" if want.index < len(held.lengths) else f"is none of {len(held.lengths)}"
+            raise PeerFault(f"{self._peer} wants {sum(want.pieces)} bytes of chunk {want.index} of state {held.uid}, which {had}")
+        self._used_at = self._clock()
+        if not self.is_draining:
+            send = asyncio.create_task(self._send(held, want))
+            held.sends[send] = want
+            send.add_done_callback(held.sends.pop)
+        is_new = want.index not in held.wanted
+        held.wanted.add(want.index)
+        return is_new
+
+    async def digests(self, question: Digests) -> bytes:
+        """What the chunks of a state should be, one behind the other.
+
+        :raises PeerFault: there never was such a handle or chunk.
+        :raises Closed: it was released.
+        """
+        if question.handle >= self._next:
+            raise PeerFault(f"{self._peer} asks for digests under handle {question.handle}, which it was never given")
+        held = self._held.get(question.handle)
+        if held is None or held.is_released:
+            raise Closed(_CLOSED)
+        if max(question.indexes) >= len(held.lengths):
+            raise PeerFault(f"{self._peer} asks for the digest of chunk {max(question.indexes)} of {len(held.lengths)}")
+        self._used_at = self._clock()
+        await _settled(held)
+        reads = [asyncio.create_task(self._fingerprints.of(held.state, index, held.source)) for index in question.indexes]
+        held.reads.update(reads)
+        try:
+            found = b"".join(await asyncio.gather(*reads))
+        finally:
+            for read in reads:
+                read.cancel()
+            await asyncio.wait(reads)
+            held.reads.difference_update(reads)
+        self._used_at = self._clock()
+        return found
+
+    def took(self, took: Took) -> None:
+        """The peer has read chunks where they lie.
+
+        :raises PeerFault: there never was such a handle.
+        """
+        if took.handle >= self._next:
+            raise PeerFault(f"{self._peer} has read a state under handle {took.handle}, which it was never given")
+        self._used_at = self._clock()
+        self._sent.chunks += took.chunks
+        self._sent.bytes += took.bytes
+        if (held := self._held.get(took.handle)) is not None:
+            self._sent.states[held.uid] += took.bytes
+
+    async def release(self, handle: int, generation: int = 0) -> None:
+        """Let go of a state. What is on its way may finish shortly, else the data plane is reset.
+
+        :raises PeerFault: there never was such a handle.
+        """
+        if handle >= self._next:
+            raise PeerFault(f"{self._peer} releases handle {handle}, which it was never given")
+        self._plane.follow(generation)
+        held = self._held.get(handle)
+        if held is None or held.is_released:
+            return
+        held.is_released = True
+        if held.sends:
+            await asyncio.wait(held.sends, timeout=_FINISH_S)
+        cut_off = list(held.sends.values())
+        await self._close(held)
+        self._held.pop(handle, None)
+        for want in cut_off:
+            await self._gone(want, Closed(_CLOSED))
+
+    def _take_back(self, handle: int) -> None:
+        """The memory of a state is wanted back."""
+        held = self._held.get(handle)
+        if held is None or held.is_released or held.recall is not None:
+            return
+        self._sent.recalled += 1
+        error = Unavailable(
+            f"state {held.uid[:10]} had to leave memory while it was cloned, as the training that is served needed it: clone again, "
+            "or a state that is durable"
+        )
+        if held.is_near:
+            self.end(error)
+        else:
+            held.recall = asyncio.create_task(self._recall(held, error))
+
+    async def _recall(self, held: _Held, error: DatastatesError) -> None:
+        """What is on its way is cut off; it may be asked for again if the state can be read on from elsewhere."""
+        assert isinstance(held.source, SupportsRecall), "it was told so"
+        cut_off = await _cut_off(held)
+        if held.reads:
+            await asyncio.wait(held.reads)  # a few ms
+        try:
+            goes_on = await asyncio.to_thread(held.source.recall)
+        except Exception:
+            _logger.exception("state %s could not be let go", held.uid)
+            goes_on = False
+        held.error = None if goes_on else error
+        why = Disconnected("the state is read on from disk") if goes_on else error
+        for want in cut_off:
+            await self._gone(want, why, is_link=goes_on)
+
+    async def drain(self, grace_s: float) -> None:
+        """Begin no more chunks, and wait for those on their way."""
+        self.is_draining = True
+        if sends := [task for held in self._held.values() for task in held.sends]:
+            await asyncio.wait(sends, timeout=grace_s)
+
+    async def close(self) -> None:
+        """Close every source; the plane was closed before."""
+        for task in list(self._refusals):
+            task.cancel()
+        await asyncio.gather(*self._refusals, *(self._close(held) for held in list(self._held.values())), return_exceptions=True)
+        self._held.clear()
+
+    async def _send(self, held: _Held, want: Want) -> None:
+        link: Link | None = None
+        is_read = False
+        try:
+            pieces = await _read(held, want.index)
+            is_read = True
+            link = await self._plane.link(want.generation)
+            await self._hand_over(link, want, pieces)
+        except asyncio.CancelledError:
+            if link is not None:  # the pieces may still be under way on it; the link of the present may be another's
+                await self._plane.drop(link)
+            raise
+        except Exception as exc:  # whatever it was, the peer that waits for the chunk must hear of it
+            if link is not None or want.generation == self._plane.generation:
+                await self._plane.drop(link)
+            await self._gone(want, exc, is_link=is_read and isinstance(exc, Disconnected))
+        else:
+            self._sent.chunks += 1
+            self._sent.states[held.uid] += sum(want.pieces)
+
+    async def _hand_over(self, link: Link, want: Want, pieces: Sequence[memoryview]) -> None:
+        """As many messages as the peer waits for; a single one as its bytes lie here, if the link takes that."""
+        if isinstance(link, SupportsParts) and len(want.pieces) == 1:
+            await self._message(link.send_parts(want.tag, pieces), want.pieces[0])
+        else:
+            cut_anew = cut(pieces, want.pieces)
+            await asyncio.gather(*(self._message(link.send(want.tag + n, data), data.nbytes) for n, data in enumerate(cut_anew)))
+
+    async def _message(self, sending: Awaitable[None], size: int) -> None:
+        if not self._moving:
+            self._moved_at = self._clock()
+        self._moving += 1
+        try:
+            await sending
+        finally:
+            self._moving -= 1
+        self._moved_at = self._used_at = self._clock()
+        self.bytes += size
+        self._sent.bytes += size
+
+    async def _gone(self, want: Want, error: BaseException, *, is_link: bool = False) -> None:
+        with suppress(DatastatesError):  # the session is over: nobody waits any more
+            await self._post(Gone(want.tag, describe(error), self._plane.generation, is_link))
+
+    async def _close(self, held: _Held) -> None:
+        if held.recall is not None:
+            await asyncio.wait({held.recall})
+        await _cut_off(held)
+        if held.reads:
+            for read in held.reads:
+                read.cancel()
+            await asyncio.wait(held.reads)
+        try:
+            await surely(asyncio.ensure_future(asyncio.to_thread(held.source.close)))
+        except Exception:
+            _logger.exception("state %s could not be let go", held.uid)
+
+
+async def _cut_off(held: _Held) -> list[Want]:
+    """Stop all that is on its way; what that was."""
+    cut_off = list(held.sends.values())
+    if held.sends:
+        for task in held.sends:
+            task.cancel()
+        await asyncio.wait(held.sends)
+    return cut_off
+
+
+async def _settled(held: _Held) -> None:
+    """Once it is known where a state lies.
+
+    :raises Unavailable: its memory was wanted back, and it is nowhere else.
+    """
+    if held.recall is not None:
+        await asyncio.shield(held.recall)
+    if held.error is not None:
+        raise again(held.error)
+
+
+async def _read(held: _Held, index: int) -> Sequence[memoryview]:
+    """The pieces of a chunk, from where the state now lies."""
+    await _settled(held)
+    return _checked(await held.source.chunk(index), held, index)
+
+
+def _checked(pieces: Sequence[memoryview], held: _Held, index: int) -> Sequence[memoryview]:
+    found = sum(piece.nbytes for piece in pieces)
+    if found != held.lengths[index]:
+        raise Corrupt(f"chunk {index} of state {held.uid} should have {held.lengths[index]} bytes, and {found} are here")
+    return pieces

@@ -1,0 +1,1 @@
+"""Bytes between processes: connections, the data planes, the process that runs UCX."""

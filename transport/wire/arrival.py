@@ -1,0 +1,74 @@
+"""A connection from ``accept`` on, until its other end has proved itself: it has a place, and a time by which it must have done so."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from datastates.system.admission import Admission, Place
+
+__all__ = ["Arrival", "Door"]
+
+
+class Door:
+    """Where connections come in, counted by an ``Admission``. Belongs to the loop thread.
+
+    ``late`` counts those whose time was up, ``unproved`` all others that ended without having proved anything and had not to give way.
+    """
+
+    def __init__(self, admission: Admission | None = None) -> None:
+        self.admission = Admission() if admission is None else admission
+        self.late = self.unproved = 0
+
+    @property
+    def refused(self) -> int:
+        """How many connections never were a peer's."""
+        return self.admission.refused + self.admission.displaced + self.late + self.unproved
+
+    def let_in(self, address: str, connection: socket.socket) -> Arrival | None:
+        """A place for a connection; None, and it is closed, where there is none."""
+
+        def end() -> None:  # whoever waits on it, in whatever layer, hears of it and closes it
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+        arrival = self.enter(address, connection.fileno(), end)
+        if arrival is None:
+            connection.close()
+        return arrival
+
+    def enter(self, address: str, descriptor: int, end: Callable[[], None]) -> Arrival | None:
+        """A place for what is no socket, or ``end`` must end in another way."""
+        place = self.admission.admit(address, descriptor, end)
+        return None if place is None else Arrival(self, place, end)
+
+
+class Arrival:
+    """A connection that was let in. Until it is held it gives way to others, and ends when its time is up."""
+
+    def __init__(self, door: Door, place: Place, end: Callable[[], None]) -> None:
+        self._door, self._place, self._end = door, place, end
+        self._is_counted = False
+        self._timer = asyncio.get_running_loop().call_later(door.admission.limits.proof_s, self._expire)
+
+    def hold(self) -> None:
+        """Its other end has proved itself: it stays as long as it likes."""
+        self._timer.cancel()
+        self._place.hold()
+        self._is_counted = True
+
+    def release(self) -> None:
+        """It is closed; idempotent."""
+        self._timer.cancel()
+        if not (self._is_counted or self._place.is_released):  # it was not sent away either
+            self._door.unproved += 1
+            self._is_counted = True
+        self._place.release()
+
+    def _expire(self) -> None:
+        if not self._place.is_released:
+            self._door.late += 1
+        self._is_counted = True
+        self._end()

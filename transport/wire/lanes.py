@@ -1,0 +1,440 @@
+"""Our own data plane: connections beside a session's control channel, over which chunks go from memory to memory.
+
+A *lane* is one connection that goes one way, with a thread of its own at each end: the kernel copies straight from and to the memory
+that was given, with the interpreter's lock let go. Whoever dialled the control channel dials the lanes, at the same port, when
+a direction is first used; so either end may find that lanes come before the link that they are for, or after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import socket
+import ssl
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any, Final
+
+from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault
+from datastates.transport.contract import Link, Terms
+
+from . import tcp
+from .joining import Direction, Join, answer, greet
+from .plane import surely
+
+__all__ = ["LANES", "MOST", "Lanes"]
+
+LANES: Final = 2
+"""Connections in one direction: one leaves a core idle while the other end's works, three move no more than two (measured)."""
+
+MOST: Final = 4
+"""Connections that a peer may have in one direction: another version may find another number best."""
+
+_PLACE = b"lanes"
+_VECTOR = 512  # pieces in one call; the kernel takes 1024 at most
+_message = struct.Struct(">QQ")
+_FROM_DIALLER, _TO_DIALLER = b">", b"<"
+_logger = logging.getLogger(__name__)
+
+
+class Lanes:
+    """One session's end of it. ``generation`` says which one the session is in; ``forget`` is called once it is closed.
+
+    Every method belongs to the loop thread.
+    """
+
+    def __init__(self, terms: Terms, generation: Callable[[], int], forget: Callable[[], None]) -> None:
+        self.terms = terms
+        self._generation, self._forget = generation, forget
+        self.located = _PLACE
+        self._link: _LanesLink | None = None
+        self._early: list[_Lane] = []
+        self._joining = 0
+        self._is_closed = False
+
+    async def address(self) -> bytes:
+        """Nothing to tell: the lanes go where the control channel went."""
+        return _PLACE
+
+    async def link(self, address: bytes) -> Link:
+        """A link of the session's generation."""
+        if address != _PLACE or self._is_closed:
+            raise PeerFault(f"{self.terms.peer} names {address[:20]!r} as its end of a data plane that needs no address")
+        link = self._link = _LanesLink(self.terms, self._generation())
+        early, self._early = self._early, []
+        for lane in early:
+            self.joined(lane)
+        return link
+
+    def join(self, connection: socket.socket, join: Join, context: ssl.SSLContext | None, left: Callable[[], None]) -> None:
+        """A connection names this session: a thread sees whether it knows the key. ``left`` is called once it is closed."""
+        if self._is_closed or self._joining + len(self._early) >= 2 * MOST:
+            connection.close()
+            left()
+            return
+        self._joining += 1
+        loop = asyncio.get_running_loop()
+
+        def prove() -> socket.socket:
+            connection.settimeout(self.terms.timeout_s)
+            return answer(connection, self.terms, join, context)
+
+        def ready(lane: _Lane, error: Exception | None) -> None:
+            self._joining -= 1
+            if error is not None:
+                _logger.info("a connection for data of %s was turned away: %s", self.terms.peer, error)
+            else:
+                self.joined(lane)
+
+        _Lane(connection, join.generation, is_sending=join.direction == _TO_DIALLER, loop=loop, left=left).start(prove, ready)
+
+    def joined(self, lane: _Lane) -> None:
+        """A lane has proved itself."""
+        link = self._link
+        if self._is_closed or (link is not None and lane.generation < link.generation):
+            lane.end()
+        elif link is not None and link.generation == lane.generation:
+            link.take(lane)
+        else:
+            self._early.append(lane)
+
+    def cut(self) -> int:
+        """Break the connections that there are; how many."""
+        return 0 if self._link is None else self._link.cut()
+
+    async def leave(self) -> None:
+        """No lane joins any more; the link was aborted before. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._forget()
+        for lane in self._early:
+            lane.end()
+        self._early.clear()
+        if self._link is not None:
+            await self._link.abort()
+
+
+class _Slot:
+    """Memory that waits for a message, and who waits for it."""
+
+    __slots__ = ("done", "parts", "size")
+
+    def __init__(self, parts: Sequence[memoryview], done: asyncio.Future[None]) -> None:
+        self.parts, self.done = parts, done
+        self.size = _size(parts)
+
+
+class _Outgoing:
+    """A message that waits to be sent."""
+
+    __slots__ = ("done", "parts", "tag")
+
+    def __init__(self, tag: int, parts: Sequence[memoryview], done: asyncio.Future[None]) -> None:
+        self.tag, self.parts, self.done = tag, parts, done
+
+
+class _LanesLink(Link):
+    """Messages by tag, over all lanes of one generation. ``_changed`` guards what the lanes' threads share with the loop's."""
+
+    def __init__(self, terms: Terms, generation: int) -> None:
+        self._terms, self.generation = terms, generation
+        self._loop = asyncio.get_running_loop()
+        self._changed = threading.Condition()
+        self._slots: dict[int, _Slot] = {}
+        self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        self._lanes: set[_Lane] = set()
+        self._dialled: set[Direction] = set()
+        self._error: DatastatesError | None = None
+        self._aborting: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+
+    # --- the loop thread ----------------------------------------------------------------------------------------------------
+
+    async def send(self, tag: int, data: memoryview) -> None:
+        """To whoever receives the tag at the other end."""
+        await self.send_parts(tag, [data])
+
+    async def receive(self, tag: int, into: memoryview) -> None:
+        """From whoever sends the tag there."""
+        await self.receive_parts(tag, [into])
+
+    async def send_parts(self, tag: int, parts: Sequence[memoryview]) -> None:
+        """To whoever receives the tag at the other end, straight from where they lie."""
+        done = self._begin(_FROM_DIALLER)
+        self._outgoing.put(_Outgoing(tag, [_flat(part) for part in parts], done))
+        await asyncio.shield(done)
+
+    async def receive_parts(self, tag: int, into: Sequence[memoryview]) -> None:
+        """From whoever sends the tag there, straight to where it belongs."""
+        if any(part.readonly for part in into):
+            raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
+        done = self._begin(_TO_DIALLER)
+        with self._changed:
+            if tag in self._slots:
+                raise PeerFault(f"tag {tag} is used twice at once")
+            self._slots[tag] = _Slot([_flat(part) for part in into], done)
+            self._changed.notify_all()
+        await asyncio.shield(done)
+
+    async def abort(self) -> None:
+        """Shut every lane down, and wait until none of them is at anybody's memory."""
+        if self._aborting is None:
+            self._aborting = asyncio.create_task(self._abort())
+        await surely(self._aborting)
+
+    def take(self, lane: _Lane) -> None:
+        """A lane that has proved itself."""
+        is_many = sum(each.is_sending == lane.is_sending for each in self._lanes) >= MOST
+        if self._error is not None or is_many:
+            lane.end()
+            return
+        self._lanes.add(lane)
+        lane.give(self)
+
+    def cut(self) -> int:
+        """Break every lane."""
+        for lane in self._lanes:
+            lane.cut()
+        return len(self._lanes)
+
+    def _begin(self, direction: Direction) -> asyncio.Future[None]:
+        if self._error is not None:
+            raise Disconnected(str(self._error))
+        if self._terms.where is not None and direction not in self._dialled:
+            self._dialled.add(direction)
+            for _ in range(LANES):
+                self._dial(self._terms.where, direction)
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._waiting[done] = None
+        done.add_done_callback(self._settled)
+        return done
+
+    def _dial(self, where: tuple[str, int], direction: Direction) -> None:
+        terms = self._terms
+        connection = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET)
+
+        def prove() -> socket.socket:
+            connection.settimeout(terms.timeout_s)
+            connection.connect(where)
+            return greet(connection, terms, self.generation, direction)
+
+        def ready(lane: _Lane, error: Exception | None) -> None:
+            if error is not None:
+                self.fail(Disconnected(f"the data plane of {terms.peer} cannot be reached ({error})"))
+            else:
+                lane.give(self)
+
+        lane = _Lane(connection, self.generation, is_sending=direction == _FROM_DIALLER, loop=self._loop)
+        self._lanes.add(lane)
+        lane.start(prove, ready)
+
+    def fail(self, error: DatastatesError) -> None:
+        """Nothing more comes or goes; whoever waits hears of it."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._slots.clear()
+            self._changed.notify_all()
+        for lane in self._lanes:
+            lane.end()
+            self._outgoing.put(None)
+        for done in list(self._waiting):
+            if not done.done():
+                done.set_exception(Disconnected(str(self._error)))
+
+    async def _abort(self) -> None:
+        self.fail(Disconnected("the link was aborted"))
+        while any(lane.is_busy for lane in self._lanes):
+            self._idle.clear()
+            await self._idle.wait()
+
+    def _settled(self, done: asyncio.Future[None]) -> None:
+        self._waiting.pop(done, None)
+        if not done.cancelled():
+            done.exception()  # looked at: who began it may wait no more
+
+    def _look(self) -> None:
+        self._idle.set()
+
+    # --- the lanes' threads ---------------------------------------------------------------------------------------------------
+
+    def next_slot(self, lane: _Lane, tag: int, length: int) -> _Slot | None:
+        """The memory that waits for a tag, once it does; the lane is busy with it. None: there will be none."""
+        with self._changed:
+            while tag not in self._slots and self._error is None:
+                self._changed.wait()
+            slot = self._slots.pop(tag, None)
+            if slot is None or self._error is not None:
+                return None
+            if slot.size != length:
+                fault = PeerFault(f"the message of tag {tag} has {length} bytes, {slot.size} were waited for")
+                self._call(self._refuse, slot, fault)
+                return None
+            lane.is_busy = True
+            return slot
+
+    def next_outgoing(self, lane: _Lane) -> _Outgoing | None:
+        """What is to be sent next; the lane is busy with it. None: nothing more."""
+        outgoing = self._outgoing.get()
+        with self._changed:
+            if outgoing is None or self._error is not None:
+                return None
+            lane.is_busy = True
+            return outgoing
+
+    def moved(self, lane: _Lane, done: asyncio.Future[None]) -> None:
+        """A message is over."""
+        lane.is_busy = False
+        self._call(_set, done)
+
+    def ended(self, lane: _Lane, error: str) -> None:
+        """A lane is no more."""
+        lane.is_busy = False
+        self._call(self._lost, lane, error)
+
+    def _lost(self, lane: _Lane, error: str) -> None:
+        self._lanes.discard(lane)
+        if self._error is None:
+            self.fail(Disconnected(f"the data plane of {self._terms.peer} is gone: {error or 'it closed the connection'}"))
+        self._look()
+
+    def _refuse(self, slot: _Slot, fault: PeerFault) -> None:
+        if not slot.done.done():
+            slot.done.set_exception(fault)
+        self.fail(Disconnected(str(fault)))
+
+    def _call(self, work: Callable[..., object], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            self._loop.call_soon_threadsafe(work, *arguments)
+
+
+class _Lane:
+    """One connection and its thread, which first proves the connection and then waits for the link that it is for."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        generation: int,
+        *,
+        is_sending: bool,
+        loop: asyncio.AbstractEventLoop,
+        left: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._connection, self.generation, self.is_sending, self._loop = connection, generation, is_sending, loop
+        self._left = left
+        self._link: queue.SimpleQueue[_LanesLink | None] = queue.SimpleQueue()
+        self.is_busy = False
+        tcp.keep_from_children(self, connection)
+
+    def start(self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]) -> None:
+        """``ready`` is called on the loop when ``prove`` has ended in the thread."""
+        threading.Thread(target=self._run, args=(prove, ready), name="datastates-lane", daemon=True).start()
+
+    def give(self, link: _LanesLink) -> None:
+        """What to work for."""
+        self._link.put(link)
+
+    def end(self) -> None:
+        """Shut it down: the thread ends. On the loop's thread."""
+        self._link.put(None)
+        self.cut()
+
+    def cut(self) -> None:
+        """Break the connection."""
+        with suppress(OSError):  # it is no connection yet, or none any more
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # TLS's own would take the key away under the thread
+
+    def _run(self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]) -> None:
+        link: _LanesLink | None = None
+        error = ""
+        try:
+            if self._prove(prove, ready):
+                link = self._link.get()
+            if link is not None:
+                (self._send if self.is_sending else self._receive)(link)
+        except (OSError, DatastatesError) as exc:
+            error = str(exc)  # the exception itself would hold on to the memory that it was at
+        finally:
+            self._connection.close()
+            with suppress(RuntimeError):  # the loop has ended, and what counts with it
+                self._loop.call_soon_threadsafe(self._left)
+            if link is not None:
+                link.ended(self, error)
+
+    def _prove(self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]) -> bool:
+        error: Exception | None = None
+        try:
+            self._connection = prove()
+            tcp.keep_from_children(self, self._connection)
+            tcp.set_up(self._connection)
+            self._connection.settimeout(None)
+        except (OSError, DatastatesError) as exc:
+            error = exc
+        try:
+            self._loop.call_soon_threadsafe(ready, self, error)
+        except RuntimeError:
+            return False
+        return error is None
+
+    def _send(self, link: _LanesLink) -> None:
+        while (outgoing := link.next_outgoing(self)) is not None:
+            header = memoryview(_message.pack(outgoing.tag, _size(outgoing.parts)))
+            left = deque([header, *outgoing.parts])
+            if isinstance(self._connection, ssl.SSLSocket):
+                while left:
+                    self._connection.sendall(left.popleft())
+            else:
+                while left:
+                    _advance(left, self._connection.sendmsg(list(islice(left, _VECTOR))))
+            link.moved(self, outgoing.done)
+            del outgoing, left
+
+    def _receive(self, link: _LanesLink) -> None:
+        header = memoryview(bytearray(_message.size))
+        while self._fill([header]):
+            tag, length = _message.unpack(header)
+            slot = link.next_slot(self, tag, length)
+            if slot is None or not self._fill(slot.parts):
+                return
+            link.moved(self, slot.done)
+            del slot
+
+    def _fill(self, parts: Sequence[memoryview]) -> bool:
+        """Receive so many bytes; False if the connection ends before."""
+        left = deque(part for part in parts if part)
+        while left:
+            if isinstance(self._connection, ssl.SSLSocket):
+                count = self._connection.recv_into(left[0])
+            else:
+                count = self._connection.recvmsg_into(list(islice(left, _VECTOR)), 0, socket.MSG_WAITALL)[0]
+            if not count:
+                return False
+            _advance(left, count)
+        return True
+
+
+def _size(parts: Sequence[memoryview]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def _advance(left: deque[memoryview], count: int) -> None:
+    """So many bytes of what was left have moved."""
+    while left and count >= left[0].nbytes:
+        count -= left.popleft().nbytes
+    if count:
+        left[0] = left[0][count:]
+
+
+def _flat(memory: memoryview) -> memoryview:
+    return memory if memory.format == "B" and memory.ndim == 1 else memory.cast("B")
+
+
+def _set(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)

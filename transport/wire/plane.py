@@ -1,0 +1,189 @@
+"""A session's end of the data plane: a link made on first use, and given up as a whole when buffers must be had back.
+
+Both ends must give up theirs, or what is sent over the old one hangs and breaks the new one: each reset begins a *generation*, which
+travels with what is asked for, and who hears of a later one follows.
+
+Where an end is, its peer is told in the first frame or when it is first needed, and again whenever it has moved: what moves bytes may
+be a process of its own, which may die and be started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from datastates.errors import DatastatesError, Disconnected
+from datastates.transport.contract import End, Link
+from datastates.transport.failures import describe, revive
+from datastates.transport.protocol import Failure, Message, Moved
+
+__all__ = ["Plane", "surely"]
+
+_MEET_S = 30.0  # for a peer that is alive to say where its end is; it may have to start a process
+
+
+class Plane:
+    """The link to one peer. No transfer can be stopped alone: who needs memory back drops the link, and the next use makes a new one.
+
+    ``told`` is the own address as the peer knows it, ``address`` is the peer's; both may be empty.
+    """
+
+    def __init__(self, told: bytes, address: bytes, peer: str, post: Callable[[Message], Awaitable[None]]) -> None:
+        self._told, self._address, self._peer, self._post = told, address, peer, post
+        self._end: End
+        self._failure: Failure | None = None
+        self._news = asyncio.Event()
+        self._link: Link | None = None
+        self._making = asyncio.Lock()
+        self._aborts: dict[int, asyncio.Task[None]] = {}
+        self._is_closed = self._is_answering = False
+        self.generation = 0
+
+    def begin(self, end: End) -> None:
+        """What makes the links; once, before anything else."""
+        self._end = end
+        if not self._told:
+            self._told = end.located
+
+    async def link(self, generation: int | None = None) -> Link:
+        """The link to send and receive on; for what was asked for in a ``generation``, only while that lasts.
+
+        :raises Disconnected: the session is over, the generation too, or the peer's data plane cannot be reached.
+        :raises Unavailable: this end, or the peer's, cannot be made.
+        """
+        async with self._making:
+            for abort in list(self._aborts.values()):
+                await surely(abort)
+            if self._link is None and not self._is_closed:
+                self._link = await self._settled()
+            if self._is_closed or self._link is None:
+                await self.drop(self._link)
+                raise Disconnected(f"the connection to {self._peer} is closed")
+            if generation not in {None, self.generation}:
+                raise Disconnected(f"the data plane to {self._peer} was reset meanwhile: ask again")
+            return self._link
+
+    async def drop(self, link: Link | None = None) -> None:
+        """Stop all that is under way on ``link`` (the present one, if none is given), even when this is cancelled: once it returns
+        no buffer is read or written any more."""
+        link = self._link if link is None else link
+        if link is not None and self._link is link:
+            self.generation += 1
+        self._give_up(link)
+        for abort in list(self._aborts.values()):
+            await surely(abort)
+        if self._told and self._end.located != self._told and not self._is_closed:
+            self._told = b""
+            with suppress(Disconnected):  # the session is over
+                await self._post(Moved(b""))
+
+    def moved(self, message: Moved) -> None:
+        """The peer's end is elsewhere."""
+        if message.address != self._address and self._link is not None:
+            self.generation += 1
+            self._give_up(self._link)
+        self._address, self._failure = message.address, message.failure
+        self._news.set()
+
+    async def answer(self) -> None:
+        """Tell the peer, which asks, where this end is, or why there is none."""
+        if self._is_answering:
+            return
+        self._is_answering = True
+        try:
+            address, failure = await self._end.address(), None
+        except DatastatesError as exc:
+            address, failure = b"", describe(exc)
+        self._told, self._is_answering = address, False
+        await self._post(Moved(address, failure=failure))
+
+    def follow(self, generation: int) -> None:
+        """The peer has reset its end: so does this one, if it did not yet."""
+        if generation > self.generation:
+            self.generation = generation
+            self._give_up(self._link)
+
+    async def close(self) -> None:
+        """Drop the link for good; idempotent."""
+        self._is_closed = True
+        self._news.set()
+        await self.drop()
+        await self._end.leave()
+
+    async def _settled(self) -> Link:
+        """A link that was made within one generation."""
+        while True:
+            begun = self.generation
+            link = await self._connected()
+            if begun == self.generation:
+                return link
+            await link.abort()
+
+    async def _connected(self) -> Link:
+        """An address may be that of an end that is no more: then the peer is asked, once."""
+        await self._meet()
+        try:
+            return await self._reached()
+        except Disconnected:
+            self._address = b""
+        await self._meet()
+        return await self._reached()
+
+    async def _reached(self) -> Link:
+        address = self._address
+        link = await self._end.link(address)
+        if address != self._address:
+            await link.abort()
+            raise Disconnected(f"the data plane of {self._peer} moved meanwhile")
+        return link
+
+    async def _meet(self) -> None:
+        """See to it that each end knows where the other one is."""
+        own = await self._end.address()
+        asks = not self._address
+        if asks:
+            self._failure = None
+        if asks or own != self._told:
+            self._told = own
+            await self._post(Moved(own, asks))
+        if asks:
+            await self._hear()
+
+    async def _hear(self) -> None:
+        try:
+            async with asyncio.timeout(_MEET_S):
+                while not self._address and self._failure is None and not self._is_closed:
+                    await self._news.wait()
+                    self._news.clear()
+        except TimeoutError:
+            raise Disconnected(f"{self._peer} is alive, but has not said in {_MEET_S:g} s where its data plane is") from None
+        if self._is_closed:
+            raise Disconnected(f"the connection to {self._peer} is closed")
+        if not self._address and self._failure is not None:
+            raise revive(self._failure)
+
+    def _give_up(self, link: Link | None) -> None:
+        if link is not None and id(link) not in self._aborts:
+            self._aborts[id(link)] = asyncio.create_task(self._abort(link))
+        if self._link is link:
+            self._link = None
+
+    async def _abort(self, link: Link) -> None:
+        try:
+            await link.abort()
+        finally:
+            del self._aborts[id(link)]
+
+
+async def surely(task: asyncio.Future[Any]) -> None:
+    """Wait for a task to end, whatever becomes of it; who is cancelled meanwhile waits on, and is cancelled then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is not None:
+        raise cancelled

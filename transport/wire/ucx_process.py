@@ -1,0 +1,413 @@
+"""The training's side of the process that runs UCX for it: starts it, gives it orders, and finds out when and why it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from datastates.errors import DatastatesError, Disconnected, PeerFault, Unavailable
+from datastates.transport.failures import again
+
+from .staging import Region, Stretch
+from .ucx_words import Close, Closed, Connect, Connected, Ended, Failed, Go, Order, Receive, Report, Send, Started, frame, reports
+
+__all__ = ["Helper", "fail"]
+
+_OUT_BYTES, _IN_BYTES = 64 << 20, 128 << 20
+_START_S = 60.0
+_END_S = 2.0
+_CLOSE_S = 5.0
+_SAID_BYTES = 256 << 10  # of what UCX logs is passed on
+_ETHERNET = ("tcp/", "self/")
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONHOME")
+_OURS = {
+    "UCX_TLS": "^sm,cuda",  # a peer's address names what is opened and dialled: other processes' memory is not among it
+    "UCX_TCP_TX_SEG_SIZE": "1M",  # the defaults move a third
+    "UCX_TCP_RX_SEG_SIZE": "1M",
+    "UCX_TCP_CONN_NB": "y",  # an address that does not answer holds nothing up
+    "UCX_LOG_FILE": "stderr",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_HANDLE_ERRORS": "none",  # it just ends, and its last words are passed on
+}
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    region: Region
+    stretch: Stretch
+    done: asyncio.Future[None]
+
+
+class Helper:
+    """A helper, made by ``start``; belongs to the loop thread.
+
+    Where it is, ``address`` says; what it could not be forbidden ``open``. Once it ``is_over``, everything raises ``Disconnected``,
+    which says why it ended.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, said: IO[bytes], out: Region, into: Region) -> None:
+        self._process, self._control, self._said, self.out, self.into = process, control, said, out, into
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._transfers: dict[int, _Transfer] = {}
+        self._connecting: dict[int, asyncio.Future[None]] = {}
+        self._closing: dict[int, asyncio.Future[None]] = {}
+        self._started: asyncio.Future[Started] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._ending: asyncio.Task[None] | None = None
+        self._error: DatastatesError | None = None
+        self._channel: asyncio.WriteTransport | None = None
+        self._words = _Words()
+        self.closing: set[asyncio.Task[None]] = set()
+        self.moved = 0
+        self.address = b""
+        self.versions = ("", "")
+        self.resources: tuple[str, ...] = ()
+        self.open: tuple[str, ...] = ()
+
+    @classmethod
+    async def start(cls, environment: dict[str, str]) -> Helper:
+        """A process that waits for orders. ``environment`` has what this process does not set for UCX itself.
+
+        :raises Unavailable: it does not start; says why.
+        """
+        here, there = socket.socketpair()
+        read_end, write_end = os.pipe()
+        out = Region("datastates-out", _OUT_BYTES, is_written_here=True)
+        into = Region("datastates-in", _IN_BYTES, is_written_here=False)
+        try:
+            # on the loop's own thread: the child ends with the thread that starts it
+            process = _spawn((there.fileno(), out.fd, into.fd), write_end, environment)
+        except OSError as exc:
+            for region in (out, into):
+                region.close(Disconnected("never used"))
+            here.close()
+            os.close(read_end)
+            raise Unavailable(f"the process that runs UCX cannot be started ({exc})") from exc
+        finally:
+            there.close()
+            os.close(write_end)
+        helper = cls(process, here, os.fdopen(read_end, "rb"), out, into)
+        _alive.add(helper)
+        await helper._connect()
+        return helper
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or is ending."""
+        return self._error is not None
+
+    @property
+    def error(self) -> DatastatesError | None:
+        """Why it ended."""
+        return self._error
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    async def close(self) -> None:
+        """End it; idempotent."""
+        self._end(Disconnected("the data plane was closed"))
+        await asyncio.shield(self._ended)
+
+    # --- what it is asked to do -------------------------------------------------------------------------------------------
+
+    async def connect(self, address: bytes) -> int:
+        """A link to a worker; its number."""
+        link = next(self._numbers)
+        self._order(Connect(link, address))
+        made = self._connecting[link] = self._loop.create_future()
+        try:
+            await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(lambda made: self._forget(link) if not made.exception() else None)
+            raise
+        return link
+
+    async def disconnect(self, link: int) -> None:
+        """Let go of a link. A helper that does not within seconds is ended: it hangs."""
+        if self.is_over:
+            return
+        closed = self._closing[link] = self._loop.create_future()
+        self._order(Close(link))
+        done, _ = await asyncio.wait({closed}, timeout=_CLOSE_S)
+        if not done:
+            self._end(Disconnected(f"the process that runs UCX (pid {self.pid}) does not answer any more"))
+
+    def send(self, link: int, tag: int, stretch: Stretch) -> asyncio.Future[None]:
+        """Send what lies in a stretch of ``out``, which is given back afterwards; ``done`` if nobody waits any more."""
+        return self._begin(self.out, stretch, Send(next(self._numbers), link, tag, stretch.start, stretch.length))
+
+    def receive(self, link: int, tag: int, stretch: Stretch) -> asyncio.Future[None]:
+        """Receive into a stretch of ``into``. If that succeeds while the future is waited for, giving it back is the caller's."""
+        return self._begin(self.into, stretch, Receive(next(self._numbers), link, tag, stretch.start, stretch.length))
+
+    def _begin(self, region: Region, stretch: Stretch, order: Send | Receive) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._order(order)
+        self._transfers[order.number] = _Transfer(region, stretch, done)
+        return done
+
+    def _forget(self, link: int) -> None:
+        if not self.is_over:
+            self._closing[link] = self._loop.create_future()
+            self._order(Close(link))
+
+    def _order(self, order: Order) -> None:
+        if self._error is not None:
+            raise self._gone()
+        assert self._channel is not None, "it was started"
+        self._channel.write(frame(order))
+
+    def _gone(self) -> DatastatesError:
+        assert self._error is not None
+        return again(self._error)
+
+    # --- what it says -----------------------------------------------------------------------------------------------------
+
+    def take(self, report: Report) -> None:
+        """Act on a report.
+
+        :raises ValueError: nobody asked for that.
+        """
+        match report:
+            case Ended():
+                self._on_ended(report)
+            case Connected(link, problem):
+                made = self._connecting.pop(link, None)
+                if made is None:
+                    raise ValueError(f"a link {link} that nobody asked for")
+                _settle(made, None if problem is None else Disconnected(_unreachable(problem)))
+            case Closed(link):
+                closed = self._closing.pop(link, None)
+                if closed is None:
+                    raise ValueError(f"the end of link {link}, which nobody asked for")
+                _settle(closed, None)
+            case Started():
+                if self._started.done():
+                    raise ValueError("that it started, again")
+                self._started.set_result(report)
+            case Failed(problem):
+                hint = "check the UCX_… variables; UCX_LOG_LEVEL=info says more"
+                self._end(Unavailable(f"UCX does not start ({_printable(problem)}): {hint}"))
+
+    def _on_ended(self, report: Ended) -> None:
+        transfer = self._transfers.pop(report.number, None)
+        if transfer is None:
+            raise ValueError(f"the end of transfer {report.number}, which nobody asked for")
+        is_received = transfer.region is self.into and report.problem is None
+        if not is_received or transfer.done.done():
+            transfer.region.give_back(transfer.stretch)
+        error: DatastatesError | None = None
+        if report.is_too_long:
+            error = PeerFault("a message is longer than what was waited for")
+        elif report.problem is not None:
+            error = Disconnected(f"the peer's data plane is gone ({_printable(report.problem)})")
+        else:
+            self.moved += 1
+        _settle(transfer.done, error)
+
+    # --- life and death ---------------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> None:
+        await self._loop.connect_read_pipe(lambda: self._words, self._said)
+        self._channel, _ = await self._loop.create_connection(lambda: _Protocol(self), sock=self._control)
+        try:
+            async with asyncio.timeout(_START_S):
+                started = await asyncio.shield(self._started)
+        except TimeoutError:
+            self._end(Unavailable(f"the process that runs UCX has not started in {_START_S:g} s"))
+            await asyncio.shield(self._ended)
+            raise self._gone() from None
+        except asyncio.CancelledError:
+            self._end(Disconnected("the data plane was closed"))
+            raise
+        self.address, self.versions, self.resources, self.open = started.address, started.versions, started.resources, started.open
+        is_registered = any(not resource.startswith(_ETHERNET) for resource in started.resources)
+        self.out.hand_over(is_writable_there=is_registered)  # RDMA registers memory only as a whole; receivers compare digests
+        self.into.hand_over(is_writable_there=True)
+        self._order(Go(is_registered))
+
+    def lost(self, problem: str | None = None) -> None:
+        """Its end of the socket is closed, or it says what makes no sense."""
+        self._end(Disconnected(problem) if problem else None)
+
+    def _end(self, error: DatastatesError | None) -> None:
+        if self._error is None:
+            self._error = error or Disconnected("the process that runs UCX ended")
+            self._ending = self._loop.create_task(self._bury(is_told=error is not None))
+
+    async def _bury(self, *, is_told: bool) -> None:
+        if is_told:
+            self._process.kill()
+        await asyncio.to_thread(self._reap)
+        if not is_told:
+            self._error = Disconnected(f"the process that runs UCX (pid {self.pid}) {_cause(self._process.returncode)}{self._words.last}")
+        if self._channel is not None:
+            self._channel.close()
+        self._words.close()
+        _alive.discard(self)
+        self._fail()
+        self._ended.set_result(None)
+
+    def _reap(self) -> None:
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _fail(self) -> None:
+        error = self._gone()
+        fail(self._started, error)
+        for future in (*self._connecting.values(), *(transfer.done for transfer in self._transfers.values())):
+            fail(future, error)
+        for future in self._closing.values():
+            _settle(future, None)
+        self._transfers.clear()
+        for region in (self.out, self.into):
+            region.close(error)
+
+    def leave(self) -> None:
+        """In a forked child: the helper is the parent's."""
+        self._process.returncode = 0  # or its end would be waited for here
+        self._control.close()
+        self._said.close()
+
+
+class _Protocol(asyncio.Protocol):
+    def __init__(self, helper: Helper) -> None:
+        self._helper, self._inbox = helper, reports()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for report in self._inbox.take(data):
+                self._helper.take(report)
+        except ValueError as exc:  # msgspec's errors are among these
+            self._helper.lost(f"the process that runs UCX was ended: it reports what makes no sense ({exc})")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._helper.lost()
+
+
+class _Words(asyncio.Protocol):
+    """What UCX logs, which goes to standard error, and its last words, which say why it ended."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=3)
+        self._left = _SAID_BYTES
+        self._pipe: asyncio.ReadTransport | None = None
+
+    @property
+    def last(self) -> str:
+        """To be put behind the cause."""
+        return f", and said: {' / '.join(self._lines)}" if self._lines else ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.ReadTransport)
+        self._pipe = transport
+
+    def data_received(self, data: bytes) -> None:
+        for line in data.decode(errors="replace").splitlines():
+            if line.strip():
+                self._lines.append(_printable(line.strip())[:300])
+                self._left -= len(line)
+                if self._left > 0:
+                    sys.stderr.write(_printable(line) + "\n")
+
+    def close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+
+
+def _spawn(descriptors: tuple[int, int, int], words: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or name.startswith(("UCX_", "UCXX_", "RAPIDS_", "DATASTATES_UCX"))
+    }
+    places = [os.path.abspath(place) for place in sys.path if place]
+    root = str(Path(__file__).resolve().parents[3])
+    # NumPy is not to start threads, which would keep what they had before the helper gave it up
+    own = {
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([root, *places]),
+        "PYTHONSAFEPATH": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-m", "datastates.transport.wire.ucx_helper", *map(str, descriptors), str(os.getpid())]
+    return subprocess.Popen(
+        command,
+        env={**_OURS, **environment, **kept, **own},
+        cwd="/",
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=words,
+        start_new_session=True,
+    )
+
+
+def fail(future: asyncio.Future[Any], error: DatastatesError) -> None:
+    """Whoever waits gets the error, unless it is done."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # looked at: who began it may wait no more
+
+
+def _settle(future: asyncio.Future[None], error: DatastatesError | None) -> None:
+    if error is not None:
+        fail(future, error)
+    elif not future.done():
+        future.set_result(None)
+
+
+def _cause(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"ended with status {code}"
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
+
+
+def _unreachable(problem: str) -> str:
+    return f"the peer's data plane cannot be reached ({_printable(problem)}): see UCX_NET_DEVICES and UCX_TLS"
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+_alive: weakref.WeakSet[Helper] = weakref.WeakSet()
+
+
+_inherited: list[Helper] = []
+
+
+def _leave_all() -> None:
+    _inherited.extend(_alive)
+    _alive.clear()
+    for helper in _inherited:
+        helper.leave()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_inherited))  # what asyncio has of them belongs to the parent's loop: never touched here
+
+
+os.register_at_fork(after_in_child=_leave_all)
