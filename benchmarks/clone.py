@@ -1,10 +1,11 @@
 """What a clone costs: a state from one process into the live tensors of another, and what the source's training pays.
 
-    python benchmarks/clone.py [--quick] [--part large|tiny|latency|serving] [--json FILE] [--rounds N]
+    python benchmarks/clone.py [--quick] [--part large|tiny|latency|serving] [--hosts] [--json FILE] [--rounds N]
 
 Two processes, a sender and a receiver, with every way in turn, round after round; before each transfer the receiver's memory is
 cleared, after it every byte is compared. The floor moves one piece of prefaulted memory as our transport does, checks nothing and
-puts nothing into tensors. What shares one process with UCXX cannot start it twice: ours has a second pair of processes.
+puts nothing into tensors. What shares one process with UCXX cannot start it twice: ours has a second pair of processes. With
+``--hosts`` the two are in network namespaces of their own, as on two hosts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from capture_peers import Objects, state_bytes, state_tensors
 from clone_peers import FLOOR, WAYS, Ours, Way, why_not
 from common import machine, out, short, spread, table
 from gpt import LARGE, MEDIUM, TINY, Trainer
+from namespaces import INTERFACE, SENDER, enter, two_hosts
 
 GOAL = 0.85
 """How much of the floor's speed ours should reach, into live tensors and verified."""
@@ -50,6 +52,8 @@ OURS = (
     "datastates over UCX, in place",
 )
 """Read where it lies, as on one host; and over the wire, as between two."""
+
+OVER_THE_WIRE = OURS[2:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +109,18 @@ LOADS: dict[str, Callable[[bool], Load]] = {"large": _large, "tiny": _tiny, "lat
 # The two processes
 
 
-def work(role: str, part: str, names: list[str], quick: bool, orders: Connection, wire: Connection) -> None:
+def work(role: str, part: str, names: list[str], quick: bool, host: str | None, orders: Connection, wire: Connection) -> None:
     """A sender or a receiver: make the state, get every way ready, do as told until told None."""
+    if host is not None:
+        enter(host)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers' own
     load = LOADS[part](quick)
     side = (Sender if role == "sender" else Receiver)(load)
     for name in names:
         way = side.ways[name] = WAYS[name]()
+        if host is not None:
+            way.address, way.interface = SENDER, INTERFACE
         way.objects, way.wire = load.objects, wire
         side.prepare(way)
     orders.send([len(side.expected), state_bytes(load.objects)])
@@ -244,8 +252,8 @@ def _answer(end: Connection) -> Any:
 
 
 @contextlib.contextmanager
-def _pairs(part: str, names: list[str], quick: bool) -> Iterator[list[Pair]]:
-    """The processes for these ways; all of them ended afterwards."""
+def _pairs(part: str, names: list[str], quick: bool, hosts: dict[str, str]) -> Iterator[list[Pair]]:
+    """The processes for these ways, each on the host of its role, if it has one; all of them ended afterwards."""
     context = multiprocessing.get_context("spawn")
     processes, pairs = [], []
     ours = [name for name in names if issubclass(WAYS[name], Ours)]
@@ -255,7 +263,7 @@ def _pairs(part: str, names: list[str], quick: bool) -> Iterator[list[Pair]]:
             wires, ends = context.Pipe(), list[Connection]()
             for role, wire in zip(("sender", "receiver"), wires, strict=True):
                 end, orders = context.Pipe()
-                processes.append(context.Process(target=work, args=(role, part, group, quick, orders, wire), name=role))
+                processes.append(context.Process(target=work, args=(role, part, group, quick, hosts.get(role), orders, wire), name=role))
                 processes[-1].start()
                 orders.close()
                 ends.append(end)
@@ -277,11 +285,11 @@ def _pairs(part: str, names: list[str], quick: bool) -> Iterator[list[Pair]]:
 # The parts
 
 
-def transfers(part: str, what: str, names: list[str], *, quick: bool, rounds: int) -> dict[str, Any]:
+def transfers(part: str, what: str, names: list[str], *, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any]:
     """Every way in turn, after a round that does not count."""
     here = _possible(names)
     samples: dict[str, list[Sample]] = {name: [] for name in here}
-    with _pairs(part, here, quick) as pairs:
+    with _pairs(part, here, quick, hosts) as pairs:
         owner = {name: pair for pair in pairs for name in pair.names}
         for index in range(rounds + 1):
             for name in here:
@@ -322,11 +330,11 @@ def _ratios(samples: dict[str, list[Sample]], name: str) -> list[float]:
     return [floor.seconds / ours.seconds for floor, ours in zip(samples[FLOOR], samples[name], strict=True)]
 
 
-def large(*, quick: bool, rounds: int) -> dict[str, Any]:
+def large(*, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any]:
     """A 100M-parameter GPT with AdamW."""
-    names = [FLOOR, *OURS, "raw socket", "gloo broadcast"]
-    names += ["torchft HTTPTransport", "torch.save + load, shared memory"]
-    found = transfers("large", "GPT + AdamW", names, quick=quick, rounds=rounds)
+    names = [FLOOR, *(OVER_THE_WIRE if hosts else OURS), "raw socket", "gloo broadcast"]
+    names += [] if hosts else ["torchft HTTPTransport", "torch.save + load, shared memory"]
+    found = transfers("large", "GPT + AdamW", names, quick=quick, rounds=rounds, hosts=hosts)
     medians = {name: statistics.median(sample["seconds"] for sample in samples) for name, samples in found["samples"].items()}
     peers = {name: median for name, median in medians.items() if name != FLOOR and not issubclass(WAYS[name], Ours)}
     for name in [] if quick else medians:
@@ -340,28 +348,28 @@ def large(*, quick: bool, rounds: int) -> dict[str, Any]:
     return found
 
 
-def tiny(*, quick: bool, rounds: int) -> dict[str, Any]:
+def tiny(*, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any]:
     """10,000 tensors of 1 KiB: what each tensor costs, whatever its size."""
     names = [FLOOR, *OURS, "UCXX, a message a tensor", "torch.save + load, shared memory"]
-    return transfers("tiny", "tiny tensors", names, quick=quick, rounds=rounds)
+    return transfers("tiny", "tiny tensors", names, quick=quick, rounds=rounds, hosts=hosts)
 
 
-def latency(*, quick: bool, rounds: int) -> dict[str, Any]:
+def latency(*, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any]:
     """A state of 1 MB."""
     names = [FLOOR, *OURS, "datastates, with connect", "raw socket"]
     names += ["torchft HTTPTransport", "torch.save + load, shared memory"]
-    found = transfers("latency", "a small state", names, quick=quick, rounds=rounds * 5)
+    found = transfers("latency", "a small state", names, quick=quick, rounds=rounds * 5, hosts=hosts)
     for name in [name for name in found["samples"] if issubclass(WAYS[name], Ours)]:
         median = 1e3 * statistics.median(sample["seconds"] for sample in found["samples"][name])
         goal(f"{name}: {median:.1f} ms, wanted at most {LATENCY_GOAL_MS:.0f}", median <= LATENCY_GOAL_MS)
     return found
 
 
-def serving(*, quick: bool, rounds: int) -> dict[str, Any]:
+def serving(*, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any]:
     """A 29M-parameter GPT that trains while a receiver clones its state without a pause."""
     here = _possible([FLOOR, "datastates, in place", "datastates over TCP, in place"])
     rows, found = [], {}
-    with _pairs("serving", here, quick) as pairs:
+    with _pairs("serving", here, quick, hosts) as pairs:
         for pair in pairs:
             name = pair.names[0]
             found[name] = _slowdown(pair, name, rounds)
@@ -401,10 +409,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny states: does it run?")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--rounds", type=int, help="how often each way is measured (7)")
+    parser.add_argument("--hosts", action="store_true", help="two network namespaces instead of loopback: the part large, for root")
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 7)
-    out(f"{machine()}; two processes on loopback, torch on one thread")
-    results = {part: PARTS[part](quick=options.quick, rounds=rounds) for part in options.part or PARTS}
+    out(f"{machine()}; two processes {'in two network namespaces' if options.hosts else 'on loopback'}, torch on one thread")
+    parts = ["large"] if options.hosts else options.part or PARTS
+    with two_hosts() if options.hosts else contextlib.nullcontext(dict[str, str]()) as hosts:
+        results = {part: PARTS[part](quick=options.quick, rounds=rounds, hosts=hosts) for part in parts}
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

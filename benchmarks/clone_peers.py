@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 4 << 20
+TOKEN = "a token of this benchmark"
 WINDOW = 8
 UCX_OPTIONS = {"TCP_TX_SEG_SIZE": "1M", "TCP_RX_SEG_SIZE": "1M"}
 """What ``datastates.transport`` sets too; UCX's own defaults move a third of it."""
@@ -57,6 +58,8 @@ class Way(ABC):
 
     wire: Connection
     objects: Objects
+    address = "127.0.0.1"  # the sender's
+    interface = "lo"
 
     @abstractmethod
     def offer(self) -> None:
@@ -180,13 +183,13 @@ class RawSocket(Flat):
     """One TCP connection, ``sendall`` and ``recv_into``."""
 
     def offer(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_server((self.address, 0)) as listener:
             self.wire.send(listener.getsockname()[1])
             super().offer()
             self.peer = listener.accept()[0]
 
     def expect(self) -> None:
-        self.peer = socket.create_connection(("127.0.0.1", self.wire.recv()))
+        self.peer = socket.create_connection((self.address, self.wire.recv()))
         super().expect()
 
     def meet(self) -> None:
@@ -219,7 +222,7 @@ class Gloo(Flat):
         super().expect()
 
     def meet(self) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", self.interface)
         torch.distributed.init_process_group("gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=2)
 
     def serve(self) -> None:
@@ -315,8 +318,10 @@ class Ours(Way):
     def offer(self) -> None:
         self.ends = contextlib.ExitStack()
         scheme = "ucx" if self.data == "ucx" else "tcp"
-        self.tls = self.ends.enter_context(_certificate()) if self.is_secret else None
-        server = self.ends.enter_context(_repo(self.objects).serve(f"{scheme}://127.0.0.1:0", data=self.data, tls=self.tls))
+        self.tls = self.ends.enter_context(_certificate(self.address)) if self.is_secret else None
+        server = self.ends.enter_context(
+            _repo(self.objects).serve(f"{scheme}://{self.address}:0", token=TOKEN, data=self.data, tls=self.tls)
+        )
         self.wire.send((server.url, self.tls and self.tls.certificate))
 
     def expect(self) -> None:
@@ -326,7 +331,7 @@ class Ours(Way):
         self.peer = self._connect() if self.is_connected else None
 
     def _connect(self) -> datastates.Peer:
-        peer = datastates.connect(self.url, data=self.data, tls=self.tls)
+        peer = datastates.connect(self.url, token=TOKEN, data=self.data, tls=self.tls)
         self.ends.callback(peer.close)
         return peer
 
@@ -374,12 +379,12 @@ class OursOverUcx(Ours):
 
 
 @contextlib.contextmanager
-def _certificate() -> Iterator[datastates.Tls]:
-    """For 127.0.0.1, signed by itself."""
+def _certificate(address: str) -> Iterator[datastates.Tls]:
+    """For an address, signed by itself."""
     with tempfile.TemporaryDirectory(prefix="datastates-tls-") as folder:
         certificate, key = Path(folder, "certificate.pem"), Path(folder, "key.pem")
         command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-        command += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+        command += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=test", "-addext", f"subjectAltName=IP:{address}"]
         subprocess.run(command, check=True, capture_output=True)
         yield datastates.Tls(certificate=certificate, key=key)
 
