@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import datastates
+from datastates import testing
 
 PUBLIC = {
     *("Ensemble", "Guard", "Prediction", "Rewind"),
@@ -73,3 +74,18 @@ def test_importing_does_without_torch(code: str) -> None:
 
 def test_importing_the_package_alone_is_cheap() -> None:
     assert not modules_after("import datastates; datastates.NotFound, datastates.Config") & {"sqlalchemy", "msgspec", "typer", "rich"}
+
+
+def test_faults_do_without_pytest_and_suites_are_imported_when_they_are_used() -> None:
+    assert "pytest" not in modules_after(
+        "from datastates.testing import fail_at, WrappedTier; import datastates.testing; dir(datastates.testing)"
+    )
+    assert "pytest" in modules_after("from datastates.testing import TierSuite, TransportSuite")
+
+
+def test_names_for_tests_resolve_are_sorted_and_are_listed_by_dir() -> None:
+    assert set(dir(testing)) >= set(testing.__all__) >= {"TierSuite", "TransportSuite", "WrappedTier", "crash_at", "fail_at"}
+    assert testing.__all__ == sorted(testing.__all__)
+    assert all(getattr(testing, name) is not None for name in testing.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        testing.nothing  # noqa: B018  # the access is what is tested

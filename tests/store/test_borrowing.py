@@ -15,7 +15,7 @@ from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.store.index import SHARED_BYTES, ChunkIndex, Hint
 from datastates.store.local import LocalTier
 from datastates.store.tier import Payload
-from tests.store.build import chunks_of, numbers, payload, stream
+from datastates.testing.states import chunks_of, numbers, payload, stream
 from tests.store.test_crashes import run
 from tests.store.test_local import flip
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from datastates.store.local import LocalTier
-from tests.store.build import chunks_of, small, stream
+from datastates.testing.states import chunks_of, small, stream
 from tests.support import warm
 
 STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed"]
@@ -25,7 +25,7 @@ import os, sys
 from pathlib import Path
 from datastates.store.local import LocalTier
 from datastates.testing import crash_at
-from tests.store.build import small
+from datastates.testing.states import small
 
 def dies(work):
     child = os.fork()
@@ -85,7 +85,7 @@ _WORKERS = """
 import os, sys
 from pathlib import Path
 from datastates.store.local import LocalTier
-from tests.store.build import chunks_of, small, stream
+from datastates.testing.states import chunks_of, small, stream
 
 def work(name):
     tier, base, kept = LocalTier(Path(sys.argv[1])), None, []

@@ -16,7 +16,7 @@ from datastates.store.files import locked
 from datastates.store.local import LocalTier
 from datastates.store.mapped import MappedReader
 from datastates.system.regular import make_regular, open_regular, read_regular
-from tests.store.build import chunks_of, numbers, payload, small
+from datastates.testing.states import chunks_of, numbers, payload, small
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from datastates.content.digest import chunk_digest
 from datastates.errors import Unavailable
 from datastates.store.local import LocalTier
 from datastates.testing import FullDiskTier, SlowTier, TornTier, fail_at
-from tests.store.build import small
+from datastates.testing.states import small
 
 
 def test_a_step_fails_once_after_as_many_as_were_let_pass(tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.store.local import LocalTier
 from datastates.store.tier import Payload, Tier
-from datastates.testing import fail_at
-from tests.store.build import chunks_of, numbers, payload, small, stream
-from tests.store.suite import TierSuite
+from datastates.testing import TierSuite, fail_at
+from datastates.testing.states import chunks_of, numbers, payload, small, stream
 
 STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed"]
 

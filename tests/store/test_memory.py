@@ -14,8 +14,8 @@ from datastates.errors import Corrupt, InvalidInput, OverBudget
 from datastates.store.arena import Arena
 from datastates.store.memory import MemoryTier
 from datastates.store.tier import Payload, Tier
-from tests.store.build import chunks_of, numbers, payload, small, stream
-from tests.store.suite import TierSuite
+from datastates.testing import TierSuite
+from datastates.testing.states import chunks_of, numbers, payload, small, stream
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from datastates.content.manifest import CHUNK_BYTES
 from datastates.store.local import LocalTier
 from datastates.store.pack import PAGE, lay_out, padded, payload_bytes
 from datastates.store.tier import Payload
-from tests.store.build import numbers, payload, small
+from datastates.testing.states import numbers, payload, small
 
 PLAIN = {
     "model/w": torch.arange(12, dtype=torch.float32).reshape(3, 4),

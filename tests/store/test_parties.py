@@ -16,7 +16,7 @@ from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
 from datastates.store.tier import Payload
-from tests.store.build import payload, stream
+from datastates.testing.states import payload, stream
 from tests.support.colliding import collide_somewhere
 
 LENGTH = 70_000

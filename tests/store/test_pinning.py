@@ -18,8 +18,7 @@ from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Unavailable
 from datastates.store.arena import Arena
 from datastates.store.memory import MemoryTier
-
-from .build import numbers, payload
+from datastates.testing.states import numbers, payload
 
 if TYPE_CHECKING:
     import pytest

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault
+from datastates.testing import TransportSuite
+from datastates.testing.transports import linked
 from datastates.transport import loop
 from datastates.transport.contract import Link, SupportsParts, Terms, Tls
 from datastates.transport.session.server import Server
@@ -27,7 +29,6 @@ from datastates.transport.wire.joining import HEADER_BYTES
 from datastates.transport.wire.lanes import LANES, MOST, Lanes
 from datastates.transport.wire.tcp_transport import TcpTransport
 from tests.transport.stores import CHUNK, UID, MemorySource, MemoryStore
-from tests.transport.suite import TransportSuite, linked
 from tests.transport.test_tcp import _certificate
 from tests.transport.worlds import STATE, offer, opened, receive, until
 

@@ -16,17 +16,17 @@ from contextlib import contextmanager
 import pytest
 
 from datastates.errors import Disconnected
+from datastates.testing import TransportSuite
 from datastates.transport import loop
 from datastates.transport.contract import Transport
 from datastates.transport.wire.registry import transport_for
 from tests.support import warm
 
-from .suite import TransportSuite
-
 pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
 
 PEER = """
 import asyncio, sys
+from datastates.testing import TransportSuite
 from datastates.transport import loop
 from datastates.transport.wire.registry import transport_for
 
@@ -192,7 +192,8 @@ def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[s
     """In a process of its own, with ``echo`` and ``loop`` at hand; what it prints."""
     start = textwrap.dedent("""
         import asyncio, os, sys, time
-        from datastates.transport import loop
+        from datastates.testing import TransportSuite
+from datastates.transport import loop
         from datastates.transport.wire.registry import transport_for
         from tests.transport.test_ucx import echo
     """)

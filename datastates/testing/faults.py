@@ -7,9 +7,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
-from .content.manifest import Manifest
-from .errors import Unavailable
-from .store.tier import Payload, Placed, Reader, Tier
+from datastates.content.manifest import Manifest
+from datastates.errors import Unavailable
+from datastates.store.tier import Payload, Placed, Reader, Tier
 
 __all__ = ["FullDiskTier", "SlowTier", "TornTier", "WrappedTier", "crash_at", "fail_at"]
 

@@ -11,7 +11,10 @@ import torch
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed, Corrupt, InvalidInput, NotFound
 from datastates.store.tier import Payload, Tier
-from tests.store.build import chunks_of, lengths, numbers, payload, small, stream
+
+from .states import chunks_of, lengths, numbers, payload, small, stream
+
+__all__ = ["TierSuite"]
 
 
 class TierSuite(ABC):

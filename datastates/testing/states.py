@@ -13,6 +13,8 @@ from datastates.content.geometry import dense_view, spec_of
 from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
 from datastates.store.tier import Payload, Reader
 
+__all__ = ["Group", "aligned", "chunks_of", "lengths", "numbers", "payload", "small", "stream"]
+
 Group = dict[str, torch.Tensor]
 
 

@@ -1,4 +1,4 @@
-"""What every transport keeps of the contract; each inherits the suite and says how to make one."""
+"""What every transport must do, whatever it sends over. A transport inherits the suite and gives it a ``transport`` and a ``url``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,12 +16,12 @@ import pytest
 
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.transport import loop
-from datastates.transport.contract import Channel, Link, Listener, Transport
+from datastates.transport.contract import Channel, Link, Transport
+
+__all__ = ["TransportSuite", "linked", "meeting"]
 
 LIMIT = 1 << 20
 PATIENCE_S = 60.0
-
-Serve = Callable[[Channel], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -58,8 +59,18 @@ async def linked(transport: Transport) -> AsyncIterator[tuple[Link, Link]]:
         await there.abort()
 
 
-class TransportSuite:
-    """Inherit it, and give ``transport`` and ``url`` as fixtures."""
+class TransportSuite(ABC):
+    """Inherit it as ``class TestMyTransport(TransportSuite)`` with fixtures ``transport`` and ``url``."""
+
+    @pytest.fixture
+    @abstractmethod
+    def transport(self) -> Transport:
+        """The transport, of which both ends lie in this process."""
+
+    @pytest.fixture
+    @abstractmethod
+    def url(self) -> str:
+        """An address that ``listen`` takes, with a port that is free."""
 
     def run(self, work: Coroutine[Any, Any, object]) -> None:
         loop.run(work, timeout_s=PATIENCE_S)
@@ -353,6 +364,3 @@ def count_descriptors() -> int:
 
 async def count_tasks() -> int:
     return len(asyncio.all_tasks())
-
-
-__all__ = ["Listener", "TransportSuite", "linked", "meeting"]

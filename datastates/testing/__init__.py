@@ -1,0 +1,45 @@
+"""What tests of your own parts need: suites that a tier or a transport has to pass, and faults to test against.
+
+    from datastates.testing import TierSuite
+
+    class TestMyTier(TierSuite):
+        @pytest.fixture
+        def tier(self, tmp_path):
+            return MyTier(tmp_path)
+
+The suites need pytest and are imported when they are first used; the faults need nothing besides ``datastates``.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .faults import FullDiskTier, SlowTier, TornTier, WrappedTier, crash_at, fail_at
+
+if TYPE_CHECKING:
+    from .tiers import TierSuite
+    from .transports import TransportSuite
+
+__all__ = ["FullDiskTier", "SlowTier", "TierSuite", "TornTier", "TransportSuite", "WrappedTier", "crash_at", "fail_at"]
+
+_SUITES = {"TierSuite": "tiers", "TransportSuite": "transports"}
+"""The modules that need pytest."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a suite when it is first used, so that pytest explains its failed assertions as it does those of a test file."""
+    if name not in _SUITES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = f"{__name__}.{_SUITES[name]}"
+    if module not in sys.modules:
+        import pytest
+
+        pytest.register_assert_rewrite(module)
+    globals()[name] = value = getattr(import_module(module), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
