@@ -27,6 +27,7 @@ from typing import ClassVar, Protocol
 from datastates.content.digest import decode, encode
 from datastates.content.manifest import Manifest, PackInfo
 from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.lineage.states import Status
 from datastates.system.regular import read_regular
 from datastates.system.sharing import make_folders
 
@@ -66,6 +67,7 @@ class LocalTier(Tier):
     """
 
     name = "local"
+    gives = Status.DURABLE
 
     def __init__(self, root: Path, *, direct: bool | None = None, on_step: Callable[[str], None] | None = None, rank: int = 0) -> None:
         self.root = Path(root)

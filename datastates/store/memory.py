@@ -18,6 +18,7 @@ import numpy as np
 from datastates.content.digest import chunk_digest
 from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, OverBudget
+from datastates.lineage.states import Status
 from datastates.system.interrupts import Mutex, undisturbed
 
 from .arena import Arena
@@ -67,9 +68,10 @@ class MemoryTier(Tier):
     """States within the budget of an arena, content-addressed: equal chunks share a slot."""
 
     name = "memory"
+    gives = Status.CAPTURED
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, node: str = "") -> None:
+        self._arena, self.node = arena, node
         self._states: dict[str, _State] = {}
         self._lingering: dict[int, _State] = {}  # removed, and kept by readers
         self.on_let_go: Callable[[], None] = lambda: None
@@ -172,6 +174,11 @@ class MemoryTier(Tier):
             state.readers += 1
             slots = [chunk.slot for chunk in state.chunks]
         return _MemoryReader(self, self._arena, state, slots, verify=verify)
+
+    def has(self, uid: str) -> bool:
+        """Whether a state is held."""
+        with self._lock:
+            return uid in self._states
 
     def uids(self) -> Iterator[str]:
         """The uid of every state that is held."""

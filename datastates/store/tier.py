@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from datastates.content.manifest import CHUNK_BYTES, Manifest
-from datastates.errors import InvalidInput
+from datastates.errors import InvalidInput, NotFound
+from datastates.lineage.states import Status
 from datastates.system.interrupts import checkpoint
 
-__all__ = ["Payload", "Placed", "Reader", "Tier"]
+__all__ = ["Payload", "Placed", "Reader", "SupportsDirectWrite", "SupportsManifests", "SupportsRemoval", "Tier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,15 @@ class Reader(ABC):
 
 
 class Tier(ABC):
-    """A place for payload. Every method is safe from any thread."""
+    """A place for payload. Every method is safe from any thread.
+
+    ``name`` is what the lineage calls it, in at most twelve letters; ``gives`` is the status of a state that is whole here, which says
+    what it survives; ``node`` names the process, folder or machine that the tier is lost with, and is empty where there is none.
+    """
 
     name: ClassVar[str]
+    gives: ClassVar[Status] = Status.EXTERNAL
+    node: str = ""
 
     @abstractmethod
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
@@ -170,15 +177,48 @@ class Tier(ABC):
         """The uid of every complete state that is here, in no order."""
 
     @abstractmethod
+    def close(self) -> None:
+        """Let go of files and memory; idempotent."""
+
+    def has(self, uid: str) -> bool:
+        """Whether a state is here, as far as can be told without reading its bytes."""
+        try:
+            self.open(uid, verify=False).close()
+        except NotFound:
+            return False
+        return True
+
+
+@runtime_checkable
+class SupportsRemoval(Protocol):
+    """A tier that can drop a state. One that cannot keeps what it was given: an archive, a bucket that only its owner cleans."""
+
     def remove(self, uid: str) -> int:
         """Drop a state and every byte that no other state here needs; the payload bytes set free. Unknown uid: 0.
 
         It is gone for ``open`` and ``uids`` at once; what open readers need is set free when the last of them closes.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of files and memory; idempotent."""
+
+@runtime_checkable
+class SupportsManifests(Protocol):
+    """A tier whose states can be looked at, and read in part, without opening all of their bytes."""
+
+    def manifest(self, uid: str) -> Manifest:
+        """The manifest of a state, with the place of each chunk.
+
+        :raises NotFound: it is not here.
+        :raises Corrupt: it is damaged, or another state's.
+        """
+
+
+@runtime_checkable
+class SupportsDirectWrite(Protocol):
+    """A tier that writes memory as it lies, past caches, where it begins at a page."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it does so here."""
 
 
 def _brief(lengths: list[int]) -> str:

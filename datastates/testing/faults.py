@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 from datastates.content.manifest import Manifest
-from datastates.errors import Unavailable
-from datastates.store.tier import Payload, Placed, Reader, Tier
+from datastates.errors import Unavailable, Unsupported
+from datastates.store.tier import Payload, Placed, Reader, SupportsRemoval, Tier
 
 __all__ = ["FullDiskTier", "SlowTier", "TornTier", "WrappedTier", "crash_at", "fail_at"]
 
@@ -63,7 +63,12 @@ class WrappedTier(Tier):
         return self.inner.uids()
 
     def remove(self, uid: str) -> int:
-        """As the inner tier does."""
+        """As the inner tier does.
+
+        :raises Unsupported: it removes nothing.
+        """
+        if not isinstance(self.inner, SupportsRemoval):
+            raise Unsupported(f"the {self.inner.name} tier removes nothing")
         return self.inner.remove(uid)
 
     def close(self) -> None:

@@ -1,0 +1,127 @@
+"""The tiers of a repository, nearest first: which of them a state is read from, and what the lineage calls them.
+
+    tiers.captured   where captures and arrivals come into, once there is one; it is lost with its process
+    tiers.durable    the repository's own folder of packs
+    tiers.further    what the user gave: each state that becomes durable is put there too
+
+Nobody outside ``store`` names a tier: the lineage is told ``tier.name`` and ``tier.node``, and asked with ``VOLATILE``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from datastates import values
+from datastates.content.manifest import Manifest
+from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from datastates.lineage.states import State, Status
+
+from .local import LocalTier
+from .memory import MemoryTier
+from .reading import of_state
+from .seal import SealedChunks
+from .tier import Payload, Reader, Tier
+
+__all__ = ["DURABLE", "VOLATILE", "Tiers", "check_further", "payload_of"]
+
+VOLATILE = frozenset({MemoryTier.name})
+"""The tiers that are lost with the process whose they are, as the lineage calls them."""
+
+DURABLE = LocalTier.name
+"""The tier that lies in folders of packs, as the lineage calls it."""
+
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")
+_GIVEN = (Status.DURABLE, Status.REPLICATED, Status.EXTERNAL)
+
+
+class Tiers:
+    """Safe from any thread. ``captured`` is None until something is captured or arrives."""
+
+    def __init__(self, durable: LocalTier, further: Sequence[Tier] = ()) -> None:
+        self.durable, self.further = durable, check_further(further)
+        self.captured: MemoryTier | None = None
+
+    def __iter__(self) -> Iterator[Tier]:
+        """All of them, nearest first."""
+        return iter((*(() if self.captured is None else (self.captured,)), *self.lasting))
+
+    @property
+    def lasting(self) -> tuple[Tier, ...]:
+        """Those that outlive this process, nearest first."""
+        return (self.durable, *self.further)
+
+    def has(self, uid: str) -> bool:
+        """Whether one of them has a state, as far as they answer."""
+        for tier in self:
+            with suppress(Unavailable):
+                if tier.has(uid):
+                    return True
+        return False
+
+    def open(self, state: State, *, verify: bool = True) -> Reader:
+        """A state from the nearest tier that has it.
+
+        :raises NotFound: none has it.
+        :raises Corrupt: it is damaged there, or is another than the lineage says.
+        :raises Unavailable: a tier that may have it does not answer, and no further one has it.
+        """
+        return _open(iter(self), state, verify=verify)
+
+    def reopen(self, state: State, *, verify: bool = True) -> Reader:
+        """As ``open``, from those that outlive this process: its memory is wanted back."""
+        return _open(iter(self.lasting), state, verify=verify)
+
+    def placed(self, uid: str) -> Manifest | None:
+        """The manifest of a state that is durable here, for another one to refer to what they share; None where there is none."""
+        try:
+            return self.durable.manifest(uid)
+        except (NotFound, Corrupt):
+            return None
+
+    def close(self) -> None:
+        """Close those that outlive this process; idempotent."""
+        for tier in self.lasting:
+            tier.close()
+
+
+def payload_of(reader: Reader) -> Payload:
+    """What an open reader reads, to be put elsewhere: each chunk is read and checked when it is asked for. Its places are left out."""
+    return Payload(msgspec.structs.replace(reader.manifest, packs=(), refs=()), SealedChunks(reader), is_on_demand=True)
+
+
+def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
+    """The tiers that a user gave, if they can stand behind the repository's own.
+
+    :raises InvalidInput: one is no tier, or its name or status makes no sense there.
+    """
+    names = {MemoryTier.name, LocalTier.name}
+    for tier in tiers:
+        if not isinstance(tier, Tier):
+            raise InvalidInput(f"tiers holds {values.shown(tier)}: give objects of a class that inherits datastates.store.Tier")
+        name = getattr(tier, "name", None)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidInput(f"the name of {values.shown(tier)} is {name!r}: say one of 1 to 12 lower-case letters, digits and dashes")
+        if name in names:
+            raise InvalidInput(f"two tiers are called {name!r}: states are found by the names of tiers, so give each one of its own")
+        if tier.gives not in _GIVEN:
+            raise InvalidInput(f"the {name} tier gives {tier.gives!r}: say one of {', '.join(map(repr, map(str, _GIVEN)))}")
+        names.add(name)
+    return tuple(tier for tier in tiers if isinstance(tier, Tier))
+
+
+def _open(tiers: Iterator[Tier], state: State, *, verify: bool) -> Reader:
+    away: Unavailable | None = None
+    for tier in tiers:
+        try:
+            return of_state(tier.open(state.uid, verify=verify), state)
+        except NotFound:
+            continue
+        except Unavailable as exc:
+            away = away or exc
+    if away is not None:
+        raise away
+    raise NotFound(f"state {state.uid} is in none of the tiers")
