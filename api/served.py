@@ -44,7 +44,7 @@ class Served:
 
     def __init__(self, name: str, repository: Repository) -> None:
         self.name, self.repository = name, repository
-        self.feed = Feed(repository._database.read, name=name)
+        self.feed = Feed(repository.core.database.read, name=name)
         self.downloads = threading.BoundedSemaphore(DOWNLOADS)
         self.windows = Windows()
         self.curves = Curves()
@@ -70,17 +70,17 @@ class Served:
     @contextmanager
     def reading_all(self) -> Iterator[Session]:
         """The same for what the server itself wants to know, however long it takes."""
-        with self.repository._reading() as session:
+        with self.repository.core.reading() as session:
             yield session
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A durable transaction; captures of this process see it at once."""
-        self.repository._check_open()
-        with self.repository._database.write(durable=True) as session:
+        self.repository.core.check_open()
+        with self.repository.core.database.write(durable=True) as session:
             yield session
-        if self.repository._running is not None:
-            self.repository._running.refs_changed()
+        if self.repository.core.running is not None:
+            self.repository.core.running.refs_changed()
         self.feed.look()
 
     def warm(self) -> None:

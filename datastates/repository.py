@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,16 +15,12 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from . import values
 from .capture.line import Line
-from .capture.runner import Runner
-from .capture.shutdown import close_at_exit, closed, settle
+from .capture.shutdown import settle
 from .config import BackPressure, Config, data_plane
-from .content.manifest import CHUNK_BYTES
-from .errors import Closed, Conflict, DatastatesError, InvalidInput, NotFound
+from .errors import Conflict, DatastatesError, InvalidInput
 from .lineage.change import refs as lineage_refs
-from .lineage.change import runs, seals
-from .lineage.database import Database
 from .lineage.search import pages as search
-from .lineage.search import revision, walk
+from .lineage.search import walk
 from .lineage.states import Ref, RefEvent, RefKind, State
 from .objects.handed import split_values
 from .objects.loops import LOOPS
@@ -34,26 +28,16 @@ from .objects.oversights import refuse_misspelt
 from .objects.report import RestoreReport, Selection
 from .objects.restore import reads, restore_into
 from .objects.rng import RngState
-from .opening.belongings import Belongings
-from .opening.environment import describe_run, node_name
-from .opening.home import FOLDER, PACKS, settle_in
-from .opening.lease import Lease
-from .opening.location import Location, check_whole, locate
-from .opening.recovery import recover
+from .opening.core import Core
+from .opening.location import Location, locate
 from .policy.cadence import Cadence
 from .show.frames import States
-from .store.arena import Arena
-from .store.local import LocalTier
-from .store.memory import MemoryTier
-from .store.reading import of_state, read_tree
+from .store.reading import read_tree
 from .store.seal import SealedChunks
-from .store.tier import Reader
 from .system.interrupts import undisturbed
-from .system.memory import available_memory_bytes
 from .tracking.outset import check_origin, origin_of, set_out
 from .tracking.succession import enter, take_over
 from .tracking.tracker import Tracker
-from .upkeep.missing import explain
 from .upkeep.salvage import naming_a_way_on
 
 if TYPE_CHECKING:
@@ -121,27 +105,13 @@ class Repository:
     """A lineage and the tiers that hold its states. Reading is safe from any thread; tracking belongs to the training thread."""
 
     def __init__(self, location: Location, config: Config) -> None:
-        self.location, self.config = location, config
-        self.node = node_name()
-        self._pid = os.getpid()
-        check_whole(location)
-        self._database = Database(location.database_url)
-        try:
-            self._local = LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step)
-            self._home = settle_in(location, self._database)
-            self.recovered = recover(self._database, self._local, self._home)
-        except BaseException:
-            self._database.close()
-            raise
-        self._belongings: Belongings | None = None
-        self._arena: Arena | None = None
-        self._memory: MemoryTier | None = None
-        self._running: Runner | None = None
-        self._lease: Lease | None = None
-        self._run_uid: str | None = None
-        self._trackers: weakref.WeakSet[Tracker] = weakref.WeakSet()
-        self._servers: list[Server] = []
-        self._is_closed = self._is_ended = False
+        self._core = core = Core(location, config)
+        self.location, self.config, self.node, self.recovered = core.location, core.config, core.node, core.recovered
+
+    @property
+    def core(self) -> Core:
+        """What the rest of this package works with; nothing of it is promised to users."""
+        return self._core
 
     # --- tracking --------------------------------------------------------------------------------------------------------
 
@@ -176,9 +146,9 @@ class Repository:
         :raises Unavailable: the repository can only be read, or the branch's bytes are with somebody else.
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
         """
-        self._check_open()
+        self.core.check_open()
         branch = values.text(branch, "branch")
-        self._home.check_writable()
+        self.core.home.check_writable()
         if not isinstance(rng, bool):
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
         for name in objects:
@@ -218,37 +188,11 @@ class Repository:
                     self.branch(branch, begin.uid)  # now that its objects stand there: a fork that fails leaves no branch
             except BaseException:
                 tracker._fence.remove()
-                self._runner().drop_line(line)
+                self.core.runner().drop_line(line)
                 raise
-            self._trackers.add(tracker)
+            self.core.trainings.add(tracker)
             enter(tracker)
             return tracker
-
-    def _runner(self) -> Runner:
-        """The threads behind captures; made when the first tracker is."""
-        if self._running is None:
-            budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
-            folder = self._home.check_writable()
-            run = describe_run({FOLDER: folder, PACKS: str(self.location.packs)})
-            self._lease = self._home.lease(run.uid)
-            with self._database.write() as session:
-                runs.start(session, run)
-            self._run_uid = run.uid
-            self._arena = Arena(budget)
-            self._memory = MemoryTier(self._arena)
-            self._running = Runner(
-                database=self._database,
-                arena=self._arena,
-                memory=self._memory,
-                local=self._local,
-                config=self.config,
-                run=run,
-                node=self.node,
-                folder=folder,
-            )
-            self._belongings = Belongings(self._database, self._local, self._lease, run.uid, self._arena, self._memory, self._running)
-            close_at_exit(self, self._belongings.end_unowned)
-        return self._running
 
     # --- states ----------------------------------------------------------------------------------------------------------
 
@@ -259,8 +203,7 @@ class Repository:
         :raises NotFound: it names none; lists close names.
         :raises SyntaxProblem: it does not parse; points at the column.
         """
-        with self._reading() as session:
-            return revision.resolve(session, values.revision(rev))
+        return self.core.state(rev)
 
     @values.takes(rev=values.revision, only=values.patterns, device=values.optional(_device))
     def load(self, rev: str | State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None) -> Any:
@@ -273,7 +216,7 @@ class Repository:
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         """
         state = self.state(rev)
-        with undisturbed(), naming_a_way_on(self, state), self._open_payload(state) as reader:
+        with undisturbed(), naming_a_way_on(self, state), self.core.open_payload(state) as reader:
             return read_tree(reader, wants=Selection(only).wants, device=device)
 
     @values.takes(rev=values.revision, into=values.named, only=values.patterns, strict=values.flag)
@@ -294,45 +237,19 @@ class Repository:
         :raises Corrupt: the first that is wrong.
         """
         state = self.state(rev)
-        with undisturbed(), self._open_payload(state, verify=True) as reader:
+        with undisturbed(), self.core.open_payload(state, verify=True) as reader:
             chunks = SealedChunks(reader)
             chunks.check()
             reader.verify_headers()
-        self._seal(state.uid, chunks.seal)
+        self.core.seal(state.uid, chunks.seal)
         return state
 
-    def _seal(self, uid: str, seal: str) -> None:
-        """What a state was found to hold is what it holds from now on, as far as the lineage may be written."""
-        with self._database.read() as session:
-            known = seals.seals(session, [uid]).get(uid)
-        seals.check(known, seal, uid)
-        if known is None and self._database.read_only is None:
-            with self._database.write() as session:
-                seals.seal(session, uid, seal)
-
     def _restore(self, state: State, into: Mapping[str, object], *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
-        for tracker in list(self._trackers):
+        for tracker in list(self.core.trainings):
             tracker.fence()
-        with undisturbed(), naming_a_way_on(self, state), self._open_payload(state) as reader:
+        with undisturbed(), naming_a_way_on(self, state), self.core.open_payload(state) as reader:
             tree = read_tree(reader, wants=reads(into, only), is_borrowing=True)
             return restore_into(into, tree, only=only, strict=strict)
-
-    def _open_payload(self, state: State, *, verify: bool | None = None) -> Reader:
-        """The nearest tier that holds the state, which is what the lineage says. ``verify`` is the configured one, unless it is given.
-
-        :raises Corrupt: the manifest is another state's.
-        """
-        verify = self.config.verify if verify is None else verify
-        if self._memory is not None:
-            try:
-                return of_state(self._memory.open(state.uid, verify=verify), state)
-            except NotFound:
-                pass
-        try:
-            return of_state(self._local.open(state.uid, verify=verify), state)
-        except NotFound:
-            with self._database.read() as session:
-                raise explain(self, session, walk.state(session, state.uid)) from None
 
     # --- refs ------------------------------------------------------------------------------------------------------------
 
@@ -375,20 +292,18 @@ class Repository:
 
         :raises NotFound: there is no such ref.
         """
-        self._settle()
-        with self._database.write(durable=True) as session:
+        self._core.settle()
+        with self._core.writing() as session:
             lineage_refs.delete(session, name)
-        if self._running is not None:
-            self._running.refs_changed()
 
     def refs(self) -> list[Ref]:
         """Every branch and tag, by name."""
-        with self._reading() as session:
+        with self.core.reading() as session:
             return lineage_refs.refs(session)
 
     def reflog(self, name: str) -> list[RefEvent]:
         """Where a ref stood, newest first; also of a ref that was deleted."""
-        with self._reading() as session:
+        with self.core.reading() as session:
             return lineage_refs.reflog(session, name)
 
     # --- lineage ---------------------------------------------------------------------------------------------------------
@@ -397,7 +312,7 @@ class Repository:
     def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> States:
         """A state and its ancestors, newest first: a list, which ``frame`` makes a pandas frame of."""
         uid = self._uid(rev)
-        with self._reading() as session:
+        with self.core.reading() as session:
             return States(walk.log(session, uid, limit=limit))
 
     @values.takes(query=values.string)
@@ -406,21 +321,21 @@ class Repository:
 
         :raises SyntaxProblem: it does not parse; points at the column.
         """
-        with self._reading() as session:
+        with self.core.reading() as session:
             return States(search.find_all(session, query))
 
     @values.takes(rev=values.revision, limit=values.optional(values.count))
     def ancestors(self, rev: str | State, *, limit: int | None = None) -> States:
         """All ancestors, further parents' included, newest generation first."""
         uid = self._uid(rev)
-        with self._reading() as session:
+        with self.core.reading() as session:
             return States(walk.ancestors(session, uid, limit=limit))
 
     @values.takes(rev=values.revision, limit=values.optional(values.count))
     def descendants(self, rev: str | State, *, limit: int | None = None) -> States:
         """All states that come from this one."""
         uid = self._uid(rev)
-        with self._reading() as session:
+        with self.core.reading() as session:
             return States(walk.descendants(session, uid, limit=limit))
 
     @values.takes(rev=values.optional(values.revision), ancestors=values.optional(values.count), descendants=values.optional(values.count))
@@ -429,7 +344,7 @@ class Repository:
         of = None if rev is None else [self._uid(rev)]
         from .lineage.show import view  # networkx takes a while to import, and few ask for it
 
-        with self._reading() as session:
+        with self.core.reading() as session:
             return view.graph(session, of=of, ancestors=ancestors, descendants=descendants)
 
     # --- made of several states --------------------------------------------------------------------------------------------
@@ -566,7 +481,7 @@ class Repository:
         from .clone.serving import Server  # the transport takes a while to import, and few serve
         from .transport.session.handshake import read_token
 
-        self._check_open()
+        self.core.check_open()
         secret = read_token(token, token_file)
         if is_writable and not secret and not url.startswith("memory:"):  # which this process alone reaches
             raise InvalidInput(
@@ -587,42 +502,22 @@ class Repository:
                 timeout_s=timeout_s,
                 data=self.config.data if data is None else data,
             )
-        self._servers.append(server)
+        self.core.servers.append(server)
         return server
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Wait until every capture so far is recorded (not: durable) or has failed."""
-        if self._running is not None:
-            self._running.flush()
+        if self.core.running is not None:
+            self.core.running.flush()
 
     def close(self) -> None:
         """Make durable what is to be (tags, branch heads), end the threads, let go; idempotent.
 
         :raises DatastatesError: (or another error of the background) that no handle and no later capture has raised.
         """
-        if self._is_ended or self._pid != os.getpid():
-            return
-        self._is_closed = True
-        for server in self._servers:
-            server.close()
-        errors: list[Exception] = []
-        for tracker in list(self._trackers):
-            try:
-                tracker.close()
-            except Exception as exc:
-                errors.append(exc)
-        try:
-            self._let_go()
-        except Exception:
-            self._end()
-            raise
-        self._end()
-        if self._running is not None:
-            errors += self._running.errors()  # states may be written after their tracker ended: tags make them durable
-        if errors:
-            raise errors[0]
+        self.core.close()
 
     def __enter__(self) -> Self:
         return self
@@ -644,57 +539,11 @@ class Repository:
 
         return repository_html(self)
 
-    def _end(self) -> None:
-        self._is_ended = True  # an interrupt before this: the next call goes on
-        self._database.close()
-
-    def _let_go(self) -> None:
-        if self._belongings is not None:
-            self._belongings.let_go()
-            closed(self._belongings.end_unowned)
-        else:
-            self._local.close()
-
-    def _wait_until_drained(self) -> None:
-        if self._running is None:
-            return
-        began, has_said = time.monotonic(), False
-
-        def say(pending: int) -> None:
-            nonlocal has_said
-            if not has_said and time.monotonic() - began > _PATIENCE_S:
-                has_said = True
-                with undisturbed():  # the locks of logging too can be left taken
-                    _log.warning("making %d states durable before closing; Ctrl-C gives them up", pending)
-
-        self._running.drain(say)
-
-    @contextmanager
-    def _reading(self) -> Iterator[Session]:
-        """A session that sees every capture made so far by this process."""
-        self._check_open()
-        self._settle()
-        with self._database.read() as session:
-            yield session
-
     @contextmanager
     def _changing(self, rev: str | State | None) -> Iterator[tuple[Session, str]]:
-        self._check_open()
         uid = self._uid(rev)
-        with self._database.write(durable=True) as session:
+        with self.core.writing() as session:
             yield session, uid
-        if self._running is not None:
-            self._running.refs_changed()
 
     def _uid(self, rev: str | State | None) -> str:
-        return self.state(values.revision(rev)).uid
-
-    def _settle(self) -> None:
-        if self._running is not None and not self._is_closed:
-            self._running.flush()
-
-    def _check_open(self) -> None:
-        if self._pid != os.getpid():
-            raise Closed("this repository was opened by the parent process: open it again in the child")
-        if self._is_closed:
-            raise Closed("the repository is closed: open it again")
+        return self.core.state(values.revision(rev)).uid

@@ -168,7 +168,7 @@ def test_a_state_that_was_whole_on_disk_when_its_process_died_is_durable(smith: 
     with datastates.open(tmp_path) as repo:
         assert repo.state(uid).status is Status.DURABLE
         assert restored(repo, uid) == facts.live[uid]
-        with repo._database.read() as session:
+        with repo.core.database.read() as session:
             held, packs = replicas_of(session, uid), packs_of(session, uid)
     files = {path.name: path.stat().st_size for path in (tmp_path / "packs").glob("*.safetensors")}
     assert packs == sorted(files.items())

@@ -124,7 +124,7 @@ class Blend:
         self.close()
 
     def _open(self, repository: Repository, state: State) -> _Parent:
-        return _Parent(state, self._stack.enter_context(repository._open_payload(state)))
+        return _Parent(state, self._stack.enter_context(repository.core.open_payload(state)))
 
     def _flat(self, index: int) -> torch.Tensor:
         first, spec = self._parents[0], self.carved.specs[index]

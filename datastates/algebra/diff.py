@@ -116,10 +116,10 @@ def diff(
     tensors: tuple[TensorChange, ...] = ()
     values: Mapping[str, Pair] = {}
     if with_tensors:
-        with repository._open_payload(one) as before, repository._open_payload(other) as after:
+        with repository.core.open_payload(one) as before, repository.core.open_payload(other) as after:
             tensors = tuple(_tensors(before, after, Selection(only).wants, on_progress or (lambda done, total: None)))
             values = _masked(_delta(_values(before.manifest), _values(after.manifest)))
-    with repository._database.read() as session:
+    with repository.core.database.read() as session:
         base = walk.merge_base(session, one.uid, other.uid)
         ran = [None if state.run is None else runs.get(session, state.run) for state in (one, other)]
     commits = tuple(map(_code, ran))

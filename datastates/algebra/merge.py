@@ -87,7 +87,7 @@ def verify_merge(repository: Repository, rev: str) -> State:
     """See ``Repository.verify_merge``."""
     state = repository.state(rev)
     recipe = recipe_of(state.uid, state.attributes)
-    with repository._open_payload(state, verify=True) as reader:
+    with repository.core.open_payload(state, verify=True) as reader:
         parents = _parents(repository, reader.manifest)
         if state.parents != tuple(parent.uid for parent in parents):
             raise Corrupt(f"state {state.uid} has the parents {state.parents}, and was made of {reader.manifest.origin.parents}")
@@ -124,7 +124,7 @@ def _check_names(repository: Repository, into: str | None, tag: str | None, stat
     """Before any work: the names can be given. The branch is at the first parent, where that is known."""
     for name in (each for each in (into, tag) if each is not None):
         lineage_refs.check_name(name)
-    if into is not None and any(tracker.branch == into for tracker in repository._trackers):
+    if into is not None and any(tracker.branch == into for tracker in repository.core.trainings):
         raise Conflict(f"branch {into!r} is being tracked: close its tracker first, or name another branch")
     if into is not None and into == tag:
         raise InvalidInput(f"into and tag are both {into!r}: branches and tags share one namespace")
@@ -145,7 +145,7 @@ def _check_names(repository: Repository, into: str | None, tag: str | None, stat
 def _base(repository: Repository, states: Sequence[State], base: str | State | None) -> State:
     if base is not None:
         return repository.state(base.uid if isinstance(base, State) else base)
-    with repository._reading() as session:
+    with repository.core.reading() as session:
 
         def meet(one: State | None, other: State | None) -> State | None:
             return None if one is None or other is None else walk.merge_base(session, one.uid, other.uid)
@@ -202,14 +202,14 @@ def _even(states: Sequence[State]) -> tuple[float, ...]:
 
 def _make(repository: Repository, blend: Blend, *, into: str | None, message: str | None, attributes: dict[str, Value]) -> State:
     """Fill slots and digest them, then adopt and record without interruption: what a capture's second half does."""
-    runner, arena = repository._runner(), repository._arena
+    runner, arena = repository.core.runner(), repository.core.arena
     assert arena is not None, "the runner made it"
     lengths = blend.carved.chunk_lengths
     slots = _acquire(runner, len(lengths))
     try:
         _fill(arena, slots, blend)
         chunks = tuple(Chunk(chunk_digest(arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
-        manifest = _manifest(blend, chunks, repository._run_uid, into, message, attributes)
+        manifest = _manifest(blend, chunks, repository.core.run_uid, into, message, attributes)
     except BaseException:
         runner.release(slots)
         raise
@@ -219,7 +219,7 @@ def _make(repository: Repository, blend: Blend, *, into: str | None, message: st
 
 def _commit(repository: Repository, blend: Blend, manifest: Manifest, slots: list[int]) -> State:
     """The slots are the memory tier's from here on; the state is in memory, in the lineage and known to the engine, or nowhere."""
-    runner, memory = repository._runner(), repository._memory
+    runner, memory = repository.core.runner(), repository.core.memory
     assert memory is not None, "the runner made it"
     try:
         placed = memory.adopt(manifest, slots)
@@ -227,8 +227,8 @@ def _commit(repository: Repository, blend: Blend, manifest: Manifest, slots: lis
         runner.release(slots)
         raise
     try:
-        with repository._database.write(durable=True) as session:  # nobody would tell it again
-            state = record.record(session, _new(manifest, blend, placed.bytes_new, holder(repository.node, repository._run_uid)))
+        with repository.core.database.write(durable=True) as session:  # nobody would tell it again
+            state = record.record(session, _new(manifest, blend, placed.bytes_new, holder(repository.node, repository.core.run_uid)))
     except BaseException:
         memory.remove(manifest.origin.uid)
         raise
@@ -306,6 +306,6 @@ def _new(manifest: Manifest, blend: Blend, bytes_new: int, node: str) -> NewStat
 def _on_disk(repository: Repository, state: State) -> Manifest | None:
     """The first parent's manifest, so that what the result shares with it is not written again."""
     try:
-        return repository._local.manifest(state.uid)
+        return repository.core.local.manifest(state.uid)
     except (NotFound, Corrupt):
         return None

@@ -183,7 +183,7 @@ def _opened(location: Location, state: State) -> Iterator[Repository]:
 
 def _holds(repository: Repository, uid: str) -> bool:
     try:
-        repository._local.manifest(uid)
+        repository.core.local.manifest(uid)
     except NotFound:
         return False
     return True
@@ -210,7 +210,7 @@ def _make_durable(shell: Shell, repository: Repository, state: State) -> None:
     :raises Unavailable: it could not be written.
     """
     with shell.console.status("writing it to disk") if _is_watched(shell) else nullcontext():
-        runner = repository._runner()
+        runner = repository.core.runner()
         runner.want(state.uid)
         runner.drain()
     if not _holds(repository, state.uid):

@@ -223,11 +223,11 @@ def _attend(servers: Sequence[tuple[Repository, Server]], ended: _Ended, show: _
 
 
 def _make_durable(repository: Repository, asked: set[str]) -> None:
-    if repository._memory is None or repository._running is None:
+    if repository.core.memory is None or repository.core.running is None:
         return
-    for uid in set(repository._memory.uids()) - asked:
+    for uid in set(repository.core.memory.uids()) - asked:
         asked.add(uid)
-        repository._running.want(uid)
+        repository.core.running.want(uid)
 
 
 @contextmanager

@@ -39,29 +39,29 @@ def make_room(
 
     :raises OverBudget: it can never fit.
     """
-    with repository._database.read() as session:
+    with repository.core.database.read() as session:
         sound = clones.trusted(session, dict.fromkeys((*manifest.origin.parents, *relatives)), party=party)
-    runner = repository._runner()
-    memory, arena = repository._memory, repository._arena
+    runner = repository.core.runner()
+    memory, arena = repository.core.memory, repository.core.arena
     assert memory is not None, "the runner made it"
     assert arena is not None, "the runner made it"
 
     def wait(count: int) -> Sequence[int] | None:
         return runner.acquire(count, BackPressure.WAIT)
 
-    return StateSink(manifest, memory, arena, acquire or wait, party=party, local=repository._local, relatives=sound)
+    return StateSink(manifest, memory, arena, acquire or wait, party=party, local=repository.core.local, relatives=sound)
 
 
 def abandon(repository: Repository, sink: StateSink) -> None:
     """A clone ended without landing: its memory is free again."""
     sink.abandon()
-    if repository._running is not None:
-        repository._running.release([])  # tells captures that wait for room
+    if repository.core.running is not None:
+        repository.core.running.release([])  # tells captures that wait for room
 
 
 def missing_ancestry(repository: Repository, states: Sequence[State]) -> list[State]:
     """Those of some states that the repository does not have."""
-    with repository._database.read() as session:
+    with repository.core.database.read() as session:
         here = clones.known(session, (state.uid for state in states))
     return [state for state in states if state.uid not in here]
 
@@ -69,7 +69,7 @@ def missing_ancestry(repository: Repository, states: Sequence[State]) -> list[St
 def lacks_parents(repository: Repository, states: Sequence[State]) -> bool:
     """Whether some parent of these states is neither among them nor in the repository."""
     wanted = {parent for state in states for parent in state.parents}.difference(state.uid for state in states)
-    with repository._database.read() as session:
+    with repository.core.database.read() as session:
         return len(clones.known(session, wanted)) < len(wanted)
 
 
@@ -94,25 +94,25 @@ def land(
         now = _arrive(repository, sink, state, ancestry, source, source_repository, bytes_moved)
     make_tags(repository, tags)
     if tags:
-        repository._runner().refs_changed()
+        repository.core.runner().refs_changed()
     return now
 
 
 def _arrive(
     repository: Repository, sink: StateSink, state: State, ancestry: Sequence[State], source: str, source_repository: str, bytes_moved: int
 ) -> State:
-    memory = repository._memory
+    memory = repository.core.memory
     assert memory is not None, "the sink came from it"
     was_here = state.uid in set(memory.uids())
     _check_on_disk(repository, sink)
     placed = sink.adopt()
     try:
-        with repository._database.write(durable=True) as session:  # nobody would tell it again
+        with repository.core.database.write(durable=True) as session:  # nobody would tell it again
             clones.import_ancestry(session, ancestry)
             now = clones.arrive(
                 session,
                 state,
-                run=repository._run_uid,
+                run=repository.core.run_uid,
                 node=repository.node,
                 bytes_new=placed.bytes_new,
                 source=source,
@@ -123,7 +123,7 @@ def _arrive(
         if not was_here:
             memory.remove(state.uid)
         raise
-    repository._runner().adopt(state.uid)
+    repository.core.runner().adopt(state.uid)
     return now
 
 
@@ -133,10 +133,10 @@ def _check_on_disk(repository: Repository, sink: StateSink) -> None:
     :raises Conflict: it is not.
     """
     uid = sink.manifest.origin.uid
-    if not repository._local.has(uid):
+    if not repository.core.local.has(uid):
         return
     try:
-        with repository._local.open(uid) as reader:
+        with repository.core.local.open(uid) as reader:
             if reader.manifest.digest == sink.manifest.digest and all(
                 are_equal(reader.chunk(index), piece) for index in range(len(sink.lengths)) for piece in sink.pieces(index) or ()
             ):
@@ -153,7 +153,7 @@ def make_tags(repository: Repository, tags: Sequence[Ref]) -> None:
         if tag.kind is not RefKind.TAG:
             continue
         try:
-            with repository._database.write(durable=True) as session:
+            with repository.core.database.write(durable=True) as session:
                 refs.tag(session, tag.name, tag.state, message=tag.message)
         except (Conflict, InvalidInput, NotFound) as exc:
             left.append(f"{tag.name[:255]!r} ({exc})")

@@ -257,7 +257,7 @@ class Peer:
     def begin_push(self, rev: str, *, repo: Repository, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
         """As ``push``, in the background."""
         state = repo.state(rev)
-        source = _CountedSource(repo._open_payload(state, verify=False), repo._local)
+        source = _CountedSource(repo.core.open_payload(state, verify=False), repo.core.local)
         landed: list[StateRecord] = []
 
         async def move(progress: Progress) -> Fetched:
@@ -351,7 +351,7 @@ class Peer:
         return self._transfer(opened, _Arrival(sink, land, explain, sink.close, resumable), on_progress)
 
     def _into_repository(self, opened: _Opened, repo: Repository, tags: bool, resumable: bool, on_progress: Progress | None) -> Transfer:
-        with repo._database.read() as session:
+        with repo.core.database.read() as session:
             is_same = clones.repository_uid(session) == opened.repository
             is_shared = is_same and bool(clones.known(session, [opened.state.uid]))  # else one of the two is a copy of the other
         ancestry, wanted = ([], []) if is_shared else loop.run(self._listed(lambda session: _ancestry(session, repo, opened.state, tags)))
@@ -675,7 +675,7 @@ async def _knows_all(session: Session, uids: set[str], known: set[str]) -> bool:
 
 
 def _ancestors(repo: Repository, uid: str, after: str) -> list[State]:
-    with repo._database.read() as session:
+    with repo.core.database.read() as session:
         return walk.log(session, uid, limit=_PAGE, after=after)
 
 
@@ -683,6 +683,6 @@ def _offer(repo: Repository, state: State, manifest: bytes, ancestry: Sequence[S
     refs: list[Ref] = []
     if tags:
         uids = {state.uid, *(each.uid for each in ancestry)}
-        with repo._database.read() as session:
+        with repo.core.database.read() as session:
             refs = [ref for ref in lineage_refs.refs(session, RefKind.TAG) if ref.state in uids]
     return Offer(manifest, record_of(state), tuple(map(record_of, ancestry)), tuple(map(record_of_ref, refs)))

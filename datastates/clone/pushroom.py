@@ -47,7 +47,7 @@ class PushRoom:
                 )
             time.sleep(_ASK_AGAIN_S)
         try:
-            slots = self._repository._runner().acquire(count, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic()))
+            slots = self._repository.core.runner().acquire(count, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic()))
         except BaseException:
             self.give(count)
             raise
@@ -62,7 +62,7 @@ class PushRoom:
             self._coming -= count
 
     def _take(self, count: int) -> bool:
-        runner, memory, arena = self._repository._runner(), self._repository._memory, self._repository._arena
+        runner, memory, arena = self._repository.core.runner(), self._repository.core.memory, self._repository.core.arena
         assert memory is not None, "the runner made it"
         assert arena is not None, "the runner made it"
         limit = arena.capacity - runner.needed_slots
@@ -78,7 +78,7 @@ class PushRoom:
         return is_room
 
     def _write(self) -> None:
-        runner = self._repository._runner()
+        runner = self._repository.core.runner()
         for uid in runner.unwritten_clones():
             runner.want(uid)
 

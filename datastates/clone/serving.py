@@ -109,13 +109,13 @@ class RepositoryStore:
 
     def identity(self) -> Identity:
         """Who this is."""
-        with self._repository._database.read() as session:
+        with self._repository.core.database.read() as session:
             return Identity(clones.repository_uid(session), self._repository.node, _VERSION)
 
     @contextmanager
     def _asked(self) -> Iterator[Session]:
         """A session for a question of a peer, which costs no more than so much time."""
-        with deadline.within(ANSWER_S), self._repository._reading() as session:
+        with deadline.within(ANSWER_S), self._repository.core.reading() as session:
             yield session
 
     def refs(self) -> list[RefRecord]:
@@ -146,7 +146,7 @@ class RepositoryStore:
         """Pin a state: in memory if it is there, else on disk."""
         with deadline.within(ANSWER_S):
             state = self._repository.state(uid)
-        return StateSource(self._repository._open_payload(state, verify=False), self._repository._local)
+        return StateSource(self._repository.core.open_payload(state, verify=False), self._repository.core.local)
 
     def check_writable(self) -> None:
         """Refuse pushes unless they were allowed."""
@@ -160,7 +160,7 @@ class RepositoryStore:
         if (manifest.origin.uid, manifest.digest) != (offer.state.uid, offer.state.digest):
             raise InvalidInput(f"the manifest of the pushed state {offer.state.uid} is another state's: push again")
         state, ancestry, tags = _told(offer)
-        with self._repository._database.read() as session:
+        with self._repository.core.database.read() as session:
             clones.check_arrival(session, state, ancestry, tags)
         room = self._room.share()
         relatives = [state.uid for state in offer.ancestry[:10]]

@@ -103,10 +103,10 @@ def import_bundle(repository: Repository, folder: str | os.PathLike[str], *, dig
     if digest is not None and digest != found:
         raise Corrupt(f"{root} is the bundle of digest {found}, not {digest[:64]}: it is another one, or was changed on the way")
     states = _states(lineage)
-    with repository._database.read() as session:
+    with repository.core.database.read() as session:
         clones.check_ancestry(session, list(states.values()))
         sealed = seals.seals(session, lineage.held)
-    folder_uid = repository._home.check_writable()
+    folder_uid = repository.core.home.check_writable()
     with ExitStack() as stack:
         staged = _stage(repository, root, lineage, states, sealed, stack)
         placed = _commit(repository, staged, states, source=f"bundle {found[:16]}", folder_uid=folder_uid)
@@ -134,10 +134,10 @@ def _write_packs(repository: Repository, states: Sequence[State], root: Path) ->
     tier, base, written = LocalTier(root / PACKS, direct=repository.config.direct_io), None, 0
     found: dict[str, str] = {}
     for state in states:
-        with repository._open_payload(state, verify=True) as reader:
+        with repository.core.open_payload(state, verify=True) as reader:
             chunks = SealedChunks(reader)
             chunks.check()
-            repository._seal(state.uid, chunks.seal)
+            repository.core.seal(state.uid, chunks.seal)
             bare = msgspec.structs.replace(reader.manifest, packs=(), refs=())
             placed = tier.put(Payload(bare, chunks, is_on_demand=True), base=base)
             write_chunks(root, state.uid, chunks.digests)
@@ -148,7 +148,7 @@ def _write_packs(repository: Repository, states: Sequence[State], root: Path) ->
 
 def _lineage_of(repository: Repository, states: Sequence[State], found: dict[str, str]) -> Lineage:
     uids = [state.uid for state in states]
-    with repository._reading() as session:
+    with repository.core.reading() as session:
         above = {id_ for uid in uids for id_ in walk.ancestor_ids(session, uid)}
         everything = walk.states(session, sorted({*above, *ids_of(session, uids)}))  # parents have lower ids than their children
         names = {state.uid for state in everything}
@@ -207,7 +207,7 @@ def _stage(
         _check_same(repository, manifest, chunks)
         shared = {key[:2]: known[key] for key in _keys(manifest, chunks) if key in known}
         bare = msgspec.structs.replace(manifest, packs=(), refs=())
-        made = stack.enter_context(repository._local.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
+        made = stack.enter_context(repository.core.local.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
         known |= {key: place for key, place in zip(_keys(manifest, chunks), made.places(), strict=False) if key not in known}
         staged[uid] = made, manifest, chunks.seal
     return staged
@@ -219,11 +219,11 @@ def _keys(manifest: Manifest, chunks: SealedChunks) -> list[tuple[bytes, int, by
 
 def _check_same(repository: Repository, manifest: Manifest, chunks: SealedChunks) -> None:
     """A state that is in memory here is not on disk what somebody else says that it is. (One on disk is compared as it is staged.)"""
-    if repository._memory is None:
+    if repository.core.memory is None:
         return
     uid = manifest.origin.uid
     try:
-        reader = repository._memory.open(uid)
+        reader = repository.core.memory.open(uid)
     except NotFound:
         return
     with reader:
@@ -246,7 +246,7 @@ def _commit(
     placed: dict[str, Placed] = {}
     done: list[Staged] = []
     try:
-        with repository._database.write(durable=True) as session:
+        with repository.core.database.write(durable=True) as session:
             clones.import_ancestry(session, list(states.values())[::-1])
             for uid, (each, _, seal) in staged.items():
                 placed[uid] = found = _committed(each, uid)

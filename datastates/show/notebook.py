@@ -21,9 +21,9 @@ _METRICS = 100
 def repository_html(repository: Repository) -> str:
     """HTML that takes on the notebook's colours; of a closed repository its name only."""
     name = f"<p><strong>datastates</strong> {code(repository.location)}"
-    if repository._is_closed:
+    if repository.core.is_closed:
         return f"{name}, closed</p>"
-    with repository._reading() as session:
+    with repository.core.reading() as session:
         found = summary(session, heads=_HEADS, newest=_NEWEST)
     counts = (_count(found.states, "state"), _count(found.branches, "branch", "branches"), _count(found.tags, "tag"))
     return f"{name}: {', '.join(counts)}</p>{_heads(found)}{_graph(found)}"

@@ -190,7 +190,7 @@ class Guard:
         if not state.status.is_restorable or (state.micro_step and not run._adapted._has_gradients):
             return False
         try:
-            with run._repository._open_payload(state) as reader:
+            with run._repository.core.open_payload(state) as reader:
                 return is_sound(reader, run._adapted)
         except Unavailable:
             return False  # dropped since, or in the memory of another process

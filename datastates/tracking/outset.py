@@ -15,8 +15,8 @@ from datastates.lineage.change import refs
 from datastates.lineage.search import revision, walk
 from datastates.lineage.states import Ref, RefKind, State
 from datastates.objects.adapters import IN_BACKWARD
+from datastates.opening.missing import explain, is_elsewhere, nearest_here
 from datastates.system.notices import say
-from datastates.upkeep.missing import explain, is_elsewhere, nearest_here
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -42,20 +42,23 @@ class Outset:
 def origin_of(repository: Repository, branch: str, start: str | State | None, *, resume: bool) -> Outset:
     """The state that a tracker sets out from. A branch whose head cannot be restored is moved back; none is made."""
     branch = values.text(branch, "branch")
-    with repository._reading() as session:
+    with repository.core.reading() as session:
         ref, origin = _named(session, branch, start, resume=resume)
         if ref is None:
             if origin is None:
                 _warn_of_misspelling(session, branch)
                 return Outset(None)
             if not origin.status.is_restorable:
-                raise explain(repository, session, origin)
+                raise explain(repository.core, session, origin)
         else:
             head = walk.state(session, ref.state)
-            begun, origin = origin, head if is_elsewhere(repository, session, head) else nearest_here(repository, session, head.uid)
+            begun, origin = (
+                origin,
+                head if is_elsewhere(repository.core, session, head) else nearest_here(repository.core, session, head.uid),
+            )
             if origin is None:
-                raise explain(repository, session, head)
-            why = None if origin.uid == head.uid else explain(repository, session, head)
+                raise explain(repository.core, session, head)
+            why = None if origin.uid == head.uid else explain(repository.core, session, head)
     if ref is None:
         return Outset(origin, is_fork=True)
     if origin.uid != ref.state:
@@ -66,7 +69,7 @@ def origin_of(repository: Repository, branch: str, start: str | State | None, *,
 
 def check_origin(repository: Repository, branch: str, start: str | State | None, *, resume: bool) -> None:
     """Nothing, where a tracker may set out so; else what ``origin_of`` raises of the names."""
-    with repository._reading() as session:
+    with repository.core.reading() as session:
         _named(session, branch, start, resume=resume)
 
 
@@ -93,10 +96,10 @@ def set_out(
     tracker._restore_objects(state, only=only, strict=strict)
     tracker.resumed_from, tracker._is_resumed = state, is_resumed
     try:
-        with repository._local.open(state.uid, verify=False) as reader:
+        with repository.core.local.open(state.uid, verify=False) as reader:
             tracker._line.base = reader.manifest
     except NotFound:
-        tracker._line.kin = repository._runner().line_of(state.uid)  # in memory only: what they share is written with the first of them
+        tracker._line.kin = repository.core.runner().line_of(state.uid)  # in memory only: what they share is written with the first of them
     where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {tracker.epoch}" if tracker._loops.is_counted else "")
     if not is_resumed:
         _log.info("branch %s begins at %s", tracker.branch, where)

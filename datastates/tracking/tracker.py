@@ -73,7 +73,7 @@ class Tracker:
         self._adapted = Adapted(self._objects, gradients=gradients)
         outlook = self._adapted.outlook()
         flatten({**outlook, **values})  # what no state can hold is refused here
-        self._runner = repository._runner()
+        self._runner = repository.core.runner()
         self._back_pressure, self._is_deferring = back_pressure, is_deferring
         self._plan: Plan | None = None
         self._pending = Pending(self._runner.stager)
@@ -281,8 +281,8 @@ class Tracker:
         self._is_closed = True
         self._runner.close_line(self._line)
         self._fence.remove()
-        self._repository._trackers.discard(self)  # a repository outlives the models of its trainings
-        self._repository._wait_until_drained()
+        self._repository.core.trainings.discard(self)  # a repository outlives the models of its trainings
+        self._repository.core.drain()
         self._is_ended = True  # an interrupt before this: the next call goes on
         self._finalizer.detach()
         self._heed_edits()

@@ -26,20 +26,20 @@ def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
     :raises Conflict: a ref or a training of this process counts on it.
     :raises NotFound: there is no such state.
     """
-    repository._check_open()
-    repository._settle()
-    running = repository._running
-    with repository._database.write(durable=True) as session:
+    repository.core.check_open()
+    repository.core.settle()
+    running = repository.core.running
+    with repository.core.database.write(durable=True) as session:
         withdraw(session, uid, _places(repository, session, uid), is_forced=is_forced)
         if running is not None:
             running.check_withdrawal(uid)  # the last that may refuse
     freed = 0 if running is None else running.withdraw(uid)
-    return freed + repository._local.remove(uid)
+    return freed + repository.core.local.remove(uid)
 
 
 def _places(repository: Repository, session: Session, uid: str) -> list[tuple[str, str]]:
     """Where this process and this folder of packs hold a state, as the lineage names the places."""
-    home = repository._home
+    home = repository.core.home
     hosts = [host for host in folders.hosts_of_state(session, uid) if home.is_beside or host == repository.node]
     disks = [home.check_writable(), *hosts]
-    return [("memory", holder(repository.node, repository._run_uid)), *(("local", disk) for disk in disks)]
+    return [("memory", holder(repository.node, repository.core.run_uid)), *(("local", disk) for disk in disks)]

@@ -54,7 +54,7 @@ def _nearest_sound(repository: Repository, state: State) -> State | None:
 def _restorable(repository: Repository, state: State) -> Iterator[State]:
     here: State | None = state
     while here is not None and here.parents:
-        with repository._database.read() as session:
+        with repository.core.database.read() as session:
             here = walk.nearest_restorable(session, here.parents[0])
         if here is not None:
             yield here
@@ -62,7 +62,7 @@ def _restorable(repository: Repository, state: State) -> Iterator[State]:
 
 def _is_sound(repository: Repository, state: State) -> bool:
     try:
-        with repository._open_payload(state, verify=True) as reader:
+        with repository.core.open_payload(state, verify=True) as reader:
             reader.verify()
     except (Corrupt, NotFound, Unavailable):
         return False
@@ -70,5 +70,5 @@ def _is_sound(repository: Repository, state: State) -> bool:
 
 
 def _branches_at(repository: Repository, state: State) -> list[str]:
-    with repository._database.read() as session:
+    with repository.core.database.read() as session:
         return [ref.name for ref in refs.refs(session, RefKind.BRANCH) if ref.state == state.uid]

@@ -69,7 +69,7 @@ def listening(url: str, *, headers: dict[str, str] | None = None, **params: Any)
 
 
 def last_id(repo: Repository) -> int:
-    with repo._database.read() as session:
+    with repo.core.database.read() as session:
         return read(session, 0).items[-1].id
 
 
@@ -142,7 +142,7 @@ def test_a_reader_far_behind_gets_every_event_once_while_more_are_written(
 
 
 def test_many_listeners_share_one_thread_that_ends_with_them(repo: Repository) -> None:
-    feed = Feed(repo._database.read, name="shared", poll_s=0.01)
+    feed = Feed(repo.core.database.read, name="shared", poll_s=0.01)
 
     def threads() -> int:
         return sum(thread.name == "datastates-events-shared" for thread in threading.enumerate())
@@ -167,7 +167,7 @@ def test_many_listeners_share_one_thread_that_ends_with_them(repo: Repository) -
 
 
 def test_no_more_listen_than_may(repo: Repository) -> None:
-    feed = Feed(repo._database.read, listeners_max=2)
+    feed = Feed(repo.core.database.read, listeners_max=2)
     first, _ = feed.listen(), feed.listen()
     with pytest.raises(Refusal, match="2 clients listen"):
         feed.listen()
@@ -224,7 +224,7 @@ def test_an_event_that_postgresql_commits_late_is_delivered_in_order(postgresql_
         with live({NAME: repo}) as url, listening(url) as stream:
             stream.next()
             uid, has_written, end = repo.state("main").uid, threading.Event(), threading.Event()
-            thread = threading.Thread(target=_tag_late, args=(repo._database, uid, has_written, end), daemon=True)
+            thread = threading.Thread(target=_tag_late, args=(repo.core.database, uid, has_written, end), daemon=True)
             thread.start()
             assert has_written.wait(20)
             repo.tag("younger", uid)
@@ -254,7 +254,7 @@ def test_a_feed_whose_database_fails_goes_on_when_it_answers_again(repo: Reposit
         if fails.is_set():
             failed.set()
             raise Unavailable("the database is away")
-        with repo._database.read() as session:
+        with repo.core.database.read() as session:
             yield session
 
     feed = Feed(reading, poll_s=0.01)
@@ -269,7 +269,7 @@ def test_a_feed_whose_database_fails_goes_on_when_it_answers_again(repo: Reposit
 
 def test_a_feed_ends_when_its_repository_is_closed(tmp_path: Path) -> None:
     repo = datastates.open(tmp_path, memory_bytes=32 << 20)
-    feed = Feed(repo._database.read, poll_s=0.01)
+    feed = Feed(repo.core.database.read, poll_s=0.01)
     listener = feed.listen()
     repo.close()
     assert asyncio.run(listener.next(30)) == ()

@@ -129,7 +129,7 @@ def test_every_range_is_that_part_of_the_file(odd_repo: Repository, whole: bytes
     @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, len(whole) - 1), st.one_of(st.integers(1, 300), st.integers(1, len(whole))))
     def check(start: int, count: int) -> None:
-        with odd_repo._open_payload(state) as reader:
+        with odd_repo.core.open_payload(state) as reader:
             file = StateFile(reader, state, None)
             end = min(start + count, file.size)
             pieces = list(file.pieces(start, end))
@@ -248,7 +248,7 @@ def test_memory_for_a_download_is_two_chunks_and_one_tensor_of_another_order(odd
     state = odd_repo.state("main")
     tracemalloc.start()
     try:
-        with odd_repo._open_payload(state) as reader:
+        with odd_repo.core.open_payload(state) as reader:
             file = StateFile(reader, state, None)
             total = sum(len(piece) for piece in file.pieces(0, file.size))
             peak = tracemalloc.get_traced_memory()[1]
@@ -263,9 +263,9 @@ def test_a_state_whose_bytes_are_gone_is_refused(tmp_path: Path, client: httpx.C
     with datastates.open(folder, memory_bytes=32 * MIB) as repo, repo.track(rng=False, tree={"x": torch.ones(3)}) as run:
         uid = run.capture(step=1).wait("durable").uid
     with datastates.open(folder, memory_bytes=32 * MIB) as repo:
-        repo._local.remove(uid)
-        with repo._database.write() as session:
-            record.evict(session, [uid], tier="local", node=repo._home.check_writable())
+        repo.core.local.remove(uid)
+        with repo.core.database.write() as session:
+            record.evict(session, [uid], tier="local", node=repo.core.home.check_writable())
         with live({NAME: repo}) as url:
             answer = client.get(f"{url}{BASE}/states/{uid}/payload")
             assert (answer.status_code, answer.json()["kind"]) == (410, "unavailable")  # though no ancestor has any

@@ -202,5 +202,5 @@ def test_tag_of_a_state_that_is_only_in_memory_makes_it_durable(writer: TestClie
     capture = run.capture()
     assert writer.put(f"{REFS}/kept", json={"kind": "tag", "rev": "live"}).status_code == 201
 
-    repo._wait_until_drained()
+    repo.core.drain()
     assert capture.status == "durable"

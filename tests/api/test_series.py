@@ -81,7 +81,7 @@ def test_a_branch_that_grows_is_read_from_where_it_stood(client: TestClient, rep
 def test_steps_rise_even_where_a_path_counts_anew(repo: Repository) -> None:
     with repo.track(branch="main", rng=False, strict=False, value=1) as run:
         run.capture(step=2, metrics={"loss": 9.0})
-    with repo._reading() as session:
+    with repo.core.reading() as session:
         (line,) = Curves().series(session, ["main"], [revision.resolve_id(session, "main")], ["loss"], 100).lines
     assert line.steps == (1, 2, 2, 3, 4, 5, 6, 7, 8)
     assert line.values[2] == 9.0
@@ -90,7 +90,7 @@ def test_steps_rise_even_where_a_path_counts_anew(repo: Repository) -> None:
 def test_few_points_are_kept_in_memory(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "_POINTS", 12)
     kept = Curves()
-    with repo._reading() as session:
+    with repo.core.reading() as session:
         for head in ("main", "fork", "lone", "main~3"):
             (line,) = kept.series(session, [head], [revision.resolve_id(session, head)], ["loss"], 100).lines
             assert line.total == len(repo.log(head))

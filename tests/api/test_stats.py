@@ -39,12 +39,12 @@ def test_small_repositories_are_counted_each_time(client: TestClient, repo: Repo
 def test_large_ones_are_counted_in_the_background(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "_AT_ONCE_S", 0.0)
     monkeypatch.setattr(statistics, "SHARE", 1e9)
-    kept = Statistics(repo._reading)
-    with repo._reading() as session:
+    kept = Statistics(repo.core.reading)
+    with repo.core.reading() as session:
         before = kept.of(session)
     train(repo, "main", 2)
 
-    with repo._reading() as session:
+    with repo.core.reading() as session:
         during = kept.of(session)
         assert (during.states, during.newest) == (before.states, repo.state("main"))
         kept._background.join()

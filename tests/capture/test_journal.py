@@ -125,7 +125,7 @@ def test_a_state_whose_branch_moved_on_meanwhile_is_kept_under_its_uid(repo: Rep
     (late,) = capture(run, weight)
     repo.flush()
     with other:
-        database.elsewhere = other._database
+        database.elsewhere = other.core.database
         other.move("main", first.uid, expected=second.uid)
     database.is_away.clear()
     assert late.wait(timeout_s=60).parents == (second.uid,)

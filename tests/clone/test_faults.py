@@ -344,20 +344,20 @@ def test_what_a_repository_kept_of_a_clone_is_not_moved_again(start: Start, repo
 def test_what_was_kept_of_a_clone_is_let_go_when_it_is_closed(start: Start, repo: Repository) -> None:
     source, mine = start(), {"t": torch.zeros(1)}
     repo.track(weights=mine, rng=False).capture().wait()
-    assert repo._arena is not None
-    before = repo._arena.available
+    assert repo.core.arena is not None
+    before = repo.core.arena.available
     with datastates.connect(source.url) as peer:
         for resumable in (True, False):
             transfer = peer.begin_clone("main", repo=repo, resumable=resumable)
             transfer.cancel()
             with pytest.raises(Cancelled):
                 transfer.wait()
-            assert (repo._arena.available < before) == resumable
+            assert (repo.core.arena.available < before) == resumable
             transfer.close()
-            assert repo._arena.available == before
+            assert repo.core.arena.available == before
         with peer.begin_clone("main", repo=repo, resumable=True):
             pass
-        assert repo._arena.available == before
+        assert repo.core.arena.available == before
 
 
 def test_a_clone_can_be_cancelled_at_any_moment_and_begun_again(start: Start) -> None:

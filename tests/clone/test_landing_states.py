@@ -228,7 +228,7 @@ CLONE, LOOSE = "c" * 24, "1" * 24
 
 def adopted(repo: datastates.Repository, source: Sent) -> None:
     """A clone, recorded as a root."""
-    runner, memory, arena = repo._runner(), repo._memory, repo._arena
+    runner, memory, arena = repo.core.runner(), repo.core.memory, repo.core.arena
     assert memory is not None
     assert arena is not None
     sink = StateSink(source.manifest, memory, arena, lambda count: runner.acquire(count, datastates.BackPressure.WAIT))
@@ -240,7 +240,7 @@ def adopted(repo: datastates.Repository, source: Sent) -> None:
         digest=source.manifest.digest,
         parent=None,
         branch=None,
-        run=repo._run_uid,
+        run=repo.core.run_uid,
         step=origin.step,
         micro_step=0,
         metrics={},
@@ -250,9 +250,9 @@ def adopted(repo: datastates.Repository, source: Sent) -> None:
         edges=(),
         bytes_total=sum(map(len, source.chunks)),
         bytes_new=placed.bytes_new,
-        node=holder(repo.node, repo._run_uid),
+        node=holder(repo.node, repo.core.run_uid),
     )
-    with repo._database.write() as session:
+    with repo.core.database.write() as session:
         record.record(session, new)
     runner.adopt(origin.uid)
 
@@ -278,8 +278,8 @@ def test_a_clone_is_written_when_memory_runs_short(tmp_path: Path) -> None:
             weights.uniform_()
             run.capture().wait()
         assert str(repo.state(CLONE).status) == "durable"
-        assert repo._memory is not None
-        assert CLONE not in set(repo._memory.uids())
+        assert repo.core.memory is not None
+        assert CLONE not in set(repo.core.memory.uids())
         assert float(repo.load(CLONE)["box"]["1"][0]) == 2.0
 
 
@@ -288,7 +288,7 @@ def test_a_clone_that_cannot_be_written_is_said_and_stays(tmp_path: Path, caplog
     with datastates.open(tmp_path, config=config) as repo, caplog.at_level(logging.WARNING):
         adopted(repo, state(CLONE, 1))
         repo.tag("kept", CLONE)
-        repo._runner().drain()
+        repo.core.runner().drain()
         assert CLONE in caplog.text
-        with repo._open_payload(repo.state(CLONE)) as reader:
+        with repo.core.open_payload(repo.state(CLONE)) as reader:
             assert float(read_tree(reader)["box"]["0"][0]) == 1.0

@@ -154,11 +154,11 @@ def test_a_capture_in_flight_is_waited_for(repo: Repository) -> None:
 def test_a_source_is_a_state_without_places_whose_bytes_stay(repo: Repository, is_on_disk: bool) -> None:
     state = repo.state("main")
     if is_on_disk:
-        assert repo._running is not None
-        assert repo._memory is not None
-        repo._running.want(state.uid)
-        repo._running.drain()
-        repo._memory.remove(state.uid)
+        assert repo.core.running is not None
+        assert repo.core.memory is not None
+        repo.core.running.want(state.uid)
+        repo.core.running.drain()
+        repo.core.memory.remove(state.uid)
     source = RepositoryStore(repo).open(state.uid)
     manifest = digest.decode(source.manifest, source="the test")
 
@@ -176,17 +176,17 @@ def test_a_state_that_is_cloned_keeps_its_memory_until_it_is_done(tmp_path: Path
         run = repo.track(weights={"it": weights}, rng=False)
         first = run.capture().wait()
         source = RepositoryStore(repo).open(first.uid)
-        assert repo._running is not None
-        assert repo._arena is not None
+        assert repo.core.running is not None
+        assert repo.core.arena is not None
         for number in range(1, 20):
             weights.fill_(number)
             run.capture().wait()
-            repo._running.refs_changed()  # now, not within a second: the first state has no name any more
+            repo.core.running.refs_changed()  # now, not within a second: the first state has no name any more
         assert repo.state(first.uid).status is Status.EVICTED
         assert not any(pieces(source, 0)[0].cast("Q"))
-        held = repo._arena.available
+        held = repo.core.arena.available
         source.close()
-        assert repo._arena.available == held + 1
+        assert repo.core.arena.available == held + 1
 
 
 class Pinning:
@@ -227,7 +227,7 @@ def test_a_reader_that_holds_states_open_does_not_stop_a_training(tmp_path: Path
             if number == 1:
                 busy.tag("kept", "main")
                 busy.state("kept")
-                busy._wait_until_drained()
+                busy.core.drain()
             reader.open_all()
         assert taken >= (40 if back_pressure == "wait" else 20)  # one that would have to wait is skipped
         assert server.stats().pins_revoked >= 10
@@ -297,7 +297,7 @@ def test_a_push_whose_manifest_is_another_state_is_refused_before_memory_is_take
         store.receive(msgspec.structs.replace(offer, manifest=offer.manifest[:-9] + b"\0" * 9))
     with pytest.raises(InvalidInput, match="takes no states"):
         RepositoryStore(other).receive(offer)
-    assert other._running is None, "no memory was taken"
+    assert other.core.running is None, "no memory was taken"
 
 
 def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(repo: Repository, other: Repository) -> None:
@@ -308,17 +308,17 @@ def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(re
         offer = msgspec.structs.replace(genuine, ancestry=(forged,))
         sink = store.receive(offer)
         fill(repo, sink)
-        with other._database.write() as session:  # by another process, meanwhile
+        with other.core.database.write() as session:  # by another process, meanwhile
             clones.import_ancestry(session, [state_of(state) for state in genuine.ancestry])
         with pytest.raises(Conflict, match="forged"):
             store.receive(offer)
         with pytest.raises(Conflict, match="forged"):
             store.received(offer, sink)
         store.abandon(offer, sink)
-    assert other._memory is not None
-    assert other._arena is not None
-    assert list(other._memory.uids()) == []
-    assert other._arena.available == other._arena.capacity
+    assert other.core.memory is not None
+    assert other.core.arena is not None
+    assert list(other.core.memory.uids()) == []
+    assert other.core.arena.available == other.core.arena.capacity
     with pytest.raises(NotFound):
         other.state(genuine.state.uid)
 
@@ -345,7 +345,7 @@ def test_everything_about_a_push_is_checked_before_memory_is_taken(repo: Reposit
     store, genuine = RepositoryStore(other, is_writable=True), offer_of(repo)
     with pytest.raises((InvalidInput, Conflict, PeerFault)):
         store.receive(msgspec.structs.replace(genuine, **EVIL[what](genuine)))
-    assert other._running is None, "no memory was taken"
+    assert other.core.running is None, "no memory was taken"
 
 
 def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_be_written(
@@ -360,7 +360,7 @@ def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_
             raise Unavailable("the disk is full")
 
         with monkeypatch.context() as broken:
-            broken.setattr(busy._local, "put", full)
+            broken.setattr(busy.core.local, "put", full)
             with busy.serve("memory://", is_writable=True, timeout_s=0.3) as server, datastates.connect(server.url) as peer:
                 source = repo.track(weights={"it": pushed}, rng=False, branch="pushed")
                 for number in range(4):
@@ -390,7 +390,7 @@ def test_a_push_moves_only_what_is_missing_and_says_so(repo: Repository, other: 
 
         assert (pushed.state.uid, pushed.bytes_moved, dict(pushed.by_source)) == (fork.uid, SLOT, {server.url: SLOT})
         assert told == [(SLOT, 2 * SLOT), (SLOT, SLOT)]
-    with other._database.read() as session:
+    with other.core.database.read() as session:
         assert [clone.bytes_moved for clone in clones.clones_of(session, fork.uid)] == [SLOT]
 
 
@@ -401,8 +401,8 @@ def test_a_push_that_is_cancelled_at_once_lets_go_of_the_state(repo: Repository,
             transfer.cancel()
             with suppress(Cancelled):
                 transfer.wait()
-    assert repo._memory is not None
-    assert [held.readers for held in repo._memory._states.values() if held.readers] == []
+    assert repo.core.memory is not None
+    assert [held.readers for held in repo.core.memory._states.values() if held.readers] == []
 
 
 def pieces(source: Source, index: int) -> list[memoryview]:
@@ -415,7 +415,7 @@ def pieces(source: Source, index: int) -> list[memoryview]:
 
 
 def fill(repo: Repository, sink: Sink) -> None:
-    with repo._open_payload(repo.state("main")) as reader:
+    with repo.core.open_payload(repo.state("main")) as reader:
         for index in list(sink.missing()):
             for buffer in sink.buffers(index) or ():
                 buffer[:] = reader.chunk(index)
@@ -441,7 +441,7 @@ def look(say: Callable[..., object], folder: str) -> None:
     """Open a repository, which settles what the dead left, and say what there is."""
     with datastates.open(folder, config=QUIET) as repo:
         for state in repo.find("order by step"):
-            with repo._database.read() as session:
+            with repo.core.database.read() as session:
                 say(state.step, state.status, *(held.run for held in replicas_of(session, state.uid)))
         say(*(f"{ref.name}={ref.state}" for ref in repo.refs()))
 
@@ -458,7 +458,7 @@ def test_a_clone_on_the_same_database_outlives_the_process_that_captured_the_sta
         assert looked.wait() == 0
 
         assert first == "1 lost"
-        assert second == f"2 captured {repo._run_uid}"
+        assert second == f"2 captured {repo.core.run_uid}"
         assert names == f"main={state.uid}"
         assert repo.state("main").status is Status.CAPTURED
         assert repo.load("main")["weights"]["it"].eq(2).all()

@@ -128,7 +128,7 @@ class Training:
     def drop(self) -> None:
         """Go on with another tracker, and where the repository was closed with another of those, without closing what there is."""
         self.run = None
-        if self.repo is not None and self.repo._is_closed:
+        if self.repo is not None and self.repo.core.is_closed:
             self.repo = None
 
     def signalled(self, number: int, frame: FrameType | None) -> None:

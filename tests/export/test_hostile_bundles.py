@@ -151,7 +151,7 @@ def test_a_state_that_is_only_in_memory_is_not_what_a_bundle_says_that_it_is(rep
         path, at, original = original_of(tmp_path / "forged")
         put(path, at, collide_somewhere(original, Random(1)))
         reseal(tmp_path / "forged")
-        with mine._database.write() as session:
+        with mine.core.database.write() as session:
             session.execute(seals._seal.delete())  # it never was exported
         with pytest.raises(Conflict, match="in memory here"):
             import_bundle(mine, tmp_path / "forged")
@@ -172,7 +172,7 @@ def test_verify_finds_what_was_forged_in_the_folder_of_packs(other: Repository, 
 def test_the_first_verification_seals_a_state(repo: Repository) -> None:
     repo.track(branch="main", rng=False, box={"zeros": torch.zeros(SIZE)}).capture().wait("durable")
     uid = repo.verify("main").uid
-    with repo._database.read() as session:
+    with repo.core.database.read() as session:
         assert list(seals.seals(session, [uid])) == [uid]
     repo.close()
     with opened(repo.location.packs.parent) as again:

@@ -295,7 +295,7 @@ def test_bytes_are_dropped_whatever_the_host_is_called(tmp_path: Path, monkeypat
         run.capture()
     call_us(monkeypatch, "elsewhere")
     with datastates.open(tmp_path) as repo:
-        with repo._database.write() as session:  # as older versions noted it
+        with repo.core.database.write() as session:  # as older versions noted it
             session.execute(
                 text("UPDATE replica SET node = 'old' WHERE state_id = (SELECT id FROM state WHERE uid = :uid)"), {"uid": noted.uid}
             )
@@ -319,14 +319,14 @@ def test_a_folder_keeps_one_identity_whoever_opens_it_first(tmp_path: Path) -> N
     assert len(uids) == 1
     (tmp_path / "packs").rename(tmp_path / "moved")
     with datastates.open(tmp_path, packs=tmp_path / "moved") as repo:
-        assert {repo._home.uid} == uids
+        assert {repo.core.home.uid} == uids
 
 
 def test_two_processes_with_one_configuration_do_not_differ(tmp_path: Path) -> None:
     for branch in ("one", "other"):
         with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(branch=branch, tracked={"w": torch.zeros(10)}, rng=False) as run:
             run.capture()
-    with datastates.open(tmp_path) as repo, repo._database.read() as session:
+    with datastates.open(tmp_path) as repo, repo.core.database.read() as session:
         assert repo.diff("one", "other").config == {}
         assert stats.count(session).config == ()
 
@@ -336,7 +336,7 @@ def test_the_disk_of_a_replica_is_a_folder_whatever_the_host_is_called(tmp_path:
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
             newest = run.capture().wait("durable")
-    with datastates.open(tmp_path) as repo, repo._database.read() as session:
+    with datastates.open(tmp_path) as repo, repo.core.database.read() as session:
         assert [(one.tier, one.node) for one in replicas_of(session, newest.uid)] == [("local", "first")]
 
 

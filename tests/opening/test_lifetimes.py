@@ -99,7 +99,7 @@ def test_a_tracker_that_was_dropped_leaves_a_durable_head_and_neither_its_model_
         gc.collect()
         assert weak() is None
         settle()
-        repo._wait_until_drained()
+        repo.core.drain()
         assert repo.state(capture.uid).status is Status.DURABLE
         repo.track(model=model, optimizer=optimizer)
         assert len(optimizer._optimizer_step_pre_hooks) == 1

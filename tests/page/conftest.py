@@ -46,7 +46,7 @@ class Wood:
         """As a training would: that many more states on a branch, oldest first."""
         made = []
         for _ in range(count):
-            with self.repo._database.write() as session:
+            with self.repo.core.database.write() as session:
                 self.forest.session = session
                 made.append(self.forest.grow(branch, 1))
         return made

@@ -73,7 +73,7 @@ class Forest:
 
 def plant(repository: Repository, *, rounds: int = 3) -> Forest:
     """A training that is forked into variants, some of which are merged back: about 250 states a round."""
-    with repository._database.write() as session:
+    with repository.core.database.write() as session:
         forest = Forest(session)
         warm = forest.grow("main", 40)
         forest.tag("warm", warm, "end of the shared prefix")

@@ -118,7 +118,7 @@ def chain(count: int) -> list[State]:
 
 def capture(repo: Repository, branch: str, parent: str | None, step: int, **more: object) -> str:
     uid = secrets.token_hex(12)
-    with repo._database.write() as session:
+    with repo.core.database.write() as session:
         record.record(session, NewState(uid, secrets.token_hex(32), parent, branch, None, step, **more))  # type: ignore[arg-type]  # as above
     return uid
 

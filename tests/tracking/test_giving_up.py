@@ -61,11 +61,11 @@ def test_a_write_that_was_given_up_is_no_error_of_the_close(repo: Repository, wr
     run.capture()
     give_up(run, writer, monkeypatch)
     repo.close()
-    assert repo._running is not None
+    assert repo.core.running is not None
     writer.go_on.set()  # only now, as its tier is closed
-    for thread in repo._running._threads:
+    for thread in repo.core.running._threads:
         thread.join(60)
-    assert repo._running.errors() == []
+    assert repo.core.running.errors() == []
     run.close()
 
 

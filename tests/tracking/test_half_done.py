@@ -44,9 +44,9 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def held(repo: Repository) -> list[str]:
     """Uids of what is in memory and what the engine does not know of."""
-    assert repo._memory is not None
-    assert repo._running is not None
-    return [uid for uid in repo._memory.uids() if repo._running.line_of(uid) is None]
+    assert repo.core.memory is not None
+    assert repo.core.running is not None
+    return [uid for uid in repo.core.memory.uids() if repo.core.running.line_of(uid) is None]
 
 
 def test_a_merge_that_is_interrupted_as_it_commits_is_known_to_all_or_to_none(made: Made, interrupted: list[str]) -> None:
@@ -98,5 +98,5 @@ def test_a_training_that_never_began_leaves_no_line_behind(tmp_path: Path) -> No
             run.capture()
         with pytest.raises(InvalidInput, match="weight"):
             repo.track(weight=torch.zeros(4), rng=False)
-        assert repo._running is not None
-        assert repo._running._engine._lines == {}
+        assert repo.core.running is not None
+        assert repo.core.running._engine._lines == {}

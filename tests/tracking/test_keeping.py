@@ -79,11 +79,11 @@ def test_a_small_training_takes_little_memory_by_default(tmp_path: Path) -> None
     weight = torch.arange(CHUNK_BYTES, dtype=torch.float32)  # 16 MiB
     with open_by_default(tmp_path) as repo, repo.track(weight=weight, rng=False) as run:
         capture(run, weight, 30)
-        assert repo._arena is not None
-        assert repo._arena.capacity > 2 * SMALL, "this machine has too little memory for this test"
-        assert repo._arena.warm <= SMALL
-        assert repo._memory is not None
-        assert len(list(repo._memory.uids())) == SMALL // 4 - 1
+        assert repo.core.arena is not None
+        assert repo.core.arena.capacity > 2 * SMALL, "this machine has too little memory for this test"
+        assert repo.core.arena.warm <= SMALL
+        assert repo.core.memory is not None
+        assert len(list(repo.core.memory.uids())) == SMALL // 4 - 1
 
 
 @pytest.mark.usefixtures("cold")
@@ -92,10 +92,10 @@ def test_what_is_warm_is_used_again_before_more_is_touched_than_a_few_states_nee
     most = at_once(4, is_given=True)
     with open_by_default(tmp_path, memory_bytes=2 * AT_ONCE_BYTES) as repo, repo.track(weight=weight, rng=False) as run:
         capture(run, weight, most // 4 + 5)
-        assert repo._arena is not None
-        assert most <= repo._arena.warm <= most + 3
-        assert repo._memory is not None
-        assert len(list(repo._memory.uids())) == most // 4 - 1
+        assert repo.core.arena is not None
+        assert most <= repo.core.arena.warm <= most + 3
+        assert repo.core.memory is not None
+        assert len(list(repo.core.memory.uids())) == most // 4 - 1
 
 
 @pytest.mark.usefixtures("cold")
@@ -113,8 +113,8 @@ def test_states_that_may_not_leave_take_more_memory_than_is_kept(tmp_path: Path)
                 capture(run, weight, 1)
                 repo.tag(f"kept-{number}", run.head)
             assert started.wait(60)
-            assert repo._arena is not None
-            assert repo._arena.warm > SMALL
+            assert repo.core.arena is not None
+            assert repo.core.arena.warm > SMALL
         finally:
             may_write.set()
 
@@ -127,8 +127,8 @@ def test_captures_in_flight_are_waited_for_before_more_is_taken_than_is_kept(tmp
         for _ in range(200):
             weight.add_(1)
             run.capture()
-        assert repo._arena is not None
-        assert repo._arena.warm <= 6
+        assert repo.core.arena is not None
+        assert repo.core.arena.warm <= 6
 
 
 def test_one_line_says_how_many_states_are_kept_and_how_to_keep_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

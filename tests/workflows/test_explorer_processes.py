@@ -201,7 +201,7 @@ def test_workers_take_the_start_from_the_explorer_s_memory(repo: Repository, exp
     pytest.importorskip("ucxx", reason="UCXX is not installed: pip install ucxx-cu12")
     assert explore(repo, "main", PLAN, train, study="s", share="ucx://127.0.0.1:0", progress=False)
     assert essence(repo, "s", PLAN) == expected
-    with repo._database.read() as session:
+    with repo.core.database.read() as session:
         arrived = clones.clones_of(session, repo.state("start/s").uid)
     assert arrived
     assert all(clone.source.startswith("ucx://127.0.0.1:") and clone.run for clone in arrived)

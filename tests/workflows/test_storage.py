@@ -102,7 +102,7 @@ def test_trainings_that_have_no_ancestor_in_common_store_once_what_they_have_in_
         states = [state for number in range(3) for state in repo.log(f"root/{number}")]
         assert used(tmp_path) == pytest.approx((0.8 + 6 * 0.2) * WHOLE, rel=0.01)
         assert sum(state.bytes_new for state in states) == pytest.approx(used(tmp_path), rel=0.01), "each says what it added"
-        with repo._reading() as session:
+        with repo.core.reading() as session:
             added = [replica.bytes for state in states for replica in replicas_of(session, state.uid) if replica.tier == "local"]
         assert added == [state.bytes_new for state in states]
     with open_at(tmp_path) as repo:
@@ -110,7 +110,7 @@ def test_trainings_that_have_no_ancestor_in_common_store_once_what_they_have_in_
         repo.delete_ref("root/0")
         freed = sum(evict(repo, uid) for uid in first)
         assert freed == pytest.approx(0.2 * WHOLE, rel=0.01), "the pack that the others need stays"
-        assert repo._local.sweep() == []
+        assert repo.core.local.sweep() == []
         for number in (1, 2):
             for state in repo.log(f"root/{number}"):
                 repo.verify(state.uid)

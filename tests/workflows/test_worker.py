@@ -230,10 +230,10 @@ def test_a_variant_s_models_do_not_outlive_it_in_the_worker(repo: Repository) ->
     before = counts(repo)
     job = Job(repo, task(repo, "a", "main").assignment)
     job.track(**objects())
-    assert len(repo._trackers) == 1
+    assert len(repo.core.trainings) == 1
     job.close()
     job.close()
-    assert not repo._trackers
+    assert not repo.core.trainings
     assert counts(repo)[""] == before[""]
 
 

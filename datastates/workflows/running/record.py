@@ -11,7 +11,7 @@ from datastates.lineage.change import clones
 from datastates.lineage.change.refs import check_name
 from datastates.lineage.states import Ref, RefKind, State, Status
 from datastates.opening.lease import LEASES
-from datastates.upkeep.missing import explain
+from datastates.opening.missing import explain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -105,7 +105,7 @@ def make_durable(repository: Repository, uid: str, *, timeout_s: float = _DURABL
 
     :raises Unavailable: its bytes are gone, or that process does not write it.
     """
-    runner = repository._running
+    runner = repository.core.running
     if runner is not None:
         runner.want(uid)
         runner.drain()
@@ -115,8 +115,8 @@ def make_durable(repository: Repository, uid: str, *, timeout_s: float = _DURABL
         if state.status is not Status.CAPTURED:
             if state.status.is_restorable:
                 return state
-            with repository._database.read() as session:
-                raise explain(repository, session, state)
+            with repository.core.database.read() as session:
+                raise explain(repository.core, session, state)
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"state {uid[:10]} (step {state.step}) is only in the memory of another process, which did not write it"
@@ -163,7 +163,7 @@ def claims_folder(repository: Repository) -> Path:
 
 def claim_name(repository: Repository, study: str, variant: str = "") -> str:
     """The file name of the claim on a study, or on one of its variants."""
-    with repository._database.read() as session:
+    with repository.core.database.read() as session:
         lineage = clones.repository_uid(session)
     kind = "variant" if variant else "study"
     return f"{kind}-{hashlib.sha256(chr(0).join((lineage, study, variant)).encode()).hexdigest()[:32]}"
@@ -192,7 +192,7 @@ def back_to_what_is_here(repository: Repository, branch: str, origin: State) -> 
 def is_here(repository: Repository, state: State) -> bool:
     """Whether this process can open a state without a peer."""
     try:
-        repository._open_payload(state, verify=False).close()
+        repository.core.open_payload(state, verify=False).close()
     except (Unavailable, NotFound):
         return False
     return True
@@ -200,10 +200,10 @@ def is_here(repository: Repository, state: State) -> bool:
 
 def is_in_memory(repository: Repository, uid: str) -> bool:
     """Whether this process's memory holds a state."""
-    if repository._memory is None:
+    if repository.core.memory is None:
         return False
     try:
-        repository._memory.open(uid, verify=False).close()
+        repository.core.memory.open(uid, verify=False).close()
     except NotFound:
         return False
     return True

@@ -52,7 +52,7 @@ def storage(repo: Repository, study: str) -> Storage:
     states = {state.uid: state for state in (repo.state(start_tag(study)), *repo.find(f'attr.{STUDY} = "{study}"'))}
     packs: dict[str, int] = {}
     count = full = 0
-    with repo._reading() as session:
+    with repo.core.reading() as session:
         for uid, state in states.items():
             needed = dict(packs_of(session, uid)) if state.status.is_restorable else {}
             if needed:

@@ -122,7 +122,7 @@ def _run(task: Task) -> Outcome:
     with _watched(repository, task.explorer) as check, _claimed(repository, assignment, check):
         if (state := record.finished(repository, study, name, assignment.digest)) is not None:
             return Outcome(name, state.uid)
-        recover(repository._database, repository._local, repository._home)  # who held the claim before may have died
+        recover(repository.core.database, repository.core.local, repository.core.home)  # who held the claim before may have died
         seed_everything(int(assignment.digest[:8], 16))
         near = _Near(repository, task.share)
         job = Job(repository, assignment, stop=task.stop, check=check, fetch=near.fetch)
@@ -223,7 +223,7 @@ def _repository(task: Task) -> Repository:
     """The process's own, kept open; the memory that is free is shared with as many workers as the machine has room for."""
     key = (os.getpid(), task.location)
     repository = _repositories.get(key)
-    if repository is not None and not repository._is_closed:
+    if repository is not None and not repository.core.is_closed:
         return repository
     config = task.config
     if config.memory_bytes is None:

@@ -37,8 +37,8 @@ class Made:
 
 def memory_free(repo: Repository) -> int:
     """Slots of the arena that nothing holds."""
-    assert repo._arena is not None
-    return repo._arena.available
+    assert repo.core.arena is not None
+    return repo.core.arena.available
 
 
 class Training:
@@ -84,7 +84,7 @@ def train(repo: Repository, training: Training, count: int = 3, **options: Any) 
 def grown(repo: Repository, *parents: str, count: int = 1, branch: str | None = None, kind: EdgeKind | None = None) -> list[str]:
     """States without bytes, one upon the other; the first one has ``parents``."""
     uids: list[str] = []
-    with repo._database.write() as session:
+    with repo.core.database.write() as session:
         for number in range(count):
             above = [uids[-1]] if uids else list(parents)
             uids.append(os.urandom(12).hex())

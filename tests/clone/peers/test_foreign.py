@@ -121,7 +121,7 @@ def test_only_states_of_ours_and_of_the_same_party_lend_their_chunks(made: Made,
     own = repo.track(rng=False, box={"w": zeros()}).capture().wait()
     server = source.serve(url)
     cloned = made.peer(server).clone("main", repo=repo).state
-    with repo._database.read() as session:
+    with repo.core.database.read() as session:
         both = [own.uid, cloned.uid, "f" * 24]
         assert clones.trusted(session, both, party=server.url) == both[:2]
         assert clones.trusted(session, both, party="ucx://elsewhere:1") == both[:1]

@@ -23,7 +23,7 @@ def test_a_peer_browses_as_the_repository_itself_does(made: Made, url: str) -> N
     repo = made.repo()
     train(repo, Training(0))
     repo.tag("warm", "main~1", message="half way")
-    repo._wait_until_drained()  # the tagged state becomes durable meanwhile
+    repo.core.drain()  # the tagged state becomes durable meanwhile
     peer = made.peer(repo.serve(url))
 
     assert [(ref.name, ref.kind, ref.state, ref.message) for ref in peer.refs()] == [
@@ -182,7 +182,7 @@ def test_a_repository_takes_over_a_state_with_all_that_led_to_it(made: Made, url
     other.restore(cloned.state.uid, into={**theirs.objects, "rng": datastates.RngState()})
     repo.restore("main", into={**ours.objects, "rng": datastates.RngState()})
     assert theirs.bits() == ours.bits()
-    with other._database.read() as session, repo._database.read() as there:
+    with other.core.database.read() as session, repo.core.database.read() as there:
         assert [each.source_repository for each in clones.clones_of(session, cloned.state.uid)] == [clones.repository_uid(there)]
 
 
@@ -240,7 +240,7 @@ def test_processes_that_share_a_database_add_a_replica(where: dict[str, Any], ma
     assert list(map(facts, other.log("main"))) == before
     other.restore(cloned.state.uid, into={**theirs.objects, "rng": datastates.RngState()})
     assert theirs.bits() == ours.bits()
-    with other._database.read() as session:
+    with other.core.database.read() as session:
         arrivals = clones.clones_of(session, cloned.state.uid)
         assert [each.source_repository for each in arrivals] == [clones.repository_uid(session)]
 

@@ -2,64 +2,78 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from datastates.errors import NotFound, Unavailable
 from datastates.lineage.change import folders, runs
 from datastates.lineage.search import walk
 from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.states import Run, State, Status
-from datastates.opening.recovery import is_alive
+
+from .home import Home
+from .recovery import is_alive
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from datastates.repository import Repository
-
-__all__ = ["explain", "is_elsewhere", "nearest_here"]
+__all__ = ["Here", "explain", "is_elsewhere", "nearest_here"]
 
 
-def nearest_here(repository: Repository, session: Session, uid: str) -> State | None:
+class Here(Protocol):
+    """What this process can read of a repository."""
+
+    @property
+    def home(self) -> Home:
+        """Its folder of packs."""
+
+    @property
+    def node(self) -> str:
+        """The name of this host."""
+
+    def holds(self, uid: str) -> bool:
+        """Whether a state's bytes are in this process's memory or in that folder."""
+
+
+def nearest_here(here: Here, session: Session, uid: str) -> State | None:
     """The state itself, or the newest of its first parents, whose bytes are here; None when there is none."""
-    held = _in_memory(repository)
     found = walk.nearest_restorable(session, uid)
-    while found is not None and found.uid not in held and not repository._local.has(found.uid):
+    while found is not None and not here.holds(found.uid):
         found = walk.nearest_restorable(session, found.parents[0]) if found.parents else None
     return found
 
 
-def is_elsewhere(repository: Repository, session: Session, state: State) -> bool:
+def is_elsewhere(here: Here, session: Session, state: State) -> bool:
     """Whether a state that is not here can be had from somebody: a process that is seen to live, or another folder of packs."""
-    if not state.status.is_restorable or state.uid in _in_memory(repository) or repository._local.has(state.uid):
+    if not state.status.is_restorable or here.holds(state.uid):
         return False
-    return bool(_living(repository, session, state) or _other_folders(repository, session, state))
+    return bool(_living(here, session, state) or _other_folders(here, session, state))
 
 
-def explain(repository: Repository, session: Session, state: State) -> Unavailable:
+def explain(here: Here, session: Session, state: State) -> Unavailable:
     """Why a state cannot be restored here, and what can; to be raised."""
-    nearest = nearest_here(repository, session, state.uid)
+    nearest = nearest_here(here, session, state.uid)
     hint = "nor can any ancestor" if nearest is None else f"the nearest ancestor that can is {nearest.uid[:10]} (step {nearest.step})"
-    said = f"state {state.uid[:10]} (step {state.step}) cannot be restored: it {_why(repository, session, state)}; {hint}"
+    said = f"state {state.uid[:10]} (step {state.step}) cannot be restored: it {_why(here, session, state)}; {hint}"
     return Unavailable(said, nearest=None if nearest is None else nearest.uid, is_gone=not state.status.is_restorable)
 
 
-def _why(repository: Repository, session: Session, state: State) -> str:
+def _why(here: Here, session: Session, state: State) -> str:
     if not state.status.is_restorable:
         return f"is {state.status}"
-    if living := _living(repository, session, state):
+    if living := _living(here, session, state):
         return f"is only in the memory of another process, {living}"
-    if others := _other_folders(repository, session, state):
-        return f"is not in {repository._home.path}, but in another folder of packs: {others}"
+    if others := _other_folders(here, session, state):
+        return f"is not in {here.home.path}, but in another folder of packs: {others}"
     if state.status is Status.CAPTURED:
         holders = _holders(session, state)
         last = ", ".join(f"{run.pid} on {run.host}" for run in holders)
         return f"was only in the memory of another process, {last or 'unknown'}, of which nothing is to be seen here"
-    return f"is {state.status}, but its files are not in {repository._home.path}: somebody deleted or moved them, bring them back"
+    return f"is {state.status}, but its files are not in {here.home.path}: somebody deleted or moved them, bring them back"
 
 
-def _living(repository: Repository, session: Session, state: State) -> str:
+def _living(here: Here, session: Session, state: State) -> str:
     """The processes that hold a state in memory and are seen to live."""
-    return ", ".join(f"{run.pid} on {run.host}" for run in _holders(session, state) if is_alive(run, repository._home))
+    return ", ".join(f"{run.pid} on {run.host}" for run in _holders(session, state) if is_alive(run, here.home))
 
 
 def _holders(session: Session, state: State) -> list[Run]:
@@ -74,13 +88,9 @@ def _holders(session: Session, state: State) -> list[Run]:
     return found
 
 
-def _other_folders(repository: Repository, session: Session, state: State) -> str:
+def _other_folders(here: Here, session: Session, state: State) -> str:
     """Where else a state's bytes are said to be; a folder that lay where ours is now has been deleted."""
-    home = repository._home
+    home = here.home
     others = [folder for folder in folders.of_state(session, state.uid) if folder.uid != home.uid]
-    there = [one for one in others if one.path != str(home.path) or not (home.is_beside or one.host == repository.node)]
+    there = [one for one in others if one.path != str(home.path) or not (home.is_beside or one.host == here.node)]
     return ", ".join(f"{folder.path} on {folder.host}" for folder in there)
-
-
-def _in_memory(repository: Repository) -> set[str]:
-    return set() if repository._memory is None else set(repository._memory.uids())

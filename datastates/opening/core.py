@@ -1,0 +1,321 @@
+"""What every part of the package works with once a repository is open: its lineage, its tiers, and the threads behind captures.
+
+``Repository`` is the door that users come through; whoever helps it takes a ``Core``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from datastates import values
+from datastates.capture.runner import Runner
+from datastates.capture.shutdown import close_at_exit, closed
+from datastates.config import Config
+from datastates.content.manifest import CHUNK_BYTES
+from datastates.errors import Closed, InvalidInput, NotFound
+from datastates.lineage.change import runs, seals
+from datastates.lineage.database import Database
+from datastates.lineage.search import revision, walk
+from datastates.lineage.states import State
+from datastates.store.arena import Arena
+from datastates.store.local import LocalTier
+from datastates.store.memory import MemoryTier
+from datastates.store.reading import of_state
+from datastates.store.tier import Reader
+from datastates.system.interrupts import Mutex, undisturbed
+from datastates.system.memory import available_memory_bytes
+
+from .belongings import Belongings
+from .environment import describe_run, node_name
+from .home import FOLDER, PACKS, settle_in
+from .location import Location, check_whole
+from .missing import explain
+from .recovery import recover
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Core", "Opened", "Training", "core_of"]
+
+_log = logging.getLogger("datastates")
+
+_PATIENCE_S = 2.0
+
+
+class Training(Protocol):
+    """A training that a tracker of this repository follows."""
+
+    @property
+    def branch(self) -> str:
+        """The branch that its captures move."""
+
+    def fence(self) -> None:
+        """Wait until no copy reads its tensors any more."""
+
+    def close(self) -> None:
+        """End it; idempotent."""
+
+
+class Server(Protocol):
+    """What serves this repository."""
+
+    def close(self) -> None:
+        """End it; idempotent."""
+
+
+class Core:
+    """An open repository without its door. Safe from any thread, but for ``close``, which belongs to whoever opened it.
+
+    ``database`` and ``local`` are there from the start. What captures and arrivals need besides is made by ``engage``; until then
+    ``engaged``, ``memory``, ``arena``, ``running`` and ``run_uid`` are None.
+    """
+
+    def __init__(self, location: Location, config: Config) -> None:
+        self.location, self.config = location, config
+        self.node = node_name()
+        self._pid = os.getpid()
+        check_whole(location)
+        self.database = Database(location.database_url)
+        try:
+            self.local = LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step)
+            self.home = settle_in(location, self.database)
+            self.recovered = recover(self.database, self.local, self.home)
+        except BaseException:
+            self.database.close()
+            raise
+        self.engaged: Belongings | None = None
+        self.trainings: weakref.WeakSet[Training] = weakref.WeakSet()
+        self.servers: list[Server] = []
+        self._engaging = Mutex()
+        self._is_closed = self._is_ended = False
+
+    # --- what captures and arrivals need -----------------------------------------------------------------------------------
+
+    def engage(self) -> Belongings:
+        """Threads, memory, a lease and a run; made when they are first asked for.
+
+        :raises Unavailable: the repository can only be read.
+        """
+        with self._engaging:
+            if self.engaged is None:
+                self.engaged = self._engage()
+                close_at_exit(self, self.engaged.end_unowned)
+            return self.engaged
+
+    def _engage(self) -> Belongings:
+        budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
+        folder = self.home.check_writable()
+        run = describe_run({FOLDER: folder, PACKS: str(self.location.packs)})
+        lease = self.home.lease(run.uid)
+        try:
+            with self.database.write() as session:
+                runs.start(session, run)
+            arena = Arena(budget)
+            memory = MemoryTier(arena)
+            runner = Runner(
+                database=self.database,
+                arena=arena,
+                memory=memory,
+                local=self.local,
+                config=self.config,
+                run=run,
+                node=self.node,
+                folder=folder,
+            )
+        except BaseException:
+            lease.close()
+            raise
+        return Belongings(self.database, self.local, lease, run.uid, arena, memory, runner)
+
+    def runner(self) -> Runner:
+        """The threads behind captures, made when they are first asked for."""
+        return self.engage().runner
+
+    @property
+    def running(self) -> Runner | None:
+        """The threads behind captures, if something was captured or has arrived."""
+        return None if self.engaged is None else self.engaged.runner
+
+    @property
+    def memory(self) -> MemoryTier | None:
+        """What this process holds in memory, if something was captured or has arrived."""
+        return None if self.engaged is None else self.engaged.memory
+
+    @property
+    def arena(self) -> Arena | None:
+        """The room for that."""
+        return None if self.engaged is None else self.engaged.arena
+
+    @property
+    def run_uid(self) -> str | None:
+        """This process in the lineage, if something was captured or has arrived."""
+        return None if self.engaged is None else self.engaged.run_uid
+
+    # --- the lineage ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A session that sees every capture made so far by this process.
+
+        :raises Closed: the repository was closed, or belongs to the parent process.
+        """
+        self.check_open()
+        self.settle()
+        with self.database.read() as session:
+            yield session
+
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A durable transaction; the engine of this process hears of the names that it made, moved or deleted.
+
+        :raises Closed: the repository was closed, or belongs to the parent process.
+        """
+        self.check_open()
+        with self.database.write(durable=True) as session:
+            yield session
+        if self.running is not None:
+            self.running.refs_changed()
+
+    def state(self, rev: str | State) -> State:
+        """The state that a revision names.
+
+        :raises NotFound: it names none; lists close names.
+        :raises SyntaxProblem: it does not parse; points at the column.
+        """
+        with self.reading() as session:
+            return revision.resolve(session, values.revision(rev))
+
+    def seal(self, uid: str, seal: str) -> None:
+        """What a state was found to hold is what it holds from now on, as far as the lineage may be written.
+
+        :raises Corrupt: it held something else before.
+        """
+        with self.database.read() as session:
+            known = seals.seals(session, [uid]).get(uid)
+        seals.check(known, seal, uid)
+        if known is None and self.database.read_only is None:
+            with self.database.write() as session:
+                seals.seal(session, uid, seal)
+
+    # --- the payload ---------------------------------------------------------------------------------------------------------
+
+    def open_payload(self, state: State, *, verify: bool | None = None) -> Reader:
+        """The nearest tier that holds the state, which is what the lineage says. ``verify`` is the configured one, unless it is given.
+
+        :raises Corrupt: the manifest is another state's.
+        :raises Unavailable: its bytes are not here; names the nearest ancestor that has them.
+        """
+        verify = self.config.verify if verify is None else verify
+        if self.memory is not None:
+            try:
+                return of_state(self.memory.open(state.uid, verify=verify), state)
+            except NotFound:
+                pass
+        try:
+            return of_state(self.local.open(state.uid, verify=verify), state)
+        except NotFound:
+            with self.database.read() as session:
+                raise explain(self, session, walk.state(session, state.uid)) from None
+
+    def holds(self, uid: str) -> bool:
+        """Whether a state's bytes are here: in this process's memory, or in the repository's folder of packs."""
+        return (self.memory is not None and uid in self.memory.uids()) or self.local.has(uid)
+
+    # --- the end -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be asked of it any more."""
+        return self._is_closed
+
+    def check_open(self) -> None:
+        """Raises unless it may be used here and now.
+
+        :raises Closed: it was closed, or belongs to the parent process.
+        """
+        if self._pid != os.getpid():
+            raise Closed("this repository was opened by the parent process: open it again in the child")
+        if self._is_closed:
+            raise Closed("the repository is closed: open it again")
+
+    def settle(self) -> None:
+        """Wait until every capture so far is recorded (not: durable) or has failed; nothing once it is closed."""
+        if self.running is not None and not self._is_closed:
+            self.running.flush()
+
+    def drain(self) -> None:
+        """Wait until all that is to become durable is; says so where that takes long."""
+        if self.running is None:
+            return
+        began, has_said = time.monotonic(), False
+
+        def say(pending: int) -> None:
+            nonlocal has_said
+            if not has_said and time.monotonic() - began > _PATIENCE_S:
+                has_said = True
+                with undisturbed():  # the locks of logging too can be left taken
+                    _log.warning("making %d states durable before closing; Ctrl-C gives them up", pending)
+
+        self.running.drain(say)
+
+    def close(self) -> None:
+        """End servers and trainings, make durable what is to be, let go; idempotent.
+
+        :raises DatastatesError: (or another error of the background) that no handle and no later capture has raised.
+        """
+        if self._is_ended or self._pid != os.getpid():
+            return
+        self._is_closed = True
+        for server in self.servers:
+            server.close()
+        errors: list[Exception] = []
+        for training in list(self.trainings):
+            try:
+                training.close()
+            except Exception as exc:
+                errors.append(exc)
+        try:
+            self._let_go()
+        except Exception:
+            self._end()
+            raise
+        self._end()
+        if self.running is not None:
+            errors += self.running.errors()  # states may be written after their tracker ended: tags make them durable
+        if errors:
+            raise errors[0]
+
+    def _let_go(self) -> None:
+        if self.engaged is None:
+            return self.local.close()
+        self.engaged.let_go()
+        return closed(self.engaged.end_unowned)
+
+    def _end(self) -> None:
+        self._is_ended = True  # an interrupt before this: the next call goes on
+        self.database.close()
+
+
+class Opened(Protocol):
+    """A repository, as ``datastates.open`` returns it."""
+
+    @property
+    def core(self) -> Core:
+        """What stands behind it."""
+
+
+def core_of(value: object, what: str = "repo") -> Core:
+    """What stands behind a repository that a user gave.
+
+    :raises InvalidInput: it is none.
+    """
+    core = None if isinstance(value, type) else getattr(value, "core", None)
+    if not isinstance(core, Core):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give the repository that datastates.open returned")
+    return core
