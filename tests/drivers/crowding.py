@@ -2,7 +2,8 @@
 
     python -m tests.drivers.crowding --connections 1000 --seconds 20 --rounds 3
 
-Rounds without the crowd and with it take turns; what is printed at the end compares them. Each connection of the crowd says nothing, half
+Rounds without the crowd, with it, and with the same crowd at bare listeners of another process take turns: the last says what the crowd
+itself takes of the machine. What is printed at the end compares them. Each connection of the crowd says nothing, half
 a frame or half of TLS's first word; one that is closed comes again after ``--again`` seconds.
 """
 
@@ -49,17 +50,26 @@ class Phase:
 
 @dataclass(slots=True)
 class Outcome:
-    """Rounds without and with the crowd, and what the servers counted."""
+    """Rounds without the crowd, with it elsewhere and with it here, and what the servers counted."""
 
     quiet: list[Phase] = field(default_factory=list)
+    elsewhere: list[Phase] = field(default_factory=list)
     crowded: list[Phase] = field(default_factory=list)
     servers: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def overhead(self) -> float:
         """By how much longer a step takes beside the crowd: the median of rounds that follow each other."""
-        pairs = zip(self.quiet, self.crowded, strict=True)
-        return statistics.median(b.seconds / b.steps / (a.seconds / a.steps) for a, b in pairs) - 1
+        return _longer(self.quiet, self.crowded)
+
+    @property
+    def overhead_of_its_own(self) -> float:
+        """By how much longer it takes than beside the same crowd at somebody else's listeners."""
+        return _longer(self.elsewhere, self.crowded)
+
+
+def _longer(before: list[Phase], after: list[Phase]) -> float:
+    return statistics.median(b.seconds / b.steps / (a.seconds / a.steps) for a, b in zip(before, after, strict=True)) - 1
 
 
 # --- the training ------------------------------------------------------------------------------------------------------------
@@ -173,6 +183,28 @@ def crowd(urls: list[str], count: int, again_s: float) -> None:
                 due.append((now + again_s, key.data))
 
 
+def bare(count: int) -> None:
+    """So many listeners that hold 64 connections each and close what comes beyond, and nothing else, until the input ends."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    listen(asked)
+    listeners = [socket.create_server(("127.0.0.1", 0), backlog=512) for _ in range(count)]
+    _say([f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in listeners])
+    selector, held = selectors.DefaultSelector(), {each: list[tuple[float, socket.socket]]() for each in listeners}
+    for each in listeners:
+        selector.register(each, selectors.EVENT_READ)
+    while asked.empty():
+        for key, _ in selector.select(0.1):
+            listener = key.fileobj
+            assert isinstance(listener, socket.socket)
+            connection, now = listener.accept()[0], time.monotonic()
+            if len(held[listener]) >= 64 and held[listener][0][0] < now - 10:
+                held[listener].pop(0)[1].close()
+            if len(held[listener]) < 64:
+                held[listener].append((now, connection))
+            else:
+                connection.close()
+
+
 def _connect(url: str) -> socket.socket:
     where = urlsplit(url)
     connection = socket.socket()
@@ -237,18 +269,21 @@ def measure(connections: int, seconds: float, rounds: int, again_s: float = 10.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _certify(folder)
-        with _started("train", str(folder)) as trainer:
+        with _started("train", str(folder)) as trainer, _started("bare", "3") as stranger:
             assert trainer.stdout is not None
+            assert stranger.stdout is not None
+            others = json.loads(stranger.stdout.readline())
             urls = json.loads(trainer.stdout.readline())
             client = Client(urls[:2], folder)
             try:
                 _phase(trainer, client, min(seconds, 5.0))  # until all is warm
                 for _ in range(rounds):
                     outcome.quiet.append(_phase(trainer, client, seconds)[0])
-                    with _started("crowd", str(connections), str(again_s), *urls):
-                        _phase(trainer, client, min(seconds, again_s))  # until all are there
-                        phase, outcome.servers = _phase(trainer, client, seconds)
-                        outcome.crowded.append(phase)
+                    for phases, at in ((outcome.elsewhere, others), (outcome.crowded, urls)):
+                        with _started("crowd", str(connections), str(again_s), *at):
+                            _phase(trainer, client, min(seconds, again_s))  # until all are there
+                            phase, outcome.servers = _phase(trainer, client, seconds)
+                            phases.append(phase)
             finally:
                 client.close()
     return outcome
@@ -299,16 +334,17 @@ def _certify(folder: Path) -> None:
 
 def report(outcome: Outcome, out: IO[str] = sys.stdout) -> None:
     """What came of it."""
-    for kind, phases in (("quiet", outcome.quiet), ("crowded", outcome.crowded)):
+    for kind, phases in (("quiet", outcome.quiet), ("elsewhere", outcome.elsewhere), ("crowded", outcome.crowded)):
         for each in phases:
             step_ms = 1000 * each.seconds / each.steps
             out.write(
-                f"{kind:8} step {step_ms:6.2f} ms  descriptors {each.descriptors:4}  resident {each.resident_mib:6.0f} MiB  "
+                f"{kind:9} step {step_ms:6.2f} ms  descriptors {each.descriptors:4}  resident {each.resident_mib:6.0f} MiB  "
                 f"clones {each.clones} (longest {each.longest_clone_s:.2f} s, failed {len(each.failed)})\n"
             )
             for problem in each.failed[:3]:
                 out.write(f"         {problem}\n")
-    out.write(f"a step takes {100 * outcome.overhead:+.1f} % beside the crowd\n")
+    out.write(f"a step takes {100 * outcome.overhead:+.1f} % beside the crowd, ")
+    out.write(f"{100 * outcome.overhead_of_its_own:+.1f} % against the same crowd at other listeners\n")
     for server in outcome.servers:
         out.write(f"{json.dumps(server)}\n")
 
@@ -317,6 +353,8 @@ def main() -> None:
     """From the command line."""
     if sys.argv[1:2] == ["train"]:
         train(sys.argv[2])
+    elif sys.argv[1:2] == ["bare"]:
+        bare(int(sys.argv[2]))
     elif sys.argv[1:2] == ["crowd"]:
         crowd(sys.argv[4:], int(sys.argv[2]), float(sys.argv[3]))
     else:
