@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BENCHMARK ?=
 
-.PHONY: help test demo bench ui format clean
+.PHONY: help test demo bench ui docs format clean
 
 help:
 	@echo "make test    set up, then run the whole gate: format, lint, types, imports, tests"
 	@echo "make demo    set up, then run the main job: train, fork, resume and prove (under 2 minutes)"
 	@echo "make ui      set up, then build the page into api/static"
+	@echo "make docs    set up, then build the site of the documents into site/"
 	@echo "make bench   set up, then run every benchmark, or BENCHMARK=lineage only"
 	@echo "make format  format the code and fix what ruff can fix"
 	@echo "make clean   remove .venv, caches and what was built"
@@ -25,6 +26,10 @@ ui:
 	@PYTHON="$(PYTHON)" scripts/setup demo
 	@.venv/bin/python scripts/ui --install
 
+docs:
+	@PYTHON="$(PYTHON)" scripts/setup docs
+	@scripts/docs
+
 bench:
 	@PYTHON="$(PYTHON)" scripts/setup dev
 	@scripts/bench $(BENCHMARK)
@@ -35,5 +40,5 @@ format:
 	@.venv/bin/python -m ruff check --fix .
 
 clean:
-	rm -rf .venv build dist api/static api/ui/node_modules api/ui/src/generated *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site api/static api/ui/node_modules api/ui/src/generated *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

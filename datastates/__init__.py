@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .transport.contract import Tls
 
     __version__: str
+    """The version that is installed, such as ``"0.1.0"``."""
 
 __all__ = [
     "Ambiguous",

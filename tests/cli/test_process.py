@@ -19,7 +19,7 @@ from datastates.errors import DatastatesError
 from tests.cli.conftest import Invoke, uid
 from tests.support import warm
 
-README = Path(__file__).parent.parent.parent / "README.md"
+GUIDE = Path(__file__).parent.parent.parent / "docs" / "guide" / "terminal.md"
 TERMINAL = [sys.executable, "-W", "error", "-m", "datastates"]
 
 
@@ -38,18 +38,18 @@ def test_every_kind_of_error_has_an_exit_code() -> None:
     assert 2 not in EXIT_CODES.values(), "which is a wrong command line"
 
 
-def test_every_command_is_documented_in_the_readme() -> None:
-    readme = README.read_text()
+def test_every_command_is_documented() -> None:
+    guide = GUIDE.read_text()
     names = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
 
     assert names
-    assert [name for name in names if f"`datastates {name}" not in readme] == []
+    assert [name for name in names if f"`datastates {name}" not in guide] == []
 
 
 def test_every_exit_code_is_documented() -> None:
-    readme = README.read_text()
+    guide = GUIDE.read_text()
 
-    assert [code for code in {0, 2, 130, *EXIT_CODES.values()} if f"| {code} |" not in readme] == []
+    assert [code for code in {0, 2, 130, *EXIT_CODES.values()} if f"| {code} |" not in guide] == []
 
 
 def test_repository_is_found_by_option_environment_or_from_here_upwards(

@@ -1,0 +1,137 @@
+"""Pages of the site that do not lie in docs/: README and its like, and references of every public name and every command.
+
+A hook of mkdocs (see mkdocs.yml). ``pages`` is what it adds, by its place in the site.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+}
+"""Documents at the top of the tree, and where the site has them."""
+
+PACKAGES = {
+    "datastates": ("reference/datastates.md", "What a training script uses, as `import datastates`."),
+    "datastates.workflows": ("reference/workflows.md", "Studies: plans of variants, and what runs and reads them."),
+    "datastates.api": ("reference/api.md", "The web server, and a client of one."),
+    "datastates.testing": ("reference/testing.md", "Help for tests of your own."),
+}
+"""Packages whose ``__all__`` is public: the page of each, and what it is for."""
+
+
+def on_config(config: Any) -> Any:
+    """Add every design note to the site's list of pages, in its last section."""
+    (section,) = config.nav[-1].values()
+    section += [f"design/{path.name}" for path in sorted((ROOT / "docs" / "design").glob("*.md"))]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages to what mkdocs found in docs/."""
+    from mkdocs.structure.files import File
+
+    for place, text in pages():
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Each generated page: its place in the site, and its Markdown."""
+    for document, place in DOCUMENTS.items():
+        yield place, relinked((ROOT / document).read_text())
+    yield "reference/index.md", index()
+    for package, (place, purpose) in PACKAGES.items():
+        yield place, reference(package, purpose)
+    yield "reference/terminal.md", terminal()
+
+
+def relinked(text: str) -> str:
+    """A document of the top of the tree with its links as they are in the site; a link to what the site has not becomes plain text."""
+
+    def link(match: re.Match[str]) -> str:
+        name, target = match["name"], match["target"]
+        if "://" in target or target.startswith("#"):
+            return match[0]
+        path, _, anchor = target.partition("#")
+        place = DOCUMENTS.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if place is None:
+            return f"{name} (`{path}`)" if path not in name else name
+        return f"{match['mark']}[{name}]({place}{'#' + anchor if anchor else ''})"
+
+    return re.sub(r"(?P<mark>!?)\[(?P<name>[^\]]*)\]\((?P<target>[^)\s]+)\)", link, text)
+
+
+def names(package: str) -> list[str]:
+    """The public names of a package, as it lists them."""
+    return list(importlib.import_module(package).__all__)
+
+
+def index() -> str:
+    """Every public name, with a link to what is said of it."""
+    lines = ["# Every public name", ""]
+    for package, (place, purpose) in PACKAGES.items():
+        lines += [f"## `{package}`", "", purpose, ""]
+        lines += [f"- [`{name}`]({place.removeprefix('reference/')}#{package}.{name})" for name in names(package)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def reference(package: str, purpose: str) -> str:
+    """The page of a package: what each public name says of itself."""
+    parts = [f"# `{package}`", purpose]
+    listed = names(package)
+    errors = [name for name in listed if _is_error(package, name)]
+    parts += [f"::: {package}.{name}" for name in listed if name not in errors]
+    if errors:
+        parts += ["# Errors", "Every error is a `DatastatesError` and has a stable `kind`.", *(f"::: {package}.{name}" for name in errors)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _is_error(package: str, name: str) -> bool:
+    value = getattr(importlib.import_module(package), name)
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
+def terminal() -> str:
+    """Every command with its arguments and options, from its own help."""
+    from typer.main import get_command
+
+    from datastates.cli.app import app
+
+    group: Any = get_command(app)
+    above = group.make_context("datastates", [], resilient_parsing=True)
+    parts = [
+        "# Commands",
+        "What `datastates COMMAND --help` says. [The terminal](../guide/terminal.md) has all commands in one table, and the exit codes.",
+    ]
+    for name, command in sorted(group.commands.items()):
+        context = command.context_class(command, info_name=name, parent=above)
+        usage = " ".join([name, *command.collect_usage_pieces(context)])
+        parts += [f"## `datastates {name}`", f"    datastates {usage}", _plain(command.help or ""), _table(command.params)]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _plain(text: str) -> str:
+    return text.replace("``", "`").replace("\f", "").strip()
+
+
+def _table(parameters: Iterable[Any]) -> str:
+    rows = []
+    for each in parameters:
+        said = getattr(each, "help", None)
+        if not said or getattr(each, "hidden", False):
+            continue
+        is_argument = each.param_type_name == "argument"
+        called = (each.metavar or each.name.upper()) if is_argument else ", ".join([*each.opts, *each.secondary_opts])
+        rows.append(f"| `{called}` | {_plain(said).replace('|', chr(92) + '|')} |")
+    return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
