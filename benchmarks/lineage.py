@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from common import machine, out, table
 from many_states import BRANCHES, METRICS, RARE, fill
 
-from datastates.lineage import Database, NewState, Status
+from datastates.lineage import Database, NewState, StateFacts
 from datastates.lineage.change import record
 from datastates.lineage.search import pages as search
 from datastates.lineage.search import revision, walk
@@ -142,10 +142,9 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
                 read(session)
             times[name].append(time.perf_counter() - began)
         for _ in range(15):
-            new = NewState(
-                uid=secrets.token_hex(12), digest=secrets.token_hex(32), parent=tip, branch="main", run=None, step=head.step + 1,
-                metrics=dict.fromkeys((*METRICS, "rare"), 0.3), status=Status.CAPTURED, node="benchmark",
-            )  # fmt: skip
+            metrics = dict.fromkeys((*METRICS, "rare"), 0.3)
+            facts = StateFacts(secrets.token_hex(12), tip, "main", None, head.step + 1, metrics=metrics)
+            new = NewState(facts, secrets.token_hex(32), node="benchmark")
             began = time.perf_counter()
             with database.write(durable=True) as session:
                 record.record(session, new)

@@ -5,14 +5,14 @@ from datastates.lineage.change import record, refs
 from datastates.lineage.search import walk
 
 with database.write() as session:
-    record.record(session, NewState(...))
+    record.record(session, NewState(StateFacts(...), digest))
 """
 
 from __future__ import annotations
 
 from .change.runs import Recovered
 from .database import Database
-from .states import Edge, EdgeKind, NewState, Ref, RefEvent, RefKind, Run, State, Status, Value
+from .states import Edge, EdgeKind, NewState, Ref, RefEvent, RefKind, Run, State, StateFacts, Status, Value
 
 __all__ = [
     "Database",
@@ -25,6 +25,7 @@ __all__ = [
     "RefKind",
     "Run",
     "State",
+    "StateFacts",
     "Status",
     "Value",
 ]

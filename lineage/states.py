@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 
-__all__ = ["OURS", "Edge", "EdgeKind", "NewState", "Ref", "RefEvent", "RefKind", "Run", "State", "Status", "Value"]
+__all__ = ["OURS", "Edge", "EdgeKind", "NewState", "Ref", "RefEvent", "RefKind", "Run", "State", "StateFacts", "Status", "Value"]
 
 Value = str | int | float | bool | None
 """What an attribute may hold."""
@@ -74,6 +74,34 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class StateFacts:
+    """What is known of a state before its bytes are: who it is, where it hangs on, and what was said of it.
+
+    ``parent`` is the uid of the first parent, ``edges`` are the further ones. ``branch`` is the one that moves to the state, if any.
+    ``created_at`` may be left out: it is then the moment at which the state is recorded.
+    """
+
+    uid: str
+    parent: str | None
+    branch: str | None
+    run: str | None
+    step: int
+    micro_step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    attributes: dict[str, Value] = field(default_factory=dict)
+    message: str | None = None
+    created_at: datetime | None = None
+    edges: tuple[Edge, ...] = ()
+    world_size: int = 1
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """The uids of all parents, the first parent first."""
+        first = () if self.parent is None else (self.parent,)
+        return (*first, *(edge.parent for edge in self.edges)) if self.edges else first
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """An immutable snapshot; a node of the lineage. ``parents`` are uids, the first parent first.
 
@@ -97,6 +125,24 @@ class State:
     bytes_new: int
     world_size: int = 1
 
+    @property
+    def facts(self) -> StateFacts:
+        """What to record elsewhere of this state; no branch is moved to it there."""
+        return StateFacts(
+            uid=self.uid,
+            parent=self.parents[0] if len(self.parents) > len(self.edges) else None,
+            branch=None,
+            run=self.run,
+            step=self.step,
+            micro_step=self.micro_step,
+            metrics=self.metrics,
+            attributes=self.attributes,
+            message=self.message,
+            created_at=self.created_at,
+            edges=self.edges,
+            world_size=self.world_size,
+        )
+
     def _repr_html_(self) -> str:
         from .show.html import state_html  # only notebooks ask
 
@@ -105,26 +151,24 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class NewState:
-    """What ``record`` takes. ``parent`` is the uid of the first parent; ``branch`` moves from it to this state."""
+    """What ``record`` takes: the facts of a state, and what has become of its bytes. The branch moves from the first parent to it."""
 
-    uid: str
+    facts: StateFacts
     digest: str
-    parent: str | None
-    branch: str | None
-    run: str | None
-    step: int
-    micro_step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    attributes: dict[str, Value] = field(default_factory=dict)
-    message: str | None = None
-    created_at: datetime | None = None
     status: Status = Status.CAPTURED
-    edges: tuple[Edge, ...] = ()
     bytes_total: int = 0
     bytes_new: int = 0
-    world_size: int = 1
     tier: str = "memory"
     node: str = ""
+
+    @property
+    def uid(self) -> str:
+        """Whose facts these are."""
+        return self.facts.uid
+
+    def without_branch(self) -> NewState:
+        """The same state, to which no branch moves."""
+        return replace(self, facts=replace(self.facts, branch=None))
 
 
 @dataclass(frozen=True, slots=True)

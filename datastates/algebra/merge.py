@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
+from datastates.capture.commit import manifest_of
 from datastates.capture.runner import Runner
 from datastates.config import BackPressure
-from datastates.content.digest import chunk_digest, state_digest
-from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin
+from datastates.content.digest import chunk_digest
+from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, OverBudget, Unavailable
 from datastates.lineage.change import record
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.search import walk
 from datastates.lineage.search.holders import holder
-from datastates.lineage.states import Edge, NewState, RefKind, State, Value
+from datastates.lineage.states import Edge, NewState, RefKind, State, StateFacts, Value
 from datastates.system.interrupts import undisturbed
 
 from .blend import Blend
@@ -209,15 +210,18 @@ def _make(repository: Repository, blend: Blend, *, into: str | None, message: st
     try:
         _fill(arena, slots, blend)
         chunks = tuple(Chunk(chunk_digest(arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
-        manifest = _manifest(blend, chunks, repository.core.run_uid, into, message, attributes)
+        carved = blend.carved
+        content = Content(carved.skeleton, carved.values, carved.tensors, chunks)
+        facts = _facts(blend, repository.core.run_uid, into, message, attributes)
+        manifest = manifest_of(facts, content, tuple(state.digest for state in blend.states))
     except BaseException:
         runner.release(slots)
         raise
     with undisturbed():
-        return _commit(repository, blend, manifest, slots)
+        return _commit(repository, blend, facts, manifest, slots)
 
 
-def _commit(repository: Repository, blend: Blend, manifest: Manifest, slots: list[int]) -> State:
+def _commit(repository: Repository, blend: Blend, facts: StateFacts, manifest: Manifest, slots: list[int]) -> State:
     """The slots are the memory tier's from here on; the state is in memory, in the lineage and known to the engine, or nowhere."""
     runner, memory = repository.core.runner(), repository.core.memory
     assert memory is not None, "the runner made it"
@@ -228,9 +232,11 @@ def _commit(repository: Repository, blend: Blend, manifest: Manifest, slots: lis
         raise
     try:
         with repository.core.database.write(durable=True) as session:  # nobody would tell it again
-            state = record.record(session, _new(manifest, blend, placed.bytes_new, holder(repository.node, repository.core.run_uid)))
+            node = holder(repository.node, repository.core.run_uid)
+            total = sum(blend.carved.chunk_lengths)
+            state = record.record(session, NewState(facts, manifest.digest, bytes_total=total, bytes_new=placed.bytes_new, node=node))
     except BaseException:
-        memory.remove(manifest.origin.uid)
+        memory.remove(facts.uid)
         raise
     runner.adopt(state.uid, _on_disk(repository, blend.states[0]))
     return state
@@ -261,45 +267,20 @@ def _fill(arena: Arena, slots: Sequence[int], blend: Blend) -> None:
             done += count
 
 
-def _manifest(
-    blend: Blend, chunks: tuple[Chunk, ...], run: str | None, into: str | None, message: str | None, attributes: dict[str, Value]
-) -> Manifest:
-    carved, states = blend.carved, blend.states
-    content = Content(carved.skeleton, carved.values, carved.tensors, chunks)
-    digests = tuple(state.digest for state in states)
-    origin = Origin(
+def _facts(blend: Blend, run: str | None, into: str | None, message: str | None, attributes: dict[str, Value]) -> StateFacts:
+    first, *further = blend.states
+    recipe = blend.recipe
+    return StateFacts(
         uid=secrets.token_hex(12),
-        parents=tuple(state.uid for state in states),
-        parent_digests=digests,
-        run=run,
+        parent=first.uid,
         branch=into,
-        step=states[0].step,
-        micro_step=states[0].micro_step,
-        created_at_us=int(datetime.now(UTC).timestamp() * 1e6),
-        message=message,
-        metrics={},
+        run=run,
+        step=first.step,
+        micro_step=first.micro_step,
         attributes=attributes,
-    )
-    return Manifest(VERSION, state_digest(content, digests), origin, content)
-
-
-def _new(manifest: Manifest, blend: Blend, bytes_new: int, node: str) -> NewState:
-    origin, recipe = manifest.origin, blend.recipe
-    return NewState(
-        uid=origin.uid,
-        digest=manifest.digest,
-        parent=origin.parents[0],
-        branch=origin.branch,
-        run=origin.run,
-        step=origin.step,
-        micro_step=origin.micro_step,
-        attributes=origin.attributes,
-        message=origin.message,
-        created_at=datetime.fromtimestamp(origin.created_at_us / 1e6, UTC),
-        edges=tuple(Edge(uid, recipe.kind, weight) for uid, weight in zip(origin.parents[1:], recipe.weights[1:], strict=True)),
-        bytes_total=sum(blend.carved.chunk_lengths),
-        bytes_new=bytes_new,
-        node=node,
+        message=message,
+        created_at=datetime.now(UTC),
+        edges=tuple(Edge(state.uid, recipe.kind, weight) for state, weight in zip(further, recipe.weights[1:], strict=True)),
     )
 
 

@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
@@ -100,8 +100,8 @@ class Journal:
         since = self._away_since
         if since is None or time.monotonic() - since < PATIENCE_S:
             return None
-        waiting = [entry.new for entry in list(self._waiting.values())]
-        steps = ", ".join(f"{new.branch} step {new.step} ({new.uid[:10]})" for new in waiting[-5:])
+        waiting = [entry.new.facts for entry in list(self._waiting.values())]
+        steps = ", ".join(f"{facts.branch} step {facts.step} ({facts.uid[:10]})" for facts in waiting[-5:])
         what = f"{len(waiting)} states wait to be recorded, the last of them {steps}" if waiting else "nothing waits to be recorded"
         return Unavailable(f"the lineage does not answer since {time.monotonic() - since:.0f} s ({self._why}); {what}")
 
@@ -189,7 +189,7 @@ class Journal:
 
     def check(self, session: Session) -> bool:
         """Whether the newest state of each branch that was told is known: when commits are lost, those are among them."""
-        newest = {new.branch: uid for uid, new in list(self._told.items())}
+        newest = {new.facts.branch: uid for uid, new in list(self._told.items())}
         return len(clones.known(session, newest.values())) == len(newest)
 
     def recall(self) -> None:
@@ -223,8 +223,8 @@ class Journal:
                 return
         for entry in entries:
             new = entry.new
-            if new.parent in refused:
-                refused[new.uid] = refused[new.parent]
+            if new.facts.parent in refused:
+                refused[new.uid] = refused[new.facts.parent]
                 continue
             try:
                 told.update(self._tell_or_recall([new]))
@@ -275,7 +275,7 @@ class Journal:
                 try:
                     state = self._tell([new])[new.uid]
                 except Conflict as error:
-                    moved, new = error, replace(new, branch=None)
+                    moved, new = error, new.without_branch()
                     state = self._tell([new])[new.uid]
         except Unavailable:
             raise
@@ -382,4 +382,4 @@ class Journal:
         except Conflict as error:
             _log.warning("state %s is recorded again, without its branch: %s", new.uid, error)
             with session.begin_nested():
-                lineage_record.record(session, replace(new, branch=None))
+                lineage_record.record(session, new.without_branch())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from datastates.content.manifest import Manifest
-from datastates.lineage.states import Edge, NewState, Value
+from datastates.lineage.states import StateFacts
 
 from .edits import Edits
 from .handle import Capture
@@ -55,43 +54,16 @@ class Line:
 
 @dataclass(slots=True)
 class Staged:
-    """What a capture knows before its bytes are digested."""
+    """What a capture knows before its bytes are digested. Its ``facts`` lack the run, and the parent: where its line will stand by then."""
 
     line: Line
     handle: Capture
     layout: Layout
     values: msgspec.Raw
-    step: int
-    micro_step: int
-    created_at: datetime
-    message: str | None
-    metrics: dict[str, float]
-    attributes: dict[str, Value]
-    edges: tuple[Edge, ...] = ()
+    facts: StateFacts
     job: CopyJob | None = field(default=None, repr=False)
 
     @property
     def held_bytes(self) -> int:
         """Memory that it takes until it is recorded."""
         return self.layout.slot_bytes + memoryview(self.values).nbytes
-
-    def new_state(self, manifest: Manifest, bytes_new: int, run: str, holder: str) -> NewState:
-        """What the lineage is told of it, once it is in memory of which ``holder`` names the place."""
-        origin = manifest.origin
-        return NewState(
-            uid=origin.uid,
-            digest=manifest.digest,
-            parent=origin.parents[0] if origin.parents else None,
-            branch=self.line.branch,
-            run=run,
-            step=self.step,
-            micro_step=self.micro_step,
-            metrics=self.metrics,
-            attributes=self.attributes,
-            message=self.message,
-            created_at=self.created_at,
-            edges=self.edges,
-            bytes_total=self.layout.bytes_total,
-            bytes_new=bytes_new,
-            node=holder,
-        )

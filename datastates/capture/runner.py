@@ -20,13 +20,13 @@ from dataclasses import replace
 from functools import partial
 
 from datastates.config import BackPressure, Config
-from datastates.content.digest import chunk_digest, state_digest
-from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
+from datastates.content.digest import chunk_digest
+from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest
 from datastates.errors import Closed, Conflict, OverBudget, Torn, Unavailable
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.database import Database
 from datastates.lineage.search.holders import holder
-from datastates.lineage.states import RefKind, Run, State, Status
+from datastates.lineage.states import NewState, RefKind, Run, State, Status
 from datastates.policy.cadence import Cadence
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
@@ -35,6 +35,7 @@ from datastates.store.tier import Payload
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex, checkpoint, undisturbed
 
+from .commit import manifest_of
 from .engine import (
     MOST_HELD,
     Action,
@@ -269,7 +270,7 @@ class Runner:
     def _copied(self, staged: Staged, job: CopyJob) -> None:
         """Runs on the stage thread."""
         if isinstance(job.error, Torn):
-            staged.line.edits.note(staged.step, job.error, is_taught=job.plan.is_taught)
+            staged.line.edits.note(staged.facts.step, job.error, is_taught=job.plan.is_taught)
         self._rounds.put(staged)
 
     def hurry(self) -> None:
@@ -456,16 +457,19 @@ class Runner:
             self._arena.release(job.slots)
             raise job.error
         try:
-            manifest = self._manifest(staged, job.slots)
+            line = staged.line
+            tip = line.tip
+            facts = replace(staged.facts, parent=None if tip is None else tip[0], run=self._run)
+            manifest = manifest_of(facts, self._content(staged, job.slots), () if tip is None else (tip[1],))
         except BaseException:
             self._arena.release(job.slots)
             raise
         bytes_new = self._memory.adopt(manifest, job.slots).bytes_new
-        line, before = staged.line, staged.line.tip
         with self._lock:
-            self._lines_of[manifest.origin.uid] = line
-        line.tip = (manifest.origin.uid, manifest.digest)
-        return Entry(staged.new_state(manifest, bytes_new, self._run, self._holder), before)
+            self._lines_of[facts.uid] = line
+        line.tip = (facts.uid, manifest.digest)
+        new = NewState(facts, manifest.digest, bytes_total=staged.layout.bytes_total, bytes_new=bytes_new, node=self._holder)
+        return Entry(new, tip)
 
     def _record(self, held: dict[str, tuple[Staged, Entry]]) -> None:
         """Into the lineage, now or when it answers again; what it refuses is let go of, and its line goes on from the state before."""
@@ -481,27 +485,10 @@ class Runner:
                 self._lines_of.pop(uid, None)
             self._fail(staged, refused[uid])
 
-    def _manifest(self, staged: Staged, slots: list[int]) -> Manifest:
+    def _content(self, staged: Staged, slots: list[int]) -> Content:
         lengths = staged.layout.chunk_lengths
         chunks = tuple(Chunk(chunk_digest(self._arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
-        content = Content(staged.layout.skeleton, staged.values, staged.layout.tensors, chunks)
-        tip = staged.line.tip
-        parents = () if tip is None else (tip[0],)
-        parent_digests = () if tip is None else (tip[1],)
-        origin = Origin(
-            uid=staged.handle.uid,
-            parents=parents,
-            parent_digests=parent_digests,
-            run=self._run,
-            branch=staged.line.branch,
-            step=staged.step,
-            micro_step=staged.micro_step,
-            created_at_us=int(staged.created_at.timestamp() * 1e6),
-            message=staged.message,
-            metrics=staged.metrics,
-            attributes=dict(staged.attributes),
-        )
-        return Manifest(1, state_digest(content, parent_digests), origin, content)
+        return Content(staged.layout.skeleton, staged.values, staged.layout.tensors, chunks)
 
     def _on_recorded(self, entry: Entry, state: State, moved: Conflict | None) -> None:
         """The lineage knows of a state."""
@@ -529,7 +516,7 @@ class Runner:
                 self._forget(uid, str(error))
 
     def _fail(self, staged: Staged, error: BaseException) -> None:
-        _log.debug("capture of step %s failed", staged.step, exc_info=error)
+        _log.debug("capture of step %s failed", staged.facts.step, exc_info=error)
         with self._lock:
             self._handles.pop(staged.handle.uid, None)
             # An interrupt was raised where it came; a torn capture is its handle's, and the next one is not to tear.

@@ -27,7 +27,7 @@ from datastates.config import BackPressure
 from datastates.content.tree import Flat, encode_values, flatten
 from datastates.errors import Closed, DatastatesError, InvalidInput
 from datastates.lineage.change import refs as lineage_refs
-from datastates.lineage.states import State, Value
+from datastates.lineage.states import State, StateFacts, Value
 from datastates.objects import dirty
 from datastates.objects.adapters import Adapted, parts
 from datastates.objects.loops import LOOPS, Loops
@@ -200,12 +200,18 @@ class Tracker:
                 handle=handle,
                 layout=plan.layout,
                 values=msgspec.Raw(encode_values(flat.values)),
-                step=self.step,
-                micro_step=self.micro_step,
-                created_at=datetime.now(UTC),
-                message=noted.message,
-                metrics=noted.metrics,
-                attributes=noted.attributes,
+                facts=StateFacts(
+                    uid=handle.uid,
+                    parent=None,
+                    branch=self._line.branch,
+                    run=None,
+                    step=self.step,
+                    micro_step=self.micro_step,
+                    metrics=noted.metrics,
+                    attributes=noted.attributes,
+                    message=noted.message,
+                    created_at=datetime.now(UTC),
+                ),
             )
             job = staged.job = CopyJob(plan, slots, on_done=lambda _: None)
         except BaseException:

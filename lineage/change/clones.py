@@ -172,25 +172,15 @@ def _check_same(here: dict[str, str], states: Iterable[State]) -> dict[str, str]
 
 
 def _new(state: State, here: dict[str, str], *, status: Status) -> NewState:
-    first = state.parents[0] if len(state.parents) > len(state.edges) else None
-    return NewState(
-        uid=state.uid,
-        digest=state.digest,
-        parent=first if first in here else None,
-        branch=None,
+    """What is told of it here: without those parents that are not here, without a run, and without a branch."""
+    facts = state.facts
+    facts = replace(
+        facts,
+        parent=facts.parent if facts.parent in here else None,
         run=None,
-        step=state.step,
-        micro_step=state.micro_step,
-        metrics=state.metrics,
-        attributes=state.attributes,
-        message=state.message,
-        created_at=state.created_at,
-        status=status,
-        edges=tuple(edge for edge in state.edges if edge.parent in here),
-        bytes_total=state.bytes_total,
-        bytes_new=0,
-        world_size=state.world_size,
+        edges=tuple(edge for edge in facts.edges if edge.parent in here),
     )
+    return NewState(facts, state.digest, status, bytes_total=state.bytes_total)
 
 
 _state, _run, _clone, _repository = table(StateRow), table(RunRow), table(CloneRow), table(RepositoryRow)

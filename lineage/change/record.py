@@ -32,7 +32,7 @@ from datastates.lineage.schema import (
     table,
     to_us,
 )
-from datastates.lineage.states import NewState, RefKind, State, Value
+from datastates.lineage.states import NewState, RefKind, State, StateFacts, Value
 
 from .refs import check_name
 from .replicas import evict, mark, packs_of
@@ -68,11 +68,12 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
     connection = session.connection()
     places, rows, states = _Places(session), _Rows(), []
     for new, id_ in zip(news, _free_ids(connection, len(news)), strict=True):
-        place = places.of(new)
-        further_ids = places.ids_of([edge.parent for edge in new.edges])
-        created_us = to_us(new.created_at)
+        facts = new.facts
+        place = places.of(facts)
+        further_ids = places.ids_of([edge.parent for edge in facts.edges])
+        created_us = to_us(facts.created_at)
         rows.add(new, id_, place, further_ids, created_us)
-        places.add(new, id_, place, created_us)
+        places.add(facts, id_, place, created_us)
         states.append(_state_of(new, place, created_us))
     rows.insert(connection)
     for name in sorted(places.branches):  # in one order, so that two writers never wait for each other
@@ -88,7 +89,7 @@ def check(new: NewState) -> None:
     :raises InvalidInput: a uid, a name or a value cannot be stored; names it.
     """
     _check(new)
-    for key, value in new.attributes.items():
+    for key, value in new.facts.attributes.items():
         _attribute_row(key, value)
 
 
@@ -96,24 +97,25 @@ def check(new: NewState) -> None:
 
 
 def _check(new: NewState) -> None:
-    if not _UID.fullmatch(new.uid):
-        raise InvalidInput(f"{new.uid!r} is no uid: it must have 24 lower-case hex digits")
-    for key in (*new.metrics, *new.attributes):
+    facts = new.facts
+    if not _UID.fullmatch(facts.uid):
+        raise InvalidInput(f"{facts.uid!r} is no uid: it must have 24 lower-case hex digits")
+    for key in (*facts.metrics, *facts.attributes):
         values.key(key, "the name of a metric or an attribute")
-    values.text(new.message or "", "message")
-    if len({(edge.parent, edge.kind) for edge in new.edges}) < len(new.edges):
-        raise InvalidInput(f"{new.uid} names a further parent twice in the same way: name each once")
+    values.text(facts.message or "", "message")
+    if len({(edge.parent, edge.kind) for edge in facts.edges}) < len(facts.edges):
+        raise InvalidInput(f"{facts.uid} names a further parent twice in the same way: name each once")
     for what, number, bits in (
-        ("step", new.step, 63),
-        ("micro_step", new.micro_step, 31),
-        ("world_size", new.world_size, 31),
+        ("step", facts.step, 63),
+        ("micro_step", facts.micro_step, 31),
+        ("world_size", facts.world_size, 31),
         ("bytes_total", new.bytes_total, 63),
         ("bytes_new", new.bytes_new, 63),
     ):
         if not -(2**bits) <= number < 2**bits:
-            raise InvalidInput(f"{what} {number} of {new.uid} does not fit {bits + 1} bits: count from 0")
-    if not all(math.isfinite(edge.weight) for edge in new.edges):
-        raise InvalidInput(f"a further parent of {new.uid} has a weight that is no number")
+            raise InvalidInput(f"{what} {number} of {facts.uid} does not fit {bits + 1} bits: count from 0")
+    if not all(math.isfinite(edge.weight) for edge in facts.edges):
+        raise InvalidInput(f"a further parent of {facts.uid} has a weight that is no number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +163,14 @@ class _Places:
         self.branches: dict[str, _Branch] = {}
         self.events: list[dict[str, object]] = []
 
-    def of(self, new: NewState) -> _Place:
-        parent_id = self._added.get(new.parent or "")
-        is_said = new.parent is None or parent_id is not None
-        if not is_said or not (new.run is None or new.run in self._runs) or not (new.branch is None or new.branch in self.branches):
-            parent_id = self._ask(new, parent_id)
-        if new.branch is not None and self.branches[new.branch].head_id != parent_id:
-            raise _moved_on(new.branch, self.branches[new.branch].head, new.parent)
-        run_id = None if new.run is None else self._runs[new.run]
+    def of(self, facts: StateFacts) -> _Place:
+        parent_id = self._added.get(facts.parent or "")
+        is_said = facts.parent is None or parent_id is not None
+        if not is_said or not (facts.run is None or facts.run in self._runs) or not (facts.branch is None or facts.branch in self.branches):
+            parent_id = self._ask(facts, parent_id)
+        if facts.branch is not None and self.branches[facts.branch].head_id != parent_id:
+            raise _moved_on(facts.branch, self.branches[facts.branch].head, facts.parent)
+        run_id = None if facts.run is None else self._runs[facts.run]
         if parent_id is None:
             return _Place(None, run_id, 0, None, None)
         return _Place(parent_id, run_id, *self._jump(self._nodes[parent_id]))
@@ -179,43 +181,43 @@ class _Places:
         asked = iter(ids_of(self._session, [uid for uid, id_ in zip(uids, here, strict=True) if id_ is None]) if None in here else ())
         return [next(asked) if id_ is None else id_ for id_ in here]
 
-    def add(self, new: NewState, id_: int, place: _Place, created_us: int) -> None:
+    def add(self, facts: StateFacts, id_: int, place: _Place, created_us: int) -> None:
         """A state that goes there is to come; its branch moves to it."""
-        self._added[new.uid] = id_
-        self._nodes[id_] = _Node(id_, place.generation, place.jump_id, place.jump_step, new.step)
-        if new.branch is None:
+        self._added[facts.uid] = id_
+        self._nodes[id_] = _Node(id_, place.generation, place.jump_id, place.jump_step, facts.step)
+        if facts.branch is None:
             return
-        branch = self.branches[new.branch]
+        branch = self.branches[facts.branch]
         old_id = None if branch.is_new and not branch.moves else branch.head_id
-        event = {"name": new.branch, "kind": RefKind.BRANCH.value, "old_id": old_id, "new_id": id_}
+        event = {"name": facts.branch, "kind": RefKind.BRANCH.value, "old_id": old_id, "new_id": id_}
         self.events.append({**event, "reason": "capture", "created_at": created_us})
-        branch.head_id, branch.head = id_, new.uid
+        branch.head_id, branch.head = id_, facts.uid
         branch.moves += 1
 
-    def _ask(self, new: NewState, parent_id: int | None) -> int | None:
+    def _ask(self, facts: StateFacts, parent_id: int | None) -> int | None:
         """What of a state's place nobody has said yet; the row id of its parent."""
-        parent = None if parent_id is not None else new.parent
-        row: Any = self._connection.execute(_PLACE, {"parent": parent, "run": new.run, "branch": new.branch}).one()
+        parent = None if parent_id is not None else facts.parent
+        row: Any = self._connection.execute(_PLACE, {"parent": parent, "run": facts.run, "branch": facts.branch}).one()
         if parent is not None:
             if row.parent_id is None:
-                raise NotFound(f"there is no state {parent!r} to be the parent of {new.uid}: record it first")
+                raise NotFound(f"there is no state {parent!r} to be the parent of {facts.uid}: record it first")
             parent_id = row.parent_id
             self._nodes[row.parent_id] = _Node(row.parent_id, row.generation, row.jump_id, row.jump_step, row.step)
             if row.jump_id is not None:
                 self._nodes[row.jump_id] = _Node(row.jump_id, row.jump_generation, row.far_id, row.jumped_step)
             if row.far_id is not None:
                 self._nodes[row.far_id] = _Node(row.far_id, row.far_generation, row.behind_id, row.far_step)
-        if new.run is not None:
+        if facts.run is not None:
             if row.run_id is None:
-                raise NotFound(f"there is no run {new.run!r}: start it before it records states")
-            self._runs[new.run] = row.run_id
-        if new.branch is not None and new.branch not in self.branches:
+                raise NotFound(f"there is no run {facts.run!r}: start it before it records states")
+            self._runs[facts.run] = row.run_id
+        if facts.branch is not None and facts.branch not in self.branches:
             if row.ref_kind is None:
-                check_name(new.branch)
+                check_name(facts.branch)
             elif row.ref_kind != RefKind.BRANCH.value:
-                raise Conflict(f"{new.branch!r} is a tag, captures cannot move it: choose another branch")
-            old = (parent_id, new.parent) if row.ref_kind is None else (row.head_id, row.head)
-            self.branches[new.branch] = _Branch(row.ref_kind is None, *old, *old)
+                raise Conflict(f"{facts.branch!r} is a tag, captures cannot move it: choose another branch")
+            old = (parent_id, facts.parent) if row.ref_kind is None else (row.head_id, row.head)
+            self.branches[facts.branch] = _Branch(row.ref_kind is None, *old, *old)
         return parent_id
 
     def _jump(self, parent: _Node) -> tuple[int, int | None, int | None]:
@@ -264,32 +266,33 @@ class _Rows:
 
     def add(self, new: NewState, id_: int, place: _Place, further_ids: list[int], created_us: int) -> None:
         """A state, and what belongs to it."""
+        facts = new.facts
         self._states.append(
             {
                 "id": id_,
-                "uid": new.uid,
+                "uid": facts.uid,
                 "digest": new.digest,
                 "parent_id": place.parent_id,
                 "generation": place.generation,
                 "jump_id": place.jump_id,
                 "jump_step": place.jump_step,
                 "run_id": place.run_id,
-                "step": new.step,
-                "micro_step": new.micro_step,
+                "step": facts.step,
+                "micro_step": facts.micro_step,
                 "created_at": created_us,
                 "status": new.status.value,
                 "bytes_total": new.bytes_total,
                 "bytes_new": new.bytes_new,
-                "world_size": new.world_size,
-                "message": new.message,
+                "world_size": facts.world_size,
+                "message": facts.message,
             }
         )
         edges, metrics, attributes, replicas = self._belongings.values()
-        for position, (edge, parent) in enumerate(zip(new.edges, further_ids, strict=True)):
+        for position, (edge, parent) in enumerate(zip(facts.edges, further_ids, strict=True)):
             edges.append({"child_id": id_, "parent_id": parent, "kind": edge.kind.value, "position": position, "weight": edge.weight})
-        for key, value in new.metrics.items():
+        for key, value in facts.metrics.items():
             metrics.append({"state_id": id_, "key": key, "value": None if math.isnan(value) else value})
-        attributes += [{"state_id": id_, **_attribute_row(key, value)} for key, value in new.attributes.items()]
+        attributes += [{"state_id": id_, **_attribute_row(key, value)} for key, value in facts.attributes.items()]
         if new.status.is_restorable:
             replicas.append({"state_id": id_, "rank": 0, "tier": new.tier, "node": new.node, "status": "ok", "bytes": new.bytes_new})
 
@@ -343,23 +346,24 @@ def _advance(connection: Connection, name: str, branch: _Branch) -> None:
 
 
 def _state_of(new: NewState, place: _Place, created_us: int) -> State:
+    facts = new.facts
     return State(
-        uid=new.uid,
+        uid=facts.uid,
         digest=new.digest,
-        step=new.step,
-        micro_step=new.micro_step,
-        metrics=dict(new.metrics),
-        attributes=dict(new.attributes),
-        message=new.message,
+        step=facts.step,
+        micro_step=facts.micro_step,
+        metrics=dict(facts.metrics),
+        attributes=dict(facts.attributes),
+        message=facts.message,
         created_at=from_us(created_us),
         status=new.status,
-        parents=(() if new.parent is None else (new.parent,)) + tuple(edge.parent for edge in new.edges),
-        edges=new.edges,
-        run=new.run,
+        parents=facts.parents,
+        edges=facts.edges,
+        run=facts.run,
         generation=place.generation,
         bytes_total=new.bytes_total,
         bytes_new=new.bytes_new,
-        world_size=new.world_size,
+        world_size=facts.world_size,
     )
 
 

@@ -14,10 +14,11 @@ from datastates.api.background import Background
 from datastates.api.models import GraphPage
 from datastates.api.windows import Windows
 from datastates.errors import NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState
+from datastates.lineage import Database, Edge, EdgeKind
 from datastates.lineage.change import record, refs
 from datastates.lineage.search.walk import log
 from datastates.lineage.show.lanes import lanes
+from tests.support.lineages import told
 
 
 class Lineage:
@@ -35,7 +36,7 @@ class Lineage:
                 refs.branch(session, branch, start)
             for _ in range(count):
                 edges = () if merge is None else (Edge(merge, EdgeKind.MERGE),)
-                new = NewState(secrets.token_hex(12), secrets.token_hex(32), tip, branch, None, 0, edges=edges)
+                new = told(secrets.token_hex(12), secrets.token_hex(32), tip, branch, None, 0, edges=edges)
                 tip = record.record(session, new).uid
         assert tip is not None
         self.tips[branch] = tip

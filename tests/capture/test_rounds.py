@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Conflict
 from datastates.lineage.database import Database
+from datastates.lineage.states import StateFacts
 from datastates.repository import Repository
 from datastates.tracking.tracker import Tracker
 
@@ -41,7 +41,7 @@ def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 def staged(step: int, slots: int = 1) -> Staged:
     layout = Layout(msgspec.Raw(b""), msgspec.Raw(b""), (CHUNK_BYTES,) * slots, slots * CHUNK_BYTES)
     handle = Capture(f"{step:024x}", step, want=lambda _: None, hurry=lambda: None)
-    return Staged(Line("main", "main", None, None), handle, layout, msgspec.Raw(b""), step, 0, datetime.now(UTC), None, {}, {})
+    return Staged(Line("main", "main", None, None), handle, layout, msgspec.Raw(b""), StateFacts(handle.uid, None, "main", None, step))
 
 
 def begun(count: int, *, slots: int = 1) -> Rounds:
@@ -59,7 +59,7 @@ def begun(count: int, *, slots: int = 1) -> Rounds:
 
 def steps(made: Rounds, timeout_s: float = 0.0) -> list[int] | None:
     taken = made.take(timeout_s)
-    return None if taken is None else [each.step for each in taken]
+    return None if taken is None else [each.facts.step for each in taken]
 
 
 def test_captures_that_come_slowly_are_taken_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

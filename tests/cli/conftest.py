@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from datastates.cli import app
-from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, Status
+from datastates.lineage import Database, Edge, EdgeKind, Run, Status
 from datastates.lineage.change import record, refs, replicas, runs
+from tests.support.lineages import told
 
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 RUN = Run("a" * 24, "node7", "ann", 42, ("train.py", "--lr", "0.1"), "c0ffee" * 6, True, {"lr": 0.1}, {"torch": "2.13.0"}, BEGAN)
@@ -67,7 +68,7 @@ def build_lineage(root: Path) -> None:
 
 def _record(session: Any, uid: str, parent: str | None, branch: str, step: int, **more: Any) -> str:
     moment = BEGAN + timedelta(minutes=step)
-    new = NewState(
+    new = told(
         uid, "d" * 64, parent, branch, RUN.uid, step, created_at=moment, bytes_total=1 << 20, bytes_new=1 << 10, node="node7", **more
     )
     return record.record(session, new).uid

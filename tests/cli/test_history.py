@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from datastates.cli import history
-from datastates.lineage import Database, NewState, State
+from datastates.lineage import Database, State
 from datastates.lineage.change import record, refs
 from tests.cli.conftest import RUN, Invoke, uid
+from tests.support.lineages import told
 
 pytestmark = pytest.mark.usefixtures("root")
 
@@ -181,7 +182,7 @@ def test_nothing_that_a_terminal_would_obey_is_printed(invoke: Invoke, root: Pat
     bad = "\x1b]0;title\x07 [red]plain\x9b31m"
     database = Database(f"sqlite:///{root}/lineage.db")
     with database.write() as session:
-        new = NewState("e" * 24, "d" * 64, None, "other", None, 1, message=f"{bad}\n{bad}", metrics={bad: 1.0}, attributes={bad: bad})
+        new = told("e" * 24, "d" * 64, None, "other", None, 1, message=f"{bad}\n{bad}", metrics={bad: 1.0}, attributes={bad: bad})
         record.record(session, new)
         refs.tag(session, "bad", "e" * 24, message=bad)
     database.close()

@@ -16,7 +16,6 @@ from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed, Conflict, OverBudget, Unavailable
 from datastates.lineage.change import record
 from datastates.lineage.search.holders import holder
-from datastates.lineage.states import NewState
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
@@ -24,6 +23,7 @@ from datastates.store.reading import read_tree
 from datastates.store.tier import Payload
 from datastates.testing import fail_at
 from tests.support.cloning import Sent, feed, fill, sent
+from tests.support.lineages import told
 
 torch.set_num_threads(1)
 
@@ -235,7 +235,7 @@ def adopted(repo: datastates.Repository, source: Sent) -> None:
     feed(sink, source.chunks)
     placed = sink.adopt()
     origin = source.manifest.origin
-    new = NewState(
+    new = told(
         uid=origin.uid,
         digest=source.manifest.digest,
         parent=None,

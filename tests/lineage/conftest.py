@@ -11,6 +11,7 @@ import pytest
 
 from datastates.lineage import Database, NewState, State
 from datastates.lineage.change import record
+from tests.support.lineages import told
 
 BACKENDS = ["sqlite", "postgresql"]
 
@@ -51,7 +52,7 @@ def new_state() -> Callable[..., NewState]:
 
     def make(parent: str | None = None, **fields: Any) -> NewState:
         values = {"uid": secrets.token_hex(12), "digest": secrets.token_hex(32), "branch": None, "run": None, "step": 0} | fields
-        return NewState(parent=parent, **values)
+        return told(parent=parent, **values)
 
     return make
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
-from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, State, Status
+from datastates.lineage import Database, Edge, EdgeKind, Run, State, Status
 from datastates.lineage.change import record, refs, runs
+from tests.support.lineages import told
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
 NOW = START + timedelta(days=10)
@@ -118,7 +119,7 @@ def _record(database: Database, lineage: Lineage, rng: random.Random, index: int
     parent = lineage.by_uid[head] if head else rng.choice([None, *lineage.states[-5:]]) if lineage.states else None
     choices = [*TEXTS, *NUMBERS, True, False, None, math.nan] if rng.random() < 0.6 else LARGE
     further = [state for state in rng.sample(lineage.states, min(len(lineage.states), 2)) if parent is None or state.uid != parent.uid]
-    new = NewState(
+    new = told(
         uid=f"{rng.getrandbits(96):024x}",
         digest=f"{index:064x}",
         parent=parent.uid if parent else None,

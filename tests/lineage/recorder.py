@@ -13,8 +13,9 @@ import sys
 import time
 
 from datastates.errors import Conflict, NotFound
-from datastates.lineage import Database, NewState
+from datastates.lineage import Database
 from datastates.lineage.change import record, refs
+from tests.support.lineages import told
 
 SHARED = "shared"
 
@@ -29,7 +30,7 @@ class Recorder:
         self.conflicts = 0
 
     def record(self, branch: str, parent: str | None, step: int) -> None:
-        new = NewState(secrets.token_hex(12), secrets.token_hex(32), parent, branch, None, step, metrics={"loss": 1 / (1 + step)})
+        new = told(secrets.token_hex(12), secrets.token_hex(32), parent, branch, None, step, metrics={"loss": 1 / (1 + step)})
         began = time.perf_counter()
         with self.database.write() as session:
             record.record(session, new)

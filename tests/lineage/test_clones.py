@@ -231,7 +231,7 @@ def test_ten_thousand_ancestors_take_a_few_statements_for_each_five_hundred(othe
                 digest=new.digest,
                 step=generation,
                 micro_step=0,
-                metrics=new.metrics,
+                metrics=new.facts.metrics,
                 attributes={},
                 message=None,
                 created_at=new_run().started_at,

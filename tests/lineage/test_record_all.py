@@ -20,6 +20,7 @@ from datastates.lineage.change import refs, runs
 from datastates.lineage.change.record import record, record_all
 from datastates.lineage.schema import AttributeRow, EdgeRow, MetricRow, RefEventRow, RefRow, ReplicaRow, RunRow, StateRow, table
 from datastates.lineage.search import walk
+from tests.support.lineages import told
 
 Make = Callable[..., NewState]
 
@@ -44,7 +45,7 @@ def plan(seed: int, count: int) -> list[NewState]:
         branch = rng.choice(["main", "main", "main", "fork", "other", None])
         parent = heads.get(branch or "") or (rng.choice(news).uid if news and rng.random() < 0.9 else None)
         further = {rng.choice(news).uid for _ in range(2)} if news and rng.random() < 0.2 else set[str]()
-        new = NewState(
+        new = told(
             uid=f"{rng.getrandbits(96):024x}",
             digest=f"{index:064x}",
             parent=parent,
@@ -135,7 +136,7 @@ def test_one_of_several_that_cannot_be_recorded_leaves_none(database: Database, 
     wrong = [
         ([second, new_state(first.uid, branch="main")], Conflict, f"branch 'main' is at {second.uid}, not at {first.uid}"),
         ([second, new_state(branch="main")], Conflict, f"branch 'main' is at {second.uid}, not at its beginning"),
-        ([second, replace(second, branch=None, parent=None)], Conflict, f"there is a state .*{second.uid}"),
+        ([second, replace(second, facts=replace(second.facts, branch=None, parent=None))], Conflict, f"there is a state .*{second.uid}"),
         ([second, new_state(secrets.token_hex(12), branch="other")], NotFound, "to be the parent"),
         ([second, new_state(second.uid, run="nobody")], NotFound, "no run 'nobody'"),
         ([second, new_state(second.uid, edges=(Edge("0" * 24, EdgeKind.MERGE),))], NotFound, "0{24}"),

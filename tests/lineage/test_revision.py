@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from datastates.errors import Ambiguous, DatastatesError, NotFound, SyntaxProblem
-from datastates.lineage import Database, NewState, State
+from datastates.lineage import Database, State
 from datastates.lineage.change import record, refs
 from datastates.lineage.search import walk
 from datastates.lineage.search.revision import resolve, resolve_range
 from tests.lineage.conftest import Grow
 from tests.lineage.oracle import METRICS, NOW, START, Lineage
 from tests.lineage.oracle import grow as grow_lineage
+from tests.support.lineages import told
 
 Suffix = tuple[str, object]
 
@@ -148,7 +149,7 @@ def test_step_is_exact_where_steps_fall_back(database: Database) -> None:
         steps.append(max(0, steps[-1] - rng.randint(1, 200)) if rng.random() < 0.02 else steps[-1] + rng.randint(0, 3))
     with database.write() as session:
         for step in steps:
-            new = NewState(uid=f"{rng.getrandbits(96):024x}", digest="0" * 64, parent=parent, branch="main", run=None, step=step)
+            new = told(uid=f"{rng.getrandbits(96):024x}", digest="0" * 64, parent=parent, branch="main", run=None, step=step)
             parent = record.record(session, new).uid
             uids.append(parent)
     with database.read() as session:
@@ -189,7 +190,7 @@ def test_an_unknown_name_lists_the_nearest(database: Database, grow: Grow) -> No
 def test_an_ambiguous_uid_lists_the_candidates(database: Database) -> None:
     with database.write() as session:
         for last in "01":
-            record.record(session, NewState(uid="abcd" + "0" * 19 + last, digest="0" * 64, parent=None, branch=None, run=None, step=7))
+            record.record(session, told(uid="abcd" + "0" * 19 + last, digest="0" * 64, parent=None, branch=None, run=None, step=7))
     with database.read() as session, pytest.raises(Ambiguous, match=r"abcd0+ \(step 7\), abcd0+1 \(step 7\)"):
         resolve(session, "abcd")
 

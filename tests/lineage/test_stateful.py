@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule, run_state_machine_as_test
 
 from datastates.errors import Conflict, DatastatesError, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, RefKind
+from datastates.lineage import Database, Edge, EdgeKind, RefKind
 from datastates.lineage.change import record, refs
 from datastates.lineage.schema import Base
 from datastates.lineage.search import walk
+from tests.support.lineages import told
 
 NAMES = st.sampled_from(["main", "fork", "v1", "sweep/lr=0.1"])
 
@@ -81,7 +82,7 @@ class Machine(RuleBasedStateMachine):
 
     def record(self, parent: str | None, branch: str | None, further: list[str]) -> list[str]:
         edges = tuple(Edge(uid, EdgeKind.MERGE, 0.5) for uid in further)
-        new = NewState(secrets.token_hex(12), secrets.token_hex(32), parent, branch, None, len(self.model.first), edges=edges)
+        new = told(secrets.token_hex(12), secrets.token_hex(32), parent, branch, None, len(self.model.first), edges=edges)
         kind, head, _ = self.model.refs.get(branch or "", (RefKind.BRANCH, parent, 0))
         if branch is not None and (kind is RefKind.TAG or head != parent):
             self.fails(Conflict, lambda session: record.record(session, new))

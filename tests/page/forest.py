@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from datastates.lineage import NewState, Status
 from datastates.lineage.change import record, refs
 from datastates.lineage.states import Edge, EdgeKind
+from tests.support.lineages import told
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -54,7 +55,7 @@ class Forest:
 
     def _add(self, state: NewState) -> str:
         record.record(self.session, state)
-        self.steps[state.uid] = state.step
+        self.steps[state.uid] = state.facts.step
         return state.uid
 
     def _state(self, branch: str, parent: str | None, step: int, lr: float, status: Status, edges: tuple[Edge, ...] = ()) -> NewState:
@@ -63,7 +64,7 @@ class Forest:
         metrics = {"loss": loss, "lr": lr * 0.98**step}
         if step % 5 == 0:
             metrics["val_loss"] = loss + 0.08 + abs(self._random.gauss(0, 0.02))
-        return NewState(
+        return told(
             f"{self._random.getrandbits(96):024x}", f"{self._random.getrandbits(256):064x}", parent, branch, None, step,
             metrics=metrics, attributes={"epoch": step // 20, "variant": branch}, created_at=self._now, status=status,
             message=f"end of epoch {step // 20}" if step % 20 == 0 else None, edges=edges,

@@ -14,10 +14,11 @@ import pytest
 
 import datastates
 from datastates import Ref, Repository, State, Status
-from datastates.lineage import Edge, EdgeKind, NewState, RefKind
+from datastates.lineage import Edge, EdgeKind, RefKind
 from datastates.lineage.change import record
 from datastates.lineage.show.html import graph_html, state_html, states_html
 from datastates.show.frames import States
+from tests.support.lineages import told
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 ATTACKS = (
@@ -119,7 +120,7 @@ def chain(count: int) -> list[State]:
 def capture(repo: Repository, branch: str, parent: str | None, step: int, **more: object) -> str:
     uid = secrets.token_hex(12)
     with repo.core.database.write() as session:
-        record.record(session, NewState(uid, secrets.token_hex(32), parent, branch, None, step, **more))  # type: ignore[arg-type]  # as above
+        record.record(session, told(uid, secrets.token_hex(32), parent, branch, None, step, **more))  # type: ignore[arg-type]  # as above
     return uid
 
 

@@ -14,7 +14,8 @@ from torch import nn
 import datastates
 from datastates import Config, Repository, Server, Status
 from datastates.lineage.change import record
-from datastates.lineage.states import Edge, EdgeKind, NewState
+from datastates.lineage.states import Edge, EdgeKind
+from tests.support.lineages import told
 
 MIB = 1 << 20
 SLOT = 4 * MIB
@@ -90,7 +91,7 @@ def grown(repo: Repository, *parents: str, count: int = 1, branch: str | None = 
             uids.append(os.urandom(12).hex())
             first = None if kind is not None else next(iter(above), None)
             edges = tuple(Edge(parent, kind, 0.5) for parent in above) if kind is not None else ()
-            new = NewState(uids[-1], os.urandom(32).hex(), first, branch, None, number, edges=edges, status=Status.EVICTED)
+            new = told(uids[-1], os.urandom(32).hex(), first, branch, None, number, edges=edges, status=Status.EVICTED)
             record.record(session, new)
     return uids
 
