@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from datastates.content.manifest import PackInfo
 from datastates.lineage import lookup
-from datastates.lineage.change import replicas, runs
+from datastates.lineage.change import runs
 from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.show.detail import child_uids, refs_at
 from datastates.lineage.states import State
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["detail_of"]
 
 
-def detail_of(session: Session, uid: str) -> StateDetail:
-    """The state of this uid, and all that refers to it.
+def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> StateDetail:
+    """The state of this uid, and all that refers to it; ``packs`` are the files that it needs here.
 
     :raises NotFound: there is none.
     """
@@ -30,6 +32,6 @@ def detail_of(session: Session, uid: str) -> StateDetail:
         refs=tuple(refs_at(session, uid)),
         children=tuple(child_uids(session, uid)),
         replicas=tuple(replicas_of(session, uid)),
-        packs=tuple(StoredPack(name, size) for name, size in replicas.packs_of(session, uid)),
+        packs=tuple(StoredPack(pack.name, pack.size) for pack in sorted(packs, key=lambda pack: pack.name)),
         run_record=None if state.run is None else runs.get(session, state.run),
     )

@@ -61,7 +61,7 @@ class RepositoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoredPack:
-    """A file of tensor bytes that a state needs."""
+    """A file of tensor bytes that a state needs, in the folder of packs that is served."""
 
     name: str
     bytes: int
@@ -164,8 +164,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats(Counts):
-    """What a repository holds, and its newest state."""
+    """What a repository holds, and its newest state. ``bytes_stored`` are the sizes of all packs in its folder."""
 
+    bytes_stored: int
     newest: State | None
 
 

@@ -48,7 +48,7 @@ class Served:
         self.downloads = threading.BoundedSemaphore(DOWNLOADS)
         self.windows = Windows()
         self.curves = Curves()
-        self.statistics = Statistics(self.reading_all)
+        self.statistics = Statistics(self.reading_all, lambda: repository.core.local.bytes_stored)
         self._questions = threading.BoundedSemaphore(QUESTIONS)
         self.payload_reads, self.norms = PayloadReads(), Norms()
 

@@ -29,12 +29,13 @@ class Statistics:
     What takes long to count is counted for ``SHARE`` of the time at most: a million states are counted every quarter of a minute.
     """
 
-    def __init__(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
-        self._reading = reading
+    def __init__(self, reading: Callable[[], AbstractContextManager[Session]], bytes_stored: Callable[[], int]) -> None:
+        self._reading, self._stored = reading, bytes_stored
         self._background = Background("statistics")
         self._lock = threading.Lock()
         self._counts: stats.Counts | None = None
         self._counted_at = self._took_s = 0.0
+        self._bytes_stored = 0
 
     def of(self, session: Session) -> Stats:
         """What is known now; the newest state is always the newest."""
@@ -48,7 +49,7 @@ class Statistics:
             self.warm()
         assert counts is not None
         known = {name: getattr(counts, name) for name in _COUNTED}
-        return Stats(**known, newest=stats.newest(session))
+        return Stats(**known, bytes_stored=self._bytes_stored, newest=stats.newest(session))
 
     def warm(self) -> None:
         """Begin to count, that the first who asks need not wait as long."""
@@ -60,7 +61,7 @@ class Statistics:
 
     def _count(self, session: Session) -> None:
         began = time.monotonic()
-        self._counts = stats.count(session)
+        self._counts, self._bytes_stored = stats.count(session), self._stored()
         self._counted_at = time.monotonic()
         self._took_s = self._counted_at - began
 

@@ -32,7 +32,7 @@ from .migrations import HEAD, KNOWN
 __all__ = ["Database", "translate"]
 
 BUSY_TIMEOUT_S = 60.0
-_MARKER_TABLES = ("state", "ref_event", "pack_ref")
+_MARKER_TABLES = ("state", "ref_event", "replica")
 _MIGRATION_LOCK = 0x6461_7461_7374  # the advisory lock of PostgreSQL; any number that others hardly choose
 _BEGIN = "datastates_begin"
 _IMMEDIATE = "BEGIN IMMEDIATE"

@@ -19,8 +19,6 @@ __all__ = [
     "EdgeRow",
     "FolderRow",
     "MetricRow",
-    "PackRefRow",
-    "PackRow",
     "RefEventRow",
     "RefRow",
     "ReplicaRow",
@@ -229,26 +227,6 @@ class SealRow(Base):
 
     state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True, autoincrement=False)
     digest: Mapped[str] = mapped_column(String(64))
-
-
-class PackRow(Base):
-    """One file of tensor bytes; ``name`` is its file name in the packs folder."""
-
-    __tablename__ = "pack"
-
-    id: Mapped[int] = mapped_column(Id, primary_key=True)
-    name: Mapped[str] = mapped_column(String(255), unique=True)
-    bytes: Mapped[int] = mapped_column(BigInteger)
-
-
-class PackRefRow(Base):
-    """A state needs a pack: gc removes a pack only when no row names it."""
-
-    __tablename__ = "pack_ref"
-    __table_args__ = NO_ROWID
-
-    pack_id: Mapped[int] = mapped_column(ForeignKey("pack.id"), primary_key=True)
-    state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True, index=True)
 
 
 def table(model: type[Base]) -> Table:

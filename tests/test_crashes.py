@@ -16,8 +16,8 @@ import pytest
 
 import datastates
 from datastates import Config, Repository, Status, Unavailable
-from datastates.lineage.change.replicas import packs_of
 from datastates.lineage.search.holders import replicas_of
+from datastates.store.naming import packs_of
 from datastates.store.pack import payload_bytes
 from datastates.testing import fail_at
 from tests.support.effort import effort
@@ -169,10 +169,10 @@ def test_a_state_that_was_whole_on_disk_when_its_process_died_is_durable(smith: 
         assert repo.state(uid).status is Status.DURABLE
         assert restored(repo, uid) == facts.live[uid]
         with repo.core.database.read() as session:
-            held, packs = replicas_of(session, uid), packs_of(session, uid)
-    files = {path.name: path.stat().st_size for path in (tmp_path / "packs").glob("*.safetensors")}
-    assert packs == sorted(files.items())
-    assert [(one.tier, one.bytes) for one in held] == [("local", payload_bytes(tmp_path / "packs" / packs[0][0]))]
+            held = replicas_of(session, uid)
+    (file,) = (tmp_path / "packs").glob("*.safetensors")
+    assert [(pack.name, pack.size) for pack in packs_of(tmp_path / "packs", uid)] == [(file.name, file.stat().st_size)]
+    assert [(one.tier, one.bytes) for one in held] == [("local", payload_bytes(file))]
 
 
 @pytest.mark.parametrize("damage", ["pack gone", "pack cut", "manifest cut"])

@@ -27,10 +27,11 @@ from datastates.lineage.change import clones, runs
 from datastates.lineage.change import record as lineage_record
 from datastates.lineage.database import Database
 from datastates.lineage.search import walk
-from datastates.lineage.states import NewState, Run, State, Status
+from datastates.lineage.states import NewState, Run, State
 from datastates.store.local import LocalTier
 from datastates.store.placing import own_bytes
 from datastates.store.tier import Placed
+from datastates.store.tiers import CAPTURED
 from datastates.system.interrupts import Mutex
 
 if TYPE_CHECKING:
@@ -302,8 +303,8 @@ class Journal:
         self._forget_gone()
 
     def _mark_in(self, session: Session, uid: str, placed: Placed) -> None:
-        packs = [(pack.name, pack.size) for pack in placed.manifest.packs]
-        lineage_record.mark(session, uid, Status.DURABLE, tier="local", node=self._folder, bytes=own_bytes(placed.manifest), packs=packs)
+        tier = self._local
+        lineage_record.mark(session, uid, tier.gives, tier=tier.name, node=self._folder, bytes=own_bytes(placed.manifest))
 
     def _mark_late(self, uid: str, placed: Placed) -> None:
         try:
@@ -320,7 +321,7 @@ class Journal:
         with self._evicting:
             evicted = [uid for uid in self._evicted if uid not in self._waiting]
         if evicted:
-            lineage_record.evict(session, evicted, tier="memory", node=self._holder)
+            lineage_record.evict(session, evicted, tier=CAPTURED, node=self._holder)
         return evicted
 
     def _note_evicted(self, told: list[str]) -> None:
@@ -355,7 +356,7 @@ class Journal:
             for uid, placed in whole.items():
                 self._mark_in(session, uid, placed)
             gone = clones.known(session, self._gone)
-            lineage_record.evict(session, gone, tier="memory", node=self._holder)
+            lineage_record.evict(session, gone, tier=CAPTURED, node=self._holder)
         self._forget_gone()
         _log.warning("the lineage had forgotten %d states of this process: they are recorded again", len(lost))
         return True

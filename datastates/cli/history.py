@@ -76,10 +76,12 @@ def show(
     """Show all that is known of one state."""
     from datastates.api.details import detail_of
     from datastates.lineage.search import revision, walk
+    from datastates.store.naming import packs_of
 
     shell = Shell(context, repo, as_json)
     with shell.reading() as session:
-        known = detail_of(session, revision.resolve(session, rev).uid)
+        uid = revision.resolve(session, rev).uid
+        known = detail_of(session, uid, packs_of(shell.location().packs, uid))
         parents, children = walk.states(session, known.parents), walk.states(session, known.children)
     if shell.as_json:
         shell.write_json(known)

@@ -113,6 +113,7 @@ def _arrive(
                 session,
                 state,
                 run=repository.core.run_uid,
+                tier=memory.name,
                 node=repository.node,
                 bytes_new=placed.bytes_new,
                 source=source,

@@ -1,52 +1,23 @@
-"""Digests of chunks and states, and the frame that a manifest is written in.
-
-The frame is the same in all versions, so that any version can tell damage from a version that it does not know:
-
-    8 bytes    magic ``DSMANIF\\0``
-    4 bytes    version, little-endian
-    8 bytes    length of the body, little-endian
-    …          body: MessagePack
-    32 bytes   BLAKE3 of all before
-"""
+"""Digests of chunks and states, and manifests as bytes."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
 
 import msgspec
 import xxhash
 from blake3 import blake3
 
-from datastates.errors import Corrupt, InvalidInput, Unavailable
+from datastates.errors import Corrupt, InvalidInput
 
 from .check import check
-from .manifest import VERSION, Content, Manifest, PackInfo
+from .frame import frame, unframed
+from .manifest import VERSION, Content, Manifest
 
-__all__ = ["chunk_digest", "decode", "decode_packs", "encode", "pieces_digest", "state_digest"]
-
-_MAGIC = b"DSMANIF\0"
-_HEAD = struct.Struct("<8sIQ")
-_DIGEST_BYTES = 32
+__all__ = ["chunk_digest", "decode", "encode", "pieces_digest", "state_digest"]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
-
-
-class _Packs(msgspec.Struct, frozen=True, array_like=True):
-    """A manifest of which only the packs are decoded."""
-
-    version: int
-    digest: str
-    origin: msgspec.Raw
-    content: msgspec.Raw
-    packs: tuple[PackInfo, ...] = ()
-
-
-_T = TypeVar("_T", Manifest, _Packs)
-
-_packs_decoder = msgspec.msgpack.Decoder(_Packs)
 
 
 def chunk_digest(data: bytes | memoryview) -> bytes:
@@ -79,8 +50,7 @@ def encode(manifest: Manifest) -> bytes:
     if manifest.version != VERSION:
         raise InvalidInput(f"manifest version {manifest.version}: this code writes version {VERSION}")
     body = _encoder.encode(manifest)
-    framed = _HEAD.pack(_MAGIC, VERSION, len(body)) + body
-    return framed + blake3(framed).digest()
+    return frame(VERSION, body)
 
 
 def decode(data: bytes | memoryview, *, source: str) -> Manifest:
@@ -89,7 +59,7 @@ def decode(data: bytes | memoryview, *, source: str) -> Manifest:
     :raises Corrupt: a byte is wrong or missing, or the manifest contradicts itself.
     :raises Unavailable: it is whole, but of a version that this code, or with a dtype that this torch, does not know.
     """
-    manifest = _decode(_decoder, data, source)
+    manifest = unframed(_decoder, data, source=source)
     try:
         expected = state_digest(manifest.content, manifest.origin.parent_digests)
     except (OverflowError, UnicodeEncodeError) as exc:
@@ -98,39 +68,6 @@ def decode(data: bytes | memoryview, *, source: str) -> Manifest:
         raise Corrupt(f"{source} holds a state whose digest is {expected}, but claims {manifest.digest[:64]}")
     check(manifest, source)
     return manifest
-
-
-def decode_packs(data: bytes | memoryview, *, source: str) -> tuple[PackInfo, ...]:
-    """Only the packs that the manifest in ``data`` needs, without the cost of the rest; its bytes are checked as in ``decode``."""
-    return _decode(_packs_decoder, data, source).packs
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, source: str) -> _T:
-    version, body = _unframe(memoryview(data).cast("B"), source)
-    if version != VERSION:
-        raise Unavailable(f"{source} is a manifest of version {version}, this datastates reads version {VERSION}: upgrade datastates")
-    try:
-        manifest = decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as exc:
-        raise Corrupt(f"{source} is no manifest: {exc}") from exc
-    if manifest.version != version:
-        raise Corrupt(f"{source} says version {manifest.version} inside and {version} outside")
-    return manifest
-
-
-def _unframe(view: memoryview, source: str) -> tuple[int, memoryview]:
-    least = _HEAD.size + _DIGEST_BYTES
-    if len(view) < least:
-        raise Corrupt(f"{source} has {len(view)} bytes, fewer than the {least} of the smallest manifest")
-    magic, version, length = _HEAD.unpack_from(view)
-    if magic != _MAGIC:
-        raise Corrupt(f"{source} begins with {magic!r}, which is no manifest")
-    if len(view) != least + length:
-        raise Corrupt(f"{source} has {len(view)} bytes, its header says {least + length}: it was cut or damaged")
-    end = _HEAD.size + length
-    if blake3(view[:end]).digest() != view[end:]:
-        raise Corrupt(f"{source} fails its digest: a byte of its {len(view)} was changed")
-    return version, view[_HEAD.size : end]
 
 
 def _parts(content: Content, parent_digests: Sequence[str]) -> Iterator[bytes | memoryview]:

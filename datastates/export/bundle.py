@@ -28,7 +28,7 @@ from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.change.record import mark
 from datastates.lineage.lookup import ids_of
 from datastates.lineage.search import walk
-from datastates.lineage.states import Ref, RefKind, State, Status
+from datastates.lineage.states import Ref, RefKind, State
 from datastates.store.comparing import are_equal
 from datastates.store.local import LocalTier, Staged
 from datastates.store.mapped import MappedReader
@@ -245,14 +245,14 @@ def _commit(
     """Lineage and files become visible together: files first, and they are taken back if the lineage does not take them."""
     placed: dict[str, Placed] = {}
     done: list[Staged] = []
+    tier = repository.core.local
     try:
         with repository.core.database.write(durable=True) as session:
             clones.import_ancestry(session, list(states.values())[::-1])
             for uid, (each, _, seal) in staged.items():
                 placed[uid] = found = _committed(each, uid)
                 done.append(each)
-                packs = [(pack.name, pack.size) for pack in found.manifest.packs]
-                mark(session, uid, Status.DURABLE, tier="local", node=folder_uid, bytes=own_bytes(found.manifest), packs=packs)
+                mark(session, uid, tier.gives, tier=tier.name, node=folder_uid, bytes=own_bytes(found.manifest))
                 seals.seal(session, uid, seal)
                 if not each.was_here:
                     clones.note(session, uid, node=folder_uid, source=source, bytes_moved=found.bytes_new)

@@ -13,6 +13,7 @@ from datastates.lineage.database import Database
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
+from datastates.store.tiers import VOLATILE
 
 from .lease import Lease
 
@@ -53,7 +54,7 @@ class Belongings:
             with self.database.write(durable=True) as session:
                 return runs.finish(session, self.run_uid)
         with self.database.write(durable=True) as session:
-            moved = runs.recover(session, [self.run_uid])
+            moved = runs.recover(session, [self.run_uid], volatile=VOLATILE)
         for each in moved:
             where = "nothing of it is left, so the name is free" if each.new is None else f"it is back at {each.new[:10]}"
             _log.warning("branch %s: its newest states were given up before they were durable; %s", each.branch, where)

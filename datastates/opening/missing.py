@@ -9,6 +9,7 @@ from datastates.lineage.change import folders, runs
 from datastates.lineage.search import walk
 from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.states import Run, State, Status
+from datastates.store.tiers import VOLATILE
 
 from .home import Home
 from .recovery import is_alive
@@ -78,7 +79,7 @@ def _living(here: Here, session: Session, state: State) -> str:
 
 def _holders(session: Session, state: State) -> list[Run]:
     """The runs that reported a state in their memory."""
-    uids = {one.run or state.run for one in replicas_of(session, state.uid) if one.tier == "memory"}
+    uids = {one.run or state.run for one in replicas_of(session, state.uid) if one.tier in VOLATILE}
     found = []
     for uid in sorted(filter(None, uids)):
         try:

@@ -10,9 +10,10 @@ from contextlib import suppress
 
 from datastates.lineage.change import record, runs
 from datastates.lineage.database import Database
-from datastates.lineage.states import Run, Status
+from datastates.lineage.states import Run
 from datastates.store.local import LocalTier
 from datastates.store.tier import Placed
+from datastates.store.tiers import VOLATILE
 
 from .home import FOLDER, Home
 from .lease import LEASES, Seen, look
@@ -33,14 +34,13 @@ def recover(database: Database, local: LocalTier, home: Home) -> list[runs.Recov
         return []
     with database.read() as session:
         dead = [run for run in runs.unfinished(session) if is_dead(run, home)]
-        unheard = {uid: digest for run in dead for uid, digest in runs.in_memory(session, run.uid).items()}
+        unheard = {uid: digest for run in dead for uid, digest in runs.in_memory(session, run.uid, volatile=VOLATILE).items()}
     if not dead:
         return []
     with database.write(durable=True) as session:
         for uid, placed in _whole(unheard, local).items():
-            packs = [(pack.name, pack.size) for pack in placed.manifest.packs]
-            record.mark(session, uid, Status.DURABLE, tier="local", node=home.uid, bytes=placed.bytes_new, packs=packs)
-        recovered = runs.recover(session, [run.uid for run in dead])
+            record.mark(session, uid, local.gives, tier=local.name, node=home.uid, bytes=placed.bytes_new)
+        recovered = runs.recover(session, [run.uid for run in dead], volatile=VOLATILE)
     local.sweep()
     for run in dead:
         with suppress(PermissionError):  # another user's, in a folder with the sticky bit

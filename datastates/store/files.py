@@ -6,7 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,17 +23,14 @@ from .pack import PAGE, padded
 
 __all__ = [
     "FORBIDDEN",
-    "MAX_MANIFEST",
     "TEMPORARY",
     "Temporary",
     "free_pack_name",
     "is_abandoned",
     "locked",
-    "manifest_name",
     "supports_direct",
     "sync_folder",
     "temporary",
-    "uid_of",
     "write_chunks",
     "write_file",
 ]
@@ -45,31 +41,16 @@ TEMPORARY = ".tmp-"
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 """What the kernel says to whoever may not write."""
 
-MAX_MANIFEST = 256 << 20
-"""The bytes of the longest manifest that is read."""
-
 _LOCK = ".lock"
 _BATCH_BYTES = 16 << 20
 _BATCH_VIEWS = 512
-_NAME = re.compile(r"([0-9A-Za-z_-]{1,64})\.(\d{1,9})(?:\.manifest|(?:-\d+)?\.safetensors)")
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-
-
-def manifest_name(uid: str, rank: int) -> str:
-    """The file of a state's manifest on one rank."""
-    return f"{uid}.{rank}.manifest"
 
 
 def free_pack_name(root: Path, uid: str, rank: int) -> str:
     """A name for the pack of a state: the pack of an earlier stay of the same state may still be needed by others."""
     names = (f"{uid}.{rank}{(number and -number) or ''}.safetensors" for number in count())
     return next(name for name in names if not (root / name).exists())
-
-
-def uid_of(name: str, kind: str) -> tuple[str, int] | None:
-    """The uid and rank in the name of a ``manifest`` or of a pack (``safetensors``); None for any other name."""
-    match = _NAME.fullmatch(name)
-    return (match[1], int(match[2])) if match is not None and name.endswith(kind) else None
 
 
 @contextmanager

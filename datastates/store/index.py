@@ -26,7 +26,8 @@ from datastates.content.digest import decode
 from datastates.errors import DatastatesError
 from datastates.system.regular import open_regular, read_regular
 
-from .files import MAX_MANIFEST, temporary, uid_of
+from .files import temporary
+from .naming import MAX_MANIFEST, uid_of
 from .pack import PAGE
 
 __all__ = ["SHARED_BYTES", "ChunkIndex", "Hint"]

@@ -35,22 +35,20 @@ from .borrowing import Borrowed, Stamp, find_borrowed, stamp_of
 from .comparing import are_equal
 from .files import (
     FORBIDDEN,
-    MAX_MANIFEST,
     TEMPORARY,
     Temporary,
     free_pack_name,
     is_abandoned,
     locked,
-    manifest_name,
     supports_direct,
     sync_folder,
     temporary,
-    uid_of,
     write_chunks,
     write_file,
 )
 from .index import SHARED_BYTES, ChunkIndex, Hint
 from .mapped import MappedReader
+from .naming import MAX_MANIFEST, manifest_name, packs_of, uid_of
 from .pack import padded, payload_bytes
 from .placing import Places, PutPlan, own_bytes, places_of, plan_put
 from .references import References
@@ -155,6 +153,21 @@ class LocalTier(Tier):
         if len(manifest.refs) != len(manifest.content.chunks):
             raise Corrupt(f"{path} says of {len(manifest.content.chunks)} chunks where {len(manifest.refs)} lie")
         return manifest
+
+    def packs(self, uid: str) -> tuple[PackInfo, ...]:
+        """The packs that a state needs, as its manifest says, which is all that says so; none where it is not here, or is damaged."""
+        return packs_of(self.root, uid, self._rank)
+
+    @property
+    def bytes_stored(self) -> int:
+        """The sizes of all packs in the folder together, whichever lineage they belong to."""
+        stored = 0
+        with suppress(OSError), os.scandir(self.root) as entries:
+            for entry in entries:
+                if uid_of(entry.name, "safetensors") is not None:
+                    with suppress(FileNotFoundError):  # removed just now
+                        stored += entry.stat(follow_symlinks=False).st_size
+        return stored
 
     def has(self, uid: str) -> bool:
         """Whether the manifest of a state is here."""

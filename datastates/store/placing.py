@@ -10,7 +10,7 @@ import msgspec
 from datastates.content.digest import chunk_digest
 from datastates.content.manifest import ChunkRef, Manifest, PackInfo
 
-from .files import uid_of
+from .naming import uid_of
 from .pack import PackLayout, lay_out
 
 __all__ = ["Places", "PutPlan", "own_bytes", "places_of", "plan_put"]

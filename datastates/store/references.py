@@ -6,11 +6,11 @@ import logging
 import os
 from pathlib import Path
 
-from datastates.content.digest import decode_packs
+from datastates.content.frame import decode_packs
 from datastates.errors import Corrupt, Unavailable
 from datastates.system.regular import read_regular
 
-from .files import MAX_MANIFEST, uid_of
+from .naming import MAX_MANIFEST, uid_of
 
 __all__ = ["References"]
 

@@ -26,13 +26,16 @@ from .reading import of_state
 from .seal import SealedChunks
 from .tier import Payload, Reader, Tier
 
-__all__ = ["DURABLE", "VOLATILE", "Tiers", "check_further", "payload_of"]
+__all__ = ["CAPTURED", "DURABLE", "VOLATILE", "Tiers", "check_further", "payload_of"]
 
-VOLATILE = frozenset({MemoryTier.name})
-"""The tiers that are lost with the process whose they are, as the lineage calls them."""
+CAPTURED = MemoryTier.name
+"""The tier that captures and arrivals come into, as the lineage calls it."""
+
+VOLATILE = frozenset({CAPTURED})
+"""The tiers that are lost with the process whose they are."""
 
 DURABLE = LocalTier.name
-"""The tier that lies in folders of packs, as the lineage calls it."""
+"""The tier that lies in folders of packs."""
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")
 _GIVEN = (Status.DURABLE, Status.REPLICATED, Status.EXTERNAL)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from datastates.lineage.change import folders
 from datastates.lineage.change.withdraw import withdraw
 from datastates.lineage.search.holders import holder
+from datastates.store.tiers import CAPTURED, DURABLE, VOLATILE
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -30,7 +31,7 @@ def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
     repository.core.settle()
     running = repository.core.running
     with repository.core.database.write(durable=True) as session:
-        withdraw(session, uid, _places(repository, session, uid), is_forced=is_forced)
+        withdraw(session, uid, _places(repository, session, uid), volatile=VOLATILE, is_forced=is_forced)
         if running is not None:
             running.check_withdrawal(uid)  # the last that may refuse
     freed = 0 if running is None else running.withdraw(uid)
@@ -40,6 +41,6 @@ def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
 def _places(repository: Repository, session: Session, uid: str) -> list[tuple[str, str]]:
     """Where this process and this folder of packs hold a state, as the lineage names the places."""
     home = repository.core.home
-    hosts = [host for host in folders.hosts_of_state(session, uid) if home.is_beside or host == repository.node]
+    hosts = [host for host in folders.hosts_of_state(session, uid, tier=DURABLE) if home.is_beside or host == repository.node]
     disks = [home.check_writable(), *hosts]
-    return [("memory", holder(repository.node, repository.core.run_uid)), *(("local", disk) for disk in disks)]
+    return [(CAPTURED, holder(repository.node, repository.core.run_uid)), *((DURABLE, disk) for disk in disks)]

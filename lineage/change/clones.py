@@ -136,9 +136,18 @@ def import_ancestry(session: Session, states: Sequence[State]) -> int:
 
 
 def arrive(
-    session: Session, state: State, *, run: str | None, node: str, bytes_new: int, source: str, source_repository: str, bytes_moved: int
+    session: Session,
+    state: State,
+    *,
+    run: str | None,
+    tier: str,
+    node: str,
+    bytes_new: int,
+    source: str,
+    source_repository: str,
+    bytes_moved: int,
 ) -> State:
-    """A state's bytes came into this node's memory: record it, or its new replica, and where it came from; the state as it is now.
+    """A state's bytes came onto a tier of this process: record it, or its new replica, and where it came from; the state as it is now.
 
     ``run`` is the process that holds the bytes: when it dies, a state that nobody else holds is lost. It is not the run that captured
     the state, which another lineage knows: here a state that was cloned has none.
@@ -147,10 +156,10 @@ def arrive(
     """
     here = _check_same(known(session, [state.uid, *state.parents]), [state])
     if state.uid in here:
-        mark(session, state.uid, Status.CAPTURED, tier="memory", node=holder(node, run), bytes=bytes_new)
+        mark(session, state.uid, Status.CAPTURED, tier=tier, node=holder(node, run), bytes=bytes_new)
     else:
         new = _new(state, here, status=Status.CAPTURED)
-        record(session, replace(new, node=holder(node, run), bytes_new=bytes_new))
+        record(session, replace(new, tier=tier, node=holder(node, run), bytes_new=bytes_new))
     row = {"held": state.uid, "run": run, "source": source, "source_repository": source_repository, "node": node}
     session.execute(_INSERT, {**row, "bytes_moved": bytes_moved, "created_at": to_us(None)})
     return load(session, [state.uid])[0]

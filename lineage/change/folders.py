@@ -47,12 +47,12 @@ def of_state(session: Session, uid: str) -> list[Folder]:
     return [Folder(row.uid, row.path, row.host) for row in rows]
 
 
-def hosts_of_state(session: Session, uid: str) -> list[str]:
-    """The hosts whose disks hold a state, as versions noted it that knew no folders.
+def hosts_of_state(session: Session, uid: str, *, tier: str) -> list[str]:
+    """The hosts whose disks hold a state on ``tier``, as versions noted it that knew no folders.
 
     :raises NotFound: there is no such state.
     """
-    return list(session.execute(_HOSTS_OF_STATE, {"state": id_of(session, uid)}).scalars())
+    return list(session.execute(_HOSTS_OF_STATE, {"state": id_of(session, uid), "on_tier": tier}).scalars())
 
 
 _folder, _replica = table(FolderRow), table(ReplicaRow)
@@ -60,13 +60,13 @@ _GET = select(_folder).where(_folder.c.uid == bindparam("wanted"))
 _OF_STATE = (
     select(_folder)
     .join_from(_folder, _replica, _replica.c.node == _folder.c.uid)
-    .where(_replica.c.state_id == bindparam("state"), _replica.c.tier == "local")
+    .where(_replica.c.state_id == bindparam("state"))
     .order_by(_folder.c.uid)
 )
 _HOSTS_OF_STATE = (
     select(_replica.c.node)
     .outerjoin_from(_replica, _folder, _folder.c.uid == _replica.c.node)
-    .where(_replica.c.state_id == bindparam("state"), _replica.c.tier == "local", _folder.c.uid.is_(None))
+    .where(_replica.c.state_id == bindparam("state"), _replica.c.tier == bindparam("on_tier"), _folder.c.uid.is_(None))
 )
 _sqlite, _postgresql = sqlite.insert(_folder), postgresql.insert(_folder)
 _SEEN = ("path", "host", "seen_at")

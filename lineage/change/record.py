@@ -35,12 +35,12 @@ from datastates.lineage.schema import (
 from datastates.lineage.states import NewState, RefKind, State, StateFacts, Value
 
 from .refs import check_name
-from .replicas import evict, mark, packs_of
+from .replicas import evict, mark
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["check", "evict", "mark", "packs_of", "record", "record_all"]
+__all__ = ["check", "evict", "mark", "record", "record_all"]
 
 _UID = re.compile(r"[0-9a-f]{24}")
 

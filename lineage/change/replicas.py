@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sqlalchemy import BigInteger, bindparam, delete, exists, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import InvalidInput
-from datastates.lineage.lookup import id_of, ids_of, unknown
-from datastates.lineage.schema import PackRefRow, PackRow, ReplicaRow, StateRow, table
+from datastates.lineage.lookup import ids_of, unknown
+from datastates.lineage.schema import ReplicaRow, StateRow, table
 from datastates.lineage.states import Status
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["evict", "mark", "packs_of"]
+__all__ = ["evict", "mark"]
 
 _SAFETY = {Status.LOST: 0, Status.EVICTED: 0, Status.CAPTURED: 1, Status.DURABLE: 2, Status.REPLICATED: 3, Status.EXTERNAL: 4}
 _GONE = [status.value for status in Status if not status.is_restorable]
 _BATCH = 1000  # ids in one IN list
 
 
-def mark(
-    session: Session,
-    uid: str,
-    status: Status,
-    *,
-    tier: str,
-    node: str,
-    rank: int = 0,
-    bytes: int | None = None,
-    packs: Iterable[tuple[str, int]] = (),
-) -> Status:
-    """A tier holds the state now: note the replica and the packs (name, bytes) it needs; the status that it has now.
+def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, rank: int = 0, bytes: int | None = None) -> Status:
+    """A tier holds the state now: note the replica; the status that it has now.
 
     The status rises to ``status`` or stays; an evicted or lost state whose bytes are here again rises too. ``bytes`` are those that the
     state added to that tier: with ``durable`` they become its ``bytes_new`` (but for a state of several ranks, of which this is a part).
@@ -56,7 +46,6 @@ def mark(
     dialect = session.get_bind().dialect.name
     replica = {"state_id": row.id, "rank": rank, "tier": tier, "node": node, "status": "ok", "bytes": bytes or 0}
     session.execute(_UPSERT_REPLICA[dialect], replica)
-    _need_packs(session, row.id, dict(packs), dialect)
     return now
 
 
@@ -78,24 +67,9 @@ def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> lis
     return evicted
 
 
-def packs_of(session: Session, uid: str) -> list[tuple[str, int]]:
-    """The name and bytes of every pack that a state needs, by name."""
-    rows = session.execute(_PACKS_OF, {"state": id_of(session, uid)})
-    return [(row.name, row.bytes) for row in rows]
-
-
-def _need_packs(session: Session, state_id: int, packs: dict[str, int], dialect: str) -> None:
-    if not packs:
-        return
-    names = sorted(packs)
-    session.execute(_INSERT_PACK[dialect], [{"name": name, "bytes": packs[name]} for name in names])
-    ids: Sequence[int] = session.execute(_PACK_IDS, {"names": names}).scalars().all()
-    session.execute(_INSERT_PACK_REF[dialect], [{"pack_id": pack_id, "state_id": state_id} for pack_id in sorted(ids)])
-
-
 # The statements
 
-_state, _replica, _pack, _pack_ref = (table(row) for row in (StateRow, ReplicaRow, PackRow, PackRefRow))
+_state, _replica = table(StateRow), table(ReplicaRow)
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 
 # Not FOR UPDATE: that would wait for, and deadlock with, whoever records a child.
@@ -115,18 +89,6 @@ _UPSERT_REPLICA = {
         index_elements=_key, set_={"status": _upsert_postgresql.excluded.status, "bytes": _upsert_postgresql.excluded.bytes}
     ),
 }
-_INSERT_PACK = {"sqlite": sqlite.insert(_pack).on_conflict_do_nothing(), "postgresql": postgresql.insert(_pack).on_conflict_do_nothing()}
-_INSERT_PACK_REF = {
-    "sqlite": sqlite.insert(_pack_ref).on_conflict_do_nothing(),
-    "postgresql": postgresql.insert(_pack_ref).on_conflict_do_nothing(),
-}
-_PACK_IDS = select(_pack.c.id).where(_pack.c.name.in_(bindparam("names", expanding=True)))
-_PACKS_OF = (
-    select(_pack.c.name, _pack.c.bytes)
-    .join_from(_pack_ref, _pack, _pack.c.id == _pack_ref.c.pack_id)
-    .where(_pack_ref.c.state_id == bindparam("state"))
-    .order_by(_pack.c.name)
-)
 _DROP_REPLICAS = delete(_replica).where(
     _replica.c.state_id.in_(_ids), _replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node")
 )

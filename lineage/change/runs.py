@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Select, bindparam, delete, exists, insert, or_, select, union, update
+from sqlalchemy import BindParameter, Select, bindparam, delete, exists, insert, or_, select, union, update
 
 from datastates.errors import Conflict, NotFound
 from datastates.lineage.lookup import id_of, states
@@ -27,7 +27,8 @@ __all__ = ["Recovered", "finish", "get", "in_memory", "listing", "recover", "sta
 
 _run, _state, _replica, _ref, _clone = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow))
 _GONE = [status.value for status in Status if not status.is_restorable]
-_ELSEWHERE = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier != "memory")
+_VOLATILE: BindParameter[Any] = bindparam("volatile", expanding=True)
+_ELSEWHERE = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier.not_in(_VOLATILE))
 _HELD = exists().where(_replica.c.state_id == _state.c.id)
 
 
@@ -106,27 +107,30 @@ def unfinished(session: Session) -> list[Run]:
     return [_to_run(row) for row in session.execute(query)]
 
 
-def in_memory(session: Session, uid: str) -> dict[str, str]:
-    """The states that a run captured or cloned, and that are in memory only as far as the lineage knows: uids, each with its digest."""
+def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[str, str]:
+    """The states that a run captured or cloned, and that are in memory only as far as the lineage knows: uids, each with its digest.
+
+    ``volatile`` are the tiers that are lost with a process.
+    """
     query = select(_state.c.uid, _state.c.digest).where(_state.c.id.in_(union(_captured([uid]), _cloned([uid]))))
     query = query.where(_state.c.status.not_in(_GONE), ~_ELSEWHERE)
-    return {row.uid: row.digest for row in session.execute(query.order_by(_state.c.id))}
+    return {row.uid: row.digest for row in session.execute(query.order_by(_state.c.id), {"volatile": list(volatile)})}
 
 
-def recover(session: Session, dead: Iterable[str]) -> list[Recovered]:
-    """Settle what runs left behind whose process died, memory and all.
+def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str]) -> list[Recovered]:
+    """Settle what runs left behind whose process died, and with it what was in its ``volatile`` tiers.
 
     States that nobody else holds become ``lost``; their runs finish now. Then each branch, of any run, whose
     head's bytes are gone moves back to its newest restorable first parent; a branch that has none is deleted, and its
     reflog says where it was: a name that nothing can be restored from would only keep the next run from beginning.
     """
     uids = sorted(set(dead))
-    _lose(session, uids)
+    _lose(session, uids, volatile)
     _finish(session, uids, None)
     return _move_back(session)
 
 
-def _lose(session: Session, runs: list[str]) -> None:
+def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
     """In memory means: in the memory of the process, so each replica there is gone, other replicas or not.
 
     A state that a living process has cloned on the same database is still in that one's memory. (A replica that names no process is
@@ -139,7 +143,7 @@ def _lose(session: Session, runs: list[str]) -> None:
     places = [holder(row.host, row.uid) for row in session.execute(select(_run.c.host, _run.c.uid).where(_run.c.uid.in_(runs)))]
     of_captured = _replica.c.state_id.in_(_captured(runs)) & _replica.c.node.not_like("%" + holder("", "") + "%")
     of_runs = _replica.c.state_id.in_(union(_captured(runs), _cloned(runs))) & _replica.c.node.in_(places)
-    session.execute(delete(_replica).where(_replica.c.tier == "memory", or_(of_captured, of_runs)))
+    session.execute(delete(_replica).where(_replica.c.tier.in_(volatile), or_(of_captured, of_runs)))
     session.execute(update(_state).where(held, _state.c.status.not_in(_GONE), ~_HELD).values(status=Status.LOST.value))
 
 

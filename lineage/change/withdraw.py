@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from sqlalchemy import bindparam, delete, exists, select, text, update
+from sqlalchemy import bindparam, select, text, update
 
 from datastates.errors import Conflict, Unsupported
 from datastates.lineage.lookup import id_of, state
-from datastates.lineage.schema import PackRefRow, PackRow, ReplicaRow, StateRow, table
+from datastates.lineage.schema import ReplicaRow, StateRow, table
 from datastates.lineage.search.walk import nearest_restorable
 from datastates.lineage.states import RefKind, State, Status
 
@@ -24,10 +24,10 @@ __all__ = ["check_withdrawal", "withdraw"]
 _LOCK = 0x6461_7461_6576  # the advisory lock of PostgreSQL: two that are withdrawn at once might each count on the other
 
 
-def withdraw(session: Session, uid: str, places: Iterable[tuple[str, str]], *, is_forced: bool = False) -> State:
+def withdraw(session: Session, uid: str, places: Iterable[tuple[str, str]], *, volatile: Collection[str], is_forced: bool = False) -> State:
     """Note that a state's bytes leave these places (tier, node); the state as it is then. Drop the bytes once this is committed.
 
-    A state that only memory holds from then on is ``captured`` again, one that nobody holds ``evicted``.
+    A state that only ``volatile`` tiers hold from then on is ``captured`` again, one that nobody holds ``evicted``.
 
     :raises NotFound: there is no such state.
     :raises Conflict: a ref counts on it (see ``check_withdrawal``).
@@ -38,11 +38,10 @@ def withdraw(session: Session, uid: str, places: Iterable[tuple[str, str]], *, i
     for tier, node in places:
         evict(session, [uid], tier=tier, node=node)
     found = state(session, uid)
-    id_ = id_of(session, uid)
-    if not found.status.is_restorable:
-        _forget_packs(session, id_)
-    elif found.status is not Status.CAPTURED and not session.execute(_ON_DISK, {"state": id_}).scalar():
-        session.execute(_ONLY_CAPTURED, {"state": id_})
+    held = {"state": id_of(session, uid), "volatile": list(volatile)}
+    is_safer = found.status.is_restorable and found.status is not Status.CAPTURED
+    if is_safer and not session.execute(_OUTLIVES, held).scalar():
+        session.execute(_ONLY_CAPTURED, {"state": held["state"]})
     return state(session, uid)
 
 
@@ -67,13 +66,6 @@ def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> 
     return found
 
 
-def _forget_packs(session: Session, id_: int) -> None:
-    packs = list(session.execute(_PACKS, {"state": id_}).scalars())
-    session.execute(_FORGET_REFS, {"state": id_})
-    if packs and session.get_bind().dialect.name == "sqlite":  # elsewhere somebody may be about to refer to one: a gc finds them
-        session.execute(_FORGET_PACKS, {"packs": packs})
-
-
 def _is_needed(session: Session, head: str, uid: str) -> bool:
     """Whether a name that leads to ``head`` leads, as far as bytes go, to ``uid``."""
     nearest = nearest_restorable(session, head)
@@ -84,9 +76,10 @@ def _has_another(session: Session, found: State) -> bool:
     return bool(found.parents) and nearest_restorable(session, found.parents[0]) is not None
 
 
-_state, _replica, _pack, _pack_ref = (table(row) for row in (StateRow, ReplicaRow, PackRow, PackRefRow))
-_ON_DISK = select(_replica.c.state_id).where(_replica.c.state_id == bindparam("state"), _replica.c.tier != "memory").limit(1)
+_state, _replica = table(StateRow), table(ReplicaRow)
+_OUTLIVES = (
+    select(_replica.c.state_id)
+    .where(_replica.c.state_id == bindparam("state"), _replica.c.tier.not_in(bindparam("volatile", expanding=True)))
+    .limit(1)
+)
 _ONLY_CAPTURED = update(_state).where(_state.c.id == bindparam("state")).values(status=Status.CAPTURED.value)
-_PACKS = select(_pack_ref.c.pack_id).where(_pack_ref.c.state_id == bindparam("state"))
-_FORGET_REFS = delete(_pack_ref).where(_pack_ref.c.state_id == bindparam("state"))
-_FORGET_PACKS = delete(_pack).where(_pack.c.id.in_(bindparam("packs", expanding=True)), ~exists().where(_pack_ref.c.pack_id == _pack.c.id))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import CTE, ColumnElement, Select, Table, func, select, true
 
 from datastates.lineage.lookup import states
-from datastates.lineage.schema import AttributeRow, MetricRow, PackRow, RefRow, RunRow, StateRow, table
+from datastates.lineage.schema import AttributeRow, MetricRow, RefRow, RunRow, StateRow, table
 from datastates.lineage.states import OURS, RefKind, State, Status
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Counts", "KeyStats", "count", "newest"]
 
-_state, _metric, _attribute, _run, _ref, _pack = (table(row) for row in (StateRow, MetricRow, AttributeRow, RunRow, RefRow, PackRow))
+_state, _metric, _attribute, _run, _ref = (table(row) for row in (StateRow, MetricRow, AttributeRow, RunRow, RefRow))
 
 # One scan of the table, without sorting.
 _STATUSES = select(*(func.count().filter(_state.c.status == status.value).label(status.value) for status in Status)).select_from(_state)
@@ -36,9 +36,9 @@ class KeyStats:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a repository holds. ``statuses`` counts the states of each; keys are those that a query or a column may name.
+    """What a lineage holds. ``statuses`` counts the states of each; keys are those that a query or a column may name.
 
-    ``config`` are the keys of the configurations of runs, ``bytes_stored`` the sizes of all packs that states need.
+    ``config`` are the keys of the configurations of runs.
     """
 
     states: int
@@ -46,7 +46,6 @@ class Counts:
     branches: int
     tags: int
     runs: int
-    bytes_stored: int
     metrics: tuple[KeyStats, ...]
     attributes: tuple[str, ...]
     config: tuple[str, ...]
@@ -62,7 +61,6 @@ def count(session: Session) -> Counts:
         branches=refs.get(RefKind.BRANCH.value, 0),
         tags=refs.get(RefKind.TAG.value, 0),
         runs=session.execute(select(func.count()).select_from(_run)).scalar_one(),
-        bytes_stored=int(session.execute(select(func.sum(_pack.c.bytes))).scalar() or 0),
         metrics=tuple(sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)),
         attributes=tuple(sorted(key for key in session.execute(select(_keys(_attribute).c.key)).scalars() if key is not None)),
         config=tuple(sorted(key for key in _config_keys(session) if not key.startswith(OURS))),

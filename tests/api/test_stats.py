@@ -39,7 +39,7 @@ def test_small_repositories_are_counted_each_time(client: TestClient, repo: Repo
 def test_large_ones_are_counted_in_the_background(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "_AT_ONCE_S", 0.0)
     monkeypatch.setattr(statistics, "SHARE", 1e9)
-    kept = Statistics(repo.core.reading)
+    kept = Statistics(repo.core.reading, lambda: 0)
     with repo.core.reading() as session:
         before = kept.of(session)
     train(repo, "main", 2)

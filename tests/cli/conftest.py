@@ -13,8 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from datastates.cli import app
+from datastates.content.frame import frame
+from datastates.content.manifest import VERSION
 from datastates.lineage import Database, Edge, EdgeKind, Run, Status
 from datastates.lineage.change import record, refs, replicas, runs
+from datastates.store.naming import manifest_name
 from tests.support.lineages import told
 
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -61,9 +64,13 @@ def build_lineage(root: Path) -> None:
             parent = _record(session, uid("f", step), parent, "fork", step, metrics={"loss": 1.5 / step}, message="other\norder")
         soup = (Edge(parent, EdgeKind.SOUP, 0.5),)
         _record(session, uid("1", 8), uid("1", 7), "main", 8, edges=soup)
-        replicas.mark(session, uid("1", 3), Status.DURABLE, tier="local", node="node7", bytes=1 << 10, packs=[("p.safetensors", 4096)])
+        replicas.mark(session, uid("1", 3), Status.DURABLE, tier="local", node="node7", bytes=1 << 10)
         replicas.evict(session, [uid("1", 2)], tier="memory", node="node7")
     database.close()
+    (root / "packs").mkdir()
+    needed = [["p.safetensors", 4096, 0, b""]]
+    body = msgspec.msgpack.encode([VERSION, "d" * 64, None, None, needed])  # as much of a manifest as these commands look at
+    (root / "packs" / manifest_name(uid("1", 3), 0)).write_bytes(frame(VERSION, body))
 
 
 def _record(session: Any, uid: str, parent: str | None, branch: str, step: int, **more: Any) -> str:

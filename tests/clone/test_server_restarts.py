@@ -74,7 +74,7 @@ def forget(server: Postgresql, url: str, since: str, *, with_run: bool = False) 
         connection.execute("SET session_replication_role = replica")  # no foreign keys for now
         (first,) = connection.execute("SELECT id FROM state WHERE uid = %s", [since]).fetchall()[0]
         (event,) = connection.execute("SELECT min(id) FROM ref_event WHERE new_id = %s", [first]).fetchall()[0]
-        for name in ("metric", "attribute", "replica", "pack_ref"):
+        for name in ("metric", "attribute", "replica"):
             connection.execute(f"DELETE FROM {name} WHERE state_id >= %s", [first])
         connection.execute(
             "UPDATE ref SET state_id = e.old_id FROM ref_event e WHERE e.id = %s AND ref.name = e.name AND e.old_id IS NOT NULL", [event]

@@ -11,6 +11,7 @@ from datastates.lineage import Database, NewState
 from datastates.lineage.change import clones, record, refs
 from datastates.lineage.migrations import upgrade
 from datastates.lineage.search import walk
+from datastates.store.tiers import CAPTURED
 
 
 def test_states_from_before_clones_stay_and_can_be_cloned(empty_url: str, new_state: Callable[..., NewState]) -> None:
@@ -20,6 +21,8 @@ def test_states_from_before_clones_stay_and_can_be_cloned(empty_url: str, new_st
         second = record.record(session, new_state(first.uid, branch="main", step=1))
         uid = clones.repository_uid(session)
         command.downgrade(upgrade.config(session.connection()), "datastates_0001")
+        session.execute(text("INSERT INTO pack (id, name, bytes) VALUES (1, 'p', 1)"))
+        session.execute(text("INSERT INTO pack_ref (pack_id, state_id) SELECT 1, id FROM state"))
     database.close()
 
     for _ in range(2):
@@ -29,7 +32,8 @@ def test_states_from_before_clones_stay_and_can_be_cloned(empty_url: str, new_st
             assert refs.get(session, "main").state == second.uid
             now = clones.repository_uid(session)
             for state in (first, second):
-                clones.arrive(session, state, run=None, node="here", bytes_new=0, source="x", source_repository="y", bytes_moved=1)
+                origin = {"source": "x", "source_repository": "y"}
+                clones.arrive(session, state, run=None, tier=CAPTURED, node="here", bytes_new=0, bytes_moved=1, **origin)
         with opened.read() as session:
             assert session.execute(text("SELECT count(*) FROM repository")).scalar_one() == 1
             assert {each.source_repository for each in clones.clones_of(session, first.uid)} == {"y"}

@@ -16,6 +16,7 @@ from datastates.lineage.change import clones, record, refs, runs
 from datastates.lineage.search import revision, walk
 from datastates.lineage.search.holders import Replica, replicas_of
 from datastates.lineage.states import Edge, EdgeKind
+from datastates.store.tiers import CAPTURED, VOLATILE
 from tests.lineage.test_runs import new_run
 from tests.lineage.test_walk import counted
 
@@ -48,6 +49,7 @@ def arrive(database: Database, state: State, *, run: Run | None = None, node: st
             session,
             state,
             run=None if run is None else run.uid,
+            tier=CAPTURED,
             node=node,
             bytes_new=7,
             source=SOURCE,
@@ -65,7 +67,7 @@ def started(database: Database, **fields: object) -> Run:
 
 def die(database: Database, *dead: Run) -> None:
     with database.write() as session:
-        runs.recover(session, [run.uid for run in dead])
+        runs.recover(session, [run.uid for run in dead], volatile=VOLATILE)
 
 
 def status(database: Database, state: State) -> Status:
@@ -204,7 +206,8 @@ def test_a_receiver_that_dies_takes_nothing_from_who_captured_the_state(database
     arrive(database, state, run=b)
 
     with database.read() as session:
-        assert runs.in_memory(session, a.uid) == runs.in_memory(session, b.uid) == {state.uid: state.digest}
+        held = [runs.in_memory(session, run.uid, volatile=VOLATILE) for run in (a, b)]
+        assert held == [{state.uid: state.digest}] * 2
     die(database, b)
     assert status(database, state) is Status.CAPTURED
     assert places(database, state) == [("memory", "here", a.uid)]

@@ -14,7 +14,7 @@ from sqlalchemy import select, text
 from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage import Database, Edge, EdgeKind, NewState, Ref, RefKind, State, Status
 from datastates.lineage.change import refs
-from datastates.lineage.change.record import evict, mark, packs_of, record
+from datastates.lineage.change.record import evict, mark, record
 from datastates.lineage.schema import Base, ReplicaRow, StateRow
 from datastates.lineage.search import walk
 
@@ -195,17 +195,12 @@ def test_a_status_rises_and_never_falls(database: Database, grow: Grow) -> None:
     }
 
 
-def test_marking_again_renews_the_replica_and_shares_packs(database: Database, grow: Grow) -> None:
-    first, second = grow(), grow()
+def test_marking_again_renews_the_replica(database: Database, grow: Grow) -> None:
+    first = grow()
     with database.write(durable=True) as session:
-        mark(session, first.uid, Status.DURABLE, tier="local", node="a", bytes=5, packs=[("one", 10)])
-        mark(session, first.uid, Status.DURABLE, tier="local", node="a", bytes=7, packs=[("one", 10)])
-        mark(session, second.uid, Status.DURABLE, tier="local", node="a", packs=[("two", 20), ("one", 10)])
+        mark(session, first.uid, Status.DURABLE, tier="local", node="a", bytes=5)
+        mark(session, first.uid, Status.DURABLE, tier="local", node="a", bytes=7)
     assert (0, "local", "a", 7) in replicas(database, first.uid)
-    with database.read() as session:
-        assert packs_of(session, first.uid) == [("one", 10)]
-        assert packs_of(session, second.uid) == [("one", 10), ("two", 20)]
-    assert count_rows(database)["pack"] == 2
 
 
 def test_what_is_new_in_a_state_is_what_it_added_to_the_disk_once_it_is_durable(database: Database, grow: Grow) -> None:
@@ -226,8 +221,6 @@ def test_a_state_cannot_be_marked_as_gone_nor_one_that_is_unknown(database: Data
         mark(session, uid, Status.LOST, tier="memory", node="")
     with pytest.raises(NotFound, match="no state"), database.write() as session:
         mark(session, "0" * 24, Status.DURABLE, tier="local", node="")
-    with pytest.raises(NotFound, match="no state"), database.read() as session:
-        packs_of(session, "0" * 24)
 
 
 def test_only_states_that_nobody_holds_any_more_are_evicted(database: Database, grow: Grow) -> None:

@@ -16,6 +16,7 @@ from datastates.lineage import Database, Recovered, Run, State, Status
 from datastates.lineage.change import refs, runs
 from datastates.lineage.change.record import evict, mark
 from datastates.lineage.search import walk
+from datastates.store.tiers import VOLATILE
 
 Grow = Callable[..., State]
 STARTED = datetime(2026, 5, 4, 3, 2, 1, 999999, tzinfo=UTC)
@@ -48,7 +49,7 @@ def run(database: Database) -> Run:
 
 def recover(database: Database, *dead: Run) -> list[Recovered]:
     with database.write() as session:
-        return runs.recover(session, [run.uid for run in dead])
+        return runs.recover(session, [run.uid for run in dead], volatile=VOLATILE)
 
 
 def statuses(database: Database, *states: State) -> list[Status]:

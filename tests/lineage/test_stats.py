@@ -21,7 +21,7 @@ def test_everything_is_counted(database: Database, new_state: Callable[..., NewS
         for new in (first, second):
             record.record(session, new)
         refs.tag(session, "warm", first.uid)
-        record.mark(session, second.uid, Status.DURABLE, rank=0, tier="local", node="n", bytes=5, packs=(("p1", 30), ("p2", 12)))
+        record.mark(session, second.uid, Status.DURABLE, rank=0, tier="local", node="n", bytes=5)
     with database.read() as session:
         found, newest = stats.count(session), stats.newest(session)
 
@@ -29,7 +29,6 @@ def test_everything_is_counted(database: Database, new_state: Callable[..., NewS
     assert found.metrics == (KeyStats("B", 1, math.inf, math.inf), KeyStats("loss", 2, 2.0, 2.0))
     assert found.attributes == ("note", "tries")
     assert found.config == ("lr", "seed")
-    assert found.bytes_stored == 42
     assert newest is not None
     assert newest.uid == second.uid
 
@@ -38,5 +37,5 @@ def test_nothing_is_counted_too(database: Database) -> None:
     with database.read() as session:
         found, newest = stats.count(session), stats.newest(session)
 
-    assert (found.states, found.statuses, found.metrics, found.attributes, found.config, found.bytes_stored) == (0, {}, (), (), (), 0)
+    assert (found.states, found.statuses, found.metrics, found.attributes, found.config) == (0, {}, (), (), ())
     assert newest is None

@@ -7,35 +7,33 @@ import pytest
 from datastates.errors import Conflict, NotFound, Unsupported
 from datastates.lineage import Database, Status
 from datastates.lineage.change import record, refs
-from datastates.lineage.change.replicas import packs_of
 from datastates.lineage.change.withdraw import withdraw
 from datastates.lineage.search.holders import holder, replicas_of
 from datastates.lineage.search.walk import state
+from datastates.store.tiers import VOLATILE
 from tests.lineage.conftest import Grow
 
 HERE = [("local", "node"), ("memory", holder("node", None))]
 
 
 def placed(database: Database, grow: Grow, count: int, branch: str = "main") -> list[str]:
-    """The uids of durable states of a branch, oldest first; each needs a pack of its own and that of the first."""
+    """The uids of durable states of a branch, oldest first."""
     head = grow(branch=branch, count=count, node="node")
     with database.write() as session:
         uids = [head.uid]
         while (parents := state(session, uids[0]).parents) != ():
             uids.insert(0, parents[0])
         for uid in uids:
-            packs = [(f"{uid}.safetensors", 7), (f"{uids[0]}.safetensors", 7)]
-            record.mark(session, uid, Status.DURABLE, tier="local", node="node", bytes=7, packs=packs)
+            record.mark(session, uid, Status.DURABLE, tier="local", node="node", bytes=7)
     return uids
 
 
-def test_withdrawn_state_is_evicted_and_its_packs_are_not_needed_by_it(database: Database, grow: Grow) -> None:
+def test_withdrawn_state_is_evicted_and_stays_in_the_lineage(database: Database, grow: Grow) -> None:
     first, second, _ = placed(database, grow, 3)
     with database.write() as session:
-        withdrawn = withdraw(session, second, HERE)
+        withdrawn = withdraw(session, second, HERE, volatile=VOLATILE)
         assert (withdrawn.uid, withdrawn.status) == (second, Status.EVICTED)
-        assert packs_of(session, second) == []
-        assert withdraw(session, first, HERE).status is Status.EVICTED
+        assert withdraw(session, first, HERE, volatile=VOLATILE).status is Status.EVICTED
     with database.read() as session:
         assert state(session, second).parents == (first,)
         assert replicas_of(session, second) == []
@@ -46,9 +44,9 @@ def test_state_that_others_hold_keeps_what_they_give_it(database: Database, grow
     with database.write() as session:
         record.mark(session, first, Status.DURABLE, tier="local", node="other", bytes=7)
         record.mark(session, second, Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7)
-        assert withdraw(session, first, HERE).status is Status.DURABLE
-        assert withdraw(session, second, HERE).status is Status.CAPTURED
-        assert withdraw(session, third, HERE).status is Status.EVICTED
+        assert withdraw(session, first, HERE, volatile=VOLATILE).status is Status.DURABLE
+        assert withdraw(session, second, HERE, volatile=VOLATILE).status is Status.CAPTURED
+        assert withdraw(session, third, HERE, volatile=VOLATILE).status is Status.EVICTED
 
 
 def test_refs_count_on_what_they_lead_to(database: Database, grow: Grow) -> None:
@@ -57,16 +55,16 @@ def test_refs_count_on_what_they_lead_to(database: Database, grow: Grow) -> None
         refs.tag(session, "warm", second)
     for uid in (second, third):
         with pytest.raises(Conflict, match=r"main|warm"), database.write() as session:
-            withdraw(session, uid, HERE)
+            withdraw(session, uid, HERE, volatile=VOLATILE)
     with database.write() as session:
-        assert withdraw(session, third, HERE, is_forced=True).status is Status.EVICTED
+        assert withdraw(session, third, HERE, volatile=VOLATILE, is_forced=True).status is Status.EVICTED
     with pytest.raises(Conflict, match="branch 'main'"), database.write() as session:  # both names lead to it now
-        withdraw(session, second, HERE)
+        withdraw(session, second, HERE, volatile=VOLATILE)
     with database.write() as session:
-        assert withdraw(session, second, HERE, is_forced=True).status is Status.EVICTED
+        assert withdraw(session, second, HERE, volatile=VOLATILE, is_forced=True).status is Status.EVICTED
     for is_forced in (False, True):
         with pytest.raises(Conflict, match="all that can be restored"), database.write() as session:
-            withdraw(session, first, HERE, is_forced=is_forced)
+            withdraw(session, first, HERE, volatile=VOLATILE, is_forced=is_forced)
 
 
 def test_tag_alone_gives_way_to_force(database: Database, grow: Grow) -> None:
@@ -75,12 +73,12 @@ def test_tag_alone_gives_way_to_force(database: Database, grow: Grow) -> None:
         refs.tag(session, "warm", only)
         refs.delete(session, "main")
     with database.write() as session:
-        assert withdraw(session, only, HERE, is_forced=True).status is Status.EVICTED
+        assert withdraw(session, only, HERE, volatile=VOLATILE, is_forced=True).status is Status.EVICTED
 
 
 def test_what_is_not_there_or_held_by_several_ranks_is_refused(database: Database, grow: Grow) -> None:
     wide = grow(world_size=2, node="node")
     with pytest.raises(NotFound), database.write() as session:
-        withdraw(session, "0" * 24, HERE)
+        withdraw(session, "0" * 24, HERE, volatile=VOLATILE)
     with pytest.raises(Unsupported, match="2 ranks"), database.write() as session:
-        withdraw(session, wide.uid, HERE)
+        withdraw(session, wide.uid, HERE, volatile=VOLATILE)

@@ -396,3 +396,16 @@ def test_direct_writes_are_chosen_by_trying(tmp_path: Path, monkeypatch: pytest.
     assert not tier.is_direct
     tier.put(small("s", 1))
     assert files(tmp_path) == {"s.0.manifest", "s.0.safetensors"}
+
+
+def test_manifests_alone_say_which_packs_a_state_needs_and_the_folder_what_is_stored(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    base = tier.put(small("base", 1, 2)).manifest
+    tier.put(small("next", 1, 3), base=base, is_of_base=True)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("*.safetensors")}
+    assert {pack.name: pack.size for pack in tier.packs("next")} == sizes
+    assert [pack.name for pack in tier.packs("base")] == ["base.0.safetensors"]
+    assert tier.bytes_stored == sum(sizes.values())
+    assert tier.packs("nobody") == tier.packs("../next") == ()
+    (tmp_path / "next.0.manifest").write_bytes(b"damaged")
+    assert tier.packs("next") == ()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from datastates import values
-from datastates.lineage.change.replicas import packs_of
 from datastates.workflows.plans import arguments
 
 from .record import STUDY, start_tag
@@ -45,17 +44,16 @@ class Storage:
 
 @values.takes(repo=arguments.repository, study=values.string)
 def storage(repo: Repository, study: str) -> Storage:
-    """What a study's states, and its start, take on disk, read from the lineage.
+    """What a study's states, and its start, take on disk here, as their manifests say.
 
     :raises NotFound: there is no such study.
     """
     states = {state.uid: state for state in (repo.state(start_tag(study)), *repo.find(f'attr.{STUDY} = "{study}"'))}
     packs: dict[str, int] = {}
     count = full = 0
-    with repo.core.reading() as session:
-        for uid, state in states.items():
-            needed = dict(packs_of(session, uid)) if state.status.is_restorable else {}
-            if needed:
-                packs |= needed
-                count, full = count + 1, full + state.bytes_total
+    for uid, state in states.items():
+        needed = {pack.name: pack.size for pack in repo.core.local.packs(uid)}
+        if needed:
+            packs |= needed
+            count, full = count + 1, full + state.bytes_total
     return Storage(count, sum(packs.values()), full)
