@@ -7,11 +7,13 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,6 +143,56 @@ def test_an_announced_length_is_checked_before_anything_is_read_for_it() -> None
                 await channel.receive(LIMIT)
 
     run(work())
+
+
+@pytest.mark.parametrize("is_secret", [False, True], ids=["plain", "TLS"])
+def test_a_first_word_that_comes_in_pieces_is_a_word_and_only_when_it_is_whole(
+    certificates: Tls, is_secret: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a word costs neither a channel nor TLS; after the first, words come as before, however short."""
+    made: list[tcp.TcpChannel] = []
+
+    class Counted(tcp.TcpChannel):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(tcp, "TcpChannel", Counted)
+    trusted = Tls(trusted=certificates.trusted) if is_secret else None
+    context = tcp.client_context(trusted)
+
+    async def scenario() -> None:
+        async with listening(tls=certificates if is_secret else None) as (listener, arrivals):
+            where = tcp.split(listener.url)[1:]
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            word = (3).to_bytes(4) + b"abc"
+            if context is not None:
+                with pytest.raises(ssl.SSLWantReadError):
+                    context.wrap_bio(incoming, outgoing, server_hostname=where[0]).do_handshake()
+                word = outgoing.read()
+            reader, writer = await asyncio.open_connection(*where)
+            for byte in word[:-1]:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0)
+            await writer.drain()
+            other = await tcp.dial(listener.url, timeout_s=5, tls=trusted)
+            await other.send(b"whole")
+            theirs = await arrivals.get()
+            assert await theirs.receive(LIMIT) == b"whole"
+            assert len(made) == 2  # the dialled one, and its other end
+            writer.write(word[-1:])
+            if context is None:
+                channel = await arrivals.get()
+                writer.write((1).to_bytes(4) + b"d")
+                assert [await channel.receive(LIMIT), await channel.receive(LIMIT)] == [b"abc", b"d"]
+                await channel.close()
+            else:
+                assert (await reader.read(1))[0] == 22  # TLS answers
+            writer.close()
+            await other.close()
+            await theirs.close()
+
+    run(scenario())
 
 
 def test_half_a_frame_is_no_frame() -> None:

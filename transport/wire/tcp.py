@@ -26,6 +26,8 @@ JOIN = b"Datum\0\0\2"
 """What a connection for data begins with. A frame begins with a zero, TLS with 22."""
 
 _LENGTH_BYTES = 4
+_TLS_HEAD_BYTES = 5  # type, version, and in two bytes the length of the first record
+_WORD_BYTES = 16 << 10  # as much as a record of TLS may have
 _BUFFER_BYTES = 256 << 10
 _FLUSH_S = 1.0
 _TLS_S = 10.0
@@ -178,7 +180,7 @@ async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join
 
     async def arrive(connection: socket.socket, arrival: Arrival, spoke: Callable[[], None]) -> None:
         try:
-            first = await _first_byte(connection)
+            first = await _first_word(connection, context is not None)
             if first == JOIN[:1] and join is not None:
                 spoke()
                 await join(connection, context, arrival)
@@ -226,17 +228,35 @@ def _let_go(connection: socket.socket, arrival: Arrival) -> None:
     arrival.release()
 
 
-async def _first_byte(connection: socket.socket) -> bytes:
-    """What a connection begins with, which stays unread; nothing if it is closed first."""
-    loop = asyncio.get_running_loop()
+async def _first_word(connection: socket.socket, is_tls: bool) -> bytes:
+    """The byte that a connection begins with, once the whole first message is there; nothing of it is read.
+
+    Half a word costs a socket and a task, but neither a channel nor TLS. A connection for data, which begins with ``JOIN``, looks after
+    itself, and the channel refuses a first message that is too long. Returns at once if the connection is closed.
+    """
     connection.setblocking(False)
+    first = await _peek(connection, 1)
+    if first != JOIN[:1]:
+        known = _TLS_HEAD_BYTES if is_tls else _LENGTH_BYTES
+        head = await _peek(connection, known)
+        size = int.from_bytes(head[-2:] if is_tls else head)
+        if len(head) == known and size <= _WORD_BYTES:
+            await _peek(connection, known + size)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    return first
+
+
+async def _peek(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, which stay unread, as soon as all of them are there; fewer when the connection is closed before."""
+    loop = asyncio.get_running_loop()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)  # the kernel calls it readable then, and not before
     readable = asyncio.Event()
     loop.add_reader(connection, readable.set)
     try:
         await readable.wait()
     finally:
         loop.remove_reader(connection)
-    return connection.recv(1, socket.MSG_PEEK)
+    return connection.recv(count, socket.MSG_PEEK)
 
 
 async def _channel(connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival) -> TcpChannel:
