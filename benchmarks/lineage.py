@@ -144,7 +144,7 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
         for _ in range(15):
             metrics = dict.fromkeys((*METRICS, "rare"), 0.3)
             facts = StateFacts(secrets.token_hex(12), tip, "main", None, head.step + 1, metrics=metrics)
-            new = NewState(facts, secrets.token_hex(32), node="benchmark")
+            new = NewState(facts, secrets.token_hex(32), tier="memory", node="benchmark")
             began = time.perf_counter()
             with database.write(durable=True) as session:
                 record.record(session, new)

@@ -151,14 +151,17 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class NewState:
-    """What ``record`` takes: the facts of a state, and what has become of its bytes. The branch moves from the first parent to it."""
+    """What ``record`` takes: the facts of a state, and what has become of its bytes. The branch moves from the first parent to it.
+
+    ``tier`` and ``node`` are where its bytes are, if they are anywhere.
+    """
 
     facts: StateFacts
     digest: str
     status: Status = Status.CAPTURED
     bytes_total: int = 0
     bytes_new: int = 0
-    tier: str = "memory"
+    tier: str = ""
     node: str = ""
 
     @property

@@ -234,7 +234,8 @@ def _commit(repository: Repository, blend: Blend, facts: StateFacts, manifest: M
         with repository.core.database.write(durable=True) as session:  # nobody would tell it again
             node = holder(repository.node, repository.core.run_uid)
             total = sum(blend.carved.chunk_lengths)
-            state = record.record(session, NewState(facts, manifest.digest, bytes_total=total, bytes_new=placed.bytes_new, node=node))
+            new = NewState(facts, manifest.digest, bytes_total=total, bytes_new=placed.bytes_new, tier=memory.name, node=node)
+            state = record.record(session, new)
     except BaseException:
         memory.remove(facts.uid)
         raise

@@ -468,7 +468,8 @@ class Runner:
         with self._lock:
             self._lines_of[facts.uid] = line
         line.tip = (facts.uid, manifest.digest)
-        new = NewState(facts, manifest.digest, bytes_total=staged.layout.bytes_total, bytes_new=bytes_new, node=self._holder)
+        total, tier = staged.layout.bytes_total, self._memory
+        new = NewState(facts, manifest.digest, tier.gives, bytes_total=total, bytes_new=bytes_new, tier=tier.name, node=self._holder)
         return Entry(new, tip)
 
     def _record(self, held: dict[str, tuple[Staged, Entry]]) -> None:

@@ -11,9 +11,7 @@ from datastates.errors import Unavailable
 from datastates.lineage.change import runs
 from datastates.lineage.database import Database
 from datastates.store.arena import Arena
-from datastates.store.local import LocalTier
-from datastates.store.memory import MemoryTier
-from datastates.store.tiers import VOLATILE
+from datastates.store.tiers import VOLATILE, Tiers
 
 from .lease import Lease
 
@@ -27,11 +25,10 @@ class Belongings:
     """None of this knows the repository: it is let go of by its ``close``, or when nobody has the repository any more."""
 
     database: Database
-    local: LocalTier
+    tiers: Tiers
     lease: Lease
     run_uid: str
     arena: Arena
-    memory: MemoryTier
     runner: Runner
     is_let_go: bool = False
 
@@ -62,9 +59,10 @@ class Belongings:
 
     def _free(self) -> None:
         self.lease.close()
-        self.memory.close()
+        if self.tiers.captured is not None:
+            self.tiers.captured.close()
         self.arena.close()
-        self.local.close()
+        self.tiers.close()
         self.is_let_go = True
 
     def end_unowned(self) -> None:

@@ -22,12 +22,13 @@ from datastates.errors import Closed, InvalidInput, NotFound
 from datastates.lineage.change import runs, seals
 from datastates.lineage.database import Database
 from datastates.lineage.search import revision, walk
+from datastates.lineage.search.holders import holder
 from datastates.lineage.states import State
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
-from datastates.store.reading import of_state
 from datastates.store.tier import Reader
+from datastates.store.tiers import Tiers
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.memory import available_memory_bytes
 
@@ -72,7 +73,7 @@ class Server(Protocol):
 class Core:
     """An open repository without its door. Safe from any thread, but for ``close``, which belongs to whoever opened it.
 
-    ``database`` and ``local`` are there from the start. What captures and arrivals need besides is made by ``engage``; until then
+    ``database`` and ``tiers`` are there from the start. What captures and arrivals need besides is made by ``engage``; until then
     ``engaged``, ``memory``, ``arena``, ``running`` and ``run_uid`` are None.
     """
 
@@ -83,9 +84,10 @@ class Core:
         check_whole(location)
         self.database = Database(location.database_url)
         try:
-            self.local = LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step)
+            self.tiers = Tiers(LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step))
             self.home = settle_in(location, self.database)
-            self.recovered = recover(self.database, self.local, self.home)
+            self.tiers.durable.node = self.home.uid or ""
+            self.recovered = recover(self.database, self.tiers.durable, self.home)
         except BaseException:
             self.database.close()
             raise
@@ -117,12 +119,12 @@ class Core:
             with self.database.write() as session:
                 runs.start(session, run)
             arena = Arena(budget)
-            memory = MemoryTier(arena)
+            memory = MemoryTier(arena, holder(self.node, run.uid))
             runner = Runner(
                 database=self.database,
                 arena=arena,
                 memory=memory,
-                local=self.local,
+                local=self.tiers.durable,
                 config=self.config,
                 run=run,
                 node=self.node,
@@ -131,7 +133,8 @@ class Core:
         except BaseException:
             lease.close()
             raise
-        return Belongings(self.database, self.local, lease, run.uid, arena, memory, runner)
+        self.tiers.captured = memory
+        return Belongings(self.database, self.tiers, lease, run.uid, arena, runner)
 
     def runner(self) -> Runner:
         """The threads behind captures, made when they are first asked for."""
@@ -143,9 +146,14 @@ class Core:
         return None if self.engaged is None else self.engaged.runner
 
     @property
+    def local(self) -> LocalTier:
+        """The repository's own folder of packs."""
+        return self.tiers.durable
+
+    @property
     def memory(self) -> MemoryTier | None:
         """What this process holds in memory, if something was captured or has arrived."""
-        return None if self.engaged is None else self.engaged.memory
+        return self.tiers.captured
 
     @property
     def arena(self) -> Arena | None:
@@ -212,20 +220,15 @@ class Core:
         :raises Unavailable: its bytes are not here; names the nearest ancestor that has them.
         """
         verify = self.config.verify if verify is None else verify
-        if self.memory is not None:
-            try:
-                return of_state(self.memory.open(state.uid, verify=verify), state)
-            except NotFound:
-                pass
         try:
-            return of_state(self.local.open(state.uid, verify=verify), state)
+            return self.tiers.open(state, verify=verify)
         except NotFound:
             with self.database.read() as session:
                 raise explain(self, session, walk.state(session, state.uid)) from None
 
     def holds(self, uid: str) -> bool:
-        """Whether a state's bytes are here: in this process's memory, or in the repository's folder of packs."""
-        return (self.memory is not None and uid in self.memory.uids()) or self.local.has(uid)
+        """Whether a state's bytes are on one of the tiers."""
+        return self.tiers.has(uid)
 
     # --- the end -------------------------------------------------------------------------------------------------------------
 
@@ -293,7 +296,7 @@ class Core:
 
     def _let_go(self) -> None:
         if self.engaged is None:
-            return self.local.close()
+            return self.tiers.close()
         self.engaged.let_go()
         return closed(self.engaged.end_unowned)
 

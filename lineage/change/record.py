@@ -98,6 +98,8 @@ def check(new: NewState) -> None:
 
 def _check(new: NewState) -> None:
     facts = new.facts
+    if new.status.is_restorable and not new.tier:
+        raise InvalidInput(f"{facts.uid} is said to be {new.status}, and not where: name the tier that holds its bytes")
     if not _UID.fullmatch(facts.uid):
         raise InvalidInput(f"{facts.uid!r} is no uid: it must have 24 lower-case hex digits")
     for key in (*facts.metrics, *facts.attributes):

@@ -127,6 +127,15 @@ def test_a_capture_does_not_move_a_tag(database: Database, new_state: Make, grow
     assert count_rows(database) == before
 
 
+def test_a_state_that_is_somewhere_is_recorded_with_its_tier(database: Database, new_state: Make) -> None:
+    with pytest.raises(InvalidInput, match="name the tier"), database.write() as session:
+        record(session, new_state(tier=""))
+    gone = new_state(tier="", status=Status.EVICTED)
+    with database.write() as session:
+        record(session, gone)
+    assert replicas(database, gone.uid) == set()
+
+
 def test_a_uid_is_recorded_once(database: Database, new_state: Make, grow: Grow) -> None:
     state = grow(branch="main")
     before = count_rows(database)
