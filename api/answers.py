@@ -1,4 +1,4 @@
-"""What a server answered, as our values and our errors."""
+"""A server's answers as our values and our errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def checked(response: httpx.Response) -> httpx.Response:
 
 
 def error_of(response: httpx.Response) -> DatastatesError:
-    """What a refusal says. Its body was read."""
+    """The error that a refusal tells. Its body was read."""
     problem: Any = None
     if "json" in response.headers.get("content-type", ""):
         try:
@@ -78,7 +78,7 @@ def error_of(response: httpx.Response) -> DatastatesError:
 
 
 def disconnected(where: str, error: Exception) -> Disconnected:
-    """No answer at all."""
+    """The error for no answer at all."""
     return Disconnected(
         f"{where} does not answer ({str(error) or type(error).__name__}): start it with 'datastates serve', or check the address"
     )

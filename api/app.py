@@ -38,10 +38,12 @@ def create_app(
 ) -> FastAPI:
     """The application that serves repositories by name. It closes none of them.
 
-    ``tokens`` say what each allows; without any everybody may read, and nobody write. ``allowed_hosts`` are the names that it goes by,
-    beside those of the loopback. ``prefix`` is the path below which a proxy serves it. ``cors`` are origins whose pages may ask.
-
-    :raises InvalidInput: every page of the web might ask (``*``), and no token is needed; or a token can not be sent or guessed.
+    :param repositories: what is served, by name.
+    :param tokens: each token and its scope; without any everybody may read, and nobody write.
+    :param allowed_hosts: names that the server goes by, beside those of the loopback.
+    :param prefix: the path below which a proxy serves it.
+    :param cors: origins whose pages may ask.
+    :raises InvalidInput: every page of the web might ask (``*``), and no token is needed; or a token cannot be sent, or can be guessed.
     """
     if "*" in cors and not tokens:
         raise InvalidInput("--cors '*' lets every page that anybody here has open read everything: name the origins, or give tokens")

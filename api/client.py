@@ -35,7 +35,7 @@ _PAGE = 500
 
 
 class Client:
-    """What a server of ``datastates serve`` has and does. Safe from any thread; a context manager.
+    """A client of a ``datastates serve`` server. Safe from any thread; a context manager.
 
     ``repository`` is one of ``repositories()``; without it the server's only one. Wherever a revision stands a ``State`` may too.
 
@@ -56,7 +56,7 @@ class Client:
     # --- the server ----------------------------------------------------------------------------------------------------------
 
     def repositories(self) -> tuple[RepositoryInfo, ...]:
-        """What is served, and what one may do there."""
+        """The repositories that are served, and what the client may do there."""
         return self._ask("GET", "/api/v1/repositories", Page[RepositoryInfo]).items
 
     @property
@@ -94,7 +94,7 @@ class Client:
         return self._get("/resolve", State, {"rev": rev})
 
     def show(self, rev: str | State) -> StateDetail:
-        """All that is known of one state."""
+        """Everything that is known of one state."""
         return self._get(f"/states/{self._uid(rev)}", StateDetail)
 
     def find(self, query: str = "", *, limit: int | None = None) -> Iterator[State]:
@@ -126,10 +126,14 @@ class Client:
     def download(
         self, rev: str | State, path: str | os.PathLike[str], *, only: str | Sequence[str] | None = None, patience_s: float = 30.0
     ) -> Path:
-        """Write the tensors of a state, or what ``only`` asks for, to a safetensors file. It is whole and verified, or not there.
+        """Write the tensors of a state to a safetensors file. It is whole and verified, or not there.
 
-        Interrupted and called again it goes on where it stopped. ``patience_s`` is how long it waits for a server that went away.
+        Interrupted and called again, it goes on where it stopped.
 
+        :param rev: the state.
+        :param path: the file.
+        :param only: names, or patterns of paths, of the tensors; None: all.
+        :param patience_s: how long it waits for a server that went away.
         :raises Conflict: somebody else is downloading to the same path.
         :raises Corrupt: what arrives is not what was sent, or the server found damage.
         """
@@ -179,7 +183,7 @@ class Client:
         self._send("DELETE", self._at(f"/refs/{quote(ref.name)}"), headers={"If-Match": f'"{ref.version}"'})
 
     def reflog(self, name: str, *, limit: int | None = None) -> Iterator[RefEvent]:
-        """Where a ref stood, newest first, also of one that was deleted; page by page."""
+        """The moves of a ref, newest first, even of one that was deleted; page by page."""
         return self._pages(f"/reflog/{quote(name)}", RefEvent, {}, limit)
 
     # --- the whole -----------------------------------------------------------------------------------------------------------
@@ -193,7 +197,13 @@ class Client:
         return self._get(f"/runs/{quote(uid, safe='')}", Run)
 
     def graph(self, *heads: str, first: int = 0, count: int = 200, around: str | State | None = None) -> GraphPage:
-        """A window of the history of some revisions, or of every branch and tag, with the lanes of its lines."""
+        """A window of the history of some revisions, or of every branch and tag, with the lanes of its lines.
+
+        :param heads: the revisions; none: every branch and tag.
+        :param first: the number of the first row, from 0.
+        :param count: how many rows.
+        :param around: a state on which the window is centred, instead of ``first``.
+        """
         params: dict[str, Any] = {"head": list(heads), "first": first, "count": count}
         return self._get("/graph", GraphPage, params if around is None else params | {"around": self._uid(around)})
 
@@ -203,7 +213,13 @@ class Client:
         return self._get("/series", Series, params if points is None else params | {"points": points})
 
     def diff(self, old: str | State, new: str | State, *, only: str | Sequence[str] | None = None, tensors: bool = True) -> Diff:
-        """What changed between two states; without ``tensors`` the server reads no payload."""
+        """What changed between two states.
+
+        :param old: the state from which changes count.
+        :param new: the state to which they lead.
+        :param only: which tensors are compared.
+        :param tensors: False compares everything else; the server then reads no payload.
+        """
         from datastates.algebra.diff import Diff  # knows torch, which takes a while to import
 
         params: dict[str, Any] = {"old": _text(old), "new": _text(new), "tensors": tensors}
@@ -214,7 +230,7 @@ class Client:
         return self._get("/stats", Stats)
 
     def events(self, after: int | None = None, *, patience_s: float = 60.0) -> RefEvents:
-        """What happens to any ref, as it happens: after the id of an event (0: from the first on), or from now on.
+        """Events of all refs as they happen: after the id of an event (0: from the first on), or from now on.
 
         The iterator connects at once, and again whenever the server went away, for as long as ``patience_s``; no event is missed or
         comes twice. Close it, or use ``with``.

@@ -71,7 +71,7 @@ class Connection(H11Protocol):
             self._place.release()
 
     def data_received(self, data: bytes) -> None:
-        """Of a request some came; what comes after the connection was given up is not looked at."""
+        """Take part of a request; what comes after the connection was given up is not looked at."""
         if self.transport.is_closing():
             return
         if self._request_timer is None and self._is_idle():
@@ -79,7 +79,7 @@ class Connection(H11Protocol):
         super().data_received(data)
 
     def handle_events(self) -> None:
-        """Once a request is whole, it is waited for no longer."""
+        """Stop waiting for a request once it is whole."""
         super().handle_events()
         if self._is_idle():
             return

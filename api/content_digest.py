@@ -1,4 +1,4 @@
-"""Digests of what an answer sends (RFC 9530): for who keeps what arrives, and asks for the rest another time."""
+"""Digests of what an answer sends (RFC 9530), for clients that keep what arrives and ask for the rest another time."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _TRIED = 4  # curves of which one may share a path with the one that is wanted
 
 
 class Curves:
-    """What was read of one repository. Safe from any thread."""
+    """The curves that were read of one repository. Safe from any thread."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, int], Curve] = OrderedDict()

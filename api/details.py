@@ -1,4 +1,4 @@
-"""All that is known of one state, for the API and for ``datastates show --json``."""
+"""Everything that is known of one state, for the API and for ``datastates show --json``."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _operations(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _finish_operation(operation: dict[str, Any]) -> None:
-    """Each operation's problems: those that any may have, and those that it declares by their number alone."""
+    """Add each operation's problems: those that any may have, and those that it declares by their number alone."""
     responses = operation["responses"]
     responses.pop("422", None)
     scope = operation.get("x-scope", "read")

@@ -50,7 +50,7 @@ def download(http: httpx.Client, path: str, params: Mapping[str, Any], target: P
 def _patiently(
     http: httpx.Client, method: str, path: str, params: Mapping[str, Any], headers: Mapping[str, str], patience_s: float
 ) -> httpx.Response:
-    """The answer, when the server is back at last; who breaks off in the middle is asked again."""
+    """The answer, once the server is back; a server that breaks off in the middle is asked again."""
     began = time.monotonic()
     while True:
         try:

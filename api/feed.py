@@ -1,4 +1,4 @@
-"""Live events: one poller for all who listen to a repository.
+"""Live events: one poller for all listeners of a repository.
 
 The poller is a thread, as the database is read in threads only, and listeners may belong to several event loops. It looks while
 somebody listens, and keeps the newest events. A listener is no more than the id of the last event that it has: who falls behind
@@ -82,7 +82,7 @@ class Feed:
 
     @property
     def listeners(self) -> int:
-        """How many listen."""
+        """The number of listeners."""
         return len(self._listeners)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Feed:
     # --- what listeners ask ------------------------------------------------------------------------------------------------
 
     def _since(self, position: int) -> tuple[RefEvent, ...] | None:
-        """What is kept of the events after one, some of them if there are many; None: the database has them."""
+        """The kept events after one, some of them if there are many; None: the database has them."""
         with self._lock:
             if self._newest is None or self._newest <= position:
                 return ()
@@ -211,7 +211,7 @@ def _refusal(detail: str) -> Refusal:
 
 
 class Listener:
-    """One who listens: ``position`` is the id of the last event that it got. ``next`` belongs to one task of an event loop."""
+    """A listener: ``position`` is the id of the last event that it got. ``next`` belongs to one task of an event loop."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -249,7 +249,7 @@ class Listener:
         self._feed._leave(self)
 
     def _wake(self) -> None:
-        """From any thread."""
+        """Wake a listener, from any thread."""
         if self._loop is not None:
             with suppress(RuntimeError):  # its loop ended
                 self._loop.call_soon_threadsafe(self._woken.set)

@@ -23,7 +23,7 @@ Labels = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of all routes: requests that were answered, those refused for their token, being answered, and bytes sent."""
+    """Totals of all routes: answered requests, requests that were refused for their token, requests under way, and bytes sent."""
 
     requests: int
     refused: int
@@ -48,7 +48,7 @@ class Meter:
             self._under_way += 1
 
     def sent(self, count: int) -> None:
-        """So many bytes of a body left."""
+        """Count bytes of a body that were sent."""
         with self._lock:
             self._bytes_sent += count
 
@@ -67,7 +67,7 @@ class Meter:
             return Totals(self._requests.total(), refused, self._under_way, self._bytes_sent)
 
     def lines(self) -> Iterator[str]:
-        """All of it in Prometheus' text format."""
+        """All counts in Prometheus' text format."""
         with self._lock:
             requests, seconds = dict(self._requests), dict(self._seconds)
             buckets = {route: list(counts) for route, counts in self._buckets.items()}

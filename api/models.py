@@ -69,7 +69,7 @@ class StoredPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDetail(State):
-    """All that is known of one state. ``children`` are uids, oldest first; ``run_record`` is the process that captured it."""
+    """Everything that is known of one state. ``children`` are uids, oldest first; ``run_record`` is the process that captured it."""
 
     refs: tuple[Ref, ...]
     children: tuple[str, ...]
@@ -184,7 +184,7 @@ class NewRef:
 
 @dataclass(frozen=True, slots=True)
 class RefMove:
-    """Where a ref is to point."""
+    """The state at which a ref is to point."""
 
     rev: str
 

@@ -29,14 +29,14 @@ class Norms:
         self._lock = threading.Lock()
 
     def get(self, uid: str) -> dict[str, float] | None:
-        """Those of a state, if they are kept."""
+        """The norms of a state, if they are kept."""
         with self._lock:
             if uid in self._kept:
                 self._kept.move_to_end(uid)
             return self._kept.get(uid)
 
     def read(self, uid: str, reader: Reader, on_progress: Callable[[], None]) -> dict[str, float]:
-        """Those of a state that is open. ``on_progress`` is called after each MiB or so; what it raises ends the reading.
+        """Read the norms of an open state. ``on_progress`` is called after each MiB or so; what it raises ends the reading.
 
         :raises Corrupt: a chunk fails its digest.
         """

@@ -38,7 +38,7 @@ class _Assets(StaticFiles):
     """Files whose names change with their content: kept for a year. Until the page is built there are none."""
 
     async def check_config(self) -> None:
-        """Nothing: a folder that is not there has no files."""
+        """Nothing to check: a folder that is not there has no files."""
 
     def file_response(
         self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200

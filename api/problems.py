@@ -79,7 +79,7 @@ class Problem:
 
 
 class Refusal(Exception):
-    """What only the web refuses, with a status of its own; ``kind`` is one of the errors'."""
+    """A refusal that only the web makes, with a status of its own; ``kind`` is one of the errors'."""
 
     def __init__(self, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(detail)
@@ -107,7 +107,7 @@ def respond(error: Exception, scope: Scope) -> Response:
 
 
 def problem_of(error: Exception) -> Problem:
-    """What is told of an error."""
+    """The problem that is told of an error."""
     if not isinstance(error, DatastatesError):
         return Problem(title=_title(500), status=500, detail=_UNEXPECTED, kind="error")
     status = STATUSES.get(error.kind, 500)
@@ -121,7 +121,7 @@ def problem_of(error: Exception) -> Problem:
 
 
 def _placeless(problem: Problem, scope: Scope) -> Problem:
-    """Where a repository lies on the server's disk, or its database, is nobody's business who only asks."""
+    """Leave out where a repository is on the server's disk, or its database: that is nobody else's business."""
     served = scope["app"].state.served if "app" in scope else {}
     detail = problem.detail
     for name, each in served.items():

@@ -25,7 +25,7 @@ _LOOK_S = 0.25
 
 
 class PayloadReads:
-    """How many requests of one repository may read payload at once: each holds a thread, and the disk."""
+    """A limit on the requests of one repository that read payload at once: each holds a thread, and the disk."""
 
     def __init__(self, at_once: int = _AT_ONCE, wait_s: float = _WAIT_S) -> None:
         self._free = threading.BoundedSemaphore(at_once)

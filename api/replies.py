@@ -1,4 +1,4 @@
-"""Answers: values as JSON, with only the fields that were asked for, and not sent again to who has them."""
+"""Answers: values as JSON, with only the fields that were asked for, and not sent again to clients that have them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reply(
 
 
 def is_known(request: Request, etag: str) -> bool:
-    """Whether who asks has the answer with this tag: ``If-None-Match``. A proxy may have made the tag a weak one."""
+    """Whether the client has the answer with this tag: ``If-None-Match``. A proxy may have made the tag a weak one."""
     tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     return etag in tags or "*" in tags
 

@@ -1,4 +1,4 @@
-"""Routes that say who may use them. Every route of the API is made here, so that none can forget to."""
+"""Routes that say which scope they need. Every route of the API is made here, so that none can forget to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Routes:
     def add(
         self, method: str, path: str, *, scope: Scope, returns: Any, status: int = 200, has_head: bool = True, **options: Any
     ) -> Callable[[Handler], Handler]:
-        """Make the function below answer ``method`` at ``path`` for who has ``scope``.
+        """Make the function below answer ``method`` at ``path`` for clients that have ``scope``.
 
         ``returns`` is the type of the body, for the document; the function gives a ``Response`` (see ``replies``). Its first
         line of documentation is the summary, its name the operation's id. Functions that touch the database are plain ``def``.

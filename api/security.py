@@ -1,4 +1,4 @@
-"""Who may do what: the layers around the application that every request passes before any route is looked at.
+"""Permissions: the layers around the application that every request passes before any route is looked at.
 
 - ``Shield``, outermost: whatever goes wrong is answered as a problem, and every answer has the headers that browsers need.
 - ``Guard``: Host, origin, sizes, token. Denied by default: only the page's own files and ``/healthz`` are open, all else needs ``read``,
@@ -77,7 +77,7 @@ class Tokens:
         return bool(self._digests)
 
     def scope_of(self, token: bytes) -> Scope:
-        """What a token allows; an unknown one nothing."""
+        """The scope of a token; an unknown one has none."""
         presented, granted = _digest(token), Scope.NONE
         for digest, scope in self._digests:
             if hmac.compare_digest(presented, digest):
@@ -102,7 +102,7 @@ class Hosts:
 
 
 class Origins:
-    """Whose pages may ask. A page of another site that somebody has open can make their browser ask anything, if not read the answer.
+    """The origins whose pages may ask. A page of another site can make a browser ask anything, if not read the answer.
 
     Browsers say where a request comes from (``Sec-Fetch-Site``; older ones, and over plain HTTP, only ``Origin``); programs say nothing.
     """
@@ -190,7 +190,7 @@ class Guard:
             raise Refusal(421, "invalid-input", f"this server does not go by the name {said!r}: start it with --allowed-host NAME")
 
     def _admit(self, method: str, path: str, headers: Headers) -> dict[str, object]:
-        """What the request may do.
+        """The scope of the request.
 
         :raises Refusal: nothing, or not this.
         """

@@ -87,7 +87,7 @@ class WebServer(Server):
 
     @property
     def url(self) -> str:
-        """Where to connect, with the port that was taken, and the prefix."""
+        """The url to connect to, with the port that was taken, and the prefix."""
         return self._shown
 
     def stats(self) -> ServerStats:
@@ -179,7 +179,7 @@ def serve_repository(repository: Repository, url: str, *, token: bytes, tls: Tls
 
 
 def name_of(repository: Repository) -> str:
-    """What a repository is called when nobody says otherwise: its folder, or its database."""
+    """The name of a repository when none is given: its folder, or its database."""
     root = repository.location.root
     name = root.name if root is not None else urlsplit(repository.location.database_url).path.strip("/")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "repository"

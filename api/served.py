@@ -84,7 +84,7 @@ class Served:
         self.feed.look()
 
     def warm(self) -> None:
-        """Look at the whole once, in the background: the first who asks about a million states would wait for seconds."""
+        """Look at the whole once, in the background: otherwise the first question about a million states would wait for seconds."""
         self.windows.warm(self.reading_all)
         self.statistics.warm()
 

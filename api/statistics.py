@@ -38,7 +38,7 @@ class Statistics:
         self._bytes_stored = 0
 
     def of(self, session: Session) -> Stats:
-        """What is known now; the newest state is always the newest."""
+        """The counts as they are known now; the newest state is always the newest."""
         counts = self._counts
         if counts is None or self._took_s <= _AT_ONCE_S:
             with self._lock:  # who comes meanwhile need not count again
@@ -52,7 +52,7 @@ class Statistics:
         return Stats(**known, bytes_stored=self._bytes_stored, newest=stats.newest(session))
 
     def warm(self) -> None:
-        """Begin to count, that the first who asks need not wait as long."""
+        """Begin to count, so that the first question need not wait as long."""
         self._background.start("count", self._recount)
 
     def close(self) -> None:
@@ -66,6 +66,6 @@ class Statistics:
         self._took_s = self._counted_at - began
 
     def _recount(self) -> None:
-        """On a thread of its own."""
+        """Count again, on a thread of its own."""
         with self._lock, self._reading() as session:
             self._count(session)

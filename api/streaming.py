@@ -1,4 +1,4 @@
-"""Answers that are sent piece by piece, and end when who asked is gone."""
+"""Answers that are sent piece by piece, and end when the client is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a server's tokens come from: a file, the environment, or made for the occasion."""
+"""The tokens of a server: from a file, from the environment, or made for the occasion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCOPES = {scope.name.lower(): scope for scope in (Scope.READ, Scope.WRITE, Scop
 
 
 def read_tokens(path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Scope]:
-    """Each token and what it allows: from a file with lines ``SCOPE TOKEN``, else from ``DATASTATES_WEB_TOKENS``; none is fine.
+    """Each token and its scope: from a file with lines ``SCOPE TOKEN``, else from ``DATASTATES_WEB_TOKENS``; none is fine.
 
     :raises InvalidInput: the file cannot be read, or a line says no scope, or a token that can be guessed, or other users
         of the machine can read the file. Tokens are not shown.

@@ -65,7 +65,7 @@ class Windows:
         return GraphPage(uids, drawing.version, first, drawing.total, drawing.width, tuple(rows), is_current)
 
     def warm(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
-        """Begin to draw what all refs name, that the first who asks need not wait as long."""
+        """Begin to draw what all refs name, so that the first question need not wait as long."""
 
         def draw() -> None:
             with reading() as session:
@@ -95,7 +95,7 @@ class _Kept:
         self._lock = threading.Lock()
 
     def drawing_of(self, session: Session, heads: frozenset[int]) -> tuple[Drawing, tuple[str, ...], bool]:
-        """That of ``heads`` and their uids, or of heads as they stood before; and whether it is the first of these."""
+        """The drawing of ``heads`` and their uids, or of heads as they stood before; and whether it is the first of these."""
         kept = self._drawing
         if kept is None or kept[0].heads != heads:
             with self._lock:
@@ -122,7 +122,7 @@ class _Kept:
         return kept
 
     def _redraw(self, heads: frozenset[int], uids: tuple[str, ...], old: Drawing | None) -> None:
-        """On a thread of its own."""
+        """Draw again, on a thread of its own."""
         drawing = draw_history(self._windows.topology, heads, old=old, pause=self._windows.background.pacer())
         if drawing is not None:
             self._drawing = drawing, uids

@@ -1,4 +1,4 @@
-"""What a script opens: a lineage database plus payload tiers, and everything that is asked of both."""
+"""The door that a script opens: a lineage database plus payload tiers, and everything that is asked of both."""
 
 from __future__ import annotations
 
@@ -67,10 +67,16 @@ def open(
 ) -> Repository:
     """Open a repository, and make it if it is not there.
 
-    ``url`` is a folder (SQLite and packs inside), or ``postgresql+psycopg://…`` with ``packs`` naming a folder. States that
-    died with their process are marked ``lost`` here, and each branch goes back to its newest restorable state. Where nothing may
-    be written, a repository can be read.
+    States whose process died are marked ``lost`` here, and each branch goes back to its newest restorable state. Where nothing may be
+    written, a repository can be read.
 
+        with datastates.open("runs") as repo:
+            print(repo.refs())
+
+    :param url: a folder (SQLite and packs inside), or ``postgresql+psycopg://…`` with ``packs``.
+    :param packs: the folder of the packs, when the lineage is on a server.
+    :param memory_bytes: the budget for staging and kept states, in bytes or as ``"2G"``; instead of the one in ``config``.
+    :param config: every other choice; without it the defaults, as the environment changes them.
     :raises Unavailable: the database does not answer.
     :raises NotFound: there are packs, but the lineage beside them is gone.
     :raises InvalidInput: the url is none of these, or the folder is something else.
@@ -131,19 +137,33 @@ class Repository:
         defer: bool = True,
         **objects: object,
     ) -> Tracker:
-        """Track a training on a branch, and put its objects where the branch stands.
+        """Track a training on a branch, and restore its objects to where the branch stands.
 
-        A branch that exists is resumed at its newest restorable state (``resume=False``: Conflict). A branch that does not
-        begins a root, or forks from ``start``. ``objects`` are anything with ``state_dict`` and ``load_state_dict``, generators of random
-        numbers (torch's, Python's, NumPy's), nested containers of those, of tensors and of plain values. All are restored in place; values
-        that cannot be (numbers, text, tuples) are in the tracker's ``values``. ``rng`` captures the global generators, ``gradients`` the
-        gradients. ``only`` and ``strict`` are as in ``restore``; with ``start``, ``only`` says what a fork takes of it: resumed
-        later it gets back all that it captured. ``defer=False`` copies everything before ``capture`` returns.
+        A branch that exists is resumed at its newest restorable state. A branch that does not exist begins a root, or forks from ``start``.
 
+            with repo.track(branch="main", model=model, optimizer=optimizer) as run:
+                for batch in run.steps(loader):
+                    run.capture(metrics={"loss": train_step(batch)})
+
+        :param branch: the branch that captures move.
+        :param start: the state from which a new branch forks.
+        :param resume: False raises Conflict if the branch exists.
+        :param rng: whether the global random number generators are captured.
+        :param gradients: whether gradients are captured.
+        :param only: as in ``restore``. With ``start`` it says what a fork takes of that state; when the branch is resumed later, it gets
+            back everything that it captured.
+        :param strict: as in ``restore``.
+        :param durable_every: make every so many captures durable; None: as configured.
+        :param durable_interval_s: make the newest state durable at most this often; None: as configured.
+        :param back_pressure: what a capture does when memory is full: ``wait``, ``skip`` or ``drop-oldest``; None: as configured.
+        :param defer: False copies everything before ``capture`` returns.
+        :param objects: what is tracked, by name: anything with ``state_dict`` and ``load_state_dict``, generators of random numbers
+            (torch's, Python's, NumPy's), nested containers of those, of tensors and of plain values. All are restored in place; values that
+            cannot be (numbers, text, tuples) are in the tracker's ``values``.
         :raises Conflict: the branch exists and was not to be resumed, or does not descend from ``start``.
         :raises NotFound: ``start`` names no state.
         :raises Corrupt: the branch's head is damaged; names the nearest ancestor that verifies, and how to go on from it.
-        :raises Unavailable: the repository can only be read, or the branch's bytes are with somebody else.
+        :raises Unavailable: the repository can only be read, or another process or folder holds the branch's bytes.
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
         """
         self.core.check_open()
@@ -200,6 +220,8 @@ class Repository:
     def state(self, rev: str | State) -> State:
         """The state that a revision names.
 
+            print(repo.state("main@best:loss").step)
+
         :raises NotFound: it names none; lists close names.
         :raises SyntaxProblem: it does not parse; points at the column.
         """
@@ -209,9 +231,14 @@ class Repository:
     def load(self, rev: str | State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None) -> Any:
         """A state's tree: nested containers of tensors, each byte checked. The caller owns the tensors.
 
-        From disk they are memory-mapped privately: writing to them never reaches the pack. ``only`` takes names or patterns of
-        paths (``"model"``, ``"optimizer/state/*"``); what is not asked for is ``None`` in the tree, and is not read.
+        From disk they are memory-mapped privately: writing to them never reaches the pack.
 
+            weights = repo.load("main~3", only="model")["model"]
+
+        :param rev: the state.
+        :param only: names, or patterns of paths (``"model"``, ``"optimizer/state/*"``); everything else is ``None`` in the tree, and is not
+            read.
+        :param device: where the tensors go.
         :raises Corrupt: a stored byte is wrong; names the file and the tensor, and the nearest ancestor that verifies.
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         """
@@ -223,18 +250,24 @@ class Repository:
     def restore(
         self, rev: str | State, into: Mapping[str, object], *, only: str | Sequence[str] | None = None, strict: bool = True
     ) -> RestoreReport:
-        """Put a state into live objects, in place; nothing is changed unless everything fits (``strict``) and is verified.
+        """Put a state into live objects, in place; with ``strict`` nothing is changed unless everything fits and is verified.
 
+            repo.restore("main~2", into={"model": model, "optimizer": optimizer})
+
+        :param rev: the state.
+        :param into: the objects, by the names under which they were tracked.
+        :param only: names, or patterns of paths, of what is restored; all else is left alone and not read.
+        :param strict: False restores what fits, and the report says what does not.
         :raises InvalidInput: names, shapes or types do not fit; lists them.
         """
         return self._restore(self.state(rev), into, only=only, strict=strict)
 
     @values.takes(rev=values.revision)
     def verify(self, rev: str | State) -> State:
-        """Read every byte of a state and check it: that it has not rotted, and that it is what it was when it was first exported,
-        imported or verified.
+        """Read every byte of a state and check that it has not rotted, and that it is what it was when it was first exported, imported or
+        verified.
 
-        :raises Corrupt: the first that is wrong.
+        :raises Corrupt: the first wrong byte.
         """
         state = self.state(rev)
         with undisturbed(), self.core.open_payload(state, verify=True) as reader:
@@ -255,7 +288,9 @@ class Repository:
 
     @values.takes(rev=values.revision, message=values.optional(values.text))
     def tag(self, name: str, rev: str | State | None, *, message: str | None = None) -> Ref:
-        """Name a state for good; it becomes durable. A tag that names it already stays as it is: a script may be started again.
+        """Name a state for good; it becomes durable. A tag that names it already stays as it is, so that a script may be started again.
+
+            repo.tag("baseline", "main", message="before the learning rate was changed")
 
         :raises Conflict: the name is taken by another state.
         """
@@ -272,6 +307,8 @@ class Repository:
     def branch(self, name: str, rev: str | State | None) -> Ref:
         """Make a branch at a state.
 
+            repo.branch("second-try", "main~2")
+
         :raises Conflict: the name is taken.
         """
         with self._changing(rev) as (session, uid):
@@ -280,6 +317,9 @@ class Repository:
     @values.takes(rev=values.revision, expected=values.revision)
     def move(self, name: str, rev: str | State | None, *, expected: str | State) -> Ref:
         """Move a ref by compare-and-swap.
+
+            repo.branch("best-so-far", "main~2")
+            repo.move("best-so-far", "main", expected="main~2")
 
         :raises Conflict: it does not stand at ``expected`` any more.
         """
@@ -302,7 +342,7 @@ class Repository:
             return lineage_refs.refs(session)
 
     def reflog(self, name: str) -> list[RefEvent]:
-        """Where a ref stood, newest first; also of a ref that was deleted."""
+        """The moves of a ref, newest first; also of a ref that was deleted."""
         with self.core.reading() as session:
             return lineage_refs.reflog(session, name)
 
@@ -310,14 +350,22 @@ class Repository:
 
     @values.takes(rev=values.revision, limit=values.optional(values.count))
     def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> States:
-        """A state and its ancestors, newest first: a list, which ``frame`` makes a pandas frame of."""
+        """A state and its ancestors, all parents followed, newest first: a list, which ``frame`` makes a pandas frame of.
+
+            for state in repo.log("main", limit=5):
+                print(state.step, state.metrics["loss"])
+
+        :raises NotFound: the revision names no state.
+        """
         uid = self._uid(rev)
         with self.core.reading() as session:
             return States(walk.log(session, uid, limit=limit))
 
     @values.takes(query=values.string)
     def find(self, query: str) -> States:
-        """All states that a query asks for, in its order (see ``lineage.query`` for the grammar); ``limit`` in it bounds them.
+        """All states that a query asks for, in its order; a ``limit`` in the query bounds them. ``lineage.search.query`` has the grammar.
+
+            best = repo.find("branch = main and metrics.loss < 100 order by metrics.loss limit 5")
 
         :raises SyntaxProblem: it does not parse; points at the column.
         """
@@ -360,8 +408,15 @@ class Repository:
     ) -> Diff:
         """What changed between two states: each tensor's norms, distance, cosine, largest change, changed fraction; metrics, config, code.
 
-        Needs memory for a few tensors only; what both hold in the same chunks is not read. ``only`` is as in ``load``.
+        It needs memory for a few tensors only; what both hold in the same chunks is not read.
 
+            for change in repo.diff("main~3", "main").tensors:
+                print(change.path, change.relative)
+
+        :param old: the state from which changes count.
+        :param new: the state to which they lead.
+        :param only: which tensors are compared, as in ``load``.
+        :param on_progress: called with the bytes of ``new`` that were compared, and all of them.
         :raises Unavailable: the bytes of one of them are gone.
         """
         from .algebra.diff import diff
@@ -391,20 +446,30 @@ class Repository:
         message: str | None = None,
         **options: Unpack[MergeOptions],
     ) -> State:
-        """A state whose floating-point tensors are combined from those of ``revs``, and whose parents they are.
+        """Make a state whose floating-point tensors are combined from those of ``revs``, and whose parents they are.
 
-        - ``mean``: weighted by ``weights``, which sum to 1 (None: all alike).
-        - ``greedy``: the mean of those that help. ``evaluate(tree)`` gives a number for what ``only`` asks for, ``better`` says whether
-          a ``"higher"`` or a ``"lower"`` one is better. From the best member on each next best is added unless the value gets worse.
+            soup = repo.merge(["main~2", "main"], method="mean", into="soup")
+
+        - ``mean``: weighted by ``weights``.
+        - ``greedy``: the mean of the members that help. ``evaluate(tree)`` gives a number for what ``only`` asks for, ``better`` says
+          whether a ``"higher"`` or a ``"lower"`` one is better. Beginning with the best member, each next best is added unless the value
+          gets worse.
         - ``ema``: an exponential moving average from the oldest of ``revs`` to the newest, which is the first parent, by ``decay``.
         - ``slerp``: between two states on the sphere, at ``t``, tensor by tensor.
         - ``ties``: of each state's changes since ``base`` (None: the nearest common ancestor) the largest ``density`` of every tensor;
           those of the sign that wins are averaged by ``weights``, and added to ``base`` times ``scale``.
 
-        Only tensors that ``only`` asks for are combined. Integers, counters and all else are the first parent's; with ``rest="drop"``
-        objects of which nothing is asked for are left out. ``into`` is a branch: a new one, or one whose head is the first parent. It
-        or ``tag`` makes the state durable; without either it stays in memory. Statistics of BatchNorm are averaged like weights.
+        Statistics of BatchNorm are averaged like weights.
 
+        :param revs: the parents.
+        :param method: one of the above.
+        :param weights: the members' shares, which sum to 1; None: equal ones.
+        :param only: which tensors are combined. Integers, counters and all else are the first parent's.
+        :param rest: ``"drop"`` leaves out objects of which nothing is asked for.
+        :param into: a branch: a new one, or one whose head is the first parent. It makes the state durable.
+        :param tag: a tag, which makes the state durable too; with neither it stays in memory.
+        :param message: a text for the state.
+        :param options: the options of the method.
         :raises InvalidInput: the states do not fit together (lists what does not), or an argument makes no sense.
         :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
         :raises Conflict: a name is taken, or the branch is elsewhere.
@@ -433,11 +498,15 @@ class Repository:
         only: str = "model",
         pick: Callable[[Any], torch.Tensor] | None = None,
     ) -> Ensemble:
-        """Predictions from several states, each loaded once: ``ensemble(x)`` gives ``outputs``, their ``mean`` and ``spread``.
+        """Predictions from several states, each loaded once.
 
-        ``model`` is the module that computes, with the weights and buffers of each state in turn; its own are not touched. ``only``
-        is the name that it was tracked by, ``pick`` chooses a tensor from an output that is none.
+            prediction = repo.ensemble(["main~2", "main"], model)(inputs)
+            print(prediction.mean.shape, prediction.spread.max())
 
+        :param revs: the members.
+        :param model: the module that computes, with the weights and buffers of each state in turn; its own are not touched.
+        :param only: the name under which the module was tracked.
+        :param pick: chooses the tensor from an output that is not a tensor.
         :raises InvalidInput: a state does not fit the module; lists what does not.
         """
         from .algebra.ensemble import load_ensemble
@@ -468,12 +537,21 @@ class Repository:
     ) -> Server:
         """Let other processes browse this lineage and clone its states, from memory where they are there, while training goes on.
 
-        Port 0 takes any that is free: the server's ``url`` has it. A server that other machines can reach needs a token, here or as
-        ``DATASTATES_TOKEN``. ``is_writable`` takes states that peers push, and needs a token. ``close`` of the repository closes it too.
-        ``data`` is what carries the bytes: ``tcp`` (ours), ``ucx`` (at a ``ucx://`` url; says that the network is private), or ``auto``:
-        UCX where both sides found RDMA, ours otherwise. Unless it is given, the configuration says so (``DATASTATES_DATA``).
-        ``http://127.0.0.1:0`` serves the page and the web API instead; ``is_writable`` then lets who has the token make and move names.
+            with repo.serve("tcp://127.0.0.1:0") as server:
+                print(server.url)
 
+        Closing the repository closes the server too.
+
+        :param url: ``tcp://HOST:PORT``, or ``ucx://…`` to allow UCX; port 0 takes any that is free. ``http://127.0.0.1:0`` serves the page
+            and the web API instead.
+        :param token: what peers must prove that they know. A server that other machines can reach needs one, here, as ``token_file`` or as
+            ``DATASTATES_TOKEN``.
+        :param token_file: a file that holds the token.
+        :param tls: certificates for TLS 1.3.
+        :param is_writable: whether peers may push states, or make and move names on the page; needs a token.
+        :param timeout_s: a peer that is silent for so long is treated as dead.
+        :param data: what carries the bytes: ``tcp`` (ours), ``ucx`` (at a ``ucx://`` url; says that the network is private), or ``auto``:
+            UCX where both sides found RDMA, ours otherwise. None: as configured (``DATASTATES_DATA``).
         :raises InvalidInput: other machines can reach it, or it is writable, and there is no token.
         :raises Unavailable: the address is taken.
         :raises Unsupported: ``data="ucx"``, and UCXX is not installed.

@@ -260,7 +260,7 @@ def positive(value: object, what: str) -> int:
 
 
 def iterable(value: object, what: str) -> object:
-    """What a loop can go over; nothing is asked of it yet.
+    """An iterable; nothing is read from it yet.
 
     :raises InvalidInput: it is none.
     """
@@ -401,7 +401,7 @@ def _named(given: object, what: str, example: str) -> list[tuple[str, object]]:
 
 
 def _plain(value: object, what: str) -> object:
-    """What is not exactly of a plain type, as one that is, if there is a way."""
+    """Convert a value that is not exactly of a plain type to one that is, if there is a way."""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, PurePath):

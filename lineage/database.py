@@ -173,7 +173,7 @@ class Database:
 
 
 def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> DatastatesError:
-    """What a driver's error means to the caller; the one place where they are mapped. ``where`` is shown."""
+    """Translate a driver's error into ours; the one place where they are mapped. ``where`` is shown."""
     origin = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
     said, _, _ = (str(origin.args[0] if origin.args else "") if origin is error else str(origin)).strip().partition("\n")  # never the SQL
     said = masking.text(said)
@@ -221,7 +221,7 @@ def _parse(url: str) -> URL:
 
 
 def _prepare_file(path: Path, *, create: bool) -> None:
-    """Where there is none yet, an empty file: what SQLite makes beside it later is for the same users."""
+    """Make an empty file if there is none, so that what SQLite makes beside it later is for the same users."""
     if path.is_dir():
         raise InvalidInput(f"{path} is a folder: name the file of the database")
     if path.exists():

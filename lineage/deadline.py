@@ -1,4 +1,4 @@
-"""How long a question may take: what is read within a deadline is ended by the database itself when that has passed.
+"""Deadlines: the database itself ends a question that takes longer.
 
 A revision, a search or a history that somebody else asks for costs what they like, up to here. SQLite looks at the clock while it
 works, PostgreSQL is told its ``statement_timeout``, and no further statement begins. Without a deadline nothing is ended.
@@ -27,7 +27,7 @@ _until: ContextVar[tuple[float, float] | None] = ContextVar("datastates_deadline
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """What this thread or task reads in the block has so long, all of it together; a deadline that was set before goes on.
+    """Give everything that this thread or task reads in the block a deadline, all together; one that was set before still holds.
 
     :raises InvalidInput: (by what reads) it took longer.
     """

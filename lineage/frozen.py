@@ -18,7 +18,7 @@ __all__ = ["Frozen", "why_frozen"]
 
 
 def why_frozen(path: Path) -> str | None:
-    """Why a file of SQLite and its log cannot be written, in words; None when they can."""
+    """The reason, in words, why a file of SQLite and its log cannot be written; None when they can."""
     is_effective = os.access in os.supports_effective_ids
     for place, wanted in ((path, os.W_OK), (path.parent, os.W_OK | os.X_OK)):
         if not os.access(place, wanted, effective_ids=is_effective):
@@ -27,7 +27,7 @@ def why_frozen(path: Path) -> str | None:
 
 
 class Frozen:
-    """Such a file. What others write to it meanwhile is seen by connections that are made afterwards, when ``has_changed`` says so."""
+    """A file that may not be written. Connections made after ``has_changed`` said so see what others wrote meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,7 +50,7 @@ class Frozen:
         return self._copy is None and self._stamp is not None and self._stamp != self._now()
 
     def take_copy(self) -> None:
-        """From here on read, and migrate, a copy of our own.
+        """Read, and migrate, a copy of our own from here on.
 
         :raises Unavailable: there is no room for it.
         """

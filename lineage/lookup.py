@@ -38,7 +38,7 @@ _BY_PREFIX = select(_state.c.id).where(_state.c.uid >= bindparam("low"), _state.
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What is known of some states: where ``is_them`` holds of a column that names them."""
+    """Loads what is known of some states: ``is_them`` holds of a column that names them."""
 
     states: Select[Any]
     metrics: Select[Any]
@@ -187,7 +187,7 @@ def _load(session: Session, ids: list[int]) -> dict[int, State]:
 
 
 def _value(type_: str, number: float | None, text: str | None) -> Value:
-    """What ``record`` stored, as it was."""
+    """The value that ``record`` stored, as it was."""
     match type_:
         case "str":
             return text

@@ -201,7 +201,7 @@ class CloneRow(Base):
 
 
 class RepositoryRow(Base):
-    """Which lineage this is: one row, made with the database. Two processes with the same uid share it."""
+    """The lineage itself: one row, made with the database. Two processes with the same uid share it."""
 
     __tablename__ = "repository"
 

@@ -1,4 +1,4 @@
-"""What the lineage hands out and takes in: plain values, no SQL, no torch."""
+"""The values that the lineage hands out and takes in: plain values, no SQL, no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Value = str | int | float | bool | None
 
 
 class Status(StrEnum):
-    """How safe a state's bytes are. ``evicted`` and ``lost`` states keep their place in the lineage, without bytes."""
+    """The safety of a state's bytes. ``evicted`` and ``lost`` states keep their place in the lineage, without bytes."""
 
     CAPTURED = "captured"
     DURABLE = "durable"
@@ -36,7 +36,7 @@ class RefKind(StrEnum):
 
 
 class EdgeKind(StrEnum):
-    """Why a state has a further parent, beside the first one."""
+    """The reason why a state has a further parent, beside the first one."""
 
     MERGE = "merge"
     SOUP = "soup"
@@ -58,7 +58,7 @@ OURS = "datastates."
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One process that tracked: who, where, with which code and configuration."""
+    """One process that tracked: its user and host, its code and configuration."""
 
     uid: str
     host: str

@@ -1,4 +1,4 @@
-"""What carries control frames and bytes between two processes; every coroutine here runs on the transport's loop thread."""
+"""Contracts for carrying control frames and bytes between two processes; every coroutine here runs on the transport's loop thread."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Channel(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go; idempotent. Who waits in ``receive`` gets ``Disconnected``."""
+        """Let go; idempotent. A caller that waits in ``receive`` gets ``Disconnected``."""
 
 
 class Link(ABC):
@@ -82,7 +82,7 @@ class Link(ABC):
 
     @abstractmethod
     async def send(self, tag: int, data: memoryview) -> None:
-        """Send bytes to whoever receives ``tag`` over there; ``data`` must not change before this returns.
+        """Send bytes to the receiver of ``tag`` at the other end; ``data`` must not change before this returns.
 
         :raises Disconnected: the peer is gone, or the link was aborted.
         """
@@ -114,10 +114,10 @@ class SupportsParts(Protocol):
     received into. Both ends' links can do it, or neither."""
 
     async def send_parts(self, tag: int, parts: Sequence[memoryview]) -> None:
-        """As ``Link.send``."""
+        """See ``Link.send``."""
 
     async def receive_parts(self, tag: int, into: Sequence[memoryview]) -> None:
-        """As ``Link.receive``."""
+        """See ``Link.receive``."""
 
 
 class Listener(ABC):
@@ -153,13 +153,13 @@ class End(Protocol):
 
     @property
     def located(self) -> bytes:
-        """As ``Transport.located``."""
+        """See ``Transport.located``."""
 
     async def address(self) -> bytes:
-        """As ``Transport.address``."""
+        """See ``Transport.address``."""
 
     async def link(self, address: bytes) -> Link:
-        """As ``Transport.link``."""
+        """See ``Transport.link``."""
 
     async def leave(self) -> None:
         """The session is over; its link was aborted. Idempotent."""
@@ -204,7 +204,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def located(self) -> bytes:
-        """Where this process's end of the data plane is at the moment; empty while there is none, which is the case until it is used."""
+        """The address of this process's end of the data plane at the moment; empty until it is used."""
 
     @abstractmethod
     async def address(self) -> bytes:

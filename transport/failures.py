@@ -44,7 +44,7 @@ def revive(failure: Failure) -> DatastatesError:
 
 
 def again(error: DatastatesError) -> DatastatesError:
-    """An equal error for one more who waits: raising one object in several tasks would tangle their tracebacks."""
+    """An equal error for another waiting task: raising one object in several tasks would tangle their tracebacks."""
     return revive(describe(error))
 
 
@@ -55,5 +55,5 @@ def _tree(cls: type[DatastatesError]) -> Iterator[type[DatastatesError]]:
 
 
 def _clean(text: str) -> str:
-    """No more than fits a frame, and nothing that a terminal would obey."""
+    """Cut a text to what fits a frame, without anything that a terminal would obey."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:_CHARACTERS])

@@ -22,7 +22,7 @@ LISTED_STATES: Final = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one server gives to all of its peers together.
+    """The limits of one server for all of its peers together.
 
     ``sessions`` are those that have proved the token; ``offer_bytes`` is for what they say of states that they push (manifests and
     ancestry), of which one of them has at most half.
@@ -33,19 +33,19 @@ class Limits:
 
 
 class Budget:
-    """So much for all who share it, at most half of it for each. Belongs to one thread."""
+    """A budget that all users share, and of which each gets at most half. Belongs to one thread."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.taken = 0
 
     def share(self) -> Share:
-        """A part of it, for one who shares it."""
+        """A new share for one user."""
         return Share(self)
 
 
 class Share:
-    """What one has of a budget, until ``close``."""
+    """One user's share of a budget, until ``close``."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget

@@ -98,7 +98,7 @@ class _Call(Future[T]):
         self.ended = Latch()
 
     def begin(self) -> None:
-        """On the loop."""
+        """Begin on the loop."""
         if not self.done():
             self._task = asyncio.get_running_loop().create_task(self.work)
             self._task.add_done_callback(self._end)

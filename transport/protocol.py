@@ -99,7 +99,7 @@ _Attribute = str | int | float | bool | None
 
 
 class Identity(Struct, frozen=True):
-    """Who serves: the uid of its repository's lineage, its node and the version of datastates."""
+    """The server: the uid of its repository's lineage, its node and the version of datastates."""
 
     repository: _Name
     node: _Name
@@ -199,7 +199,7 @@ class Proof(Struct, frozen=True, tag=True):
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """So does the server."""
+    """The server proves that it knows the token, too."""
 
     mac: _Mac
 
@@ -225,7 +225,7 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """Instead of ``Ready``: who asks may come in, but not now."""
+    """Instead of ``Ready``: the peer may come in, but not now."""
 
     failure: Failure
 
@@ -372,7 +372,7 @@ class Gone(Struct, frozen=True, tag=True):
 
 
 class Moved(Struct, frozen=True, tag=True):
-    """Where my end of the data plane is from now on; what was under way to the old one is lost.
+    """The sender's end of the data plane has moved; what was under way to the old one is lost.
 
     An empty ``address``: there is none, because it ended or (``failure``) cannot be made. Whoever
     ``asks`` is to be told the other one's."""

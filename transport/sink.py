@@ -19,7 +19,7 @@ class Sink(Protocol):
         """The chunks that are still to be fetched, in the order in which they are best asked for."""
 
     def buffers(self, index: int) -> Sequence[memoryview] | None:
-        """Where a chunk is to be received: writable pieces in order, together ``lengths[index]`` bytes; on the loop thread.
+        """The memory into which a chunk is received: writable pieces in order, together ``lengths[index]`` bytes; on the loop thread.
 
         None: there is no room at the moment (all scratch buffers are in use); ask again after the next ``accept``.
         """
@@ -34,4 +34,4 @@ class Sink(Protocol):
         """A chunk that ``buffers`` was called for does not come, and nobody writes to them any more: it is missing again."""
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:
-        """The bytes of an accepted chunk, for who forwards it; None when they were not kept."""
+        """The bytes of an accepted chunk, for a receiver that forwards it; None when they were not kept."""

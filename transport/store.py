@@ -37,7 +37,7 @@ class SupportsAddresses(Protocol):
     """A source whose chunks lie in this process's memory until it is closed, each in one piece."""
 
     def addresses(self) -> Sequence[int]:
-        """Where each chunk lies; runs in a worker thread."""
+        """The address of each chunk; runs in a worker thread."""
 
 
 @runtime_checkable
@@ -63,7 +63,7 @@ class Store(Protocol):
     """A repository, seen by a server. Errors of our tree travel to the peer by their kind."""
 
     def identity(self) -> Identity:
-        """Who this is."""
+        """The identity of the served repository."""
 
     def refs(self) -> list[RefRecord]:
         """Every branch and tag, by name."""
@@ -72,7 +72,7 @@ class Store(Protocol):
         """A page of the states that a query asks for."""
 
     def log(self, rev: str, limit: int, after: str | None) -> StatePage:
-        """A page of a state and its ancestors along first parents, newest first; ``after`` is the uid of the last one seen."""
+        """A page of a state and its ancestors, all parents followed, newest first; ``after`` is the uid of the last one seen."""
 
     def resolve(self, rev: str) -> StateRecord:
         """The state that a revision names."""
@@ -84,7 +84,7 @@ class Store(Protocol):
         """
 
     def check_writable(self) -> None:
-        """Nothing, if peers may push; on the loop thread, must not block.
+        """Raise unless peers may push; on the loop thread, must not block.
 
         :raises InvalidInput: this server takes no states.
         """
@@ -96,7 +96,7 @@ class Store(Protocol):
         """
 
     def received(self, offer: Offer, sink: Sink) -> StateRecord:
-        """Every chunk of a push was accepted: record the state.
+        """Record the state of a push whose chunks were all accepted.
 
         :raises Conflict: a ref stands elsewhere.
         """
@@ -106,7 +106,7 @@ class Store(Protocol):
 
 
 class Relays(Protocol):
-    """Who forwards which state to whom; on the loop thread, must not block. ``chain.Chains`` is one."""
+    """The chains of a server; on the loop thread, must not block. ``chain.Chains`` implements it."""
 
     def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
         """A receiver serves what it gets under ``relay_url``: the url to ask instead of this server, or None for itself.
@@ -115,4 +115,4 @@ class Relays(Protocol):
         """
 
     def leave(self, uid: str, relay_url: str) -> None:
-        """It serves no more; idempotent."""
+        """Leave the chain; idempotent."""

@@ -95,7 +95,7 @@ def reflog(
     after: Annotated[int | None, Query(ge=1, lt=2**63, description="The `next` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
-    """Where a name stood, newest first; also of one that was deleted."""
+    """The moves of a name, newest first; even of one that was deleted."""
     with served.reading() as session:
         found = refs.reflog(session, name, limit=limit + 1, before=after)
     items = tuple(found[:limit])
@@ -105,7 +105,7 @@ def reflog(
 
 @contextmanager
 def _changing(served: Served, name: str, if_match: str | None) -> Iterator[tuple[Session, Ref]]:
-    """A transaction that changes a ref, which has the version that was asked for; who was first answers with 412.
+    """A transaction that changes a ref of the version that was asked for; if somebody else was faster, the answer is 412.
 
     What is read and what is written are one on SQLite, whose writers queue. On PostgreSQL somebody may come in between: the change
     compares the state, and afterwards, when the row is ours, the version is compared once more.

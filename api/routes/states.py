@@ -52,7 +52,7 @@ def find_states(
 
 @routes.add("GET", "/states/{uid}", scope=Scope.READ, returns=StateDetail)
 def state_detail(served: Chosen, request: Request, uid: Uid, fields: Fields = None) -> Response:
-    """All that is known of one state."""
+    """Everything that is known of one state."""
     with served.reading() as session:
         detail = detail_of(session, uid, served.repository.core.local.packs(uid))
     return reply(detail, request=request, fields=fields, etag=True)

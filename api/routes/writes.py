@@ -1,4 +1,4 @@
-"""What is written of a state after its capture: attributes; and its bytes, which may be dropped."""
+"""Writing about a state after its capture: attributes; and its bytes, which may be dropped."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Blend:
         return unflatten(decode_skeleton(self.carved.skeleton), decode_values(self.carved.values), tensors)
 
     def compare(self, reader: Reader, state: State) -> None:
-        """Nothing, if an open state is what the parents make.
+        """Raise unless an open state is what the parents make.
 
         :raises Corrupt: it is not; names the tensor.
         """
@@ -181,7 +181,7 @@ def _aligned(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _geometry(spec: TensorSpec) -> tuple[object, ...]:
-    """What parents must have in common; the order in memory need not be, but what is stored once for all must."""
+    """What parents must have in common: not the order in memory, but everything that is stored once for all of them."""
     return spec.dtype, spec.shape, tuple(stride == 0 and size > 1 for stride, size in zip(spec.strides, spec.shape, strict=True))
 
 

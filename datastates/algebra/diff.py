@@ -41,7 +41,7 @@ Pair = tuple[object, object]
 
 
 class Change(StrEnum):
-    """What became of a tensor. ``RECAST``: its dtype or its shape is another one."""
+    """How a tensor changed. ``RECAST``: its dtype or its shape differs."""
 
     SAME = "same"
     CHANGED = "changed"
@@ -94,7 +94,7 @@ class Diff:
     code: Pair | None
 
     def count(self, change: Change) -> int:
-        """How many tensors this became of."""
+        """How many tensors changed in this way."""
         return sum(tensor.change is change for tensor in self.tensors)
 
 
@@ -164,7 +164,7 @@ def _tensors(
 
 
 def untied(reader: Reader) -> list[TensorSpec]:
-    """Each tensor of a state with its place; one that is tied has that of the tensor it is tied to."""
+    """Each tensor of a state with its place; a tied tensor has the place of the tensor it is tied to."""
     specs = specs_of(reader)
     return [spec if spec.alias is None else _placed(spec, specs[spec.alias]) for spec in specs]
 
@@ -231,7 +231,7 @@ def pieces(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
 
 
 class _Sums:
-    """What is added up over the pieces of two tensors."""
+    """The sums over the pieces of two tensors."""
 
     def __init__(self) -> None:
         self.old = self.new = self.apart = self.product = self.largest = 0.0
@@ -254,7 +254,7 @@ class _Sums:
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between the two; None if one of them is 0."""
+        """The cosine of the angle between the two; None if one of them is 0."""
         length = math.sqrt(self.old) * math.sqrt(self.new)
         return max(-1.0, min(1.0, self.product / length)) if length else None
 
@@ -284,7 +284,7 @@ def _delta(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, Pa
 
 
 def _masked(pairs: dict[str, Pair]) -> dict[str, Pair]:
-    """What changed, without showing secrets that are tracked: a difference is shown to whoever may read."""
+    """What changed, with tracked secrets masked: anyone who may read sees a difference."""
     old, new = (masking.named({key: pair[side] for key, pair in pairs.items()}) for side in (0, 1))
     return {key: (old[key], new[key]) for key in pairs}
 

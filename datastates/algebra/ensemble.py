@@ -73,14 +73,14 @@ class Ensemble:
         return len(self.members)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Prediction:
-        """What every member makes of one input, which is given to the module as it is.
+        """Every member's output for one input, which is given to the module as it is.
 
         :raises InvalidInput: the module's output is no tensor: say with ``pick=`` which part of it is the prediction.
         """
         return Prediction(torch.stack(list(self.each(*args, **kwargs))))
 
     def each(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
-        """The members' outputs one after the other, for who wants only one of them in memory at a time."""
+        """The members' outputs one after the other, if only one of them should be in memory at a time."""
         for weights in self._weights:
             with _evaluating(self._module), torch.no_grad():
                 # A module may write to its buffers even so, and members may share them: each call has copies.
@@ -130,7 +130,7 @@ class _Wanted:
 
 
 def _wanted(only: str, module: nn.Module) -> dict[str, _Wanted]:
-    """By canonical name what a state has to have."""
+    """The tensors that a state must have, by canonical name."""
     model = ModelState(only, module)
     tree = model.tree()
     raw_names = model.raw_names()
@@ -182,7 +182,7 @@ def _placed(stored: torch.Tensor, live: torch.Tensor, held: list[torch.Tensor]) 
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """As bytes: a NaN is the same as itself, and -0 is not 0."""
+    """Whether both have the same bytes: a NaN equals itself, and -0 does not equal 0."""
     return one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
 
 
@@ -192,7 +192,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Every part in evaluation mode, then as it was."""
+    """Put every part into evaluation mode, and restore its mode afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -40,7 +40,7 @@ __all__ = ["MergeOptions", "merge", "verify_merge"]
 
 
 class MergeOptions(TypedDict, total=False):
-    """What single methods take; see ``merge``."""
+    """Options of single methods; see ``merge``."""
 
     evaluate: Callable[[Any], float]
     better: Literal["higher", "lower"]
@@ -100,7 +100,7 @@ def verify_merge(repository: Repository, rev: str) -> State:
 
 
 def _parents(repository: Repository, manifest: Manifest) -> list[State]:
-    """As the state itself names them: a lineage that it was brought to may lack some."""
+    """The parents that the state itself names: a lineage to which it was brought may lack some."""
     origin = manifest.origin
     try:
         return [repository.state(uid) for uid in origin.parents]

@@ -62,7 +62,7 @@ class Recipe:
 
     @property
     def kind(self) -> EdgeKind:
-        """What the edges to further parents are: averages are soups."""
+        """The kind of the edges to further parents: averages are soups."""
         return EdgeKind.MERGE if self.method in (Method.SLERP, Method.TIES) else EdgeKind.SOUP
 
     def attributes(self) -> dict[str, Value]:
@@ -234,7 +234,7 @@ def _pieces(count: int) -> Iterator[slice]:
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """As bytes: a NaN is the same as itself, and -0 is not 0."""
+    """Whether both have the same bytes: a NaN equals itself, and -0 does not equal 0."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -275,7 +275,7 @@ def _limit(part: torch.Tensor, base: torch.Tensor, density: float) -> float:
 def _disjoint(
     parts: Sequence[torch.Tensor], base: torch.Tensor, weights: Sequence[float], limits: Sequence[float], scale: float
 ) -> torch.Tensor:
-    """Of the changes that are kept, the mean of those whose sign has won; where they cancel, or there is none, the base stays.
+    """The mean of the kept changes whose sign has won; where they cancel, or there are none, the base stays.
 
     A NaN of any part stays one: it must not pass for a change that was trimmed.
     """

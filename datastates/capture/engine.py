@@ -260,11 +260,11 @@ class Engine:
 
     @property
     def pending_writes(self) -> int:
-        """How many states are being written or wait to be."""
+        """How many states are being written or are waiting to be written."""
         return len(self._queue) + (self._writing is not None)
 
     def next_tick(self) -> float | None:
-        """When a ``Tick`` would want something; None: never, as it stands."""
+        """The time at which a ``Tick`` would do something; None: never, as things stand."""
         due = [
             at
             for line in self._lines.values()
@@ -385,7 +385,7 @@ class Engine:
         return failed_at is not None and failed_at >= since - RETRY_S
 
     def _squeeze(self, event: RoomNeeded) -> list[Action]:
-        """Nothing leaves by itself: a clone is written, else a head gives way, or is written."""
+        """Make room when nothing can leave by itself: write a clone, or else let a head go, or write it."""
         clone = next((uid for uid in self._adopted if self._is_in_memory_only(uid) and not self._has_failed(uid, event.since)), None)
         if clone is not None:
             self._want(clone)

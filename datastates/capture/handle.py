@@ -33,7 +33,7 @@ class Capture:
 
     @property
     def status(self) -> Status | None:
-        """How far it has come; None while it is being copied and digested, or after it failed."""
+        """The status that the state has reached; None while it is being copied and digested, or after the capture failed."""
         state = self._state
         return None if state is None else state.status
 
@@ -44,14 +44,18 @@ class Capture:
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong in the background, as itself."""
+        """The error of the background, as itself; None if there is none."""
         return self._error
 
     @takes(status=string, timeout_s=optional(seconds))
     def wait(self, status: str = "captured", timeout_s: float | None = None) -> State:
         """Block until the state has reached ``status`` (or a later one), and return it.
 
-        Waiting for ``durable`` asks for it: the state is written even when no policy wanted it.
+        Waiting for ``durable`` asks for it: the state is written even if no policy wanted it.
+
+            with repo.track(branch="waited-for", model=model, optimizer=optimizer) as run:
+                train_step(next(iter(loader)))
+                state = run.capture().wait("durable", timeout_s=60)
 
         :raises Torn: and any other error of the background, as itself.
         :raises Unavailable: the capture was skipped, or its bytes were given up before they reached the status; or the lineage has been

@@ -97,7 +97,7 @@ class Journal:
         return uid in self._waiting or uid in self._marks
 
     def overdue(self) -> Unavailable | None:
-        """What to tell whoever waits, once the database has been away for longer than anybody should."""
+        """The error for callers that wait, once the database has been away for too long."""
         since = self._away_since
         if since is None or time.monotonic() - since < PATIENCE_S:
             return None
@@ -217,7 +217,7 @@ class Journal:
         return told, refused
 
     def _tell_each(self, entries: Sequence[Entry], told: dict[str, State], refused: dict[str, Exception]) -> None:
-        """All in one transaction; if that fails, one by one, to find out which of them cannot be told."""
+        """Record all in one transaction; if that fails, one by one, to find out which of them cannot be recorded."""
         if len(entries) > 1:
             with suppress(Conflict, NotFound, InvalidInput):
                 told.update(self._tell_or_recall([entry.new for entry in entries]))
@@ -325,7 +325,7 @@ class Journal:
         return evicted
 
     def _note_evicted(self, told: list[str]) -> None:
-        """It was committed."""
+        """Note the evictions that were committed."""
         if told:
             with self._evicting:
                 done = set(told)

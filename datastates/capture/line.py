@@ -54,7 +54,7 @@ class Line:
 
 @dataclass(slots=True)
 class Staged:
-    """What a capture knows before its bytes are digested. Its ``facts`` lack the run, and the parent: where its line will stand by then."""
+    """What is known of a capture before its bytes are digested."""
 
     line: Line
     handle: Capture

@@ -1,4 +1,4 @@
-"""When the engine thread works: at once for whoever waits, else on several captures in one go.
+"""When the engine thread works: at once if somebody waits, otherwise on several captures in one go.
 
 Each time that it wakes it takes the interpreter from the training, which must wait to get it back; and a transaction costs about as much
 for ten states as for one. So captures that follow each other quickly are finished in rounds. What the lineage says may then be late by
@@ -57,7 +57,7 @@ class Rounds:
         return self._ended >= count
 
     def begin(self) -> None:
-        """A capture begins, which ``put`` will bring. One thread at a time: under the lock of whoever calls it."""
+        """Count a capture that begins and that ``put`` will bring. One thread at a time: under the caller's lock."""
         self._begun += 1
 
     def put(self, staged: Staged) -> None:

@@ -226,7 +226,7 @@ class Runner:
             return next((action for action in self._post(event) if isinstance(action, Refuse)), None)
 
     def _no_room(self, count: int, refused: Refuse, line: Line | None) -> OverBudget:
-        """What to tell whoever waits for room that cannot be made, because writing failed."""
+        """The error for callers that wait for room which cannot be made, because writing failed."""
         with self._lock:
             why = self._write_error
             if line is not None and line.error is why:
@@ -526,7 +526,7 @@ class Runner:
         staged.handle._fail(error)
 
     def _note(self, line: Line, error: BaseException) -> None:
-        """For whoever uses the line next; called under the lock."""
+        """Keep an error for the next caller that uses the line; called under the lock."""
         self._failed[line.name] = line
         line.error = error
 
@@ -540,7 +540,7 @@ class Runner:
         self._look_around()
 
     def _look_around(self) -> None:
-        """Once a second at most: what waits for the lineage, and which refs others made."""
+        """At most once a second, look for what waits for the lineage, and for refs that others made."""
         if time.monotonic() - self._looked_at < _REFS_POLL_S:
             return
         try:
@@ -556,7 +556,7 @@ class Runner:
         self._hold_up()
 
     def _hold_up(self) -> None:
-        """Whoever waits for a state that cannot be recorded is told, once that has taken too long."""
+        """Tell callers that wait for a state which cannot be recorded, once that has taken too long."""
         overdue = self._journal.overdue()
         if overdue is not None:
             with self._lock:

@@ -30,7 +30,7 @@ _SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else 
 
 
 class Closable(Protocol):
-    """What is closed at exit."""
+    """An object that is closed at exit."""
 
     def close(self) -> None:
         """Make durable what is to be, and let go."""
@@ -87,7 +87,7 @@ def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
 
 
 def closed(end: Callable[[], None]) -> None:
-    """Nothing is left to do."""
+    """Forget what would have been closed at exit: it is closed."""
     _ends.discard(end)
 
 

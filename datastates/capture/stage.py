@@ -110,7 +110,7 @@ class Stager:
             self._thread.join()
 
     def _pin(self, plan: Plan) -> None:
-        """From the first state on that has something on a device, not before: registering makes a context there."""
+        """Pin the arena from the first state on that has something on a device, not before: registering makes a context there."""
         if not self._is_pinned:
             self._is_pinned = True
             self._arena.pin(CudaRegistrar(next(source.flat.device for source in plan.sources if source.flat.is_cuda)))
@@ -227,7 +227,7 @@ def _copy_eager(plan: Plan, slots: Sequence[int], arena: Arena) -> None:
 
 
 def _by_device(pairs: _Pairs) -> tuple[_Pairs, _Pairs]:
-    """Those in host memory, and those on a device."""
+    """The tensors in host memory, and those on a device."""
     host: _Pairs = ([], [])
     device: _Pairs = ([], [])
     for target, source in zip(*pairs, strict=True):

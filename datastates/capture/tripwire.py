@@ -44,7 +44,7 @@ class Guarded:
 
 @dataclass(frozen=True, slots=True)
 class Armed:
-    """What the signs were when ``capture`` was called."""
+    """The signs as they were when ``capture`` was called."""
 
     versions: list[int]
     samples: list[torch.Tensor]

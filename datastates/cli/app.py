@@ -115,5 +115,5 @@ def _flush() -> None:
 
 
 def _leave_pipe() -> None:
-    """Who read us has seen enough (``| head``): that is no failure, and nothing may be written at exit either."""
+    """End quietly when our reader has seen enough (``| head``): that is no failure, and nothing may be written at exit either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -35,7 +35,7 @@ _LITTLE_DISK_BYTES = 5 << 30
 
 
 class Verdict(StrEnum):
-    """What a finding means. Only ``failed`` keeps datastates from working."""
+    """The meaning of a finding. Only ``failed`` keeps datastates from working."""
 
     OK = "ok"
     WARN = "warn"
@@ -195,7 +195,7 @@ def _machine() -> Iterator[Check]:
 
 
 def _descriptors() -> Check:
-    """What servers leave the training of its descriptors."""
+    """Whether servers may take enough descriptors, and how many a process has."""
     import resource
 
     from datastates.system.admission import of_process

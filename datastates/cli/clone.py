@@ -106,7 +106,7 @@ def split_source(source: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """What keeps the state, once this command has ended."""
+    """The name that keeps the state once this command has ended."""
 
     kind: str
     name: str
@@ -142,7 +142,7 @@ def _check_name(branch: str) -> None:
 
 @contextmanager
 def _made(location: Location) -> Iterator[None]:
-    """What this command makes of the repository is taken away again when it fails, unless a state is in it by then."""
+    """Take away again what this command makes of the repository if it fails, unless a state is in it by then."""
     root, packs = location.root, location.packs
     if root is None or location.is_present:
         yield
@@ -242,7 +242,7 @@ def _is_watched(shell: Shell) -> bool:
 
 
 def _progress(shell: Shell) -> Progress:
-    """On standard error, and only for people."""
+    """A progress bar on standard error, and only for people."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

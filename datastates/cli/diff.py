@@ -20,7 +20,7 @@ __all__ = ["register"]
 
 
 class Order(StrEnum):
-    """By what tensors are sorted."""
+    """The key by which tensors are sorted."""
 
     TREE = "tree"
     CHANGE = "change"

@@ -40,7 +40,7 @@ def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, i
 
 
 def write_lines(console: Console, lines: Iterable[Text]) -> None:
-    """Each on a line of its own: cut to the width of a terminal, whole for a program or a file."""
+    """Write each on a line of its own: cut to the width of a terminal, whole for a program or a file."""
     for line in lines:
         if console.is_terminal:
             console.print(line, no_wrap=True, overflow="ellipsis")  # said again: print forgets what a Text says of itself

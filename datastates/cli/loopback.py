@@ -1,4 +1,4 @@
-"""What UCX can do here, tried: 64 MiB moved between two workers, as clones are moved."""
+"""Trying what UCX can do here: 64 MiB are moved between two workers, as clones are moved."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def verify(context: typer.Context, rev: Rev, repo: Repo = None, as_json: AsJson 
 
 
 def progress_of(shell: Shell) -> Progress:
-    """On standard error, and only for people."""
+    """A progress bar on standard error, and only for people."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

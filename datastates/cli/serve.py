@@ -187,7 +187,7 @@ def _signals() -> Iterator[_Ended]:
 
 
 def _announce(shell: Shell, repository: Repository, server: Server, *, has_tls: bool, is_writable: bool) -> None:
-    """Say where it is, at once: who started this may wait for the line."""
+    """Print the address at once: the process that started this may wait for the line."""
     if shell.as_json:
         shell.write_json({"url": server.url, "repository": str(repository.location), "writable": is_writable, "tls": has_tls})
     else:
@@ -202,7 +202,7 @@ def _announce(shell: Shell, repository: Repository, server: Server, *, has_tls: 
 
 
 def _dialled(url: str) -> str:
-    """What others dial: a server on all interfaces is reached by the host's name."""
+    """The address that others dial: a server on all interfaces is reached by the host's name."""
     from datastates.opening.environment import node_name
 
     for everywhere in ("//0.0.0.0:", "//[::]:"):

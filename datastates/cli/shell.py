@@ -1,4 +1,4 @@
-"""What every command has: the repository that is meant, and where and how to write."""
+"""What every command needs: the repository that is meant, and where and how to write."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Shell:
         return self._repo or discover(Path.cwd())
 
     def location(self, *, must_exist: bool = True) -> Location:
-        """Where it is.
+        """The location of the repository.
 
         :raises NotFound: ``must_exist``, and it does not.
         """
@@ -105,7 +105,7 @@ class Shell:
             yield repository
 
     def write(self, *renderables: RenderableType) -> None:
-        """For people; trailing blanks of tables are cut when a program reads."""
+        """Write for people; trailing blanks of tables are cut when a program reads."""
         if self.console.is_terminal:
             for renderable in renderables:
                 if isinstance(renderable, Text):  # print forgets what a Text says of itself

@@ -1,4 +1,4 @@
-"""What ``serve`` does for people and programs: repositories by name, tokens, the address of the page."""
+"""``serve`` for people and programs: repositories by name, tokens, the address of the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
 
 @dataclass(frozen=True, slots=True)
 class WebOptions:
-    """What the command line says of an ``http://`` address."""
+    """The options of an ``http://`` address, as the command line gives them."""
 
     tokens: Path | None
     is_writable: bool

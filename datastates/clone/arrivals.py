@@ -32,7 +32,7 @@ def make_room(
     relatives: Iterable[str] = (),
     acquire: Callable[[int], Sequence[int] | None] | None = None,
 ) -> StateSink:
-    """Where the chunks of a state go: the repository's arena. May wait for room, as a capture does, unless ``acquire`` gets it.
+    """Room for the chunks of a state in the repository's arena. May wait for room, as a capture does, unless ``acquire`` gets it.
 
     ``party`` is whoever it comes from, as ``land`` will record it. Parents and ``relatives`` that are on disk lend it their chunks, those
     that were captured here or came from the same party.
@@ -84,7 +84,7 @@ def land(
     source_repository: str,
     bytes_moved: int,
 ) -> State:
-    """Every chunk is here: the state is one of the repository's, with what is told of its ancestry and tags.
+    """Make a state whose chunks are all here one of the repository's, with what is told of its ancestry and tags.
 
     An interrupt is raised once the state is in the lineage, in memory and known to the engine.
 
@@ -129,7 +129,7 @@ def _arrive(
 
 
 def _check_on_disk(repository: Repository, sink: StateSink) -> None:
-    """What is in memory is read before what is on disk: it must be the same. What has rotted there may come again.
+    """Memory is read before disk, so both must hold the same. A state that has rotted on disk may come again.
 
     :raises Conflict: it is not.
     """

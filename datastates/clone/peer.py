@@ -1,4 +1,4 @@
-"""What ``datastates.connect`` gives: another process's repository, to be browsed and cloned from."""
+"""``datastates.connect``: another process's repository, to be browsed and cloned from."""
 
 from __future__ import annotations
 
@@ -83,9 +83,15 @@ def connect(
 ) -> Peer:
     """Reach a repository that another process serves; or several, which then share the work of a clone.
 
-    The token is the server's, here, in a file, or as ``DATASTATES_TOKEN``. A peer that is silent for ``timeout_s`` counts as gone.
-    ``data`` is what carries the bytes, as for ``Repository.serve``; unless it is given, ``DATASTATES_DATA`` says so.
+        with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
+            print(peer.refs())
 
+    :param url: where the server listens; several urls are sources of one clone.
+    :param token: the server's token; without it ``token_file``, or else ``DATASTATES_TOKEN``.
+    :param token_file: a file that holds the token.
+    :param tls: certificates for TLS 1.3.
+    :param timeout_s: a peer that is silent for so long is treated as dead.
+    :param data: what carries the bytes, as for ``Repository.serve``; None: as ``DATASTATES_DATA`` says.
     :raises Disconnected: nobody answers (of several: none of them).
     :raises Unauthorized: the token is missing or wrong.
     :raises Unsupported: the two sides can use no data plane in common.
@@ -114,7 +120,9 @@ class _Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """Where a clone goes. ``land`` ends it well; ``explain`` says what an error means for who waits; ``drop`` lets go of what came."""
+    """Where a clone goes. ``land`` ends it well; ``explain`` turns an error into the one that the caller gets; ``drop`` lets go of what
+    came.
+    """
 
     sink: Sink
     land: Callable[[_Opened, Fetched], tuple[State, Any]]
@@ -174,14 +182,21 @@ class Peer:
     ) -> Cloned:
         """Bring a state from the peer's memory into live objects, or into a repository's memory; every byte is checked.
 
-        ``into`` are objects by name, as for ``Repository.restore``, whose ``only`` and ``strict`` these are. With ``atomic`` they
-        change at the very end, all at once, for which a second copy must fit into memory (None: where it does); without, tensors are
-        received where they are, and a clone that fails leaves them *dirty*: trackers refuse to capture them until they are cloned into
-        again or restored. ``skip_equal`` does not move what they hold already (not with ``atomic``).
+            with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
+                peer.clone("main", into={"model": model, "optimizer": optimizer})
 
-        ``repo`` takes the state over with its ancestry, with ``tags`` also their tags; only chunks that it does not hold are moved. With
-        ``chain`` receivers of one state pass it on to each other, so that one copy leaves the source.
-
+        :param rev: the state, as the peer names it.
+        :param into: live objects by name, as for ``Repository.restore``.
+        :param repo: a repository that takes over the state with its ancestry; only chunks that it does not hold are moved.
+        :param only: which parts of the objects, as for ``Repository.restore``.
+        :param strict: as for ``Repository.restore``.
+        :param atomic: True changes the objects at the very end, all at once, for which a second copy must fit into memory. False receives
+            tensors where they are; a clone that fails leaves them *dirty*: trackers refuse to capture them until they are cloned into again
+            or restored. None: True if there is memory for it.
+        :param skip_equal: do not move what the objects hold already (not with ``atomic``).
+        :param tags: whether the tags of the ancestry come along to ``repo``.
+        :param chain: whether receivers of one state pass it on to each other, so that one copy leaves the source.
+        :param on_progress: called with the bytes that are done, and all of them.
         :raises NotFound: the revision names nothing there.
         :raises Unavailable: its bytes are nowhere any more (or Disconnected: no source is left).
         :raises InvalidInput: the state does not fit the objects; nothing was moved.
@@ -230,9 +245,19 @@ class Peer:
         resumable: bool = False,
         on_progress: Progress | None = None,
     ) -> Transfer:
-        """As ``clone``, in the background: ``wait`` for it or ``await`` it, on the thread that owns the objects.
+        """Start ``clone`` in the background: ``wait`` for it or ``await`` it, on the thread that owns the objects.
 
-        With ``resumable`` what came is kept when it fails: ``Transfer.resume`` goes on, ``Transfer.close`` lets go.
+        :param rev: as for ``clone``.
+        :param into: as for ``clone``.
+        :param repo: as for ``clone``.
+        :param only: as for ``clone``.
+        :param strict: as for ``clone``.
+        :param atomic: as for ``clone``.
+        :param skip_equal: as for ``clone``.
+        :param tags: as for ``clone``.
+        :param chain: as for ``clone``.
+        :param resumable: keep what came if it fails: ``Transfer.resume`` goes on, ``Transfer.close`` lets go.
+        :param on_progress: as for ``clone``.
         """
         if (into is None) == (repo is None):
             raise InvalidInput("a clone goes into live objects (into={...}) or into a repository (repo=...): give one of them")
@@ -249,13 +274,23 @@ class Peer:
     def push(self, rev: str, *, repo: Repository, tags: bool = False, on_progress: Progress | None = None) -> Cloned:
         """Bring a state of ``repo`` into the peer's memory, with its ancestry; the peer must be served with ``is_writable``.
 
+        :param rev: the state, as ``repo`` names it.
+        :param repo: where it is.
+        :param tags: whether the tags of its ancestry go along.
+        :param on_progress: called with the bytes that are done, and all of them.
         :raises InvalidInput: the peer takes no states.
         """
         return self.begin_push(rev, repo=repo, tags=tags, on_progress=on_progress).wait()
 
     @values.takes(rev=_revision, repo=_repository, tags=values.flag, on_progress=values.optional(values.callback))
     def begin_push(self, rev: str, *, repo: Repository, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
-        """As ``push``, in the background."""
+        """Start ``push`` in the background.
+
+        :param rev: the state, as ``repo`` names it.
+        :param repo: where it is.
+        :param tags: whether the tags of its ancestry go along.
+        :param on_progress: called with the bytes that are done, and all of them.
+        """
         state = repo.state(rev)
         source = _CountedSource(repo.core.open_payload(state, verify=False), repo.core.local)
         landed: list[StateRecord] = []
@@ -449,7 +484,7 @@ class Peer:
         return session
 
     async def _first(self, ask: Callable[[Session], Awaitable[T]]) -> T:
-        """What the first peer says that is still there."""
+        """The answer of the first peer that is still there."""
         error: DatastatesError | None = None
         for _, session in await self._sessions():
             try:
@@ -460,7 +495,7 @@ class Peer:
         raise error
 
     async def _listed(self, ask: Callable[[Session], Awaitable[T]]) -> T:
-        """As ``_first``, for what comes in pages: their number is the peer's to choose, the time that they take is not."""
+        """``_first`` for lists that come in pages: the peer chooses their number, but not the time that they take."""
         patience_s = LISTING_TIMEOUTS * self._timeout_s
 
         async def within(session: Session) -> T:
@@ -545,7 +580,7 @@ class Peer:
 
 
 class _CountedSource(StateSource):
-    """What a peer asks for of a state that is pushed: ``moved`` bytes in ``chunks`` chunks so far."""
+    """A source that counts what a peer asks for of a pushed state: ``moved`` bytes in ``chunks`` chunks so far."""
 
     def __init__(self, reader: Reader, local: Tier) -> None:
         super().__init__(reader, local)

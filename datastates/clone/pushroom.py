@@ -57,7 +57,7 @@ class PushRoom:
         return slots
 
     def give(self, count: int) -> None:
-        """So many are no longer on their way: given back, or the memory tier's."""
+        """Count slots that are no longer on their way: they were given back, or belong to the memory tier now."""
         with self._lock:
             self._coming -= count
 
@@ -84,7 +84,7 @@ class PushRoom:
 
 
 class Room:
-    """What one state has of it, until ``close``."""
+    """The room that one state has, until ``close``."""
 
     def __init__(self, room: PushRoom) -> None:
         self._room = room
@@ -97,6 +97,6 @@ class Room:
         return slots
 
     def close(self) -> None:
-        """It is here, or does not come; idempotent."""
+        """Give up the room of a state that is here, or that does not come; idempotent."""
         self._room.give(self._count)
         self._count = 0

@@ -69,7 +69,7 @@ class StateSource:
         return [self._reader.chunk(index)]
 
     def addresses(self) -> list[int]:
-        """Where each chunk lies."""
+        """The address of each chunk."""
         return [address_of(self._reader.lying(index)) for index in range(len(self.lengths))]
 
     def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
@@ -77,7 +77,7 @@ class StateSource:
         return digest.pieces_digest(pieces) == self._reader.manifest.content.chunks[index].digest
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """It gives way to captures."""
+        """Give way to captures."""
         self._reader.when_wanted(tell)
 
     def recall(self) -> bool:
@@ -108,7 +108,7 @@ class RepositoryStore:
         self._rooms: dict[Sink, Room] = {}
 
     def identity(self) -> Identity:
-        """Who this is."""
+        """The identity of the served repository."""
         with self._repository.core.database.read() as session:
             return Identity(clones.repository_uid(session), self._repository.node, _VERSION)
 
@@ -209,7 +209,7 @@ def _told(offer: Offer) -> tuple[State, list[State], list[Ref]]:
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """What a server has done so far: payload that left, chunks of it, peers that are here and that ever were, those turned away.
+    """What a server has done so far: payload sent, in chunks; peers that are here and that ever were; peers that were turned away.
 
     ``refused_for`` says why: ``room`` (no place for the connection), ``gave way`` (to others that came while it proved nothing), ``late``
     (it proved nothing in time), ``left``; or the kind of the error that it was told, such as ``unauthorized``. ``connections`` are here
@@ -250,7 +250,7 @@ class Server:
         return self._server.url
 
     def stats(self) -> ServerStats:
-        """What it has done so far."""
+        """Counts of what the server has done so far."""
         server, door = self._server, self._server.door
         tried = Counter({kind: count for kind, count in server.turned_away.items() if kind != Disconnected.kind})
         refused_for = Counter({"room": door.admission.refused, "gave way": door.admission.displaced, "late": door.late}) + tried

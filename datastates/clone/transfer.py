@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Cloned:
-    """What a clone or a push did. ``report`` is of a clone into live objects; ``by_source`` are the bytes that moved, by peer."""
+    """The result of a clone or a push. ``report`` is of a clone into live objects; ``by_source`` counts the bytes that moved, by peer."""
 
     state: State
     report: RestoreReport | None
@@ -89,7 +89,7 @@ class Transfer:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed, once it has."""
+        """The error with which it failed; None while there is none."""
         return self._error
 
     @values.takes(timeout_s=values.optional(values.seconds))

@@ -23,7 +23,7 @@ _CONTAINERS = frozenset("dDoltq")
 
 @dataclass(frozen=True, slots=True)
 class Carved:
-    """What a content is but for its chunks. ``sources[i]`` is where tensor ``i``, or what it is tied to, was among the original's.
+    """A content without its chunks. ``sources[i]`` is where tensor ``i``, or the tensor it is tied to, was among the original's.
 
     ``holders[i]`` is the skeleton's tag of the sparse or quantized tensor, the array or the encoded object that tensor ``i`` is a part
     of; None where it is a tensor by itself.
@@ -119,7 +119,7 @@ def _tie_again(specs: Sequence[TensorSpec], kept: Sequence[int]) -> tuple[list[T
 
 
 def _lay_out(specs: list[TensorSpec], lengths: Sequence[int]) -> tuple[list[TensorSpec], tuple[int, ...]]:
-    """Every tensor moved up as far as its group goes: a group ends with a chunk that is not full."""
+    """Move every tensor up as far as its group allows: a group ends with a chunk that is not full."""
     short = [index for index, length in enumerate(lengths) if length < CHUNK_BYTES]
     stored = [(bisect_left(short, shard.start // CHUNK_BYTES), shard.start, at) for at, spec in enumerate(specs) for shard in spec.shards]
     placed = list(specs)

@@ -1,4 +1,4 @@
-"""Whether a manifest that was read agrees with itself, so that whoever uses it needs no bounds checks of their own."""
+"""Checking that a manifest agrees with itself, so that its users need no bounds checks of their own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensors_of(content: Content, *, source: str = "the manifest") -> tuple[Tenso
 
 
 def check(manifest: Manifest, source: str) -> None:
-    """Nothing, if lengths, ranges, indices and names agree.
+    """Raise unless lengths, ranges, indices and names agree.
 
     :raises Corrupt: they do not; names ``source`` and the contradiction.
     :raises Unavailable: a tensor has a dtype that this torch does not know.
@@ -57,7 +57,7 @@ def check(manifest: Manifest, source: str) -> None:
 
 
 class _Contradiction(Exception):
-    """What does not agree."""
+    """A disagreement within a manifest."""
 
 
 def _require(is_true: bool, message: str) -> None:

@@ -26,7 +26,7 @@ def chunk_digest(data: bytes | memoryview) -> bytes:
 
 
 def pieces_digest(pieces: Iterable[memoryview]) -> bytes:
-    """What ``chunk_digest`` says of the pieces put together in this order."""
+    """The ``chunk_digest`` of the pieces put together in this order."""
     hasher = xxhash.xxh3_128()
     for piece in pieces:
         hasher.update(piece)

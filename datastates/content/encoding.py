@@ -43,7 +43,7 @@ SCALARS = frozenset({int, float, str, bool, type(None)})
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """How one type of the user's becomes a plain tree and back."""
+    """How a type that the user registered becomes a plain tree and back."""
 
     type: type[Any]
     name: str
@@ -71,12 +71,20 @@ def register_encoder(
     encode: Callable[[Any], object],
     decode: Callable[[Any], object],
 ) -> None:
-    """Teach states to hold objects of exactly this ``type``.
+    """Teach states to hold objects of exactly this type.
 
-    ``encode(object)`` gives a plain tree, tensors included; ``decode(tree)`` gives an equal object. A restore puts that one into the list
-    or dict that held the old one; what is to be changed in place needs ``state_dict`` and ``load_state_dict`` instead. ``name`` is stored
-    and chooses the decoder, so it must stay the same; registering the same type and name again replaces the functions.
+    A restore puts the decoded object into the list or dict that held the old one; what is to be changed in place needs ``state_dict`` and
+    ``load_state_dict`` instead.
 
+        from decimal import Decimal
+
+        datastates.register_encoder(Decimal, "decimal", encode=str, decode=Decimal)
+
+    :param type: the type; subclasses are not meant.
+    :param name: what is stored, and chooses the decoder, so it must stay the same. Registering the same type and name again replaces the
+        functions.
+    :param encode: gives a plain tree for an object, tensors included.
+    :param decode: gives an equal object for such a tree.
     :raises Conflict: the name belongs to another type, or the type to another name.
     :raises InvalidInput: the type is stored natively.
     """
@@ -116,7 +124,7 @@ def encode_values(values: list[Packed]) -> bytes:
 
 
 def decode_values(data: bytes | memoryview | msgspec.Raw, *, source: str = "the values of a state") -> list[Packed]:
-    """What ``encode_values`` wrote, still packed.
+    """Decode what ``encode_values`` wrote, still packed.
 
     :raises Corrupt: it is something else; names ``source``.
     """
@@ -144,7 +152,7 @@ def pack(value: object, depth: int = 0) -> Packed:
 
 
 def refusal(value: object) -> str:
-    """Why ``value`` is refused, and the next step."""
+    """The reason why ``value`` is refused, and the next step."""
     name = _full_name(type(value))
     if callable(value) and not isinstance(value, type) and hasattr(value, "__qualname__"):
         return f"is the function {value.__qualname__!r} ({name}), which has no safe encoding: keep it out of the state, or store its name"

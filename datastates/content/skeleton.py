@@ -85,7 +85,7 @@ def encode_skeleton(skeleton: Skeleton) -> bytes:
 
 
 def decode_skeleton(data: bytes | memoryview | msgspec.Raw, *, source: str = "the skeleton of a state") -> Skeleton:
-    """What ``encode_skeleton`` wrote.
+    """Decode what ``encode_skeleton`` wrote.
 
     :raises Corrupt: it is something else, or its nodes do not make one tree; names ``source``.
     """
@@ -320,7 +320,7 @@ _ARITY: dict[str, Callable[[tuple[Any, ...]], int]] = {
 
 
 def _arity(node: Node) -> int:
-    """How many children a node that was read has; TypeError where it is none."""
+    """The number of children of a node that was read; TypeError if it is not a node."""
     if node in (TENSOR, VALUE) and type(node) is int:
         return 0
     checks = _FIELDS[node[0]]

@@ -68,7 +68,7 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Span:
-    """What a lasting part of the tree came to. ``part`` is held, so that its id stays its own."""
+    """The result for a lasting part of the tree. ``part`` is held, so that its id stays its own."""
 
     part: object
     nodes: list[Node]

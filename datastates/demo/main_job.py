@@ -38,7 +38,7 @@ MARKER = "made-by-datastates-demo"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a branch does otherwise than ``main``."""
+    """How a branch differs from ``main``."""
 
     branch: str
     learning_rate_factor: float = 1.0
@@ -94,7 +94,7 @@ def evaluate(model: GPT, text: Text) -> float:
 
 
 def run_demo(root: Path, *, short: bool = False, console: Console | None = None) -> Outcome:
-    """All of the main job in ``root``, a new or empty folder, or one of an earlier demo, which is emptied first."""
+    """Run the whole main job in ``root``: a new or empty folder, or one of an earlier demo, which is emptied first."""
     console, size = console or Console(), SHORT if short else FULL
     begin(root)
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
@@ -128,7 +128,7 @@ def resume_afresh(root: Path, tick: Callable[[], object], *, short: bool) -> Non
 
 
 def resume(root: Path, size: Size) -> None:
-    """What the fresh process does: fork from the tag and repeat the steps that ``main`` took after it."""
+    """The work of the fresh process: fork from the tag and repeat the steps that ``main`` took after it."""
     with datastates.open(root) as repo:
         train(repo, size, RESUMED, size.resumed, _say_a_line, start="warm")
 

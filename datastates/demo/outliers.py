@@ -42,7 +42,7 @@ class Pictures:
     name: str
 
     def describe(self, index: int) -> str:
-        """What the label says, and what it was."""
+        """A text with the label as it is, and as it was."""
         words = CLOTHES if "Fashion" in self.name else "0123456789"
         made = f", made wrong: was {words[self.truth[index]]}" if index in self.wrong else ""
         return f"labelled {words[self.labels[index]]}{made}"
@@ -54,7 +54,7 @@ class Pictures:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What the report says of the pictures, and where its page lies."""
+    """What the report says of the pictures, and where its page is."""
 
     report: OutlierReport
     pictures: Pictures
@@ -62,7 +62,7 @@ class Suspicion:
 
     @property
     def found(self) -> int:
-        """How many of the suspects were made wrong."""
+        """How many of the suspects were made wrong on purpose."""
         return sum(sample.index in self.pictures.wrong for sample in self.report.suspects())
 
 

@@ -23,7 +23,7 @@ __all__ = ["Cost", "Outcome", "Step", "examine", "show"]
 
 @dataclass(slots=True)
 class Cost:
-    """What capturing cost the training thread: in ``capture`` and waiting for the fence, of ``wall_s`` seconds of training."""
+    """The cost of capturing for the training thread: in ``capture`` and waiting for the fence, of ``wall_s`` seconds of training."""
 
     captures: int = 0
     blocked_s: float = 0.0
@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the demo showed. ``digests`` are those of ``main`` and of ``resumed``, where ``resumed`` ends."""
+    """The result of the demo. ``digests`` are those of ``main`` and of ``resumed``, at the step where ``resumed`` ends."""
 
     steps: tuple[Step, ...]
     digests: tuple[str, str]
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def is_bit_exact(self) -> bool:
-        """Every loss is equal, and so is every byte of the last state: the digest covers weights, moments, RNG and position."""
+        """Whether every loss is equal, and every byte of the last state: the digest covers weights, moments, RNG and position."""
         return all(step.loss == step.resumed_loss for step in self.steps) and len(self.steps) > 0 and self.digests[0] == self.digests[1]
 
 

@@ -161,7 +161,7 @@ def _lineage_of(repository: Repository, states: Sequence[State], found: dict[str
 
 
 def _states(lineage: Lineage) -> dict[str, State]:
-    """By uid, each behind its parents."""
+    """The states by uid, each after its parents."""
     states: dict[str, State] = {}
     for record in lineage.states:
         try:
@@ -185,7 +185,7 @@ def _states(lineage: Lineage) -> dict[str, State]:
 def _stage(
     repository: Repository, root: Path, lineage: Lineage, states: dict[str, State], sealed: dict[str, str], stack: ExitStack
 ) -> dict[str, tuple[Staged, Manifest, str]]:
-    """Every state with bytes, checked and written where nobody sees it yet, with its seal."""
+    """Check every state with bytes and write it where nobody sees it yet, with its seal."""
     folder = root / PACKS
     if not folder.is_dir():
         raise NotFound(f"{folder} is not there: the bundle is not whole")

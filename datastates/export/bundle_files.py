@@ -131,7 +131,7 @@ def read_chunks(root: Path, manifest: Manifest, seals: Mapping[str, str]) -> lis
 
 
 def check_places(manifest: Manifest) -> None:
-    """Nothing, if no chunk lies over another: what is read is then not more than what there is.
+    """Raise unless no chunk overlaps another, so that reading costs no more than there is to read.
 
     :raises Corrupt: one does.
     """

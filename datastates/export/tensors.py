@@ -51,13 +51,13 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """What it takes in the file, where each element is written out."""
+        """The bytes that it takes in the file, with each element written out."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class ExportFile:
-    """What one file is to hold: tensors by name, and words about them."""
+    """The content of one file: tensors by name, and words about them."""
 
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str]
@@ -69,7 +69,7 @@ class ExportFile:
 
 
 def plan_export(tree: object, state: State, into: Path) -> dict[Path, ExportFile]:
-    """Which tensor of ``tree`` goes into which file.
+    """Decide which tensor of ``tree`` goes into which file.
 
     A path that ends in ``.safetensors`` is one file, with the tensors under their whole paths (``model/layers.0.weight``).
     Any other is a folder with a file for each object, with the names that the object knows (``layers.0.weight``).
@@ -87,7 +87,7 @@ def plan_export(tree: object, state: State, into: Path) -> dict[Path, ExportFile
 
 
 def words_about(state: State) -> dict[str, str]:
-    """What a file says of the state that its tensors are from."""
+    """What a file says about the state from which its tensors are."""
     return {"format": "pt", "datastates.state": state.uid, "datastates.digest": state.digest, "datastates.step": str(state.step)}
 
 
@@ -145,12 +145,12 @@ def _read_back(path: Path, file: ExportFile, digests: Mapping[str, list[bytes]],
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """By falling item size, so that each is aligned without holes, which the format does not allow."""
+    """Sort by falling item size, so that each tensor is aligned without holes, which the format does not allow."""
     return sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
 
 
 def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """What a safetensors file begins with whose tensors follow each other in this order, its own length included."""
+    """The beginning of a safetensors file whose tensors follow each other in this order, with its own length."""
     described: dict[str, object] = {}
     others: dict[str, str] = {}
     end = 0

@@ -57,7 +57,7 @@ class Adapted:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Every tracked module, and what wrappers among them wrap."""
+        """Every tracked module, and the modules inside wrappers."""
         return [part for _, found in parts(self.objects) if isinstance(found, nn.Module) for part in split_wrappers(found)]
 
     @property
@@ -106,7 +106,7 @@ class Adapted:
         return self._names([(path, _by_id(tree)) for path, tree in walk.trees], optimizer)
 
     def model_state(self, path: str, module: nn.Module) -> ModelState:
-        """What keeps the names of a tracked module."""
+        """The object that keeps the names of a tracked module."""
         model = self._models.get(id(module))
         if model is None:
             model = self._models[id(module)] = ModelState(path, module)
@@ -215,7 +215,7 @@ def holds_state(found: object) -> bool:
 
 
 def parts(objects: Mapping[Any, object], path: str = "", _above: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Everything tracked that is no container, with its path.
+    """Everything tracked that is not a container, with its path.
 
     :raises InvalidInput: a container holds itself.
     """

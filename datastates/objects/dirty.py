@@ -38,7 +38,7 @@ def is_any() -> bool:
 
 
 def mark(tensors: Iterable[tuple[str, torch.Tensor]], by: object) -> None:
-    """From here on these tensors, by path, hold neither what they did nor what they shall; ``by`` is who writes to them."""
+    """Mark tensors, by path, as neither old nor new from here on; ``by`` is the clone that writes to them."""
     with _lock:
         for path, tensor in tensors:
             _marked[id(tensor)] = _Mark(weakref.ref(tensor, partial(_forget, id(tensor))), path, by)
@@ -60,7 +60,7 @@ def clean(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def check(tensors: Iterable[torch.Tensor]) -> None:
-    """Nothing, if none of these tensors is dirty.
+    """Raise ``Dirty`` if one of these tensors is dirty.
 
     :raises Dirty: names those that are.
     """

@@ -23,7 +23,7 @@ _TORCH_BYTES = 5056
 
 
 def check_torch(data: object) -> None:
-    """Nothing, if ``data`` are the bytes of a state of torch's generator for CPUs.
+    """Raise unless ``data`` are the bytes of a state of torch's generator for CPUs.
 
     :raises InvalidInput: they are not; so do the others here.
     """
@@ -36,7 +36,7 @@ def check_torch(data: object) -> None:
 
 
 def check_python(state: object) -> None:
-    """Nothing, if it is a state of Python's generator, as ``generators.python_state`` gives it."""
+    """Raise unless it is a state of Python's generator, as ``generators.python_state`` gives it."""
     match state:
         case {"version": 3, "words": bytes(words), "gauss": None | float()} if len(words) == 4 * (_WORDS + 1):
             found = np.frombuffer(words, np.uint32)
@@ -47,7 +47,7 @@ def check_python(state: object) -> None:
 
 
 def check_numpy(state: object, like: Mapping[str, Any]) -> None:
-    """Nothing, if it is a state for the generator whose state is ``like``: the same fields, each within its bounds."""
+    """Raise unless it is a state for the generator whose state is ``like``: the same fields, each within its bounds."""
     if not _is_alike(state, like):
         raise InvalidInput(f"{values.shown(state)} is no state of NumPy's {like.get('bit_generator')}")
     assert isinstance(state, Mapping), "it is like one"

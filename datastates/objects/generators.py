@@ -25,7 +25,7 @@ def is_generator(found: object) -> bool:
 
 
 def kind_of(generator: object) -> str:
-    """Which generators its state fits: those of the same library and algorithm, and torch's on a device of the same type."""
+    """The kind of generators that its state fits: those of the same library and algorithm, and torch's on a device of the same type."""
     if isinstance(generator, torch.Generator):
         return f"torch.Generator on {generator.device.type}"
     if isinstance(generator, random.Random):

@@ -1,4 +1,4 @@
-"""Which of what is tracked is a value: nothing of it can be put back in place, so a restore hands a new one to the caller."""
+"""Which tracked objects are values: they cannot be restored in place, so a restore hands new ones to the caller."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LOOPS = "loops"
 
 
 class Loops:
-    """What ``Tracker.epochs`` and ``Tracker.steps`` have come to, as an object with a state.
+    """How far ``Tracker.epochs`` and ``Tracker.steps`` have come, as an object with a state.
 
     A state that is captured inside a loop of ``steps`` goes on with the next batch of the same epoch; one that is captured after it, with
     the next epoch. ``version`` grows whenever a state was put back: a loop that sees it begins again from there.
@@ -93,7 +93,7 @@ class Loops:
             self._waiting = []
 
     def _left_behind(self) -> list[Mapping[str, Any]]:
-        """Of each pass of the epoch what the same one of the next epoch depends on."""
+        """What each pass of the epoch leaves for the same pass of the next epoch."""
         left: list[Mapping[str, Any]] = [each.left_behind for each in self._passes] or self._left
         return [*left] if any(left) else []
 
@@ -163,7 +163,7 @@ class Loops:
         return bool(self._passes) and all(each.is_over for each in self._passes)
 
     def _iterate(self, turn: Pass) -> Iterator[Any]:
-        """Whatever of the pass is left."""
+        """Iterate over what is left of the pass."""
         self._is_put_back = False
         epoch = self.epoch if self.is_counting else None
         place = self._waiting.pop(0) if self._waiting else None

@@ -129,7 +129,7 @@ def _set_gradient(parameter: nn.Parameter, stored: Any, findings: Findings) -> N
 
 
 def _ties(live: Mapping[str, object]) -> dict[str, list[str]]:
-    """For each name of a tied tensor all names of it."""
+    """All names of each tied tensor, by each of its names."""
     by_id: dict[int, list[str]] = {}
     for name, leaf in live.items():
         if isinstance(leaf, torch.Tensor):

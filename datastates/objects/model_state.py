@@ -103,7 +103,7 @@ class Seen:
 
 
 def _look(parts: list[dict[str, Any]]) -> Seen:
-    """Every member of the modules with these ``__dict__``s, by name and object."""
+    """Look at every member of the modules with these ``__dict__``s, by name and object."""
     named = [*chain.from_iterable(map(_NAMED, parts))]
     others = [*chain.from_iterable(map(_OTHERS, parts))]
     objects = [*chain.from_iterable(named), *chain.from_iterable(map(_VALUES, named)), *chain.from_iterable(filter(None, others))]

@@ -68,7 +68,7 @@ class _Check:
         self.stored_names: Names = [list(group["params"]) for group in self.stored_groups]
 
     def align_by_position(self) -> bool:
-        """Where either side names parameters by position only, take the state's names over in order; whether that works."""
+        """If either side names parameters by position only, take over the state's names in order; returns whether that works."""
         if not (_is_positional(self.names) or _is_positional(self.stored_names)) or self.names == self.stored_names:
             return True
         if list(map(len, self.names)) != list(map(len, self.stored_names)):

@@ -39,7 +39,7 @@ class OptimizerState:
         self._class = ""
 
     def tree(self, names: Callable[[], Names], trees: Seen, labels: object) -> dict[str, object]:
-        """What ``optimizer_tree`` gives; ``state`` and ``params`` in it are not to be changed.
+        """The result of ``optimizer_tree``; do not change ``state`` and ``params`` in it.
 
         ``names()`` is asked when parameters are others, or when what names are taken from is: ``trees`` and ``labels``.
         """
@@ -105,7 +105,7 @@ def _groups(optimizer: Optimizer, names: Names) -> list[dict[str, object]]:
 
 
 def options_of(group: Tree) -> dict[str, Any]:
-    """What a parameter group says beside which parameters it has."""
+    """The options of a parameter group: everything but its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

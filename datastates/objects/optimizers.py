@@ -29,7 +29,7 @@ def with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def bare(optimizer: Optimizer) -> Optimizer:
-    """Whose state it is: a wrapper that only hands through what another one has (Accelerate's, say) stands for that one."""
+    """The optimizer whose state it is: a wrapper that only passes through the state of another (Accelerate's, say) stands for that one."""
     if not has_hooks(optimizer):
         for inner in with_inner(optimizer):
             if inner is not optimizer and _is_of(inner, optimizer):
@@ -38,7 +38,7 @@ def bare(optimizer: Optimizer) -> Optimizer:
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """What the state is of: torch's class that it is made from, whoever subclassed or wrapped it, else its own name, and what it wraps."""
+    """The class of the state: torch's class if the optimizer derives from it, else its own name, with what it wraps."""
     optimizer = bare(optimizer)
     kind = type(optimizer)
     base = next((each for each in kind.__mro__ if each.__module__.startswith("torch.optim.") and each is not Optimizer), None)
@@ -49,7 +49,7 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def check_optimizer_form(path: str, optimizer: Optimizer) -> None:
-    """Nothing, if it can be read like an optimizer.
+    """Raise unless it can be read like an optimizer.
 
     :raises InvalidInput: it has no parameter groups or no state; says what to track instead.
     """

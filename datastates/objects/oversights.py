@@ -1,4 +1,4 @@
-"""What a script most likely does not mean: refused where it is certain, else said once."""
+"""Mistakes that a script most likely makes: refused where they are certain, otherwise reported once."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ __all__ = ["OwnLoading", "loads_plainly", "only_waits"]
 
 
 class OwnLoading:
-    """Those parts of a module, the outermost of them, by canonical name.
+    """The parts of a module that load in their own way, the outermost of them, by canonical name.
 
     Such a part may take what does not look like what it has: other shapes, values that are no tensors. It says so by loading it, into a
     copy of itself. And it may keep what it is given, instead of copying it.

@@ -72,7 +72,7 @@ class Pass:
 
     @property
     def left_behind(self) -> dict[str, object]:
-        """What nobody tracks and the next pass over the same source depends on: its own generators and samplers; usually nothing."""
+        """The untracked things on which the next pass over the same source depends: its own generators and samplers; usually nothing."""
         if self._kind not in _BEGUN_AGAIN:
             return {}
         left = {"generators": self._own_generators(), "samplers": self._own_samplers()}
@@ -178,7 +178,7 @@ class Pass:
         return begun is not None and self._sampler is not None and begun.get("turns", ()) == self._sampler.state_dict().get("turns", ())
 
     def _snapshot(self) -> dict[str, object]:
-        """What the coming iteration depends on: random numbers, and the state of samplers."""
+        """The state on which the coming iteration depends: random numbers, and the state of samplers."""
         epochs: dict[int, int] = {i: part.epoch for i, part in enumerate(self._parts) if _has_epoch(part)}
         return {"rng": RngState().state_dict(), "generators": self._own_generators(), "samplers": self._own_samplers(), "epochs": epochs}
 
@@ -272,7 +272,7 @@ def _kind_of(source: object, keepers: list[object], loader: DataLoader[Any] | No
 
 
 def _batch_size(loader: DataLoader[Any] | None) -> int:
-    """How many indices make a batch; 0 if that is not known."""
+    """The number of indices in a batch; 0 if that is not known."""
     if loader is None or loader.batch_sampler is None:
         return 1
     sampler = loader.batch_sampler

@@ -1,4 +1,4 @@
-"""What a restore found: the report that people read, and the notes that lead to it."""
+"""The findings of a restore: the report that people read, and the notes that lead to it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore did, by path. ``bool(report)`` says whether everything that was asked for was restored as it is.
+    """The result of a restore, by path. ``bool(report)`` says whether everything that was asked for was restored as it is.
 
     ``missing`` the objects have and the state has not; ``unexpected`` the other way round; ``mismatched`` fits neither in
     shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was not asked for. ``values``
@@ -80,7 +80,7 @@ class RestoreReport:
 
 
 class Selection:
-    """Which paths are asked for: by name, by what they are under, or by a pattern over the whole path.
+    """The paths that are asked for: by name, by what they are under, or by a pattern over the whole path.
 
     What was tracked under a name that paths escape (``net/1`` is ``net%2F1`` there) is asked for by either.
     """
@@ -137,7 +137,7 @@ class Handed:
 
 
 class Findings:
-    """What a check found so far, and the writes that will be done if it is allowed to go on. Nothing is written before.
+    """The findings of a check so far, and the writes that follow if it is allowed to go on. Nothing is written before.
 
     Without ``has_values`` the stored tensors are there by shape and dtype only, and the check looks at nothing else. ``owned`` are ids
     of stored tensors whose memory nobody else needs: they are handed over themselves instead of a copy.
@@ -234,7 +234,7 @@ class Findings:
         raise InvalidInput("\n".join(lines))
 
     def report(self) -> RestoreReport:
-        """What was found, frozen."""
+        """The findings, frozen."""
         return RestoreReport(
             restored=tuple(self.restored),
             missing=tuple(self.missing),

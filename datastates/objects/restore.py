@@ -146,7 +146,7 @@ class _Check:
         findings.skipped += [_path(name) for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
 
     def _hints(self, tree: Mapping[str, object]) -> list[str]:
-        """What the state has instead of the objects that it does not have at all."""
+        """Names that the state has instead of the objects that it does not have at all."""
         lost = [name for name in self.adapted.objects if name not in tree and _path(name) in self.findings.missing]
         left = [name for name in tree if name not in self.adapted.objects and name not in (GRADIENTS, LOOPS)]
         both = [_path(name) for name in self.adapted.objects if name in tree]
@@ -163,7 +163,7 @@ class _Check:
         return hints
 
     def place(self, path: str, live: Any, stored: Any) -> object:
-        """What will stand at ``path`` after the writes: ``live`` itself wherever it can be changed in place."""
+        """The value at ``path`` after the writes: ``live`` itself wherever it can be changed in place."""
         if isinstance(live, nn.Module):
             check_module(path, self.adapted.model_state(path, live), stored, self.findings)
         elif isinstance(live, Optimizer):
@@ -184,7 +184,7 @@ class _Check:
         return live
 
     def _in_place(self, path: str, live: Any, stored: object) -> None:
-        """What is tracked by itself, and whose place nothing else can take."""
+        """Restore in place what is tracked by itself, and whose place nothing else can take."""
         findings = self.findings
         notes: tuple[list[Any], ...] = (findings.restored, findings.targets, findings.writes)
         before, misfits = [*map(len, notes)], len(findings.mismatched)
@@ -299,7 +299,7 @@ class _Check:
 
 
 def _path(name: object) -> str:
-    """Where an object stands that was tracked under ``name``."""
+    """The path of an object that was tracked under ``name``."""
     return join("", name)
 
 

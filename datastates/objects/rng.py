@@ -55,7 +55,7 @@ class RngState:
             raise InvalidInput(f"not a state of random number generators ({type(exc).__name__}: {exc})") from exc
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Everything is checked before the first generator is set."""
+        """Load all generators; everything is checked before the first one is set."""
         self.note = None
         legacy = _legacy(state["numpy"]) if "numpy" in state else None
         if "torch" in state:
@@ -92,7 +92,7 @@ def _numpy_state(numpy_random: Any) -> dict[str, object]:
 
 
 def _legacy(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``numpy.random.set_state`` takes, of what ``_numpy_state`` gave."""
+    """The argument for ``numpy.random.set_state``, from what ``_numpy_state`` gave."""
     import numpy.random
 
     legacy = dict(stored)

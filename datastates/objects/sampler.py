@@ -76,7 +76,7 @@ class PermutationSampler(Sampler[int]):
         self._turns = (self.epoch, (*self._turns_now(), (self.position, salt)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next index will come from."""
+        """The place from which the next index will come."""
         names = ("length", "seed", "shuffle", "epoch", "position")
         state = {name: getattr(self, name) for name in names}
         if self._handed_out is not None:

@@ -1,4 +1,4 @@
-"""What a repository that tracks owns beside itself: threads, memory, a lease, a run in the lineage; and how it is let go of."""
+"""The belongings of a repository that tracks: threads, memory, a lease, a run in the lineage; and how they are released."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Belongings:
         self.is_let_go = True
 
     def end_unowned(self) -> None:
-        """The repository is gone and was not closed: whoever dropped it cannot be told of an error, so the log is."""
+        """Release the belongings of a repository that was dropped without a close: its owner cannot be told of an error, so the log is."""
         if self.is_let_go:
             return
         try:

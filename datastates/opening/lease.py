@@ -1,4 +1,4 @@
-"""Who is alive: each tracking process holds a lock on a file of its own for as long as it lives.
+"""Which processes are alive: each tracking process holds a lock on a file of its own for as long as it lives.
 
 The kernel lets go of the lock when the process ends, however it ends; a pid alone could have been given away again. The file says
 which file it is: a copy of a folder has its leases too, and nobody will ever lock those.
@@ -24,7 +24,7 @@ LEASES = "leases"
 
 
 class Seen(StrEnum):
-    """What can be seen of a lease: that it is held; that it is free, or a copy of one; or nothing."""
+    """What can be seen of a lease: it is held; or it is free; or it is a copy of one; or nothing can be seen."""
 
     HELD = "held"
     FREE = "free"
@@ -33,7 +33,7 @@ class Seen(StrEnum):
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """What a lease says. Those of older versions say nothing."""
+    """The content of a lease. Older versions wrote none."""
 
     inode: int
     host: str

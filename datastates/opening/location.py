@@ -42,7 +42,7 @@ class Location:
         return self.root is None or (self.root / DATABASE).is_file()
 
     def __str__(self) -> str:
-        """What may be shown: the folder, or the server's URL without its password."""
+        """A text that may be shown: the folder, or the server's URL without its password."""
         return str(self.root or _hidden(make_url(self.database_url)))
 
 
@@ -53,7 +53,7 @@ def locate(
     must_exist: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Location:
-    """What ``url`` means: a folder (SQLite and packs in it), or ``postgresql://…`` with ``packs`` naming a folder.
+    """The location that ``url`` means: a folder (SQLite and packs in it), or ``postgresql://…`` with ``packs`` naming a folder.
 
     Paths become absolute, so that they go on meaning the same when the process changes its directory. ``packs`` falls
     back on ``DATASTATES_PACKS`` for a database server. Nothing is made.

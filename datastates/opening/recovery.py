@@ -1,4 +1,4 @@
-"""What processes left behind that died: their bytes on disk, their states in memory that are gone, their files.
+"""What dead processes left behind: their bytes on disk, their lost states in memory, their files.
 
 Only what lies in the opener's own folder of packs says anything: whatever path a run recorded may now be another repository's.
 """
@@ -79,5 +79,5 @@ def is_alive(run: Run, home: Home) -> bool:
 
 
 def _whole(unheard: dict[str, str], local: LocalTier) -> dict[str, Placed]:
-    """Of the states that the lineage knows in memory only, by uid and digest, those that are whole on disk."""
+    """Those states which the lineage knows in memory only, by uid and digest, that are whole on disk."""
     return {uid: placed for uid, placed in local.whole(unheard).items() if placed.manifest.digest == unheard[uid]}

@@ -18,12 +18,12 @@ PROCESS = "datastates.process"
 
 
 def node_id() -> str:
-    """Which machine this is, until its next boot: the same in all its containers. Its name, where the kernel does not tell."""
+    """An id of this machine until its next boot, the same in all its containers; its name, where the kernel does not tell."""
     return _boot() or socket.gethostname()
 
 
 def whereabouts() -> dict[str, Value]:
-    """Which process this is, where the kernel tells; nothing elsewhere."""
+    """An id of this process, where the kernel tells; nothing elsewhere."""
     node, namespace, found = _boot(), _namespace(), _stat(os.getpid())
     if node is None or namespace is None or found is None:
         return {}

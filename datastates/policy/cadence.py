@@ -1,4 +1,4 @@
-"""When a recorded state is to become durable: a pure function of counts and times."""
+"""Deciding when a recorded state is written to disk: a pure function of counts and times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Cadence:
         return last_write is None or now - last_write >= self.interval_s
 
     def next_due(self, last_write: float | None) -> float | None:
-        """When the newest state is next due by time; None: never, or at the next capture."""
+        """The time at which the newest state is next due; None: never, or at the next capture."""
         if self.interval_s is None or last_write is None:
             return None
         return last_write + self.interval_s

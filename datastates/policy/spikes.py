@@ -1,4 +1,4 @@
-"""Which losses are no longer those of a training that goes well: a pure function of the losses before."""
+"""Deciding which losses show that a training no longer goes well: a pure function of the losses before."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Spikes:
         return not self._high
 
     def problem(self, loss: float) -> str | None:
-        """What is wrong, as the end of a sentence about the loss; None while there is nothing, or nothing certain yet."""
+        """The problem, as the end of a sentence about the loss; None while there is nothing, or nothing certain yet."""
         if not math.isfinite(loss):
             self._high.clear()
             return f"is {loss}"

@@ -25,7 +25,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class _Invitation(msgspec.Struct, frozen=True):
-    """Where the root serves, for everybody; or why it does not."""
+    """The address at which the root serves, for every rank; or why it does not."""
 
     url: str = ""
     token: str = ""

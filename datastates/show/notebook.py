@@ -1,4 +1,4 @@
-"""What a notebook shows of a repository: how much it holds, where its branches stand, and its newest states as a graph."""
+"""A repository in a notebook: how much it holds, where its branches stand, and its newest states as a graph."""
 
 from __future__ import annotations
 

@@ -61,18 +61,18 @@ class Arena:
 
     @property
     def available(self) -> int:
-        """How many slots are free, those that were never touched included."""
+        """The number of free slots, including those that were never touched."""
         with self._lock:
             return len(self._free) + self._coming + self.capacity - self._warm
 
     def reach(self, within: int) -> int:
-        """How many slots ``acquire`` would give with this ``within``; ``reach(0)`` are free and warm."""
+        """The number of slots that ``acquire`` would give with this ``within``; ``reach(0)`` are free and warm."""
         with self._lock:
             return self._reach(within)
 
     @property
     def warm(self) -> int:
-        """How many slots are or were in use, or were warmed up: what the arena takes of the machine's memory."""
+        """The number of slots that are or were in use, or were warmed up: what the arena takes of the machine's memory."""
         with self._lock:
             return self._warm
 
@@ -103,7 +103,7 @@ class Arena:
         return taken
 
     def warm_up(self, count: int = 1) -> bool:
-        """Touch ``count`` more slots ahead of whoever will need them, for a thread that has time; False where none is cold any more.
+        """Touch ``count`` more slots before they are needed, for a thread that has time; False if none is cold any more.
 
         Page by page and by writing: ``MADV_POPULATE_WRITE`` would hold up every ``mmap`` and ``munmap`` of the process, which a training
         makes all the time, until all of it is touched (290 ms for 64 MiB, where writing holds nobody up).
@@ -125,7 +125,7 @@ class Arena:
         return bool(fresh)
 
     def pin(self, registrar: Registrar) -> None:
-        """From now on what is warm is registered, so that copies from and to devices are asynchronous; only the first call counts.
+        """Register warm slots from now on, so that copies from and to devices are asynchronous; only the first call counts.
 
         Not done before something lies on a device: registering makes a context there.
         """
@@ -229,7 +229,7 @@ class Arena:
         self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: none of it is there."""
+        """Forget the arena in a forked child: none of it is there."""
         if self._pinned is not None:
             self._pinned.leave_to_parent()
         self._forget()

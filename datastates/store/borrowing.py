@@ -1,4 +1,4 @@
-"""Chunks that other states of a folder hold already, whoever wrote them: each is compared byte by byte before it is referred to.
+"""Chunks that other states of a folder hold already, whichever process wrote them: each is compared byte by byte first.
 
 A digest says which chunks may be equal, never that they are: xxh3 finds rot, and does not resist anyone who makes two chunks of one
 digest. The compared bytes are read once, when a state first shares them; its successors refer to what it refers to.
@@ -71,7 +71,7 @@ def find_borrowed(root: Path, index: ChunkIndex, payload: Payload, known: Contai
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """What says of a file that it is the same."""
+    """The facts by which a file is known to be the same."""
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 

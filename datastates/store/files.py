@@ -81,7 +81,7 @@ def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[N
 
 
 def _open_lock(path: Path, *, is_shared: bool) -> int:
-    """To write, where that is allowed: over NFS an exclusive lock needs it."""
+    """Open for writing where that is allowed: over NFS an exclusive lock needs it."""
     try:
         return open_regular(path, os.O_RDWR)
     except FileNotFoundError:

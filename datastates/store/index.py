@@ -1,4 +1,4 @@
-"""Where the chunks of a folder are said to lie, by digest: a file of hints that all processes of the folder read and add to.
+"""Hints at where the chunks of a folder are, by digest: a file that all processes of the folder read and extend.
 
     <folder>/.chunks    2**n pages of 64 entries of 64 bytes; the first n bits of a digest say which page, the newest entry comes first
     an entry            digest, length, offset, and the name of the pack without its suffix; zeros where there is none
@@ -169,7 +169,7 @@ def _split(page: bytes, bits: int, here: set[bytes]) -> bytes:
 
 
 def _page_of(digest: bytes, bits: int) -> int:
-    """Where the page of a digest, or of an entry, begins."""
+    """The place at which the page of a digest, or of an entry, begins."""
     return (int.from_bytes(digest[:4], "big") >> 32 - bits) * PAGE
 
 
@@ -203,13 +203,13 @@ def _bits_at(path: Path) -> int | None:
 
 
 def _bits(size: int) -> int | None:
-    """How many bits choose a page in a file of this size; None when none of ours has it."""
+    """The number of bits that choose a page in a file of this size; None if no index has this size."""
     bits = (size // PAGE).bit_length() - 1
     return bits if size == PAGE << max(bits, 0) and _LEAST_BITS <= bits <= _MOST_BITS else None
 
 
 def _newest(root: Path) -> Iterator[Hint]:
-    """What the newest manifests of a folder say."""
+    """The entries for the newest manifests of a folder."""
     with os.scandir(root) as entries:
         found = [(entry.stat().st_mtime_ns, entry.path) for entry in entries if uid_of(entry.name, "manifest") is not None]
     for _, path in nlargest(_BEGIN_WITH, found):

@@ -182,7 +182,7 @@ class LocalTier(Tier):
         return iter([uid for uid, rank in filter(None, named) if rank == self._rank])
 
     def whole(self, uids: Iterable[str]) -> dict[str, Placed]:
-        """Those of the states that are durable here with every pack, as their ``put`` would have said: its process may have died."""
+        """The states that are durable here with every pack, as their ``put`` would have said: its process may have died."""
         self._check_open()
         wanted, found = set(uids), {}
         with locked(self.root, is_shared=True, is_needed=False):
@@ -272,7 +272,7 @@ class LocalTier(Tier):
             yield _Staged(self, plan, encoded, pack, file, stamps)
 
     def _same(self, payload: Payload) -> Manifest:
-        """The manifest of a state that is here, if it is this one: uid and digest do not say so, whoever came first may have forged it.
+        """The manifest of a state that is here, if it is this one: uid and digest prove nothing, because an earlier one may be forged.
 
         :raises Conflict: it is another.
         """
@@ -356,7 +356,7 @@ class Staged(Protocol):
     was_here: ClassVar[bool]
 
     def places(self) -> Iterable[tuple[PackInfo, int]]:
-        """Where each chunk lies once it is committed."""
+        """The place of each chunk once it is committed."""
 
     def commit(self) -> Placed | None:
         """Make it visible and durable; None when a pack that it shares was removed, or replaced, meanwhile: stage it again."""
@@ -426,7 +426,7 @@ def _is_there(path: Path, size: int, stamp: Stamp | None = None) -> bool:
 
 
 def _hints(plan: PutPlan) -> Iterator[Hint]:
-    """Where the chunks of a state lie that it wrote itself, and that others may share."""
+    """Hints at the chunks of a state that it wrote itself, and that others may share."""
     for index, offset in zip(plan.new, plan.layout.offsets if plan.layout is not None else (), strict=True):
         chunk = plan.manifest.content.chunks[index]
         if chunk.length >= SHARED_BYTES:

@@ -92,7 +92,7 @@ class MappedReader(Reader):
         return None if self._is_roomy else self.span(start, length)
 
     def gather(self, start: int, into: memoryview) -> None:
-        """Whole chunks are read where they are to be, and checked there."""
+        """Read whole chunks straight to where they belong, and check them there."""
         done = 0
         for index in self.chunks_of(start, into.nbytes):
             offset = start + done - index * CHUNK_BYTES
@@ -101,7 +101,7 @@ class MappedReader(Reader):
             done += piece.nbytes
 
     def lying(self, index: int) -> memoryview:
-        """Where a chunk is mapped: for other processes, to which a file that was cut short gives an error."""
+        """The address at which a chunk is mapped: for other processes, to which a file that was cut short gives an error."""
         ref = self.manifest.refs[index]
         return self._pack(index).mapped()[ref.offset : ref.offset + self.manifest.content.chunks[index].length].toreadonly()
 
@@ -199,7 +199,7 @@ class MappedReader(Reader):
         return self._root / self.manifest.packs[ref.pack].name
 
     def _whose(self, index: int) -> str:
-        """What is lost with a chunk."""
+        """A text that names a chunk, and the tensors that are lost with it."""
         start, end = index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES
         paths = [place.spec.path for place in places_of(bytes(self.manifest.content.tensors)) if place.start < end and place.end > start]
         more = f" and {len(paths) - _NAMED_PATHS} more" if len(paths) > _NAMED_PATHS else ""
@@ -215,7 +215,7 @@ class _Pack:
         self._map: memoryview | None = None
 
     def mapped(self) -> memoryview:
-        """All of it, copy-on-write.
+        """The whole file, mapped copy-on-write.
 
         :raises Corrupt: it was cut short meanwhile.
         """

@@ -60,7 +60,7 @@ class _State:
 
     @property
     def used_at(self) -> float:
-        """When somebody who reads it last did so."""
+        """The time at which somebody last read it."""
         return max((reader.used_at for reader in self.yielding), default=0.0)
 
 
@@ -103,7 +103,7 @@ class MemoryTier(Tier):
             return self._enter(manifest, chunks, slots)
 
     def hold(self, keys: Iterable[tuple[bytes, int]], party: str = OURS) -> dict[tuple[bytes, int], Held]:
-        """Those of these chunks, by digest and length, that are ours or the party's: they stay until ``settle`` or ``let_go``."""
+        """Hold those of these chunks, by digest and length, that are ours or the party's: they stay until ``settle`` or ``let_go``."""
         with self._lock:
             self._check_open()
             found = {key: self._known(key, party) for key in dict.fromkeys(keys)}
@@ -192,14 +192,14 @@ class MemoryTier(Tier):
             return 0 if state is None else self._drop(state)
 
     def would_free(self, uids: Iterable[str]) -> int:
-        """How many slots removing all these states would free at once."""
+        """The number of slots that removing all these states would free at once."""
         with self._lock:
             states = [self._states[uid] for uid in set(uids) if uid in self._states]
             uses = Counter(chunk for state in states if not state.readers for chunk in state.chunks)
             return sum(chunk.uses == count for chunk, count in uses.items())
 
     def slots_of(self, uids: Iterable[str]) -> int:
-        """How many slots all these states have together, those that others share included."""
+        """The number of slots of all these states together, including those that others share."""
         with self._lock:
             return len({chunk for uid in uids if (state := self._states.get(uid)) is not None for chunk in state.chunks})
 
@@ -296,7 +296,7 @@ class MemoryTier(Tier):
         return self._enter(manifest, tuple(distinct[key] for key in keys), filled.values())
 
     def _check_same(self, here: _State, manifest: Manifest, slots: Mapping[_Key, int]) -> None:
-        """A uid and a digest do not say that two states are one: whoever came first may have forged them."""
+        """Compare two states whose uid and digest are equal, which proves nothing: the earlier one may be forged."""
         is_same = here.manifest.digest == manifest.digest and all(
             chunk.key in slots and self._are_equal(chunk.slot, slots[chunk.key], chunk.key[1]) for chunk in here.chunks
         )
@@ -381,7 +381,7 @@ class _MemoryReader(Reader):
         self.used_at = time.monotonic()
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """It gives way."""
+        """Give way."""
         self._tier._yield(self, self._state, tell)
 
     def chunk(self, index: int) -> memoryview:

@@ -58,7 +58,7 @@ MAX_HEADER = 100 << 20
 
 
 class _Header(msgspec.Struct):
-    """What ``payload_bytes`` reads of a header."""
+    """The part of a header that ``payload_bytes`` reads."""
 
     metadata: dict[str, str] = msgspec.field(name="__metadata__")
 
@@ -128,7 +128,7 @@ def payload_bytes(path: Path) -> int:
 
 @lru_cache(maxsize=16)
 def places_of(tensors: bytes) -> tuple[Place, ...]:
-    """Every shard with bytes of the encoded ``Content.tensors``, by its place in the stream."""
+    """Every shard of the encoded ``Content.tensors`` that has bytes, by its place in the stream."""
     places = []
     for spec in tensors_of(Content(msgspec.Raw(), msgspec.Raw(), msgspec.Raw(tensors), ())):
         for number, shard in enumerate(spec.shards):
@@ -197,7 +197,7 @@ class _Table:
             self._paddings += 1
 
     def add(self, place: Place, start: int, end: int) -> None:
-        """Those bytes of a shard that lie in ``[start, end)`` of the stream."""
+        """Add the bytes of a shard that lie in ``[start, end)`` of the stream."""
         if (start, end) != (place.start, place.end):
             self._enter(f"{place.name}@{start - place.start}:{end - place.start}", "U8", (end - start,), end - start)
             return

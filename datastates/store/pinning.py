@@ -94,7 +94,7 @@ class Pinned:
             self._owner = None
 
     def leave_to_parent(self) -> None:
-        """In a forked child: nothing is registered here, and a thread that held the lock is not here either."""
+        """Start anew in a forked child: nothing is registered here, and a thread that held the lock is not here either."""
         self._lock, self._starts, self._owner = threading.Lock(), [], None
 
 

@@ -1,4 +1,4 @@
-"""What a put writes and what it refers to: decided before any file is touched."""
+"""Deciding, before any file is touched, what a put writes and to what it refers."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def plan_put(manifest: Manifest, places: Places, name: str) -> PutPlan:
 
 
 def own_bytes(placed: Manifest) -> int:
-    """How many payload bytes a state's own pack holds, from the manifest that its put wrote."""
+    """The number of payload bytes in a state's own pack, from the manifest that its put wrote."""
     own = {index for index, pack in enumerate(placed.packs) if (uid_of(pack.name, "safetensors") or ("", 0))[0] == placed.origin.uid}
     lengths = {ref: chunk.length for ref, chunk in zip(placed.refs, placed.content.chunks, strict=True) if ref.pack in own}
     return sum(lengths.values())
 
 
 def places_of(base: Manifest | None) -> Places:
-    """Where the chunks of a manifest lie; nowhere for one that no folder placed."""
+    """The places of a manifest's chunks; nowhere for one that no folder placed."""
     if base is None:
         return {}
     placed = zip(base.content.chunks, base.refs, strict=False)

@@ -30,7 +30,7 @@ class Payload:
     is_on_demand: bool = False
 
     def check(self) -> None:
-        """Nothing, if each chunk comes with its bytes.
+        """Raise unless every chunk has exactly its bytes.
 
         :raises InvalidInput: they do not fit the manifest.
         """
@@ -46,7 +46,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What ``put`` did: the manifest with this tier's places in it, and how many payload bytes it added just now."""
+    """The result of ``put``: the manifest with this tier's places in it, and how many payload bytes it added just now."""
 
     manifest: Manifest
     bytes_new: int
@@ -90,7 +90,7 @@ class Reader(ABC):
         """Let go of the state; idempotent."""
 
     def loan(self, start: int, length: int) -> memoryview | None:
-        """As ``span``, for whoever only reads, and only while the reader is open; None: ``gather`` them."""
+        """A ``span`` that may only be read, and only while the reader is open; None: ``gather`` the bytes instead."""
         return self.span(start, length)
 
     def gather(self, start: int, into: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Who may connect: places for connections, counted from ``accept`` on, by address and in all, and none of what the training needs.
+"""Places for connections, counted from ``accept`` on, by address and in all; what the training needs is left to it.
 
 A place is *held* while its connection is worth keeping: it has proved a token, or a request of it is being answered. When all places are
 taken, the oldest one that nobody holds gives way, of the address that has most of them: whoever connects and says nothing keeps nobody out.
@@ -52,13 +52,13 @@ class Descriptors:
 
     @property
     def share(self) -> int:
-        """How many a server has for itself: a crowd at one leaves the others theirs."""
+        """The share of one server, so that a crowd at one leaves the others theirs."""
         with self._lock:
             return max(1, self.limit // max(1, len(self._sharers)))
 
     @property
     def taken(self) -> int:
-        """How many connections there are."""
+        """The number of connections."""
         return self._taken
 
     def leaves_room(self, descriptor: int) -> bool:
@@ -88,11 +88,11 @@ class Place:
         self.is_held = self.is_released = False
 
     def hold(self) -> None:
-        """It does not give way from now on."""
+        """Keep the place from now on: it does not give way."""
         self.is_held = True
 
     def loosen(self) -> None:
-        """It gives way again to whoever comes."""
+        """Let the place give way again to newcomers."""
         self.is_held = False
 
     def release(self) -> None:
@@ -125,11 +125,11 @@ class Admission:
         return place
 
     def of(self, address: str) -> int:
-        """How many connections an address has."""
+        """The number of connections of an address."""
         return len(self._places.get(_host(address), ()))
 
     def _make_room(self, host: str) -> bool:
-        """Take a descriptor for one more, after whoever has to give way for it went."""
+        """Take a descriptor for one more connection, after another one has given way if that is needed."""
         has_own_limit = host not in self._unlimited and not _is_loopback(host)
         if has_own_limit and len(self._places.get(host, ())) >= self.limits.per_address and not self._displace([host]):
             return False
@@ -163,7 +163,7 @@ class Admission:
 
 
 def of_process() -> Descriptors:
-    """Those of this process: all its servers share them."""
+    """The places of this process: all its servers share them."""
     return _ours
 
 
@@ -182,7 +182,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _host(address: str) -> str:
-    """What counts as one: an IPv4 address however it is written, 64 bits of IPv6; anything else as it is."""
+    """The key of an address: an IPv4 address however it is written, 64 bits of IPv6; anything else as it is."""
     try:
         said = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

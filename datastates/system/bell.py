@@ -1,4 +1,4 @@
-"""Waiting for other threads without a lock that both sides need: whoever is interrupted while waiting leaves nothing taken.
+"""Waiting for other threads without a lock that both sides need: a thread that is interrupted while waiting leaves nothing locked.
 
 ``threading.Condition`` and ``Event`` are written in Python: Ctrl-C in the middle of their ``wait`` can leave their lock taken, and whoever
 was to wake the waiter then waits for it. Here each waiter has a lock of its own, which it alone takes.
@@ -21,14 +21,14 @@ _LOOK_S = 0.5
 
 
 class Bell:
-    """Tells whoever waits that something changed: make the change, then ``ring``. Any thread, and never held by one."""
+    """Tells waiting threads that something changed: make the change, then ``ring``. Any thread, and never held by one."""
 
     def __init__(self) -> None:
         self._waiters: set[threading.Lock] = set()  # one call adds to it, or takes from it
         self._pid = os.getpid()
 
     def ring(self) -> None:
-        """Wake everybody who waits now."""
+        """Wake every thread that waits now."""
         for waiter in tuple(self._waiters):
             try:
                 self._waiters.remove(waiter)
@@ -73,7 +73,7 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Let on whoever waits."""
+        """Let the waiting threads go on."""
         self._is_set = True
         self._bell.ring()
 

@@ -59,13 +59,13 @@ class _Section:
             self._deliver()
 
     def leave_to_parent(self) -> None:
-        """In a forked child, whose main thread is the one that forked: it may have been forked inside, and never leave the block."""
+        """Start anew in a forked child, whose main thread may have been forked inside such a block, and never leave it."""
         self._main, self._depth = threading.get_ident(), 0
         self._waiting.clear()
         self._give_back()
 
     def _take(self) -> None:
-        """Until the depth says otherwise, handlers that were taken are called at once: a raise in here leaves all as it was."""
+        """Take over the handlers; until the depth says otherwise they are called at once, so a raise in here changes nothing."""
         for number in _SIGNALS:
             handler = _signal.getsignal(number)
             if handler is not self._put_off and callable(handler):
@@ -113,7 +113,7 @@ def checkpoint() -> None:
 
 
 class Mutex:
-    """A lock that its holder may take again; whoever holds it is undisturbed. A forked child finds it free."""
+    """A lock that its holder may take again, and whose holder is undisturbed. A forked child finds it free."""
 
     __slots__ = ("__weakref__", "_lock")
 

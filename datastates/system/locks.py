@@ -40,7 +40,7 @@ class Held:
         return os.fstat(self._fd).st_ino
 
     def write(self, note: str) -> None:
-        """Say something to whoever reads the file."""
+        """Write a text for processes that read the file."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, note.encode(), 0)
 
@@ -54,7 +54,7 @@ class Held:
             os.close(fd)
 
     def _forget(self) -> None:
-        """In a forked child: the lock is the parent's alone."""
+        """Forget the lock in a forked child: it is the parent's alone."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -115,7 +115,7 @@ def _lock(fd: int) -> bool:
 
 
 def _is_locked(fd: int) -> bool:
-    """Both kinds are asked for: who holds the file may run on another kernel."""
+    """Ask for both kinds of lock, because the holder of the file may run on another kernel."""
     if _GET is not None:
         try:
             answer = fcntl.fcntl(fd, _GET, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))

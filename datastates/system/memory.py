@@ -25,7 +25,9 @@ _NO_LIMIT = 1 << 60
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """What this process may still take: the machine's available memory, or less where a control group, or one above it, leaves less."""
+    """The memory that this process may still take: the machine's available memory, or less if a control group, or one above it, leaves
+    less.
+    """
     meminfo = (root / "proc/meminfo").read_text().split()
     available = int(meminfo[meminfo.index("MemAvailable:") + 1]) * 1024
     return max(0, min([available, *memory_left(root)]))
@@ -69,7 +71,7 @@ def _groups_of_process(lines: list[str]) -> dict[str, str]:
 
 
 def _mount(line: str) -> _Mount | None:
-    """What a line of ``mountinfo`` says, if it is of a hierarchy that may limit memory."""
+    """What a line of ``mountinfo`` says, if it is about a hierarchy that may limit memory."""
     before, _, after = line.partition(" - ")
     fields, (kind, *rest) = before.split(), (after.split() or [""])
     if len(fields) < 5 or kind not in ("cgroup", "cgroup2"):

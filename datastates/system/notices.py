@@ -1,4 +1,4 @@
-"""What a person at a terminal is to know although nothing is wrong, such as that a training goes on from an earlier state."""
+"""Notices for a person at a terminal although nothing is wrong, such as that a training goes on from an earlier state."""
 
 from __future__ import annotations
 

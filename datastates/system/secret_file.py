@@ -25,7 +25,7 @@ def is_sendable(token: str) -> bool:
 
 
 def read_secret(path: str | os.PathLike[str], what: str) -> bytes:
-    """What a file holds; ``what`` names it in messages. Its owner may read it, and its group.
+    """The content of a secret file; ``what`` names it in messages. Only its owner and its group may read it.
 
     :raises InvalidInput: it cannot be read, or others can read or write it.
     """

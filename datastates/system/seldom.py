@@ -1,4 +1,4 @@
-"""What strangers and peers cause is logged once a minute at most, and no longer than a screen: nobody fills a disk with it."""
+"""Logging what strangers and peers cause once a minute at most, and no longer than a screen, so that nobody can fill a disk with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _plain = logging.Formatter()
 
 
 class Seldom(logging.Filter):
-    """For a logger: of each message that it knows (before its arguments are put in) one passes in a minute; it says how many did not."""
+    """A filter of a logger that lets one message in a minute pass for each text without its arguments, and counts the others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -39,14 +39,14 @@ def make_folders(path: Path) -> None:
 
 
 def may_read(folder: Path, made: int) -> None:
-    """Let everybody read it who may enter its folder: a lock that cannot be opened cannot be seen."""
+    """Let everybody who may enter its folder read it: a lock that cannot be opened cannot be seen."""
     mode = folder.stat().st_mode
     of_group, of_others = (stat.S_IRGRP if mode & stat.S_IXGRP else 0), (stat.S_IROTH if mode & stat.S_IXOTH else 0)
     _add(made, stat.S_IRUSR | of_group | of_others)
 
 
 def make_folder_like(parent: Path, path: Path) -> None:
-    """A folder in another one, for those who may write in that; one that is there is theirs too."""
+    """Make a folder in another one, for those who may write in that; one that exists is opened to them too."""
     path.mkdir(exist_ok=True)
     _add(path, stat.S_IMODE(parent.stat().st_mode))
 

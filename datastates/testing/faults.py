@@ -51,15 +51,15 @@ class WrappedTier(Tier):
         self.inner = inner
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """As the inner tier does."""
+        """Calls the inner tier."""
         return self.inner.put(payload, base=base)
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
-        """As the inner tier does."""
+        """Calls the inner tier."""
         return self.inner.open(uid, verify=verify)
 
     def uids(self) -> Iterator[str]:
-        """As the inner tier does."""
+        """Calls the inner tier."""
         return self.inner.uids()
 
     def remove(self, uid: str) -> int:
@@ -72,7 +72,7 @@ class WrappedTier(Tier):
         return self.inner.remove(uid)
 
     def close(self) -> None:
-        """As the inner tier does."""
+        """Calls the inner tier."""
         self.inner.close()
 
 

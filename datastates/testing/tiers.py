@@ -30,7 +30,13 @@ class TierSuite(ABC):
 
     @abstractmethod
     def flip(self, tier: Tier, uid: str, chunk: int, byte: int) -> None:
-        """Flip a bit of a stored chunk, behind the tier's back."""
+        """Flip a bit of a stored chunk, behind the tier's back.
+
+        :param tier: where the chunk is.
+        :param uid: whose chunk it is.
+        :param chunk: its index.
+        :param byte: the byte in which a bit is flipped.
+        """
 
     @pytest.mark.parametrize(
         "state",

@@ -1,4 +1,4 @@
-"""What ``run.guard`` returns: it notices that a training goes wrong, and takes it back to where it went well.
+"""``run.guard``: it notices that a training goes wrong, and takes it back to where it went well.
 
     guard = run.guard()
     for batch in run.steps(loader):

@@ -1,4 +1,4 @@
-"""Where a tracker sets out: which state its branch stands at, and its objects put there."""
+"""Where a tracker sets out: at which state its branch stands; its objects are put there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _log = logging.getLogger("datastates")
 
 @dataclass(frozen=True, slots=True)
 class Outset:
-    """What a tracker sets out from; None begins a root. ``is_fork``: the branch is not there yet. ``is_beyond``: it has left ``start``."""
+    """The state from which a tracker sets out; None begins a root. ``is_fork``: the branch does not exist yet. ``is_beyond``: it has left
+    ``start``.
+    """
 
     state: State | None
     is_fork: bool = False
@@ -68,7 +70,7 @@ def origin_of(repository: Repository, branch: str, start: str | State | None, *,
 
 
 def check_origin(repository: Repository, branch: str, start: str | State | None, *, resume: bool) -> None:
-    """Nothing, where a tracker may set out so; else what ``origin_of`` raises of the names."""
+    """Raise, as ``origin_of`` does, unless a tracker may set out from there."""
     with repository.core.reading() as session:
         _named(session, branch, start, resume=resume)
 

@@ -24,7 +24,7 @@ _living: weakref.WeakSet[Tracker] = weakref.WeakSet()
 
 
 def enter(tracker: Tracker) -> None:
-    """From now on this one gives way to the next."""
+    """Register a tracker, which gives way to the next one from now on."""
     _living.add(tracker)
 
 
@@ -43,7 +43,7 @@ def _is_same(one: Repository, other: Repository) -> bool:
 
 
 def _file(location: Location) -> object:
-    """What a lineage is known by, however its path is written: a copy is another one."""
+    """The key of a lineage, however its path is written: a copy has another key."""
     if location.root is None:
         return location.database_url
     found = os.stat(location.root / DATABASE)

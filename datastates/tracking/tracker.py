@@ -116,7 +116,12 @@ class Tracker:
         return self._loops.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of those of ``count`` epochs that are left, from 0: a training that was stopped goes on in the epoch it was in.
+        """The numbers of those of ``count`` epochs that are left, from 0: a training that was stopped goes on in the epoch in which it was.
+
+            with repo.track(branch="three-epochs", model=model, optimizer=optimizer) as run:
+                for epoch in run.epochs(3):
+                    for batch in run.steps(loader):
+                        run.capture(metrics={"loss": train_step(batch)})
 
         Loop over ``steps`` in its body. A state that is captured inside that loop goes on with the next batch, then with what follows
         the loop in the body; a state that is captured after it counts the epoch as done, so capture last. Samplers that ask for it are
@@ -129,6 +134,10 @@ class Tracker:
     @values.takes(loader=values.iterable, accumulate=values.positive)
     def steps(self, loader: Iterable[Batch], *, accumulate: int = 1) -> Iterator[Batch]:
         """The loader's batches; ``step`` moves on with every ``accumulate``-th of them, before it is handed out.
+
+            with repo.track(branch="one-pass", model=model, optimizer=optimizer) as run:
+                for batch in run.steps(loader):
+                    run.capture(metrics={"loss": train_step(batch)})
 
         Capture inside the loop body, after the update: the state then says which batches were used, and a training that goes on from it
         begins with the next one. A loader need not be tracked for that: a plain DataLoader, with workers or without, is begun again with
@@ -158,10 +167,17 @@ class Tracker:
         """Take a state of everything tracked, as it is now; returns at once.
 
         What the tracked optimizers alone change is copied in the background while training goes on, and their next ``step``
-        waits for it; all else is copied before this returns. Metrics may be numbers or 0-d tensors (reading one from a GPU waits
-        for it). Blocks only when the arena has no room and ``back_pressure`` is not ``skip``. An argument that is refused leaves all
-        as it was; whatever else is raised, the step has been counted: the training made it.
+        waits for it; everything else is copied before this returns. It blocks only when the arena has no room and ``back_pressure`` is not
+        ``skip``. An argument that is refused changes nothing; if anything else is raised, the step has been counted: the training made it.
 
+            with repo.track(branch="captured", model=model, optimizer=optimizer) as run:
+                for batch in run.steps(loader):
+                    capture = run.capture(metrics={"loss": train_step(batch)}, attributes={"lr": 0.01})
+
+        :param metrics: numbers or 0-d tensors (reading one from a GPU waits for it), by name.
+        :param step: the step to record; None: as counted.
+        :param message: a text for people.
+        :param attributes: plain values to search by.
         :raises InvalidInput: an argument cannot be recorded; names it.
         :raises DatastatesError: (or another error of the background) an earlier capture could not be recorded; this one was not taken.
         :raises Dirty: a clone into what is tracked did not end.
@@ -262,14 +278,26 @@ class Tracker:
         limit: int = 5,
         keep: Sequence[str] = (),
     ) -> Guard:
-        """Watch over the loss: on NaN, infinity or a spike the last good state comes back from memory. See ``guard.Guard``.
+        """Watch over the loss: on NaN, infinity or a spike the last good state comes back from memory. See ``Guard``.
 
-        A spike is ``patience`` losses in a row more than ``spike`` deviations above the median of the last ``window`` (None: only NaN and
-        infinity are trouble; ``policy.spikes`` has the rule). The first rewind goes back by ``back`` good states, each further one in a
-        row by twice as many, and no more than ``limit`` in a row are made; ``window`` normal losses end the row. ``data``: ``skip`` goes
-        on with the batches that follow, ``reshuffle`` takes those since then again in another order. ``keep`` names what else of the
-        tracked is not to go back, such as a count of batches. A branch without a state gets its first one now.
+            with repo.track(branch="guarded", model=model, optimizer=optimizer) as run:
+                guard = run.guard()
+                for batch in run.steps(loader):
+                    loss = train_step(batch)
+                    if guard.rewound(loss):
+                        continue  # everything is back at a good state
+                    run.capture(metrics={"loss": loss})
 
+        A branch without a state gets its first one now.
+
+        :param spike: how many deviations above the median of the window a loss must be (``policy.spikes`` has the rule); None: only NaN and
+            infinity are trouble.
+        :param patience: how many such losses in a row make a spike.
+        :param window: how many normal losses the median is taken of; so many normal losses also end a row of rewinds.
+        :param back: how many good states the first rewind goes back; each further one in a row goes back by twice as many.
+        :param data: ``skip`` goes on with the batches that follow, ``reshuffle`` takes those since then again in another order.
+        :param limit: how many rewinds in a row are made at most.
+        :param keep: names of tracked objects that are not to go back, such as a count of batches.
         :raises InvalidInput: one of these means nothing, or there is no order of the data that could be changed.
         """
         from .guard import Guard  # few guard
@@ -355,7 +383,7 @@ class Tracker:
         return self.report
 
     def _step_of(self, given: int | None) -> int:
-        """Where the training stands: as it says itself, or one step on unless ``steps`` counts."""
+        """The step of the training: as the caller says, or one further unless ``steps`` counts."""
         if given is not None:
             return values.step(given)
         return values.step(values.integer(self.step, "run.step") + (not self._is_driven), "run.step")
@@ -403,14 +431,14 @@ def _found(objects: Mapping[str, object]) -> list[object]:
 
 
 def _end_dropped(runner: Runner, line: Line, fence: Fence, pid: int) -> None:
-    """What a tracker's end takes when it was dropped without a close; runs wherever it was collected."""
+    """Ends a tracker that was dropped without a close; runs wherever it was collected."""
     fence.is_over = True
     end_later(partial(runner.close_line, line), pid)
 
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """What a capture says of its state, in copies for the background: what cannot be recorded is refused here, where the caller is."""
+    """The arguments of a capture, copied for the background: what cannot be recorded is refused here, in the caller's thread."""
 
     metrics: dict[str, float]
     attributes: dict[str, Value]

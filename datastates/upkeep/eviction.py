@@ -39,7 +39,7 @@ def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
 
 
 def _places(repository: Repository, session: Session, uid: str) -> list[tuple[str, str]]:
-    """Where this process and this folder of packs hold a state, as the lineage names the places."""
+    """The places at which this process and this folder of packs hold a state, as the lineage names them."""
     home = repository.core.home
     hosts = [host for host in folders.hosts_of_state(session, uid, tier=DURABLE) if home.is_beside or host == repository.node]
     disks = [home.check_writable(), *hosts]

@@ -1,4 +1,4 @@
-"""What is left when stored bytes turn out to be damaged: the nearest ancestor that verifies, and the way on from there."""
+"""What to do when stored bytes turn out to be damaged: find the nearest ancestor that verifies, and the way on from there."""
 
 from __future__ import annotations
 

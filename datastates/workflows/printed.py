@@ -1,4 +1,4 @@
-"""What rich draws, readable also for ``print``, in an interactive session and in a notebook."""
+"""Drawings of rich that can be read by ``print`` too, in an interactive session and in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people say of a state after it was captured."""
+"""Attributes that people give a state after it was captured."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Clone:
 
 
 def repository_uid(session: Session) -> str:
-    """Which lineage this is: the same in all processes that share the database."""
+    """The uid of the lineage: the same in all processes that share the database."""
     return str(session.execute(_REPOSITORY).scalar_one())
 
 
@@ -67,7 +67,7 @@ def known(session: Session, uids: Iterable[str]) -> dict[str, str]:
 
 
 def check_arrival(session: Session, state: State, ancestry: Sequence[State], tags: Sequence[Ref]) -> None:
-    """Nothing, if ``import_ancestry``, ``arrive`` and ``refs.tag`` would take all of this; nothing is changed.
+    """Raise unless ``import_ancestry``, ``arrive`` and ``refs.tag`` would take all of this; nothing is changed.
 
     :raises Conflict: a state of the same uid and another digest is here, or among them.
     :raises InvalidInput: a name or a value cannot be stored, or a tag names a state that does not come; names it.
@@ -86,7 +86,7 @@ def check_arrival(session: Session, state: State, ancestry: Sequence[State], tag
 
 
 def check_ancestry(session: Session, states: Sequence[State]) -> None:
-    """Nothing, if ``import_ancestry`` would take these states, each behind its parents; nothing is changed.
+    """Raise unless ``import_ancestry`` would take these states, each after its parents; nothing is changed.
 
     :raises Conflict: a state of the same uid and another digest is here.
     :raises InvalidInput: a name or a value cannot be stored; names it.
@@ -98,13 +98,13 @@ def check_ancestry(session: Session, states: Sequence[State]) -> None:
 
 
 def note(session: Session, uid: str, *, node: str, source: str, bytes_moved: int) -> None:
-    """A state's bytes came to a folder that they were carried to: they are as good as whoever carried them."""
+    """Note that a state's bytes were carried to a folder: they deserve the trust that their bearer deserves."""
     row = {"held": uid, "run": None, "source": source, "source_repository": "", "node": node}
     session.execute(_INSERT, {**row, "bytes_moved": bytes_moved, "created_at": to_us(None)})
 
 
 def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
-    """Those of these states whose bytes are to be relied on as far as the party is: captured here, or never from anyone else."""
+    """Those of these states whose bytes can be relied on as much as the party: captured here, or never from anyone else."""
     wanted, parties = list(uids), dict[str, set[str]]()
     for start in range(0, len(wanted), _BATCH):
         for row in session.execute(_PARTIES, {"uids": wanted[start : start + _BATCH]}):

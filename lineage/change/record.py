@@ -60,7 +60,7 @@ def record(session: Session, new: NewState) -> State:
 
 
 def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
-    """What ``record`` makes of each of these, parents before their children, in one go: all of them or none."""
+    """``record`` for several states, parents before their children, in one go: all of them or none."""
     for new in news:
         _check(new)
     if not news:
@@ -84,7 +84,7 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
 
 
 def check(new: NewState) -> None:
-    """Nothing, if ``record`` would store such a state; whether its parents are there is another question.
+    """Raise unless ``record`` would store such a state; whether its parents exist is another question.
 
     :raises InvalidInput: a uid, a name or a value cannot be stored; names it.
     """
@@ -122,7 +122,7 @@ def _check(new: NewState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """What those that come after a state must know of it; ``step`` is asked for parents only."""
+    """What later states must know of a state; only parents are asked for ``step``."""
 
     id: int
     generation: int
@@ -133,7 +133,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a new state hangs on."""
+    """The place of a new state in the graph."""
 
     parent_id: int | None
     run_id: int | None
@@ -155,7 +155,7 @@ class _Branch:
 
 
 class _Places:
-    """Where new states go: as the database says, or as those say that come before them in the same call."""
+    """The places of new states: as the database says, or as the states before them in the same call say."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._connection = session, session.connection()
@@ -197,7 +197,7 @@ class _Places:
         branch.moves += 1
 
     def _ask(self, facts: StateFacts, parent_id: int | None) -> int | None:
-        """What of a state's place nobody has said yet; the row id of its parent."""
+        """Ask the database for what is not yet known of a state's place; returns the row id of its parent."""
         parent = None if parent_id is not None else facts.parent
         row: Any = self._connection.execute(_PLACE, {"parent": parent, "run": facts.run, "branch": facts.branch}).one()
         if parent is not None:
@@ -247,7 +247,7 @@ def _moved_on(branch: str, head: str | None, parent: str | None) -> Conflict:
 
 
 def _free_ids(connection: Connection, count: int) -> Iterator[int]:
-    """So many row ids that nobody else takes."""
+    """Row ids that nobody else takes."""
     if connection.dialect.name == "sqlite":  # the write lock is ours
         first = connection.execute(_NEXT_ID).scalar_one()
         return iter(range(first, first + count))
@@ -255,7 +255,7 @@ def _free_ids(connection: Connection, count: int) -> Iterator[int]:
 
 
 class _Rows:
-    """What is to be inserted, by table."""
+    """The rows to insert, by table."""
 
     def __init__(self) -> None:
         self._states: list[dict[str, object]] = []
@@ -299,7 +299,7 @@ class _Rows:
             replicas.append({"state_id": id_, "rank": 0, "tier": new.tier, "node": new.node, "status": "ok", "bytes": new.bytes_new})
 
     def insert(self, connection: Connection) -> None:
-        """All of it."""
+        """Insert all rows."""
         try:
             connection.execute(_INSERT_STATE, self._states)
         except exc.IntegrityError as error:

@@ -106,7 +106,7 @@ def refs(session: Session, kind: RefKind | None = None) -> list[Ref]:
 
 
 def reflog(session: Session, name: str, *, limit: int | None = None, before: int | None = None) -> list[RefEvent]:
-    """What happened to a name, newest first, also after it was deleted; of ids below ``before`` only, when it is given.
+    """The moves of a name, newest first, even after it was deleted; only ids below ``before``, when it is given.
 
     :raises NotFound: there never was such a ref; names the nearest that is.
     """
@@ -124,7 +124,7 @@ def last_event(session: Session) -> int:
 
 
 def log_event(session: Session, name: str, kind: RefKind, old: int | None, new: int | None, reason: str) -> None:
-    """Append to the reflog, by row ids; whoever changes a ref calls this in the same transaction."""
+    """Append to the reflog, by row ids; called in the transaction that changes the ref."""
     row = {"name": name, "kind": kind.value, "old_id": old, "new_id": new, "reason": reason, "created_at": to_us(None)}
     session.execute(_LOG, row)
 

@@ -1,4 +1,4 @@
-"""What tiers hold: a state gets safer with every replica, and is evicted when the last one goes."""
+"""Replicas in tiers: a state gets safer with every replica, and is evicted when the last one goes."""
 
 from __future__ import annotations
 

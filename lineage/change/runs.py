@@ -131,7 +131,7 @@ def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str])
 
 
 def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
-    """In memory means: in the memory of the process, so each replica there is gone, other replicas or not.
+    """Mark states as lost: what was in memory was in the memory of the process, so each replica there is gone.
 
     A state that a living process has cloned on the same database is still in that one's memory. (A replica that names no process is
     that of the run which captured the state.)
@@ -194,7 +194,7 @@ def _to_run(row: Any) -> Run:
 
 
 def _shown(config: Mapping[str, Value]) -> dict[str, Value]:
-    """Without secrets; what we note ourselves, such as folders, stays as it is: recovery compares it."""
+    """The record without secrets; what we note ourselves, such as folders, stays as it is: recovery compares it."""
     return masking.named(config) | {key: value for key, value in config.items() if key.startswith(OURS)}
 
 

@@ -28,7 +28,7 @@ def seals(session: Session, uids: Iterable[str]) -> dict[str, str]:
 
 
 def check(known: str | None, found: str, uid: str) -> None:
-    """Nothing, if a state's seal is the one that it had, or it had none.
+    """Raise unless a state's seal is the one that it had, or it had none.
 
     :raises Corrupt: it has another.
     """

@@ -68,7 +68,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What conditions are compiled for: a session, what ``now`` means, and the whole text for messages."""
+    """The scope in which conditions are compiled: a session, what ``now`` means, and the whole text for messages."""
 
     session: Session
     now_us: int

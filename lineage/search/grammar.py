@@ -36,7 +36,7 @@ def load(name: str, transformer: Transformer[Token, Any]) -> Lark:
 
 
 def parse(parser: Lark, text: str, names: dict[str, str]) -> Any:
-    """What the parser's transformer makes of the text. ``names`` says what its terminals are to a reader.
+    """Parse the text and return what the transformer makes of it. ``names`` says what its terminals are to a reader.
 
     :raises SyntaxProblem: it does not parse.
     """

@@ -1,4 +1,4 @@
-"""Who holds a state's bytes: its replicas, as they were reported.
+"""The holders of a state's bytes: its replicas, as they were reported.
 
 A disk is known by its folder of packs, memory is a process's: ``holder`` names that process where the place of a replica in memory is
 told, so that of several processes of a node each may hold the same state, and let go of it. What people read is a host's name.

@@ -1,4 +1,4 @@
-"""Who is whose parent, of a whole lineage in memory, and from it the history of any states in no time.
+"""The parents of a whole lineage in memory, and from them the history of any states in no time.
 
 States never change their parents, and a parent's row id is below its child's: so what was read once stays true, and falling ids
 are an order in which children come before their parents.
@@ -68,7 +68,7 @@ class Topology:
                 missing = self._read(session, sorted(missing)[:1000]) | set(sorted(missing)[1000:])
 
     def parents(self, id_: int) -> tuple[int, ...]:
-        """Of one state, the first parent first."""
+        """The parents of one state, the first parent first."""
         first, further = self.first[id_], self.further.get(id_, ())
         return (first, *further) if first > 0 else further
 
@@ -130,7 +130,7 @@ class Topology:
 
 
 def position(order: array[int], id_: int) -> int | None:
-    """Where an id stands in ids that rise."""
+    """The position of an id among rising ids."""
     index = bisect_left(order, id_)
     return index if index < len(order) and order[index] == id_ else None
 

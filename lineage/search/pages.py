@@ -128,7 +128,7 @@ def _unseal(token: str, text: str, query: Query) -> _Place:
 
 
 def _check_last(last: tuple[_Scalar, ...], keys: Sequence[_Key]) -> None:
-    """That a cursor's last state has an id and as many sort keys as the query, each a value that the key may have."""
+    """Check that a cursor's last state has an id and as many sort keys as the query, each a value that the key may have."""
     id_, *values = last or (None,)
     is_id = isinstance(id_, int) and 0 < id_ < 2**63
     if not is_id or len(values) != len(keys) or not all(key.may_be(value) for key, value in zip(keys, values, strict=True)):
@@ -170,7 +170,7 @@ class _Key:
         return self.column.is_(None) if value is None else self.column == literal(value, self.type_)
 
     def later(self, value: _Scalar, *, or_same: bool = False) -> ColumnElement[bool]:
-        """What comes after a value; missing values come last."""
+        """The condition for what comes after a value; missing values come last."""
         if value is None:
             return self.column.is_(None) if or_same else false()
         bound = literal(value, self.type_)
@@ -208,7 +208,7 @@ def _value_of(belongs: Any, key: str, column: ColumnElement[Any], *where: Column
 
 
 def _after(keys: Sequence[_Key], last: Sequence[_Scalar]) -> ColumnElement[bool]:
-    """What follows the last state: later by some key and the same by those before it.
+    """The condition for what follows the last state: later by some key and equal by those before it.
 
     The bound on the first key says nothing new, but an index can seek to it.
     """
@@ -239,7 +239,7 @@ def _rows(scope: Scope, query: Query, last: tuple[_Scalar, ...] | None, count: i
 def _rows_by_state(
     scope: Scope, query: Query, keys: list[_Key], where: ColumnElement[bool], last: tuple[_Scalar, ...] | None, count: int
 ) -> list[tuple[_Scalar, ...]]:
-    """From the table of states; the database sorts, or reads the index of the first key."""
+    """Read rows from the table of states; the database sorts, or reads the index of the first key."""
     keys = [*keys, _Key(_state.c.id, _tie(query), False, BigInteger)]
     statement = select(_state.c.id, *(key.column for key in keys[:-1])).where(where)
     return _run_page(scope, statement, keys, last, count)

@@ -1,4 +1,4 @@
-"""What a search means: the text of a query as a tree of conditions, an order and a limit.
+"""The meaning of a search: its text as a tree of conditions, an order and a limit.
 
     metrics.val_loss < 0.2 and (step > 500 or tag = 'warm') order by metrics.val_loss, step desc limit 5
     not metrics."val/loss" >= 0.2 and run.config.lr in (0.1, 0.01) and created > now-2h and descendant_of(warm~3)
@@ -48,7 +48,7 @@ _KEYS = 20
 
 
 class Kind(StrEnum):
-    """What a field holds, and so what it compares with."""
+    """The kind of value that a field holds, and with which it compares."""
 
     INTEGER = "numbers"
     METRIC = "numbers, like every metric"
@@ -100,7 +100,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Ago:
-    """So long before now."""
+    """A moment that lies this long before now."""
 
     seconds: int
 
@@ -300,7 +300,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _value(field: _Named, token: Token) -> Value:
-    """What a value means beside a field."""
+    """The meaning of a value that is compared with a field."""
     match field.field.kind:
         case Kind.INTEGER | Kind.METRIC:
             if token.type in ("NUMBER", "INFINITY"):
@@ -365,7 +365,7 @@ def _values(node: Node) -> Iterator[None]:
 
 
 def _walks(node: Node) -> int:
-    """How many conditions look at whole histories."""
+    """The number of conditions that look at whole histories."""
     match node:
         case Not(item):
             return _walks(item)

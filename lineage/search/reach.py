@@ -1,4 +1,4 @@
-"""What can be reached from states, as SQL that stands inside other queries; and the difference of two histories.
+"""What can be reached from states, as SQL for use inside other queries; and the difference of two histories.
 
 ``walk`` hands out states; these hand out selectable ids, so that a filter or a minimum over a whole ancestry stays in
 the database.

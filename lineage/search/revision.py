@@ -115,7 +115,7 @@ class _Best:
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """So many moves of the ref ago."""
+    """A number of moves of the ref ago."""
 
     count: int
     column: int
@@ -250,7 +250,7 @@ def _base(session: Session, name: str) -> int:
 
 
 def _stood(session: Session, name: str, then: _Then, now: datetime | None) -> int:
-    """Where a ref stood, by its reflog."""
+    """The state at which a ref stood, by its reflog."""
     if isinstance(then, _Moves):
         event = session.execute(_MOVED, {"ref": name, "skip": then.count}).first()
         when = f"{then.count} moves ago"

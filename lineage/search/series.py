@@ -77,7 +77,7 @@ def curve(session: Session, head: int, key: str, *, base: Curve | None = None, a
 
 
 def partings(session: Session, heads: Sequence[int]) -> list[Parting]:
-    """Where the paths of first parents of ``heads``, which are row ids, part, the newest first.
+    """The places where the paths of first parents of ``heads``, which are row ids, part; the newest first.
 
     A head that lies on the path of another one parts from nothing. A few times O(log n) for each head, as a rule.
     """

@@ -91,7 +91,7 @@ def _climb_back() -> Select[Any]:
 
 
 def _meet() -> Select[Any]:
-    """Where the first-parent chains of two states of one generation meet: both jump while that leaves them apart."""
+    """The state where the first-parent chains of two states of one generation meet: both jump while that leaves them apart."""
     walk = select(bindparam("one", type_=BigInteger).label("one"), bindparam("other", type_=BigInteger).label("other")).cte(
         "meet", recursive=True
     )
@@ -144,7 +144,7 @@ _CLIMB, _CLIMB_BACK, _MEET, _RESTORABLE, _CHAIN = _climb(), _climb_back(), _meet
 
 @cache
 def _descendants(dialect: str) -> CTE:
-    """Everything below ``start``, breadth first, so that a limit takes the nearest.
+    """All states below ``start``, breadth first, so that a limit takes the nearest.
 
     SQLite searches the index of each table only when both stand in the recursion on their own, PostgreSQL allows the
     recursion to stand there only once.
@@ -177,7 +177,7 @@ def log(session: Session, uid: str, *, limit: int | None = None, after: str | No
 
 
 def ancestors(session: Session, uid: str, *, limit: int | None = None) -> list[State]:
-    """As ``log``, without the state itself."""
+    """The result of ``log`` without the state itself."""
     return states(session, ancestor_ids(session, uid, limit=limit))
 
 
@@ -327,7 +327,7 @@ def _chain(session: Session, start: int, bottom: int) -> Iterator[tuple[int, lis
 
 
 def _pages(session: Session, start: int, bottom: int) -> Iterator[tuple[list[int], dict[int, list[int]]]]:
-    """The first parents from ``start`` on, falling, and who of them has which further parents; pages that grow."""
+    """The first parents from ``start`` on, falling, and the further parents that some have; pages that grow."""
     following: int | None = start
     page = _PAGE_MIN
     while following is not None:

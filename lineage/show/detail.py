@@ -1,4 +1,4 @@
-"""What surrounds one state: names, children, and the first parents before it."""
+"""The surroundings of one state: names, children, and the first parents before it."""
 
 from __future__ import annotations
 

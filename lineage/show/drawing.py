@@ -59,7 +59,7 @@ class Drawing:
 
     @property
     def total(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self.order)
 
     def row_of(self, id_: int) -> int | None:
@@ -170,7 +170,7 @@ def _version(heads: frozenset[int], tips: Mapping[int, int]) -> str:
 
 
 def _is_kept(place: int, lines: int) -> bool:
-    """More lines are kept at fewer places: no more numbers are kept in all than there are rows."""
+    """Whether lines are kept at this place: the more lines, the fewer places, so that no more numbers are kept than there are rows."""
     return place // STRIDE % (1 << (lines // STRIDE).bit_length()) == 0
 
 

@@ -1,4 +1,4 @@
-"""What happened to any ref, in the order of its ids, for readers that must miss nothing.
+"""The events of all refs, in the order of their ids, for readers that must miss nothing.
 
 On SQLite ids rise with commits. On PostgreSQL they are drawn before the commit: who has seen 7 may find a 6 committed later.
 ``read`` therefore stops at a hole among the ids until every transaction that may still fill it has ended. Those are the ones
@@ -52,7 +52,7 @@ class Events:
 
 
 def newest(session: Session) -> Horizon:
-    """The newest event's id, 0 when there is none, and who may yet commit an older one."""
+    """The newest event's id, 0 when there is none, and the transactions that may yet commit an older one."""
     return Horizon(last_event(session), _writers(session))
 
 
@@ -79,7 +79,9 @@ def read(session: Session, after: int, *, horizon: Horizon | None = None, limit:
 
 
 def _wait_for(session: Session, missing: int, seen: int, horizon: Horizon | None) -> Horizon:
-    """Who may still write the event ``missing``, as ``seen`` is there: asked after the events were read, in the same transaction."""
+    """The transactions that may still write the event ``missing``, as ``seen`` exists: asked after the events were read, in the same
+    transaction.
+    """
     if horizon is not None and missing <= horizon.id:
         return settle(session, horizon)
     return Horizon(seen, _writers(session))

@@ -31,7 +31,7 @@ _MONO = "font-family:ui-monospace,monospace"
 
 
 def text(value: object, *, most: int | None = None) -> str:
-    """Any text, escaped, on one line; cut after ``most`` letters, with the whole of it to be seen on hovering."""
+    """Escape a text, on one line; cut after ``most`` letters, with the whole of it to be seen on hovering."""
     shown = clean(str(value))
     if most is None or len(shown) <= most:
         return escape(shown)
@@ -44,7 +44,7 @@ def code(value: object) -> str:
 
 
 def state_html(state: State, *, now: datetime | None = None) -> str:
-    """All that a state says of itself."""
+    """Everything that a state says of itself."""
     facts = [("state", code(state.uid)), ("step", text(step_text(state))), ("status", _status(state.status))]
     facts.append(("captured", text(f"{time_text(state.created_at)}, {age_text(state.created_at, now)}")))
     facts += [("message", "<br>".join(map(text, state.message.splitlines())))] if state.message else []
@@ -160,7 +160,7 @@ def _label(state: State, refs: Sequence[Ref], left: int, index: int) -> str:
 
 
 def _clean_lines(text: str) -> str:
-    """As ``clean``, of each line."""
+    """``clean`` for each line."""
     return "\n".join(map(clean, text.splitlines()))
 
 

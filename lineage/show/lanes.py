@@ -51,7 +51,7 @@ class Drawn:
 
 
 class Placed(NamedTuple):
-    """Where a state stands, the other columns that lead to it, and where its parents will stand."""
+    """The lane of a state, the other columns that lead to it, and the lanes of its parents."""
 
     lane: int
     joins: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a lineage holds, in numbers. Most of them are counted anew each time: some tens of milliseconds for each hundred thousand states."""
+"""The content of a lineage in numbers. Most are counted anew each time: some tens of milliseconds for 100,000 states."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Counts:
 
 
 def count(session: Session) -> Counts:
-    """Everything, in about ten queries."""
+    """Count everything, in about ten queries."""
     statuses = {str(status): int(number) for status, number in session.execute(_STATUSES).one()._mapping.items() if number}
     refs = {str(kind): int(number) for kind, number in session.execute(_REFS)}
     return Counts(

@@ -52,7 +52,7 @@ def summary(session: Session, *, heads: int, newest: int) -> Summary:
 
 
 def _refs(session: Session, where: ColumnElement[bool], limit: int | None) -> list[Ref]:
-    """Those that name the newest states first."""
+    """The refs that name the newest states first."""
     columns: tuple[ColumnElement[Any], ...] = (_ref.c.name, _ref.c.kind, _state.c.uid, _ref.c.version, _ref.c.message)
     query = select(*columns).join(_state, _state.c.id == _ref.c.state_id).where(where)
     rows = session.execute(query.order_by(_ref.c.state_id.desc(), _ref.c.name).limit(limit))

@@ -18,12 +18,12 @@ def short(uid: str | None) -> str:
 
 
 def clean(text: str) -> str:
-    """What others wrote, without anything that a terminal would obey or that would turn a line around."""
+    """Text that others wrote, without anything that a terminal would obey or that would turn a line around."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def first_line(text: str) -> str:
-    """What of a message fits into a row."""
+    """The part of a message that fits into a row."""
     return clean(text.strip().partition("\n")[0])
 
 
@@ -43,7 +43,7 @@ def time_text(moment: datetime) -> str:
 
 
 def age_text(moment: datetime, now: datetime | None = None) -> str:
-    """How long ago: ``3 minutes ago``."""
+    """The age as a text: ``3 minutes ago``."""
     seconds = max(0, int(((now or datetime.now(UTC)) - moment).total_seconds()))
     for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:

@@ -1,4 +1,4 @@
-"""What the chunks of one clone should be: the origin says so, and is asked a window ahead of what is on its way."""
+"""What the chunks of one clone should be: the origin tells, and is asked a window ahead of what is on its way."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _BATCH = 8  # chunks of one question; the next one is asked with it
 
 
 class Origin(Protocol):
-    """Whoever knows what a state's chunks are."""
+    """A peer that knows what a state's chunks are."""
 
     @property
     def name(self) -> str:
-        """Where it is, for messages."""
+        """The origin's name, for messages."""
 
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
         """BLAKE3 of these chunks, over a channel that nobody else can write to."""
@@ -45,12 +45,12 @@ class Binding:
                 self._ask(self._batches[number])
 
     def of(self, index: int) -> asyncio.Future[tuple[Origin, bytes]]:
-        """Who says what a chunk is, and what; it fails where nobody can."""
+        """The origin that says what a chunk is, and what it says; fails if nobody can."""
         self.ahead(index)
         return self._told[index]
 
     async def close(self) -> None:
-        """Ask nothing any more; whoever waits is cancelled."""
+        """Ask nothing any more; waiting callers are cancelled."""
         for task in self._asking:
             task.cancel()
         for told in self._told.values():

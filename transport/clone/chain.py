@@ -1,4 +1,4 @@
-"""Forwarding: a source over a sink that is still being filled, and who takes from whom."""
+"""Forwarding: a source over a sink that is still being filled, and which receiver takes from which."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class Relay:
 
     @property
     def manifest(self) -> bytes:
-        """As ``Source.manifest``."""
+        """See ``Source.manifest``."""
         return self._manifest
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """As both contracts say."""
+        """See both contracts."""
         return self._sink.lengths
 
     # --- the sink -----------------------------------------------------------------------------------------------------
 
     def missing(self) -> Sequence[int]:
-        """As ``Sink.missing``."""
+        """See ``Sink.missing``."""
         return self._sink.missing()
 
     def buffers(self, index: int) -> Sequence[memoryview] | None:
-        """As ``Sink.buffers``."""
+        """See ``Sink.buffers``."""
         return self._sink.buffers(index)
 
     def accept(self, index: int) -> bool:
-        """As ``Sink.accept``; who waits for the chunk gets it."""
+        """See ``Sink.accept``; those that wait for the chunk get it."""
         if not self._sink.accept(index):
             return False
         with self._lock:
@@ -66,11 +66,11 @@ class Relay:
         return True
 
     def forget(self, index: int) -> None:
-        """As ``Sink.forget``."""
+        """See ``Sink.forget``."""
         self._sink.forget(index)
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:
-        """As ``Sink.pieces``."""
+        """See ``Sink.pieces``."""
         return self._sink.pieces(index)
 
     # --- the source ---------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Relay:
         return pieces
 
     def fail(self, error: DatastatesError) -> None:
-        """This clone has failed for good, or is over: who waits gets ``Unavailable``, and nothing more is given out.
+        """End this clone, which has failed for good or is over: waiting peers get ``Unavailable``, and nothing more is given out.
 
         Not to be called when only one source failed and the clone goes on with another.
         """
@@ -133,7 +133,7 @@ class Relay:
 
     @property
     def readers(self) -> int:
-        """How many peers hold this open."""
+        """The number of peers that hold this open."""
         return len(self._readers)
 
     async def _accepted(self, index: int, future: asyncio.Future[None]) -> None:
@@ -180,7 +180,7 @@ class _Reader:
 
 @dataclass(slots=True)
 class _Chain:
-    """Those that forward a state, in order, and whom each was told to take it from (None: the server itself)."""
+    """The receivers that forward a state, in order, and from whom each was told to take it (None: the server itself)."""
 
     order: list[str] = field(default_factory=list)
     above: dict[str, str | None] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class _Chain:
 
 
 class Chains:
-    """Who forwards which state to whom, for one server: receivers form a line, so that one copy leaves the server. On the loop thread."""
+    """The chains of one server: receivers form a line, so that one copy leaves the server. On the loop thread."""
 
     def __init__(self) -> None:
         self._chains: dict[str, _Chain] = {}
@@ -234,7 +234,7 @@ class Chains:
             del self._chains[uid]
 
     def line(self, uid: str) -> tuple[str, ...]:
-        """Those that forward a state, in order."""
+        """The receivers that forward a state, in order."""
         chain = self._chains.get(uid)
         return () if chain is None else tuple(chain.order)
 
@@ -250,7 +250,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _unavailable(error: DatastatesError) -> Unavailable:
-    """A new one for each who waits: raising one object in several tasks would tangle their tracebacks."""
+    """A new error for each waiting task: raising one object in several tasks would tangle their tracebacks."""
     made = Unavailable(f"the peer that forwards this state has given up: {error}")
     made.__cause__ = error
     return made

@@ -55,7 +55,7 @@ class Feed(Protocol):
 
     @property
     def name(self) -> str:
-        """Where it comes from, for messages."""
+        """The name of the source, for messages."""
 
     async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
         """Fill ``buffers`` with the bytes of a chunk. Several run at once. True: it is sure that they are the peer's own.
@@ -71,12 +71,12 @@ class Feed(Protocol):
         """BLAKE3 of these chunks, as the peer has them, over a channel that nobody else can write to."""
 
     async def close(self) -> None:
-        """Let go of the state. ``fetch`` does not call this: who opened a feed closes it."""
+        """Let go of the state. ``fetch`` does not call this: the opener of a feed closes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a clone moved: the accepted bytes by the name of the feed that they came from, and why feeds were lost on the way."""
+    """The result of a clone: the accepted bytes by the name of their feed, and why feeds were lost on the way."""
 
     bytes_by_feed: Mapping[str, int]
     chunks: int
@@ -124,7 +124,7 @@ async def fetch(
 
 
 class _Verdict(Enum):
-    """What came: the chunk, something else than the origin says, or what fails the digest of the manifest."""
+    """What came: the right chunk, something else than the origin says, or bytes that fail the manifest's digest."""
 
     RIGHT = auto()
     OTHER = auto()
@@ -198,7 +198,7 @@ class _Run:
             self.end.exception()  # looked at, even if this was cancelled at the same moment
 
     def fetched(self) -> Fetched:
-        """What was moved."""
+        """The result."""
         lost = {self._feeds[number].name: error for number, error in self._errors.items() if number in self._feeds}
         return Fetched(dict(self._bytes), self._chunks, self._clock() - self._began, lost)
 
@@ -272,7 +272,7 @@ class _Run:
         self._look()
 
     def _on_told(self, index: int, told: asyncio.Future[tuple[Origin, bytes]]) -> None:
-        """What a chunk should be that has come."""
+        """Take the origin's word on a chunk that has come."""
         if not told.cancelled() and told.exception() is None and not self._is_stopping:
             self._check(index, told.result())
             return
@@ -287,7 +287,7 @@ class _Run:
         future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._on_checked, index, told, done))
 
     def _verify(self, index: int, wanted: bytes | None) -> _Verdict:
-        """In a thread: what cannot be forged first, then the sink's own digest, which guards against rot."""
+        """Verify in a thread: first the digest that cannot be forged, then the sink's own, which guards against rot."""
         if wanted is not None and digest_of(self._buffers[index]) != wanted:
             self._sink.forget(index)
             return _Verdict.OTHER
@@ -343,7 +343,7 @@ class _Run:
         self._handle(Refuted(index, self._clock()))
 
     def _origins(self) -> Sequence[Origin]:
-        """Who may say what the chunks are, the best first."""
+        """The feeds that may say what the chunks are, the best first."""
         if self._origin is not None:
             return [self._origin]
         return [self._feeds[number] for number in sorted(self._feeds) if number not in self._errors]

@@ -1,4 +1,4 @@
-"""A receiver in a chain: it takes a state from whoever is ahead of it, and serves what it has verified to whoever comes behind."""
+"""A receiver in a chain: it takes a state from the one ahead of it, and serves what it has verified to the one behind."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Forwarder:
             return feed
 
     def _limit(self) -> int:
-        """Of a state that is known already no more is listened to than was said of it, and where its chunks lie."""
+        """The limit for what a peer says of a known state: no more than was said of it before, and where its chunks are."""
         if self._origin is None:
             return BODY_BYTES
         return len(self._origin.manifest) + 16 * len(self._origin.lengths) + _SPARE_BYTES

@@ -31,16 +31,16 @@ class Group(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Which one this process is, from 0."""
+        """The rank of this process, from 0."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     @abstractmethod
     def exchange(self, value: bytes) -> list[bytes]:
-        """What every rank gave, by rank; returns once all have called it. At most 1 MiB each.
+        """Exchange bytes: returns what every rank gave, by rank, once all have called it. At most 1 MiB each.
 
         :raises InvalidInput: it is more; nothing was sent, and the other ranks wait on.
         :raises Closed: the group was closed.

@@ -1,4 +1,4 @@
-"""Which chunk is asked of which feed, and when. Events in, actions out.
+"""Deciding which chunk is asked of which feed, and when. Events in, actions out.
 
 No task, clock or byte is touched here, so every rule is tested by calling ``handle``; ``fetch`` acts.
 
@@ -174,7 +174,7 @@ Action = Start | Drop | Done | Refuse | GiveUp | Stuck
 
 @dataclass(slots=True)
 class _Feed:
-    """What is known of a feed. Its *pace* is the seconds that it needs for a chunk when it has several under way."""
+    """What is known of a feed. Its *pace* is the number of seconds that it needs for a chunk when it has several under way."""
 
     number: int
     flying: set[int] = field(default_factory=set)
@@ -206,7 +206,7 @@ class _Feed:
             self.done += 1
 
     def forget_pace(self, now: float) -> None:
-        """It was robbed: until it delivers again it is as slow as it just was."""
+        """Note that the feed was robbed: until it delivers again it counts as slow as it just was."""
         self.busy_s, self.done = max(self.busy_s / max(self.done, 1), now - self.moved_at), 0
 
 
@@ -344,7 +344,7 @@ class Schedule:
         return None
 
     def _latest(self, paces: dict[int, float]) -> float:
-        """When a chunk that is begun now should be here, in seconds from now: not long after all of them could be."""
+        """The time, in seconds from now, by which a chunk that is begun now should be here: not long after all of them could be."""
         if not paces or len(self._feeds) == 1 or not any(feed.flying for feed in self._feeds.values()):
             return float("inf")
         flying = sum(len(feed.flying) for feed in self._feeds.values())
@@ -352,7 +352,7 @@ class Schedule:
         return _LATE_FACTOR * (len(self._queue) + len(self._again) + flying) / together
 
     def _share(self, now: float) -> float:
-        """How many chunks a feed may have taken by now."""
+        """The number of chunks that a feed may have taken by now."""
         if not self._expected or now - self._began >= GRACE_S:
             return float("inf")
         return max(self._window, self._total / (len(self._feeds) + self._expected))
@@ -378,7 +378,7 @@ class Schedule:
         return (feed for feed in self._feeds.values() if not feed.is_dropped)
 
     def _is_deserted(self) -> bool:
-        """No feed is left, none will come, and nothing that came is still being checked."""
+        """Whether no feed is left, none will come, and nothing that came is still being checked."""
         return not self._expected and all(feed.is_lost for feed in self._feeds.values()) and not self._is_busy()
 
     def _is_busy(self) -> bool:

@@ -1,4 +1,4 @@
-"""Whom a receiver in a chain may be sent to. A source passes on only where its peers are, and a receiver does not take its word for it."""
+"""To whom a receiver in a chain may be sent. A source passes on only where its peers are, and a receiver does not take its word for it."""
 
 from __future__ import annotations
 

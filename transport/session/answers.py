@@ -1,4 +1,4 @@
-"""What a server answers: a peer's questions put to the store, in worker threads."""
+"""A server's answers: a peer's questions put to the store, in worker threads."""
 
 from __future__ import annotations
 

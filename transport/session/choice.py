@@ -1,4 +1,4 @@
-"""Which data plane a session has: what each side can use and was asked to use, and what follows from both."""
+"""Choosing a session's data plane, by what each side can use and was asked to use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Offer = tuple[tuple[str, ...], str]
 
 
 def offer(planes: Sequence[str], scheme: str, data: str, *, is_secret: bool = False) -> Offer:
-    """What a side says in ``Ready``, by its transport's planes and what its user asked for (``config.Data``).
+    """The offer that a side makes in ``Ready``, by its transport's planes and what its user asked for (``config.Data``).
     With ``is_secret`` there is TLS, which UCX has not: it is not chosen then unless somebody asks for it.
 
     :raises InvalidInput: UCX was asked for where the url rules it out.

@@ -94,7 +94,7 @@ class Receiving:
 
     @property
     def stalled_s(self) -> float:
-        """For how long nothing has come of what was asked for."""
+        """The seconds for which nothing has come of what was asked for."""
         return self._clock() - self._moved_at if self._wanted else 0.0
 
     async def chunk(self, handle: int, index: int, buffers: Sequence[memoryview]) -> None:

@@ -1,4 +1,4 @@
-"""How two processes of one host and one user prove to each other that they are: over an abstract Unix socket, where the kernel says who.
+"""How two processes of one host and one user prove that they are: over an abstract Unix socket, whose ends the kernel names.
 
     server  names a socket in its first sealed frame: random, told to nobody else
     client -> the session's name, nonce          each asks the kernel for the other one's user and pid (SO_PEERCRED)
@@ -168,7 +168,7 @@ async def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _who(connection: socket.socket) -> tuple[int, int, int]:
-    """Pid, user and group of the other end, as the kernel knows them; of a listener, those of whoever made it listen."""
+    """Pid, user and group of the other end, as the kernel knows them; for a listener, those of the process that made it listen."""
     if sys.platform != "linux":
         return 0, -1, -1
     pid, user, group = _credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))

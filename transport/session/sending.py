@@ -85,7 +85,7 @@ class Sending:
 
     @property
     def running(self) -> int:
-        """How many chunks are on their way."""
+        """The number of chunks that are on their way."""
         return sum(len(held.sends) for held in self._held.values())
 
     @property
@@ -95,12 +95,12 @@ class Sending:
 
     @property
     def stalled_s(self) -> float:
-        """For how long the peer has taken nothing of what is being sent."""
+        """The seconds for which the peer has taken nothing of what is being sent."""
         return self._clock() - self._moved_at if self._moving else 0.0
 
     @property
     def idle_s(self) -> float:
-        """For how long the peer has held states open without wanting anything of them."""
+        """The seconds for which the peer has held states open without wanting anything of them."""
         return self._clock() - self._used_at if self._held and not self.running else 0.0
 
     def add(self, source: Source, uid: str, *, is_near: bool = False) -> int:
@@ -152,7 +152,7 @@ class Sending:
         return is_new
 
     async def digests(self, question: Digests) -> bytes:
-        """What the chunks of a state should be, one behind the other.
+        """What the chunks of a state should be, one after the other.
 
         :raises PeerFault: there never was such a handle or chunk.
         :raises Closed: it was released.
@@ -227,7 +227,7 @@ class Sending:
             held.recall = asyncio.create_task(self._recall(held, error))
 
     async def _recall(self, held: _Held, error: DatastatesError) -> None:
-        """What is on its way is cut off; it may be asked for again if the state can be read on from elsewhere."""
+        """Cut off what is on its way; it may be asked for again if the state can be read on from elsewhere."""
         assert isinstance(held.source, SupportsRecall), "it was told so"
         cut_off = await _cut_off(held)
         if held.reads:
@@ -276,7 +276,7 @@ class Sending:
             self._sent.states[held.uid] += sum(want.pieces)
 
     async def _hand_over(self, link: Link, want: Want, pieces: Sequence[memoryview]) -> None:
-        """As many messages as the peer waits for; a single one as its bytes lie here, if the link takes that."""
+        """Hand over as many messages as the peer waits for; a single one as its bytes lie here, if the link takes that."""
         if isinstance(link, SupportsParts) and len(want.pieces) == 1:
             await self._message(link.send_parts(want.tag, pieces), want.pieces[0])
         else:
@@ -324,7 +324,7 @@ async def _cut_off(held: _Held) -> list[Want]:
 
 
 async def _settled(held: _Held) -> None:
-    """Once it is known where a state lies.
+    """Wait until it is known where a state lies.
 
     :raises Unavailable: its memory was wanted back, and it is nowhere else.
     """

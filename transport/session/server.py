@@ -1,4 +1,4 @@
-"""Listens, lets in who knows the token, and answers from a store."""
+"""A server: it listens, lets in peers that know the token, and answers from a store."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where peers dial, with the port that was taken."""
+        """The url that peers dial, with the port that was taken."""
         return self._url if self._listener is None else self._listener.url
 
     @property
     def refused(self) -> int:
-        """How many connections never became a peer."""
+        """The number of connections that never became a peer."""
         return self.door.refused
 
     @property
@@ -174,7 +174,7 @@ class Server:
         return session
 
     def _make_room(self, channel: Channel) -> None:
-        """For a session that is just beginning; whoever has done nothing for longest ends for it."""
+        """Make room for a session that is just beginning; the peer that has done nothing for longest ends for it."""
         if self._is_closing:
             raise Unavailable(f"the server at {self.url} is being closed")
         here = self._sessions - self._leaving

@@ -93,7 +93,7 @@ class _Upload:
 
 @dataclass(frozen=True, slots=True)
 class _Dialled:
-    """How this side came to the other one."""
+    """How this side reached the other one."""
 
     url: str
     tls: Tls | None
@@ -226,7 +226,7 @@ class Session:
 
     @property
     def unused_s(self) -> float:
-        """For how long the peer has said nothing but that it is alive, while nothing that it asked for is under way."""
+        """The seconds for which the peer has said nothing but that it is alive, while nothing that it asked for is under way."""
         is_used = bool(self._questions or self._uploads or self._sending.running)
         return 0.0 if is_used else self._clock() - self._used_at
 
@@ -237,7 +237,7 @@ class Session:
 
     @property
     def error(self) -> DatastatesError | None:
-        """Why it ended."""
+        """The error with which it ended."""
         return self._error
 
     async def wait_closed(self) -> None:
@@ -552,7 +552,7 @@ class Session:
         return task
 
     async def _outcome(self, task: asyncio.Task[_T]) -> _T:
-        """What comes of a task of the session, which goes on if the caller is cancelled; if the session ends first: its error."""
+        """The outcome of a task of the session, which goes on if the caller is cancelled; if the session ends first: its error."""
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

@@ -13,7 +13,7 @@ __all__ = ["Arrival", "Door"]
 
 
 class Door:
-    """Where connections come in, counted by an ``Admission``. Belongs to the loop thread.
+    """The door through which connections come in, counted by an ``Admission``. Belongs to the loop thread.
 
     ``late`` counts those whose time was up, ``unproved`` all others that ended without having proved anything and had not to give way.
     """
@@ -24,7 +24,7 @@ class Door:
 
     @property
     def refused(self) -> int:
-        """How many connections never were a peer's."""
+        """The number of connections that never became a peer's."""
         return self.admission.refused + self.admission.displaced + self.late + self.unproved
 
     def let_in(self, address: str, connection: socket.socket) -> Arrival | None:
@@ -60,7 +60,7 @@ class Arrival:
         self._is_counted = True
 
     def release(self) -> None:
-        """It is closed; idempotent."""
+        """Give the place back once the connection is closed; idempotent."""
         self._timer.cancel()
         if not (self._is_counted or self._place.is_released):  # it was not sent away either
             self._door.unproved += 1

@@ -1,4 +1,4 @@
-"""What a process that strangers can reach gives up: whatever it does not need to move bytes between sockets and memory that it has.
+"""What a process that strangers can reach gives up: everything that it does not need to move bytes between sockets and memory.
 
 Linux only, by way of the C library; what a kernel or a container does not allow is named, so that ``datastates doctor`` can say so.
 
@@ -62,7 +62,7 @@ def before() -> list[str]:
 
 
 def after() -> list[str]:
-    """Once UCX has started. What could not be forbidden."""
+    """Confine further once UCX has started. Returns what could not be forbidden."""
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_NPROC, 0)  # does not bind root, which seccomp does
@@ -91,7 +91,7 @@ def _drop_capabilities() -> bool:
 
 
 def _landlock(files: Mapping[str, int]) -> bool:
-    """What the kernel says of devices may be read, and no other file; signals, abstract sockets and debugging stay within this process."""
+    """Allow reading what the kernel says of devices, and no other file; signals, abstract sockets and debugging stay in this process."""
     version = _libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         return False

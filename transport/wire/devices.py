@@ -1,4 +1,4 @@
-"""Which of this machine's network devices has an address."""
+"""Finding which of this machine's network devices has an address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a connection for data comes to its session: both ends prove that they know the session's key, over what was said on this connection.
+"""How a connection for data joins its session: both ends prove that they know the session's key, over what was said on this connection.
 
     whoever dialled -> JOIN, the session's name, generation, direction, nonce      in plain
     both            -> TLS's handshake, where the session has TLS
@@ -36,7 +36,7 @@ Direction = bytes
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """What a data connection begins with."""
+    """The beginning of a data connection."""
 
     name: bytes
     generation: int
@@ -45,7 +45,7 @@ class Join:
 
 
 def read_header(raw: bytes) -> Join | None:
-    """What it says; None if it is none of ours."""
+    """The header's content; None if it is none of ours."""
     if len(raw) != HEADER_BYTES:
         return None
     magic, name, generation, direction, _ = _header.unpack(raw)
@@ -79,7 +79,7 @@ def answer(connection: socket.socket, terms: Terms, join: Join, tls: ssl.SSLCont
 
 
 def exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes.
+    """Read exactly this many bytes.
 
     :raises ConnectionError: it ended before.
     """

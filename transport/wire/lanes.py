@@ -58,7 +58,7 @@ class Lanes:
         self._is_closed = False
 
     async def address(self) -> bytes:
-        """Nothing to tell: the lanes go where the control channel went."""
+        """Nothing: the lanes go where the control channel went."""
         return _PLACE
 
     async def link(self, address: bytes) -> Link:
@@ -108,7 +108,7 @@ class Lanes:
         return 0 if self._link is None else self._link.cut()
 
     async def leave(self) -> None:
-        """No lane joins any more; the link was aborted before. Idempotent."""
+        """Let no lane join any more; the link was aborted before. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._forget()
@@ -120,7 +120,7 @@ class Lanes:
 
 
 class _Slot:
-    """Memory that waits for a message, and who waits for it."""
+    """Memory that waits for a message, and the task that waits for it."""
 
     __slots__ = ("done", "parts", "size")
 
@@ -157,21 +157,21 @@ class _LanesLink(Link):
     # --- the loop thread ----------------------------------------------------------------------------------------------------
 
     async def send(self, tag: int, data: memoryview) -> None:
-        """To whoever receives the tag at the other end."""
+        """Send to the receiver of the tag at the other end."""
         await self.send_parts(tag, [data])
 
     async def receive(self, tag: int, into: memoryview) -> None:
-        """From whoever sends the tag there."""
+        """Receive from the sender of the tag at the other end."""
         await self.receive_parts(tag, [into])
 
     async def send_parts(self, tag: int, parts: Sequence[memoryview]) -> None:
-        """To whoever receives the tag at the other end, straight from where they lie."""
+        """Send to the receiver of the tag at the other end, straight from where the parts are."""
         done = self._begin(_FROM_DIALLER)
         self._outgoing.put(_Outgoing(tag, [_flat(part) for part in parts], done))
         await asyncio.shield(done)
 
     async def receive_parts(self, tag: int, into: Sequence[memoryview]) -> None:
-        """From whoever sends the tag there, straight to where it belongs."""
+        """Receive from the sender of the tag at the other end, straight to where the parts belong."""
         if any(part.readonly for part in into):
             raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
         done = self._begin(_TO_DIALLER)
@@ -235,7 +235,7 @@ class _LanesLink(Link):
         lane.start(prove, ready)
 
     def fail(self, error: DatastatesError) -> None:
-        """Nothing more comes or goes; whoever waits hears of it."""
+        """End the lane: nothing more comes or goes, and every waiting task hears of it."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -280,7 +280,7 @@ class _LanesLink(Link):
             return slot
 
     def next_outgoing(self, lane: _Lane) -> _Outgoing | None:
-        """What is to be sent next; the lane is busy with it. None: nothing more."""
+        """The next message to send; the lane is busy with it. None: nothing more."""
         outgoing = self._outgoing.get()
         with self._changed:
             if outgoing is None or self._error is not None:
@@ -337,7 +337,7 @@ class _Lane:
         threading.Thread(target=self._run, args=(prove, ready), name="datastates-lane", daemon=True).start()
 
     def give(self, link: _LanesLink) -> None:
-        """What to work for."""
+        """Say what to work for."""
         self._link.put(link)
 
     def end(self) -> None:
@@ -424,7 +424,7 @@ def _size(parts: Sequence[memoryview]) -> int:
 
 
 def _advance(left: deque[memoryview], count: int) -> None:
-    """So many bytes of what was left have moved."""
+    """Note that bytes of what was left have moved."""
     while left and count >= left[0].nbytes:
         count -= left.popleft().nbytes
     if count:

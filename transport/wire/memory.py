@@ -158,7 +158,7 @@ class _Channel(Channel):
 
 @dataclass(slots=True)
 class _Meeting:
-    """Who came first to a tag: a sender with its bytes, or a receiver with its memory, and what tells it of the end."""
+    """The first end to reach a tag: a sender with its bytes, or a receiver with its memory; and how it is told of the end."""
 
     link: _Link
     memory: memoryview
@@ -167,7 +167,7 @@ class _Meeting:
 
 
 class _Link(Link):
-    """Sender and receiver of a tag wait for each other; who comes second copies."""
+    """Sender and receiver of a tag wait for each other; the second to come copies."""
 
     def __init__(self, meetings: dict[int, _Meeting], links: set[_Link]) -> None:
         self._meetings, self._links = meetings, links

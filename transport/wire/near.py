@@ -62,7 +62,7 @@ class Near:
         return bool(_readv(self._pid, here, len(into), ctypes.byref(there), 1, 0) == length) and self._is_alive()
 
     def close(self) -> None:
-        """Nothing is read any more; idempotent."""
+        """Read nothing any more; idempotent."""
         self._connection.close()
 
     def _is_alive(self) -> bool:
@@ -76,7 +76,7 @@ class Near:
 
 
 def address_of(view: memoryview) -> int:
-    """Where the first byte of some memory lies, writable or not."""
+    """The address of the first byte of some memory, writable or not."""
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if view.nbytes else 0
 
 
@@ -86,7 +86,7 @@ def is_wanted() -> bool:
 
 
 def own_beacon() -> tuple[int, bytes]:
-    """Where this process's random bytes lie, and what they are."""
+    """The address of this process's random bytes, and the bytes."""
     return ctypes.addressof(_random), _random.raw
 
 
@@ -117,7 +117,7 @@ class NearChunks:
         return is_read
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Read nothing any more."""
         self._tell()
         self._threads.shutdown(wait=False)
 

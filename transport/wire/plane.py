@@ -25,7 +25,7 @@ _MEET_S = 30.0  # for a peer that is alive to say where its end is; it may have 
 
 
 class Plane:
-    """The link to one peer. No transfer can be stopped alone: who needs memory back drops the link, and the next use makes a new one.
+    """The link to one peer. No transfer can be stopped alone: to get memory back, drop the link; the next use makes a new one.
 
     ``told`` is the own address as the peer knows it, ``address`` is the peer's; both may be empty.
     """
@@ -42,7 +42,7 @@ class Plane:
         self.generation = 0
 
     def begin(self, end: End) -> None:
-        """What makes the links; once, before anything else."""
+        """Set what makes the links; once, before anything else."""
         self._end = end
         if not self._told:
             self._told = end.located
@@ -178,7 +178,7 @@ class Plane:
 
 
 async def surely(task: asyncio.Future[Any]) -> None:
-    """Wait for a task to end, whatever becomes of it; who is cancelled meanwhile waits on, and is cancelled then."""
+    """Wait for a task to end, whatever becomes of it; if the caller is cancelled meanwhile, it waits on, and is cancelled then."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

@@ -1,4 +1,4 @@
-"""Which transport a url asks for."""
+"""Choosing the transport that a url asks for."""
 
 from __future__ import annotations
 

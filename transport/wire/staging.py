@@ -35,7 +35,7 @@ class Stretch:
 
     @property
     def end(self) -> int:
-        """Where the next one may begin."""
+        """The place where the next one may begin."""
         return self.start + max(-(-self.length // _ALIGNED), 1) * _ALIGNED
 
 
@@ -67,7 +67,7 @@ class Region:
         self.fd = -1
 
     def close(self, error: Exception) -> None:
-        """Whoever waits for room gets ``error``, and so does whoever asks for it later. The memory goes with the last view of it."""
+        """Give ``error`` to callers that wait for room, now or later. The memory goes with the last view of it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -76,7 +76,7 @@ class Region:
             self.refuse(owner, error)
 
     def refuse(self, owner: object, error: Exception) -> None:
-        """Who waits for room for ``owner`` gets ``error``."""
+        """Give ``error`` to callers that wait for room for ``owner``."""
         for waiting, _, future in self._waiting:
             if waiting is owner and not future.done():
                 future.set_exception(error)
@@ -113,7 +113,7 @@ class Region:
         self._serve()
 
     def _serve(self) -> None:
-        """Those who wait, in turn; what one asked for later never comes first."""
+        """Serve waiting callers in turn; a later request never comes first."""
         late: set[int] = set()
         left: deque[tuple[object, int, asyncio.Future[Stretch]]] = deque()
         for owner, length, future in self._waiting:

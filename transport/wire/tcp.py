@@ -84,7 +84,7 @@ class TcpChannel(Channel):
         return frame
 
     def hold(self) -> None:
-        """It keeps its place."""
+        """Keep the connection's place."""
         if self._arrival is not None:
             self._arrival.hold()
 
@@ -337,7 +337,7 @@ def _server_context(tls: Tls | None) -> ssl.SSLContext | None:
 
 
 def client_context(tls: Tls | None) -> ssl.SSLContext | None:
-    """What a client trusts.
+    """The TLS context of a client.
 
     :raises InvalidInput: the files cannot be used.
     """
@@ -360,7 +360,7 @@ def _bracketed(host: str) -> str:
 
 
 def set_up(connection: Any) -> None:
-    """What every connection of ours has: nothing waits to be sent, and a peer that vanished is found."""
+    """Set up what every connection of ours has: nothing waits to be sent, and a peer that vanished is found."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):  # Linux: a peer that vanished is found within a minute, not two hours
@@ -377,7 +377,7 @@ _open_sockets: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDic
 
 
 def _let_go_of_inherited() -> None:
-    """In a forked child: as long as it held the parent's sockets, no peer would hear that the parent died, and no port be free."""
+    """Close the parent's sockets in a forked child: while it held them, no peer would hear that the parent died, and no port be free."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for inherited in [each for sockets in _open_sockets.values() for each in sockets]:
         if inherited.fileno() >= 0:

@@ -155,7 +155,7 @@ class UcxTransport(TcpTransport):
             await helper.close()
 
     def _environment(self) -> dict[str, str]:
-        """Which devices UCX uses: those of our addresses, and RDMA; all, where one of these has none or is every address."""
+        """The devices that UCX uses: those of our addresses, and RDMA; all, if one of these has none or is every address."""
         if None in self._devices:
             return {}
         found = sorted(device for device in self._devices if device is not None) or ["lo"]

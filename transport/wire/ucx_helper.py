@@ -168,7 +168,7 @@ def _mapped(fd: int, *, is_writable: bool) -> memoryview:
 
 
 def main() -> None:
-    """Until the training closes its end of the socket, or dies."""
+    """Run until the training closes its end of the socket, or dies."""
     control_fd, out, into, parent = map(int, sys.argv[1:])
     confinement.bind_to(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -37,11 +37,11 @@ class UcxLink(Link):
         self._aborting: asyncio.Task[None] | None = None
 
     async def send(self, tag: int, data: memoryview) -> None:
-        """To whoever receives the tag in the peer's process."""
+        """Send to the receiver of the tag in the peer's process."""
         await self._shielded(self._send(tag, data.cast("B")))
 
     async def receive(self, tag: int, into: memoryview) -> None:
-        """From whoever sends the tag to this process."""
+        """Receive from the sender of the tag to this process."""
         if into.readonly:
             raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
         posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -59,7 +59,7 @@ class UcxLink(Link):
             await asyncio.wait(list(self._unposted))
 
     async def abort(self) -> None:
-        """Whatever the peer and the helper do, this takes as long as the copies that are under way."""
+        """Abort; takes only as long as the copies that are under way, whatever the peer and the helper do."""
         if self._aborting is None:
             self._aborting = asyncio.create_task(self._abort())
         await asyncio.shield(self._aborting)
@@ -77,7 +77,7 @@ class UcxLink(Link):
         self._on_abort(self)
 
     async def _shielded(self, work: Coroutine[Any, Any, None]) -> None:
-        """It goes on if the caller is cancelled."""
+        """Run a task that goes on if the caller is cancelled."""
         await asyncio.shield(self._spawn(work))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -113,12 +113,12 @@ class Helper:
 
     @property
     def error(self) -> DatastatesError | None:
-        """Why it ended."""
+        """The reason why it ended."""
         return self._error
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The pid of the process."""
         return self._process.pid
 
     async def close(self) -> None:
@@ -285,7 +285,7 @@ class Helper:
             region.close(error)
 
     def leave(self) -> None:
-        """In a forked child: the helper is the parent's."""
+        """Forget the helper in a forked child: it is the parent's."""
         self._process.returncode = 0  # or its end would be waited for here
         self._control.close()
         self._said.close()
@@ -307,7 +307,7 @@ class _Protocol(asyncio.Protocol):
 
 
 class _Words(asyncio.Protocol):
-    """What UCX logs, which goes to standard error, and its last words, which say why it ended."""
+    """The log of UCX, which goes to standard error, and its last words, which say why it ended."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=3)
@@ -316,7 +316,7 @@ class _Words(asyncio.Protocol):
 
     @property
     def last(self) -> str:
-        """To be put behind the cause."""
+        """The last words, to be put behind the cause."""
         return f", and said: {' / '.join(self._lines)}" if self._lines else ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -367,7 +367,7 @@ def _spawn(descriptors: tuple[int, int, int], words: int, environment: dict[str,
 
 
 def fail(future: asyncio.Future[Any], error: DatastatesError) -> None:
-    """Whoever waits gets the error, unless it is done."""
+    """Give the error to the waiting task, unless it is done."""
     if not future.done():
         future.set_exception(error)
         future.exception()  # looked at: who began it may wait no more

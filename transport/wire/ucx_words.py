@@ -67,7 +67,7 @@ class Connect(Struct, frozen=True, tag=2, array_like=True):
 
 
 class Connected(Struct, frozen=True, tag=3, array_like=True):
-    """It was made, unless there is a ``problem``."""
+    """The endpoint was made, unless there is a ``problem``."""
 
     link: _Number
     problem: _Text | None = None
@@ -126,7 +126,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(message: Order | Report) -> bytes:
-    """As it travels."""
+    """The frame as it travels."""
     body = _encode(message)
     return len(body).to_bytes(_HEADER, "little") + body
 
@@ -158,10 +158,10 @@ class Inbox(Generic[_T]):
 
 
 def orders() -> Inbox[Order]:
-    """What the helper hears."""
+    """The orders that the helper hears."""
     return Inbox(msgspec.msgpack.Decoder(Order))
 
 
 def reports() -> Inbox[Report]:
-    """What the training hears."""
+    """The reports that the training hears."""
     return Inbox(msgspec.msgpack.Decoder(Report))

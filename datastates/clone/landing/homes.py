@@ -33,7 +33,7 @@ class Home:
 
 
 def live_homes(targets: Sequence[Target], index_of: Mapping[int, int], specs: Sequence[TensorSpec]) -> dict[int, Home]:
-    """For each tensor of the state that can be received in place, by index: into which live one.
+    """The live tensor into which each tensor of the state can be received in place, by index.
 
     ``index_of`` gives the index of a stored tensor by its id. Where live tensors lie over each other and are to become different
     stored ones, none of them is a home: the order in which they are written then matters.

@@ -146,14 +146,14 @@ class ObjectsSink:
         return self._is_touched and not self._is_committed and dirty.are_marked((home.live for home in self._homes.values()), self._token)
 
     def refuse_dirty(self) -> None:
-        """Nothing, if the objects are whole.
+        """Raise ``Dirty`` unless the objects are whole.
 
         :raises Dirty: names the tensors that are not.
         """
         dirty.check(home.live for home in self._homes.values())
 
     def commit(self) -> RestoreReport:
-        """Every chunk was right: put the state into the objects, which are whole and clean then.
+        """Put the state, whose chunks are all right, into the objects, which are whole and clean then.
 
         :raises Unavailable: chunks are missing; nothing is written.
         :raises Conflict: something else was written into the objects since the clone began.
@@ -230,7 +230,7 @@ class ObjectsSink:
         return Segment(0, length, self._shadow.memory(start, length), (Piece(0, length, None, start),))
 
     def _fresh_extents(self) -> Iterator[tuple[int, int]]:
-        """What of the shadow will be written, in the order in which it is asked for."""
+        """The extents of the shadow that will be written, in the order in which they are asked for."""
         for index in self._missing:
             for segment in self._routes[index]:
                 if self._keeps and segment.memory is None:

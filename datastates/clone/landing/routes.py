@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """What one message brings. ``memory`` is where it belongs; None: it is received elsewhere, and ``pieces`` say what goes where."""
+    """The bytes of one message. ``memory`` is where they belong; None: they are received elsewhere, and ``pieces`` say what goes where."""
 
     offset: int
     length: int
@@ -72,7 +72,7 @@ def _cut(stretch: Stretch) -> Iterator[tuple[int, Piece]]:
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:
-    """What goes into the shadow side by side is one piece."""
+    """Append a segment; what goes into the shadow side by side is one piece."""
     last = pieces[-1] if pieces else None
     if last is not None and last.home is None is piece.home and last.offset + last.length == piece.offset:
         pieces[-1] = Piece(last.offset, last.length + piece.length, None, last.start)

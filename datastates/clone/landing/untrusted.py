@@ -1,4 +1,4 @@
-"""A manifest from a peer, who may send anything: checked whole before memory is taken for it or addressed by it."""
+"""A manifest from a peer, which may be anything: checked whole before memory is taken for it or addressed by it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FOREIGN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """What a manifest says, decoded."""
+    """The decoded parts of a manifest."""
 
     specs: tuple[TensorSpec, ...]
     skeleton: Skeleton
@@ -69,7 +69,7 @@ def check_manifest(manifest: Manifest) -> Parts:
 
 @contextmanager
 def distrusting() -> Iterator[None]:
-    """What a peer's bytes make our own code raise is the peer's fault.
+    """Blame the peer for the errors that its bytes cause in our own code.
 
     :raises Corrupt: instead of anything that is no error of our tree.
     """
@@ -90,7 +90,7 @@ def _check_paths(specs: Sequence[TensorSpec], skeleton: Skeleton) -> None:
 
 
 def _check_spread(content: Content, skeleton: Skeleton, values: Sequence[Packed]) -> None:
-    """What is said of a leaf names its path, and a key of a dict stands in the path of everything in it."""
+    """Bound the work of paths: each leaf names its path, and a key of a dict is in the path of everything below it."""
     most = _SPARE_CHARACTERS + _SPARE_TIMES * (len(bytes(content.skeleton)) + len(bytes(content.values)))
     total, following = 0, iter(values)
     for node, length in zip(skeleton.nodes, path_lengths(skeleton.nodes), strict=False):
@@ -114,12 +114,12 @@ def _spread(packed: Packed, length: int, depth: int = 0) -> int:
 
 
 def _width(key: Packed) -> int:
-    """As many characters as a key takes in a path, or more."""
+    """At least as many characters as a key takes in a path."""
     return len(key) if isinstance(key, str) else len(str(key))
 
 
 def _check_shards(specs: Sequence[TensorSpec]) -> None:
-    """Each tensor is one stretch of the stream, and none lies over another."""
+    """Check that each tensor is one stretch of the stream, and that none overlaps another."""
     stretches = []
     for spec in specs:
         if spec.alias is not None:

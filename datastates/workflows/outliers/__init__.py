@@ -1,4 +1,4 @@
-"""Which samples a training could not make sense of."""
+"""Outliers: the samples of which a training could not make sense."""
 
 from .report import OutlierReport, SampleScore
 from .study import outliers

@@ -1,4 +1,4 @@
-"""What a report on outliers cost, in epochs over the whole data."""
+"""The cost of a report on outliers, in epochs over the whole data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OutlierCost:
 
     @property
     def total(self) -> float:
-        """In epochs; at least, where something is unrecorded."""
+        """The total in epochs; a lower bound if something is unrecorded."""
         return self.training + FORWARD * self.passes
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ LossOf = Callable[[nn.Module, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Losses:
-    """What was measured: sums only, so that memory does not grow with the number of states. ``sources`` have the states that were read."""
+    """The measured losses: sums only, so that memory does not grow with the number of states. ``sources`` are those that were read."""
 
     count: int
     lineage: Tally = field(init=False)

@@ -1,4 +1,4 @@
-"""What ``outliers`` found: every sample ranked, the suspects, the subsets, and what it cost; as a table, CSV, JSON, HTML, a picture."""
+"""The result of ``outliers``: every sample ranked, the suspects, the subsets, and the cost; as a table, CSV, JSON, HTML, a picture."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class OutlierReport:
             )
 
     def suspects(self) -> list[SampleScore]:
-        """Those that are selected at the noise rate, the most suspicious first."""
+        """The samples that are selected at the noise rate, the most suspicious first."""
         count = int(self.selection.suspects.sum())
         return [sample for sample, _ in zip(self.samples(), range(count), strict=False)]
 
@@ -94,7 +94,7 @@ class OutlierReport:
         return Path(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON knows it."""
+        """The whole report, as JSON knows it."""
         return {
             "format": FORMAT,
             "count": len(self),
@@ -121,8 +121,13 @@ class OutlierReport:
         describe: Callable[[int], str] | None = None,
         most: int = 100,
     ) -> Path:
-        """One page that needs nothing else. ``show(index)`` gives an array, ``describe(index)`` a line, for the ``most`` highest ranked.
+        """Write one page that needs nothing else.
 
+        :param path: where to.
+        :param title: the heading.
+        :param show: gives a sample's picture, or curve, as an array, for its index.
+        :param describe: gives a line about a sample for its index.
+        :param most: how many of the highest ranked are shown.
         :raises Unsupported: there is something to show, and matplotlib is not installed.
         """
         from .page import page  # the page and the picture are made only where they are asked for
@@ -139,9 +144,12 @@ class OutlierReport:
         describe: Callable[[int], str] | None = None,
         most: int = 24,
     ) -> Path:
-        """The highest ranked as a sheet of pictures (PNG, or what the suffix says). ``show(index)`` gives a grey or colour picture, or a
-        curve, as an array or tensor.
+        """Write the highest ranked as a sheet of pictures (PNG, or what the suffix says).
 
+        :param path: where to.
+        :param show: gives a sample's grey or colour picture, or a curve, as an array or tensor, for its index.
+        :param describe: gives a line about a sample for its index.
+        :param most: how many are shown.
         :raises Unsupported: matplotlib is not installed.
         """
         from .picture import sheet

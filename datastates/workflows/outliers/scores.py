@@ -42,7 +42,7 @@ class Spread:
         self.sources = np.zeros(count, dtype=np.int64)
 
     def add(self, values: Floats) -> None:
-        """What one source says of each sample; NaN where it says nothing."""
+        """Add what one source says of each sample; NaN where it says nothing."""
         shares = percentiles(values)
         known = ~np.isnan(shares)
         self._sum[known] += shares[known]

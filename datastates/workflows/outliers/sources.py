@@ -34,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """What was not read, and why: a state of a branch, or the whole of it (``uid`` None)."""
+    """A source that was not read, and why: a state of a branch, or the whole branch (``uid`` None)."""
 
     branch: str
     reason: str
@@ -144,7 +144,7 @@ def _members(repo: Repository, refs: Mapping[str, RefKind], study: str) -> list[
 
 
 def _held_out(plan: Plan, name: str, count: int) -> Rows | None:
-    """What neither the variant nor an ancestor of it trained on, ascending; None where that is nothing, or the plan does not say."""
+    """The samples on which neither the variant nor an ancestor was trained, ascending; None if there are none, or the plan does not say."""
     path = plan.path(name)
     if any(variant.train is None for variant in path):
         return None

@@ -1,4 +1,4 @@
-"""Which samples a training could not make sense of: losses along the lineage, and under variants that held them out."""
+"""Finding samples of which a training could not make sense: by losses along the lineage, and under variants that held them out."""
 
 from __future__ import annotations
 
@@ -63,19 +63,33 @@ def outliers(
 ) -> OutlierReport:
     """Score ``count`` samples by their losses under states that the lineage holds already, and rank them.
 
-    ``branches`` (any revisions) give the *lineage* score: the mean loss along at most ``states`` of each one's own states, spread
-    evenly. ``study`` adds the finished variants of ``explore``; with its ``plan`` each of them gives the *held-out* score of the samples
-    that neither it nor an ancestor of it trained on, and what they forked from counts as a branch. Where a sample has both, its score is
-    the mean of both percentiles. More branches (other seeds) make the score better, and their disagreement is its ``spread``.
+    Where a sample has a *lineage* score (from ``branches``) and a *held-out* score (from ``study`` and ``plan``), its score is the mean of
+    both percentiles. More branches (other seeds) make the score better, and their disagreement is its ``spread``.
 
-    ``model`` is what the states are restored into, one after another: it ends with the weights of the last. ``name`` is what it was
-    tracked as. ``loss(model, indices)`` gives one loss a sample, ``[n]``; it is called in evaluation mode, without gradients, for
-    ``batch`` indices at a time. ``subsets`` (the plan's, if not given) are scored too. ``steps_per_epoch`` tells what training cost where
-    the states do not record an ``epoch``. ``on_progress`` is told how many states of how many are done.
+        def losses_of(model, indices):
+            return (model(inputs[indices]) - targets[indices]).square().flatten()
+
+
+        report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs), noise_rate=0.1, steps_per_epoch=4)
 
     What cannot be restored is skipped; the report says what and why. The more epochs have their bytes, the better: of a study whose
     repository has ``Config(durable_every=1)`` every epoch is read, else often only the last of each variant.
 
+    :param repo: where the states are.
+    :param branches: any revisions: the mean loss along at most ``states`` of each one's own states, spread evenly, counts.
+    :param model: what the states are restored into, one after another: it ends with the weights of the last.
+    :param loss: ``loss(model, indices)`` gives one loss a sample, ``[n]``; it is called in evaluation mode, without gradients.
+    :param count: how many samples there are.
+    :param study: adds the finished variants of ``explore``.
+    :param plan: the study's plan: each variant scores the samples on which neither it nor an ancestor of it was trained, and what they
+        forked from counts as a branch.
+    :param subsets: subsets that are scored too; the plan's, if not given.
+    :param states: how many states of a branch are read at most.
+    :param noise_rate: the share of suspects; None: estimated, by scikit-learn.
+    :param name: the name under which the model was tracked.
+    :param batch: how many indices ``loss`` gets at a time.
+    :param steps_per_epoch: tells what training cost where the states do not record an ``epoch``.
+    :param on_progress: told how many states of how many are done.
     :raises NotFound: there is no such branch or study.
     :raises InvalidInput: an argument does not fit; the loss is not one number a sample.
     :raises Unavailable: not one state could be read.

@@ -28,7 +28,7 @@ class SubsetScore:
 
 
 def check_subsets(subsets: Mapping[str, Sequence[int]], count: int) -> None:
-    """Nothing, if every sample of them is one of ``count``.
+    """Raise unless every sample of them is one of ``count``.
 
     :raises InvalidInput: one is not.
     """

@@ -1,4 +1,4 @@
-"""Which samples are suspects: as many of the highest scores as the noise rate says."""
+"""Choosing suspects: as many samples with the highest scores as the noise rate says."""
 
 from __future__ import annotations
 

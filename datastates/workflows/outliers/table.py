@@ -28,7 +28,7 @@ def tables(report: OutlierReport, *, most: int = TOP, describe: Callable[[int], 
 
 
 def summary(report: OutlierReport) -> list[str]:
-    """What was read, selected, spent and skipped, in a few lines."""
+    """A few lines about what was read, selected, spent and skipped."""
     selection = report.selection
     rate = f"{100 * selection.noise_rate:.1f} % ({'estimated' if selection.is_estimated else 'given'})"
     lines = [

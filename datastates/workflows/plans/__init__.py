@@ -1,1 +1,1 @@
-"""What a study trains: trees of variants as plain data, and their usual shapes."""
+"""Plans: the trees of variants that a study trains, as plain data, and their usual shapes."""

@@ -68,7 +68,7 @@ def split(value: object, what: str) -> Split:
 
 
 def repository(value: object, what: str) -> Repository:
-    """What ``datastates.open`` returned."""
+    """A repository that ``datastates.open`` returned."""
     from datastates.repository import Repository  # which plans do without
 
     if not isinstance(value, Repository):
@@ -77,7 +77,7 @@ def repository(value: object, what: str) -> Repository:
 
 
 def samples(value: object, what: str) -> int:
-    """How many samples there are, from 1."""
+    """A number of samples, from 1."""
     return values.integer(value, what, least=1, most=MOST_SAMPLES)
 
 
@@ -135,7 +135,7 @@ def whole(value: object, what: str) -> int:
 
 
 def variants(value: object, what: str) -> int:
-    """So many variants, or subsets."""
+    """A number of variants, or of subsets."""
     return values.integer(value, what, most=MOST_VARIANTS)
 
 
@@ -145,7 +145,7 @@ def seed(value: object, what: str) -> int:
 
 
 def counted(most: int) -> values.Check:
-    """Whole numbers, or how many there are from 0 on."""
+    """Whole numbers, given themselves or as their count from 0 on."""
 
     def check(value: object, what: str) -> Sequence[int]:
         try:
@@ -166,7 +166,7 @@ def names(value: object, what: str) -> tuple[str, ...]:
 
 
 def plain_values(value: object, what: str) -> Sequence[Value]:
-    """Of a configuration, as plain ones; a range stays what it is."""
+    """The plain values of a configuration; a range stays a range."""
     if isinstance(value, range):
         if value[_BITS - 1 :]:
             raise InvalidInput(f"{what} is a range of more than 64 bits: give a shorter one")

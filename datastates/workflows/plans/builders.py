@@ -40,7 +40,7 @@ _NAME_LENGTH = 60
 
 
 def distributions(value: object, what: str) -> dict[str, Distribution]:
-    """What is searched, by its name in the configuration.
+    """The distributions that are searched, by name in the configuration.
 
     :raises InvalidInput: something is drawn from what is no distribution; names it.
     """
@@ -127,7 +127,7 @@ Distribution = Uniform | LogUniform | Choice
 
 
 class Schedule(StrEnum):
-    """How the epochs fall along the stages of a tree; those of the supervisor of CANDLE."""
+    """How the number of epochs changes along the stages of a tree; the schedules of CANDLE's supervisor."""
 
     FLAT = "flat"
     LINEAR = "linear"
@@ -140,7 +140,9 @@ ScheduleName = Literal["flat", "linear", "log", "sqrt"]
 
 @take.takes(config=arguments.tried, epochs=arguments.positive)
 def grid(config: Mapping[str, Sequence[Value]], *, epochs: int, **data: Unpack[Data]) -> Plan:
-    """A variant for each combination of the values of ``config``, the last key's changing fastest.
+    """A variant for each combination of the values of ``config``; the last key changes fastest.
+
+        plan = grid({"lr": [1e-2, 1e-3], "dropout": [0.0, 0.1]}, epochs=3)
 
     :raises InvalidInput: a key has no values, or one of them twice; or they make more than a million variants.
     """
@@ -160,6 +162,14 @@ def sample(distributions: Mapping[str, Distribution], count: int, seed: int, epo
     """``count`` variants with values drawn at random; the same for the same seed.
 
     Each value depends on the seed, its key and the variant's number alone: a larger count, or another key, changes none that was there.
+
+        plan = sample({"lr": LogUniform(1e-4, 1e-1), "layers": Choice(range(2, 5))}, count=8, seed=0, epochs=3)
+
+    :param distributions: what is drawn, by its name in the configuration.
+    :param count: how many variants.
+    :param seed: of the draws.
+    :param epochs: of each variant.
+    :param data: what every variant is trained and validated on, see ``grid``.
     """
     if count < 1:
         raise InvalidInput(f"a sample of {count} variants: draw at least 1")
@@ -189,10 +199,15 @@ def kfold(
     seed: int = 0,
     seen: Sequence[str] = (),
 ) -> Plan:
-    """For each fold a variant that is validated on it and trained on the others.
+    """A variant for each fold, validated on it and trained on the others.
 
-    ``folds`` are subsets, or how many to cut ``samples`` into: indices, or how many there are.
+        plan = kfold(5, samples=1000, epochs=3)
 
+    :param folds: subsets by name, or how many to cut ``samples`` into.
+    :param epochs: of each variant.
+    :param samples: indices, or how many there are.
+    :param seed: of the cut.
+    :param seen: subsets that the start was trained on.
     :raises InvalidInput: there are fewer than 2 folds, or samples are missing, or given beside subsets.
     """
     if isinstance(folds, Mapping):
@@ -231,12 +246,20 @@ def leave_out(
 ) -> Plan:
     """The tree of variants that each leave out, and are validated on, a part of what their parent left out.
 
-    Variant ``2`` leaves out the second of ``fan_out`` groups of subsets, its child ``2.1`` the first ``fan_out``-th of that group, and is
-    trained on all else, what ``2`` left out and it does not included. So no variant is validated on what an ancestor was trained on
-    (the leave-out tree of CANDLE's challenge problem). What is cut unevenly differs by one subset. ``epochs`` are those of the first
-    stage; ``epochs_at`` says how they fall. ``always`` are never left out: what the start was trained on, if nothing that it has
-    ``seen`` is to be validated on.
+    Variant ``2`` leaves out the second of ``fan_out`` groups of subsets, its child ``2.1`` the first ``fan_out``-th of that group; the
+    child is trained on everything else, including what ``2`` left out and it does not. So no variant is validated on what an ancestor was
+    trained on (the leave-out tree of CANDLE's challenge problem). Groups that cannot be cut evenly differ by one subset.
 
+        plan = leave_out(cut(range(1000), 8), depth=3, epochs=6, schedule="sqrt")
+
+    :param subsets: indices by name.
+    :param depth: how many stages the tree has.
+    :param epochs: of the first stage; ``epochs_at`` says how they fall.
+    :param fan_out: how many children each variant has.
+    :param schedule: how the epochs fall from stage to stage.
+    :param seen: subsets that the start was trained on.
+    :param always: subsets that are never left out: those that the start was trained on, if nothing that it has ``seen`` is to be validated
+        on.
     :raises InvalidInput: there are fewer subsets to leave out than leaves.
     """
     if depth < 1 or fan_out < 2:
@@ -258,11 +281,14 @@ def leave_out(
 
 @take.takes(schedule=_schedule, epochs=arguments.whole, stage=arguments.whole, stages=arguments.whole)
 def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages: int) -> int:
-    """The epochs E of a tree's first stage, at stage s of S; never less than 1.
+    """The epochs of a stage of a tree; never less than 1.
 
-    flat E, linear E (S - s + 1) // S, log E // 2^(s - 1), sqrt round(E / sqrt(s)).
+    For E epochs of the first stage, at stage s of S: flat E, linear E (S - s + 1) // S, log E // 2^(s - 1), sqrt round(E / sqrt(s)).
 
-    :raises InvalidInput: there is no such schedule or stage.
+    :param schedule: one of these.
+    :param epochs: E.
+    :param stage: s, from 1.
+    :param stages: S.
     """
     if epochs < 1 or not 1 <= stage <= stages:
         raise InvalidInput(f"{epochs} epochs at stage {stage} of {stages}: epochs and stages count from 1")
@@ -357,7 +383,7 @@ def _names(configs: Sequence[Mapping[str, Value]]) -> list[str]:
 
 
 def _length(values: Sequence[Value]) -> int:
-    """Also of a range that ``len`` cannot count."""
+    """The length, also of a range that ``len`` cannot count."""
     return len(values) if not isinstance(values, range) else max(0, -((values.start - values.stop) // values.step))
 
 

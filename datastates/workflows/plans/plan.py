@@ -1,4 +1,4 @@
-"""What is to be trained from a start: a tree of variants, as plain data."""
+"""A plan of what to train from a start: a tree of variants, as plain data."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Plan:
         return {name: bad for name, bad in found.items() if bad}
 
     def digest(self, name: str, base: Mapping[str, Value] | None = None) -> str:
-        """What decides a variant's outcome, hashed: its path's configuration, data and epochs. 32 hex digits.
+        """A hash of what decides a variant's outcome: its path's configuration, data and epochs. 32 hex digits.
 
         The names of variants and subsets decide nothing; nor does a change of the configuration that changes no value of it. A variant
         with a ``seed`` of its own is seeded where it forks, so that saying again the seed that it inherits does decide.
@@ -130,7 +130,7 @@ class Plan:
         return hashlib.sha256(msgspec.json.encode(path, order="sorted")).hexdigest()[:32]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """The plan as JSON knows it."""
         parts = {"version": _VERSION, "variants": self.variants, "subsets": self.subsets, "seen": self.seen}
         plain: dict[str, Any] = msgspec.to_builtins(parts)
         return plain
@@ -179,7 +179,7 @@ def plan_of(value: object, what: str) -> Plan:
 
 
 class _Form(msgspec.Struct, forbid_unknown_fields=True):
-    """What JSON may say."""
+    """The form that JSON must have."""
 
     variants: tuple[Variant, ...]
     version: int = _VERSION

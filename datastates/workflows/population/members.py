@@ -1,4 +1,4 @@
-"""What a population came to: who was trained in each round, how well, and who came from whom."""
+"""The result of a population: the members of each round, how well they did, and who came from whom."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Population:
 
     @property
     def rounds(self) -> int:
-        """How many were trained."""
+        """The number of rounds that were trained."""
         return self.members[-1].round
 
     @property
@@ -73,7 +73,7 @@ class Population:
         return (max if self.mode == "max" else min)(last, key=lambda member: member.value)
 
     def path(self, member: Member) -> tuple[Member, ...]:
-        """Whom a member comes from, round by round, and itself: the schedule of configurations that was found on the way."""
+        """The members from whom a member comes, round by round, and itself: the schedule of configurations that was found."""
         known = {each.variant: each for each in self.members}
         steps = [member]
         while (parent := steps[-1].parent) is not None:

@@ -90,17 +90,33 @@ def population(
 ) -> Population:
     """Train ``members`` from ``start`` for ``rounds``; after each round the worst part goes on from copies of the best, changed a little.
 
-    Each member begins with a configuration drawn from ``search``, the first ones with those of ``initial``. After a round the last
-    ``exploit`` of the members (at least one; 0: nobody ever, for comparison), and any that failed or reported NaN, go on from one of the
-    best as many, with its configuration as ``perturb`` changes it. Who begins or is copied gets a ``seed`` of its own, unless ``config``
-    has one.
+    After a round the last ``exploit`` of the members, and any that failed or reported NaN, go on from as many of the best, with their
+    configuration as ``perturb`` changes it. A member that begins or is copied gets a ``seed`` of its own, unless ``config`` has one.
 
-    ``train`` gets a ``Job`` for each round of each member and reports ``metric``. Options that an optimizer owns come back with the state:
-    call ``reconfigure(job, optimizer)`` after ``job.track``. ``executor``, ``retries``, ``threads``, ``share`` and ``progress`` are as in
-    ``explore``; ``data`` has the ``subsets``, and which of them members ``train`` on, as the builders of plans take them.
+    The same call after a death goes on where it stopped. Trained further with more ``rounds``, it repeats nothing.
 
-    The same call after a death goes on where it stopped. Trained further with more ``rounds`` it repeats nothing.
-
+    :param repo: where the members are states.
+    :param start: the state from which all begin.
+    :param train: gets a ``Job`` for each round of each member and reports ``metric``. Options that an optimizer owns come back with the
+        state: call ``reconfigure(job, optimizer)`` after ``job.track``.
+    :param study: the name of the study.
+    :param search: distributions from which the configurations are drawn, by name.
+    :param metric: what members are compared by.
+    :param mode: whether the ``min`` or the ``max`` is best.
+    :param members: how many there are.
+    :param rounds: how many rounds are trained.
+    :param epochs_per_round: epochs of each member in a round.
+    :param initial: the configurations with which the first members begin.
+    :param config: what the members' configurations change.
+    :param exploit: which part of the members is replaced after a round (at least one; 0: nobody ever, for comparison).
+    :param perturb: how a copy's configuration is changed; None: ``perturbed``.
+    :param seed: of every draw.
+    :param executor: as in ``explore``, and so are the next four.
+    :param retries: how often a member that raises is tried again.
+    :param threads: of each worker.
+    :param share: a url on which ``repo`` is served meanwhile.
+    :param progress: whether progress is shown.
+    :param data: the ``subsets``, and which of them members ``train`` on, as the builders of plans take them.
     :raises InvalidInput: a number or a name means nothing, or the metric was not reported.
     :raises Conflict: the study was trained with other arguments.
     :raises Unavailable: no member of a round came to a number; the first one's error is in the message.
@@ -176,7 +192,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What decides, purely: from a round's members to the beginnings of the next."""
+    """The pure rule that leads from a round's members to the beginnings of the next."""
 
     metric: str
     mode: str
@@ -187,7 +203,7 @@ class _Rule:
     has_seed: bool
 
     def next(self, members: Sequence[Member]) -> list[_Step]:
-        """Everybody goes on; the worst from a copy of one of the best."""
+        """The next beginnings: everybody goes on, the worst from a copy of one of the best."""
         ranking = sorted(members, key=self._rank)
         alive = [member for member in ranking if member.is_alive]
         count = min(max(1, int(len(members) * self.exploit)), len(members) // 2) if self.exploit > 0 else 0
@@ -214,7 +230,7 @@ class _Rule:
         return {} if self.has_seed else {"seed": source.getrandbits(31)}
 
     def member(self, step: _Step, report: Exploration) -> Member:
-        """What became of a beginning."""
+        """The member that a beginning became."""
         result = report[step.variant]
         state = report.done.get(step.variant)
         if state is not None and self.metric not in state.metrics:

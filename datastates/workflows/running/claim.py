@@ -1,4 +1,4 @@
-"""Who works on what: a study has one explorer, a variant one worker, whoever else was told to do the same.
+"""Claims: a study has one explorer and a variant one worker, even if others were told to do the same.
 
 A claim is a lock on a file beside the packs that the kernel drops with the process, however that ends (``locks``). The file says who
 holds it. Between hosts it works where their shared file system passes locks on; elsewhere the compare-and-swap of branches remains.
@@ -44,7 +44,7 @@ class Claim:
 
 
 def holder(folder: Path, name: str) -> str | None:
-    """The note of whoever holds a claim; None when nobody does."""
+    """The note of a claim's holder; None when nobody holds it."""
     path = folder / name
     try:
         return path.read_text() if is_held(path) else None

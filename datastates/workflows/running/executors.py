@@ -74,7 +74,7 @@ class Processes(Executor):
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that are at work."""
+        """The pids of the processes that are at work."""
         with self._lock:
             slots = list(self._at_work)
         return [slot.pid.result() for slot in slots]
@@ -114,7 +114,7 @@ class Processes(Executor):
             slot.pool.shutdown(wait=wait)
 
     def _next(self) -> None:
-        """Give what waits to who is free."""
+        """Give waiting tasks to workers that are free."""
         with self._lock:
             if not self._waiting or (not self._free and len(self._at_work) >= self._workers):
                 return
@@ -149,7 +149,7 @@ class Processes(Executor):
 
 
 def begin_worker(environ: dict[str, str]) -> None:
-    """In a worker process: Ctrl-C is the explorer's, who then asks us to stop; if it dies we stop as well.
+    """Set up a worker process: Ctrl-C is left to the explorer, which then asks us to stop; if it dies, we stop as well.
 
     ``environ`` replaces the environment, and random numbers begin anew: a fork has those of the process that it is a fork of.
     """

@@ -72,14 +72,32 @@ def explore(
 ) -> Exploration:
     """Train every variant of a plan, each on its own branch ``<study>/<variant>``; the same call again goes on where this one stopped.
 
-    ``train`` gets a ``Job``. ``executor`` is any ``concurrent.futures.Executor`` whose calls run in processes, or a function that
-    makes one, which is called again when that one breaks; without it there are as many processes as ``threads`` of each leave
-    room for. ``config`` is what the variants' configurations change. A variant that raises is tried ``retries`` times more, then
-    reported with its error, and its descendants are skipped. ``stop`` is asked after each epoch whether a variant ends there. ``share`` is
-    a url such as ``ucx://127.0.0.1:0`` on which ``repo`` is served meanwhile: workers then take starting states from its memory.
+        def train(job):
+            model, optimizer = build()
+            job.track(model=model, optimizer=optimizer)
+            for _ in job.epochs():
+                job.report(val_loss=train_step(next(iter(loader))))
+
+
+        report = explore(repo, "main", grid({"lr": [0.1, 0.2]}, epochs=1), train, SerialExecutor(), study="rates")
+        print(report.best("val_loss").variant)
 
     What a worker keeps in memory, and what becomes durable when, is as in the configuration of ``repo``.
 
+    :param repo: where the variants are branches.
+    :param start: the state from which the plan's first variants fork.
+    :param plan: what to train.
+    :param train: a function that gets a ``Job`` and trains one variant.
+    :param executor: any ``concurrent.futures.Executor`` whose calls run in processes, or a function that makes one, which is called again
+        when that one breaks; None: as many processes as ``threads`` of each leave room for.
+    :param study: the name of the study.
+    :param config: what the variants' configurations change.
+    :param retries: how often a variant that raises is tried again, before it is reported with its error and its descendants are skipped.
+    :param threads: torch's threads in each worker.
+    :param stop: asked after each epoch whether a variant ends there.
+    :param share: a url such as ``ucx://127.0.0.1:0`` on which ``repo`` is served meanwhile: workers then take starting states from its
+        memory.
+    :param progress: whether the plan and its progress are shown.
     :raises Conflict: the study is being explored by another process, began from another state, or a variant was trained by another plan;
         nothing was run.
     :raises InvalidInput: the executor, the train function or a name cannot be used; says why.
@@ -117,7 +135,7 @@ def explore(
 
 
 class _Run:
-    """One pass over a plan: who may begin, who is at it, who failed. Everything runs on the explorer's thread."""
+    """One pass over a plan: which variants may begin, are under way, or have failed. Everything runs on the explorer's thread."""
 
     def __init__(
         self,
@@ -213,7 +231,7 @@ class _Run:
         _log.error("variant %s of study %s failed after %d attempts: %s", name, self._study, attempts, error)
 
     def _broke(self, name: str, flight: _Flight, error: BrokenExecutor) -> None:
-        """The worker died, or another one of the same pool: who came on meanwhile is not to blame."""
+        """Note that a worker, or another one of the same pool, died: a variant that made progress meanwhile is not to blame."""
         self._repo_recovers()
         what = (
             "its worker process died (a crash, the kernel's out-of-memory killer, a script without `if __name__ == '__main__'`,"

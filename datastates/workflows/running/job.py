@@ -78,7 +78,7 @@ class Job:
 
     @property
     def variant(self) -> Variant:
-        """What the plan says."""
+        """The variant, as the plan has it."""
         return self._assignment.variant
 
     @property

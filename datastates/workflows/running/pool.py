@@ -81,7 +81,7 @@ def check_executor(executor: object) -> Executor:
 
 
 def check_pickles(train: Train, stop: Stop | None) -> None:
-    """Nothing, if another process can be given these.
+    """Raise unless these can be given to another process.
 
     :raises InvalidInput: it cannot; says why.
     """

@@ -24,7 +24,7 @@ _log = logging.getLogger("datastates")
 
 
 class Display(Protocol):
-    """What is told how a study is doing; called on the explorer's thread."""
+    """A display that is told how a study is doing; called on the explorer's thread."""
 
     def begun(self, variant: str, attempt: int) -> None:
         """A variant was given to the executor."""
@@ -33,7 +33,7 @@ class Display(Protocol):
         """A state of it is in the lineage."""
 
     def ended(self, variant: str, how: str) -> None:
-        """It is done, reused, failed, or to be tried again."""
+        """The variant is done, reused, failed, or to be tried again."""
 
     def __enter__(self) -> Self: ...
 
@@ -44,13 +44,13 @@ class Quiet:
     """Says nothing."""
 
     def begun(self, variant: str, attempt: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def reported(self, variant: str, state: State) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def ended(self, variant: str, how: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +90,7 @@ class _Row:
     seen: dict[int, float] = field(default_factory=dict)
 
     def left_s(self) -> float | None:
-        """From the pace of the epochs that were seen since it began here."""
+        """The seconds that are left, by the pace of the epochs that were seen since it began here."""
         if self.began is None or len(self.seen) < 1 or self.how != "training":
             return None
         newest = max(self.seen)

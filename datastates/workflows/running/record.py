@@ -89,7 +89,7 @@ def reports(repository: Repository, study: str, variant: str, origin: State, ref
 
 
 def check_digest(state: State, study: str, variant: str, digest: str) -> None:
-    """Nothing, if the state is of the variant as the plan describes it now.
+    """Raise unless the state is of the variant as the plan describes it now.
 
     :raises Conflict: it is not.
     """
@@ -157,7 +157,7 @@ def tag_start(repository: Repository, study: str, start: str | State) -> State:
 
 
 def claims_folder(repository: Repository) -> Path:
-    """Where claims lie: beside the packs, with the leases of runs."""
+    """The folder of claims: beside the packs, with the leases of runs."""
     return repository.location.packs / LEASES
 
 
@@ -170,7 +170,7 @@ def claim_name(repository: Repository, study: str, variant: str = "") -> str:
 
 
 def back_to_what_is_here(repository: Repository, branch: str, origin: State) -> State:
-    """Where a branch can go on from in this process, and where it therefore is now; ``origin`` if it is not there yet.
+    """The state from which a branch can go on in this process, to which it is moved back; ``origin`` if it does not exist yet.
 
     Call it holding the claim: then states that only another process's memory held are of one that is dead.
 

@@ -1,4 +1,4 @@
-"""What a study came to: one result a variant, read back from the lineage."""
+"""The result of a study: one for each variant, read back from the lineage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Exploration", "Progress", "Result", "read_study"]
 
 
 class Progress(StrEnum):
-    """How far a variant has come: done; begun, and to be gone on with; failed; skipped because an ancestor failed; not begun."""
+    """How far a variant has come: done; begun, and to be continued; failed; skipped because an ancestor failed; not begun."""
 
     DONE = "done"
     BEGUN = "begun"
@@ -46,7 +46,7 @@ class Result:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Those of ``state``."""
+        """The metrics of ``state``."""
         return {} if self.state is None else self.state.metrics
 
 
@@ -83,7 +83,7 @@ class Exploration:
 
     @property
     def errors(self) -> dict[str, str]:
-        """What went wrong, by variant."""
+        """The errors, by variant."""
         return {each.variant: each.error for each in self if each.error is not None}
 
     def best(self, metric: str, *, mode: str = "min") -> Result:
@@ -98,7 +98,7 @@ class Exploration:
         return (max if mode == "max" else min)(have, key=lambda each: each.metrics[metric])
 
     def table(self) -> PrintedTable:
-        """What a terminal shows, ``print`` or a notebook."""
+        """A table for a terminal, ``print`` or a notebook."""
         table = PrintedTable("variant", "from", "progress", "epochs", "state", title=f"study {self.study}", title_justify="left")
         table.caption = None if self.storage is None else str(self.storage)
         names = sorted({key for each in self for key in each.metrics})
@@ -133,8 +133,14 @@ def read_study(
     errors: Mapping[str, str] | None = None,
     reused: Collection[str] = (),
 ) -> Exploration:
-    """What the lineage knows of a study; ``errors`` are of this run.
+    """What the lineage knows of a study.
 
+    :param repository: where it is.
+    :param study: its name.
+    :param plan: what it trains.
+    :param config: what the variants' configurations change.
+    :param errors: errors of this run, by variant.
+    :param reused: variants that this run found finished.
     :raises NotFound: the study has not begun.
     :raises Conflict: a variant was trained by another plan.
     """

@@ -29,7 +29,7 @@ class Storage:
 
     @property
     def ratio(self) -> float:
-        """Of what is stored to full copies; 1 when nothing is on disk."""
+        """The ratio of what is stored to full copies; 1 when nothing is on disk."""
         return self.bytes_stored / self.bytes_full_copies if self.bytes_full_copies else 1.0
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Storage:
 
 @values.takes(repo=arguments.repository, study=values.string)
 def storage(repo: Repository, study: str) -> Storage:
-    """What a study's states, and its start, take on disk here, as their manifests say.
+    """The bytes that a study's states, and its start, take on disk, read from the lineage.
 
     :raises NotFound: there is no such study.
     """

@@ -52,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one variant takes by itself."""
+    """The work of one variant by itself."""
 
     epochs: Fraction
     share: Fraction
@@ -92,7 +92,7 @@ def work_done(repo: Repository, study: str) -> Work:
 
 @values.takes(repo=arguments.repository, rev=values.revision)
 def prefix_epochs(repo: Repository, rev: str) -> float:
-    """What a state took, in epochs over the full data, as far as it and its ancestors say so; 0 when none does.
+    """The cost of a state, in epochs over the full data, as far as it and its ancestors say so; 0 when none does.
 
     Counted are the newest ``epoch`` of those that belong to no study, and the epochs of each study's variants among them.
     """
@@ -122,7 +122,7 @@ def _tips(repo: Repository, study: str) -> dict[str, str]:
 
 
 def _path(repo: Repository, study: str, start: State, tip: str) -> dict[str, State]:
-    """What each variant from the study's start to ``tip`` reported last."""
+    """The last report of each variant from the study's start to ``tip``."""
     head = repo.state(tip)
     path: dict[str, State] = {}
     for state in repo.log(head, limit=max(head.generation - start.generation, 1)):
@@ -139,7 +139,7 @@ def _part(state: State) -> _Part:
 
 
 def _share(samples: object, size: object) -> Fraction:
-    """Of the data; all of them where nothing says how many there are."""
+    """The share of the data; all of it if nothing says how many samples there are."""
     return Fraction(samples, size) if isinstance(samples, int) and isinstance(size, int) and size > 0 else Fraction(1)
 
 

@@ -53,7 +53,7 @@ _repositories: dict[tuple[int, Location], Repository] = {}
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """Who gave a task: the claim that it holds for as long as it lives, and the node where it does."""
+    """The explorer that gave a task: the claim that it holds for as long as it lives, and its node."""
 
     claim: str
     note: str
@@ -62,7 +62,7 @@ class Explorer:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Where the explorer serves its repository, and what proves that one may clone from there."""
+    """The address at which the explorer serves its repository, and the token for it."""
 
     url: str
     token: str = field(repr=False)
@@ -70,7 +70,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What goes to a worker: pickled by the executor, never shown, as a database's url may hold a password."""
+    """A task for a worker: pickled by the executor, never shown, because a database's url may hold a password."""
 
     location: Location = field(repr=False)
     config: Config
@@ -84,7 +84,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a task ended: the uid of the result, or an error with its traceback. ``source`` is where the starting state came from."""
+    """The outcome of a task: the uid of the result, or an error with its traceback. ``source`` is where the starting state came from."""
 
     variant: str
     uid: str | None
@@ -243,7 +243,7 @@ def close_repositories() -> None:
 
 
 def end_with_parent() -> None:
-    """In a process of multiprocessing: end when the one that made it has died. Idempotent.
+    """End this process of multiprocessing when the one that made it has died. Idempotent.
 
     A pool's own loop would wait for calls for ever: it holds both ends of its queues.
     """
