@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Dirty,
         Disconnected,
         InvalidInput,
+        ModuleFailed,
         NotFound,
         OverBudget,
         PeerFault,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from .lineage.states import Ref, RefEvent, Run, State, Status
+    from .modules.contract import Item, Module
     from .objects.report import RestoreReport
     from .objects.rng import RngState
     from .objects.sampler import PermutationSampler
@@ -70,6 +72,9 @@ __all__ = [
     "Ensemble",
     "Guard",
     "InvalidInput",
+    "Item",
+    "Module",
+    "ModuleFailed",
     "NotFound",
     "OverBudget",
     "Peer",
@@ -107,6 +112,8 @@ _MODULES = {
     "Config": "config",
     "Ensemble": "algebra.ensemble",
     "Guard": "tracking.guard",
+    "Item": "modules.contract",
+    "Module": "modules.contract",
     "Peer": "clone.peer",
     "PermutationSampler": "objects.sampler",
     "Prediction": "algebra.ensemble",

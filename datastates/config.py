@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any, Protocol
 
 from . import values
 from .errors import InvalidInput
@@ -30,6 +31,19 @@ class Data(StrEnum):
     TCP = "tcp"
 
 
+class Module(Protocol):
+    """What a module of the user's is, as far as a configuration can say; the whole contract is ``modules.contract.Module``."""
+
+    name: str
+    priority: int
+
+    def process(self, item: Any, /) -> None:
+        """Do something with a recorded state."""
+
+    def close(self) -> None:
+        """The repository is closed."""
+
+
 def data_plane(value: object, what: str = "data") -> Data:
     """One of them, or its text.
 
@@ -47,7 +61,8 @@ class Config:
     made at most, for states that may not leave. ``durable_interval_s`` writes the newest state at most that often (None: never by
     time), ``durable_every`` every so many captures. ``direct_io`` None tries it and falls back. ``data`` is what carries
     the bytes of clones. ``on_step`` is called with a name after each durable step (see ``store.local``), on the thread that took it: for
-    tests and traces.
+    tests and traces. ``modules`` are your own steps, which are called with every state that is captured or merged
+    (``datastates.Module``).
     """
 
     memory_bytes: int | None = None
@@ -58,6 +73,7 @@ class Config:
     verify: bool = True
     data: Data = Data.AUTO
     on_step: Callable[[str], None] | None = None
+    modules: Sequence[Module] = ()
 
     def __post_init__(self) -> None:
         self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
@@ -72,6 +88,7 @@ class Config:
             self._set("direct_io", values.flag(self.direct_io, "direct_io"))
         if self.on_step is not None and not callable(self.on_step):
             raise InvalidInput(f"on_step is {values.shown(self.on_step)}: give a function that takes the name of a step")
+        self._set("modules", _checked(self.modules))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -95,6 +112,25 @@ class Config:
             except ValueError as exc:
                 raise InvalidInput(f"{variable}={text!r} does not parse: {exc}") from exc
         return config
+
+
+def _checked(modules: object) -> tuple[Module, ...]:
+    """Modules that have what they must."""
+    if not isinstance(modules, Sequence) or isinstance(modules, str):
+        raise InvalidInput(f"modules is {values.shown(modules)}: give a list of modules, as modules=[MyModule()]")
+    names: list[str] = []
+    for module in modules:
+        what = values.shown(module)
+        for method in ("process", "close"):
+            if isinstance(module, type) or not callable(getattr(module, method, None)):
+                raise InvalidInput(
+                    f"modules has {what}: give an object with a method {method}, such as one of a subclass of datastates.Module"
+                )
+        names.append(values.text(getattr(module, "name", None), f"the name of the module {what}"))
+        values.integer(getattr(module, "priority", None), f"the priority of the module {names[-1]!r}")
+    if len(set(names)) < len(names):
+        raise InvalidInput(f"modules are named {', '.join(names)}: give each a name of its own")
+    return tuple(modules)
 
 
 _VARIABLES: dict[str, Callable[[Config, str], Config]] = {

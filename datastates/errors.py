@@ -15,6 +15,7 @@
     ├── Unavailable                     known, but its bytes are gone or a service does not answer
     │   ├── Disconnected (ConnectionError)  a peer died, stopped or cannot be reached: try again, or another one
     │   └── OverBudget                  it does not fit the memory budget
+    ├── ModuleFailed                    a module of the user's raised: mend it; the state is kept
     ├── Cancelled                       the caller cancelled a transfer
     └── Closed (RuntimeError)           the repository or tracker was closed
 
@@ -35,6 +36,7 @@ __all__ = [
     "Dirty",
     "Disconnected",
     "InvalidInput",
+    "ModuleFailed",
     "NotFound",
     "OverBudget",
     "PeerFault",
@@ -163,6 +165,12 @@ class Disconnected(Unavailable, ConnectionError):
     """A peer died, stopped answering, or cannot be reached; the message says which, and for how long it was waited for."""
 
     kind = "disconnected"
+
+
+class ModuleFailed(DatastatesError):
+    """A module of the user's raised on a state; the message names both, the cause is what it raised. The state is not touched by it."""
+
+    kind = "module-failed"
 
 
 class Cancelled(DatastatesError):

@@ -1,17 +1,60 @@
-"""The handle that ``run.capture`` returns at once, and what can be waited for on it."""
+"""The handle that ``run.capture`` returns at once, what can be waited for on it, and how the engine moves it on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from datastates.errors import InvalidInput, Unavailable
+from datastates.errors import InvalidInput, ModuleFailed, Unavailable
 from datastates.lineage.states import State, Status
 from datastates.system.bell import Bell
 from datastates.values import optional, seconds, string, takes
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "Progress"]
 
 _RANK = {Status.CAPTURED: 0, Status.DURABLE: 1, Status.REPLICATED: 2, Status.EXTERNAL: 3}
+
+
+class Progress:
+    """How far a capture has come. The engine moves it on, from any thread; whoever waits on the ``Capture`` is woken."""
+
+    def __init__(self, uid: str) -> None:
+        self.uid = uid
+        self.is_skipped = False
+        self.state: State | None = None
+        self.error: BaseException | None = None
+        self.module_error: ModuleFailed | None = None
+        self.given_up: str | None = None
+        self.held_up: Unavailable | None = None
+        self.changed = Bell()
+
+    def advance(self, state: State) -> None:
+        """The state is recorded, or has a later status."""
+        self.state, self.held_up = state, None
+        self.changed.ring()
+
+    def fail(self, error: BaseException) -> None:
+        """The background failed; whoever waits for more than there is gets this."""
+        self.error = error
+        self.changed.ring()
+
+    def note(self, error: ModuleFailed) -> None:
+        """A user's module failed, which keeps the state from nothing. The first one is kept."""
+        self.module_error = self.module_error or error
+
+    def hold_up(self, why: Unavailable) -> None:
+        """It cannot go on for now; whoever waits gets this, and may wait again."""
+        self.held_up = why
+        self.changed.ring()
+
+    def skip(self) -> None:
+        """There was no room; it will have no state."""
+        self.is_skipped = True
+        self.changed.ring()
+
+    def give_up(self, why: str) -> None:
+        """Its bytes left memory before they were on disk. The first reason is the one that helps."""
+        self.given_up = self.given_up or why
+        self.changed.ring()
 
 
 class Capture:
@@ -21,31 +64,30 @@ class Capture:
     no room and the back-pressure said to skip: such a capture has no state.
     """
 
-    def __init__(self, uid: str, step: int, *, want: Callable[[str], None], hurry: Callable[[], None]) -> None:
-        self.uid, self.step = uid, step
-        self.is_skipped = False
-        self._want, self._hurry = want, hurry
-        self._changed = Bell()
-        self._state: State | None = None
-        self._error: BaseException | None = None
-        self._given_up: str | None = None
-        self._held_up: Unavailable | None = None
+    def __init__(self, progress: Progress, step: int, *, want: Callable[[str], None], hurry: Callable[[], None]) -> None:
+        self.uid, self.step = progress.uid, step
+        self._progress, self._want, self._hurry = progress, want, hurry
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether there was no room, and the back-pressure said to skip."""
+        return self._progress.is_skipped
 
     @property
     def status(self) -> Status | None:
         """The status that the state has reached; None while it is being copied and digested, or after the capture failed."""
-        state = self._state
+        state = self._progress.state
         return None if state is None else state.status
 
     @property
     def state(self) -> State | None:
         """The recorded state; None until it is recorded."""
-        return self._state
+        return self._progress.state
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the background, as itself; None if there is none."""
-        return self._error
+        """The error of the background, as itself; else the ``ModuleFailed`` of a module of yours, which ``wait`` does not raise."""
+        return self._progress.error or self._progress.module_error
 
     @takes(status=string, timeout_s=optional(seconds))
     def wait(self, status: str = "captured", timeout_s: float | None = None) -> State:
@@ -68,49 +110,31 @@ class Capture:
         if goal is not Status.CAPTURED:
             self._want(self.uid)
         self._hurry()
-        if not self._changed.wait_for(lambda: self._has_reached(goal), timeout_s):
+        if not self._progress.changed.wait_for(lambda: self._has_reached(goal), timeout_s):
             raise TimeoutError(
                 f"state {self.uid} (step {self.step}) is not {goal} after {timeout_s} s; it is {self.status or 'being copied'}"
             )
-        assert self._state is not None
-        return self._state
+        state = self._progress.state
+        assert state is not None
+        return state
 
     def _has_reached(self, goal: Status) -> bool:
-        state = self._state
+        now = self._progress
+        state = now.state
         if state is not None and state.status in _RANK and _RANK[state.status] >= _RANK[goal]:
             return True
-        if self._error is not None:
-            raise self._error
-        if self.is_skipped:
+        if now.error is not None:
+            raise now.error
+        if now.is_skipped:
             raise Unavailable(f"the capture of step {self.step} was skipped: the arena had no room (back_pressure='skip')")
-        if self._given_up is not None:
-            raise Unavailable(self._given_up)
-        if self._held_up is not None:
-            raise self._held_up
+        if now.given_up is not None:
+            raise Unavailable(now.given_up)
+        if now.held_up is not None:
+            raise now.held_up
         return False
 
-    def _advance(self, state: State) -> None:
-        self._state, self._held_up = state, None
-        self._changed.ring()
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
-        self._changed.ring()
-
-    def _hold_up(self, why: Unavailable) -> None:
-        self._held_up = why
-        self._changed.ring()
-
-    def _skip(self) -> None:
-        self.is_skipped = True
-        self._changed.ring()
-
-    def _give_up(self, why: str) -> None:
-        self._given_up = self._given_up or why  # the first reason is the one that helps
-        self._changed.ring()
-
     def __repr__(self) -> str:
-        what = "skipped" if self.is_skipped else type(self._error).__name__ if self._error else self.status or "in flight"
+        what = "skipped" if self.is_skipped else type(self._progress.error).__name__ if self._progress.error else self.status or "in flight"
         return f"<Capture {self.uid[:10]} step {self.step}: {what}>"
 
 

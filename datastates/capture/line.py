@@ -9,7 +9,7 @@ from datastates.content.manifest import Manifest
 from datastates.lineage.states import StateFacts
 
 from .edits import Edits
-from .handle import Capture
+from .handle import Progress
 from .plan import Layout
 from .stage import CopyJob
 
@@ -57,7 +57,7 @@ class Staged:
     """What is known of a capture before its bytes are digested."""
 
     line: Line
-    handle: Capture
+    progress: Progress
     layout: Layout
     values: msgspec.Raw
     facts: StateFacts

@@ -1,11 +1,12 @@
 """The threads behind captures: they carry out what ``engine`` decides.
 
-    stage thread    (stage.py)  copies; hands each capture on, in order
-    engine thread   (rounds.py) of each capture of a round: digest -> content -> memory tier; of all: record; then make room ahead
-    writer thread   local tier -> mark durable
-    arena thread    (warming.py) memory made warm ahead of need
+    stage thread    (stage.py)    copies; hands each capture on, in order
+    engine thread   (rounds.py)   each round of captures through the pipeline, into memory and into the lineage; then room is made ahead
+    writer thread   (pipeline.py) to disk; marked as durable
+    arena thread    (warming.py)  memory made warm ahead of need
+    modules thread  (modules/own.py) the user's modules, where there are any
 
-One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the lines; no I/O happens under it.
+One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the ``Register``; no I/O happens under it.
 """
 
 from __future__ import annotations
@@ -16,26 +17,22 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 
 from datastates.config import BackPressure, Config
-from datastates.content.digest import chunk_digest
-from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest
-from datastates.errors import Closed, Conflict, OverBudget, Torn, Unavailable
+from datastates.content.manifest import Manifest
+from datastates.errors import Closed, Conflict, Torn, Unavailable
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.database import Database
 from datastates.lineage.search.holders import holder
-from datastates.lineage.states import NewState, RefKind, Run, State, Status
+from datastates.lineage.states import RefKind, Run, State
+from datastates.modules.own import Own
 from datastates.policy.cadence import Cadence
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
-from datastates.store.tier import Payload
 from datastates.system.bell import Bell
-from datastates.system.interrupts import Mutex, checkpoint, undisturbed
+from datastates.system.interrupts import Mutex, undisturbed
 
-from .commit import manifest_of
 from .engine import (
     MOST_HELD,
     Action,
@@ -48,17 +45,16 @@ from .engine import (
     LineOpened,
     Recorded,
     RefsChanged,
-    Refuse,
-    RoomNeeded,
     Tick,
     Wanted,
     Write,
     WriteFailed,
     Written,
 )
-from .handle import Capture
-from .journal import Entry, Journal, Listener
 from .line import Line, Staged
+from .pipeline import Pipeline
+from .register import Books, Register
+from .room import Room
 from .rounds import Rounds
 from .stage import CopyJob, Stager
 from .warming import Warmer
@@ -67,51 +63,59 @@ __all__ = ["Runner"]
 
 _log = logging.getLogger(__name__)
 
-_ASK_AGAIN_S = 0.1
-"""How often whoever waits for room asks for it again."""
-
-_RECALL_S = 5.0
-"""For so long whoever waits for room counts on readers that were told to let go of it."""
-
 _SAY_AGAIN_S = 0.2
 """How often whoever waits for writes hears how many are left."""
 
 _LEAST_HELD = 64
 """So many states that share their bytes may be held however small the budget is."""
 
-_MOST_IN_FLIGHT = 64
-"""Captures whose second half is not done: those without tensors take no slots, and would be without number."""
-
 _REFS_POLL_S = 1.0
 """How often refs that other processes made are looked for."""
 
 
 class Runner:
-    """Owns the stage, engine and writer threads of one repository. ``close`` is idempotent."""
+    """Owns the stage, engine and writer threads of one repository; a ``Host`` in this process. ``close`` is idempotent."""
 
     def __init__(
         self, *, database: Database, arena: Arena, memory: MemoryTier, local: LocalTier, config: Config, run: Run, node: str, folder: str
     ) -> None:
-        self._database, self._arena, self._memory, self._local = database, arena, memory, local
-        self._config, self._run, self._holder = config, run.uid, holder(node, run.uid)
-        listener = Listener(self._on_recorded, self._on_durable, self._on_untold)
-        self._journal = Journal(database=database, local=local, run=run, folder=folder, holder=self._holder, listener=listener)
-        self.stager = Stager(arena)
+        self._database, self._config = database, config
         self._lock, self._changed = Mutex(), Bell()
         self._engine = Engine(most_held=min(MOST_HELD, max(arena.capacity, _LEAST_HELD)))
-        self._handles: dict[str, Capture] = {}
-        self._lines_of: dict[str, Line] = {}
-        self._failed: dict[str, Line] = {}
-        self._write_error: BaseException | None = None
-        self._next_slots = 0
+        self._own = Own(config.modules, memory, self._changed.ring)
+        books = Books(database, run, folder, holder(node, run.uid))
+        self._register = Register(
+            books,
+            engine=self._engine,
+            memory=memory,
+            local=local,
+            own=self._own,
+            lock=self._lock,
+            changed=self._changed,
+            on_marked=self._on_marked,
+        )
+        self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local)
+        self.stager = Stager(arena)
+        self._rounds = Rounds()
+        self._warmer = Warmer(arena, is_given=config.memory_bytes is not None)
+        self._room = Room(
+            arena,
+            memory,
+            warmer=self._warmer,
+            rounds=self._rounds,
+            register=self._register,
+            lock=self._lock,
+            changed=self._changed,
+            post=self._post,
+            check_open=self._raise_if_closed,
+            backlog=lambda: self._own.backlog,
+        )
+        self._memory = memory
+        memory.on_let_go = self._changed.ring
         self._event_seen = -1
         self._looked_at = 0.0
-        memory.on_let_go = self._changed.ring
         self._look_failed: str | None = None
-        self._left: dict[str, str] = {}
-        self._rounds = Rounds()
         self._writes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._warmer = Warmer(arena, is_given=config.memory_bytes is not None)
         self._is_closed = False
         self._is_abandoned = False
         self._threads = [
@@ -134,7 +138,7 @@ class Runner:
 
     def expect(self, line: Line, size_bytes: int) -> None:
         """Captures of about this size are to come: memory for them is made warm meanwhile."""
-        self._warmer.expect(line.name, -(-size_bytes // CHUNK_BYTES))
+        self._room.expect(line, size_bytes)
 
     def close_line(self, line: Line) -> None:
         """A tracker ends: its head becomes durable (``drain`` waits for it)."""
@@ -152,97 +156,11 @@ class Runner:
 
         :raises OverBudget: the state could never fit, or nothing that is in its way can be written.
         """
-        if count > self._arena.capacity:
-            raise OverBudget(
-                f"a state takes {count} slots of {CHUNK_BYTES >> 20} MiB, the memory budget has {self._arena.capacity}: "
-                f"open the repository with memory_bytes of at least {_budget(count)}"
-            )
-        if line is not None:
-            self._expect_captures(line, count)
-        since = time.monotonic()
-        while True:
-            in_flight, refused, slots = self._in_flight, None, None
-            is_coming = False
-            if in_flight < _MOST_IN_FLIGHT and not self._is_overfull(self._arena.capacity):
-                slots = self._use_again(count, back_pressure) if line is not None else None
-                if slots is None and (line is None or not in_flight or self._warmer.is_given):
-                    slots = self._arena.acquire(count)
-            if slots is None and in_flight < _MOST_IN_FLIGHT and (line is None or not in_flight or self._warmer.is_given):
-                refused = self._make_room(count, back_pressure, line, since)
-                slots = None if self._is_overfull(self._arena.capacity) else self._arena.acquire(count)
-                is_coming = slots is None and self._memory.recall(count) and time.monotonic() - since < _RECALL_S
-            if slots is not None or back_pressure is BackPressure.SKIP or (within_s is not None and time.monotonic() - since > within_s):
-                return slots
-            if refused is not None and not is_coming:
-                raise self._no_room(count, refused, line)
-            self._raise_if_closed()
-            self._rounds.hurry()
-            self._changed.wait_for(partial(self._may_have_room, count, in_flight), _ASK_AGAIN_S)
-            checkpoint()
-
-    @property
-    def _in_flight(self) -> int:
-        return self._rounds.in_flight
-
-    def _may_have_room(self, count: int, in_flight: int) -> bool:
-        return in_flight > self._in_flight or self._has_room(count)
-
-    def _has_room(self, count: int) -> bool:
-        """Whether a state of so many slots finds room, as it stands, within what is to be kept of states."""
-        allowed = self._warmer.allowed(count)
-        limit = self._arena.capacity if self._warmer.is_given else allowed
-        return self._arena.reach(allowed) >= count and not self._is_overfull(limit)
-
-    def _is_overfull(self, limit: int) -> bool:
-        """Whether states take more memory than ``limit`` slots do, counting what they take beside their slots."""
-        beside = self._memory.bytes_beside // CHUNK_BYTES
-        return beside > 0 and self._arena.capacity - self._arena.available + beside > limit
-
-    def _expect_captures(self, line: Line, count: int) -> None:
-        if count > self._next_slots and 2 * count > self._arena.capacity:
-            _log.warning(
-                "memory holds one state of %d MiB and no second one: the newest leaves it whenever the next is captured; "
-                "give memory_bytes of %s",
-                count * CHUNK_BYTES >> 20,
-                _budget(count),
-            )
-        self._next_slots = count
-        self._warmer.expect(line.name, count)
-        self._warmer.say(count * CHUNK_BYTES)
-        self._rounds.room_bytes = self._warmer.allowed(count) * CHUNK_BYTES
-
-    def _use_again(self, count: int, back_pressure: BackPressure) -> list[int] | None:
-        """Slots that are warm, or whose turn it is to become so; else states that may leave memory do so, and theirs are used again."""
-        slots = self._arena.acquire(count, within=self._warmer.allowed(count))
-        if slots is None:
-            self._post(RoomNeeded(count, is_blocked=False, back_pressure=back_pressure))
-            slots = self._arena.acquire(count, within=self._warmer.allowed(count))
-        return slots
-
-    def _make_room(self, count: int, back_pressure: BackPressure, line: Line | None, since: float) -> Refuse | None:
-        with self._lock:
-            name = None if line is None else line.name
-            event = RoomNeeded(count, True, back_pressure, name, self._in_flight, since, time.monotonic())
-            return next((action for action in self._post(event) if isinstance(action, Refuse)), None)
-
-    def _no_room(self, count: int, refused: Refuse, line: Line | None) -> OverBudget:
-        """The error for callers that wait for room which cannot be made, because writing failed."""
-        with self._lock:
-            why = self._write_error
-            if line is not None and line.error is why:
-                line.error = None  # told with this
-        error = OverBudget(
-            f"there is no room for a state of {count * CHUNK_BYTES >> 20} MiB: memory is full with {len(refused.uids)} states that are "
-            f"not to be lost and could not be written, {refused.uids[0]} for one ({why}); this capture was not taken, those after it "
-            f"will be when writing works again; or give more memory_bytes ({_budget(count)}), or delete tags that are not needed"
-        )
-        error.__cause__ = why
-        return error
+        return self._room.acquire(count, back_pressure, line=line, within_s=within_s)
 
     def release(self, slots: list[int]) -> None:
         """Give back slots of a capture that did not come about."""
-        self._arena.release(slots)
-        self._changed.ring()
+        self._room.release(slots)
 
     def submit(self, staged: Staged, *, is_deferring: bool) -> CopyJob:
         """Begin the copy of a capture; the engine goes on from there."""
@@ -255,11 +173,11 @@ class Runner:
                     self._raise_if_closed()
                     self._is_abandoned = False
                     self._rounds.begin()
-                    self._handles[staged.handle.uid] = staged.handle
+                    self._register.begin(staged)
                 self.stager.begin(job, is_deferring=is_deferring)
             except BaseException as exc:
                 # What is in flight must land, or the exit would wait for it for ever.
-                if staged.handle.uid in self._handles:
+                if self._register.has_begun(staged.progress.uid):
                     self.stager.abandon(job, exc)
                 else:
                     job.is_copied.set()
@@ -289,9 +207,13 @@ class Runner:
         """
         with self._lock:
             self._raise_if_closed()
-            self._lines_of.setdefault(uid, Line(f"clone of {uid}", "", None, base))
+            self._register.adopt(uid, base)
         self._post(Adopted(uid))
         self.refs_changed()
+
+    def hand_on(self, state: State, branch: str | None) -> None:
+        """The user's modules are to see a state that was made here and adopted: a merge. Captures are handed on by themselves."""
+        self._register.hand_on(state, branch)
 
     def check_withdrawal(self, uid: str) -> None:
         """Refuse to let go of a state in memory.
@@ -299,7 +221,7 @@ class Runner:
         :raises Conflict: a training stands there, or it is on its way into the lineage or to disk.
         """
         with self._lock:
-            reason = self._engine.hold_of(uid, is_captured=uid in self._handles)
+            reason = self._engine.hold_of(uid, is_captured=self._register.has_begun(uid))
         if reason is not None:
             raise Conflict(f"state {uid} cannot be dropped: {reason}")
 
@@ -309,25 +231,22 @@ class Runner:
         It stays, as any other state in memory, when somebody began to count on it since ``check_withdrawal``.
         """
         with self._lock:
-            if self._engine.hold_of(uid, is_captured=uid in self._handles) is not None:
+            if self._engine.hold_of(uid, is_captured=self._register.has_begun(uid)) is not None:
                 return 0
-            freed = self._memory.remove(uid)
-            self._journal.evict([uid])
-            self._forget(uid, f"state {uid} was dropped before it became durable")
+            freed = self._register.leave(uid, f"state {uid} was dropped before it became durable")
         self._changed.ring()
         return freed
 
     def line_of(self, uid: str) -> Line | None:
         """The line of a state in memory."""
-        with self._lock:
-            return self._lines_of.get(uid)
+        return self._register.line_of(uid)
 
     def flush(self) -> None:
         """Wait until every capture so far is recorded or has failed; or waits in memory, as the database is away."""
         so_far = self._rounds.begun
         self._rounds.hurry()
         self._changed.wait_for(lambda: self._rounds.has_ended(so_far))
-        self._journal.settle()
+        self._register.journal.settle()
 
     def refs_changed(self) -> None:
         """Refs were made, moved or deleted: protect and write what they name."""
@@ -337,7 +256,7 @@ class Runner:
     @property
     def needed_slots(self) -> int:
         """Slots that captures need to go on: for a state that is kept, one that is written and one that is captured."""
-        return min(3 * self._next_slots, self._arena.capacity)
+        return self._room.needed_slots
 
     def unwritten_clones(self) -> list[str]:
         """Clones that are in memory and not durable, the oldest first."""
@@ -346,9 +265,9 @@ class Runner:
 
     @property
     def pending_writes(self) -> int:
-        """Captures not yet recorded and states not yet written, as it stands."""
+        """Captures not yet recorded, states not yet written, and those that modules have not seen, as it stands."""
         with self._lock:
-            return self._in_flight + self._engine.pending_writes + self._journal.pending
+            return self._rounds.in_flight + self._engine.pending_writes + self._register.journal.pending + self._own.backlog
 
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
         """Wait until all captures are recorded and all that is wanted is durable (or failed).
@@ -359,7 +278,7 @@ class Runner:
         """
         try:
             while (pending := self.pending_writes) and not self._is_abandoned:
-                overdue = self._journal.overdue()
+                overdue = self._register.journal.overdue()
                 if overdue is not None:
                     raise overdue
                 if on_wait is not None:
@@ -377,8 +296,7 @@ class Runner:
 
     def errors(self) -> list[Exception]:
         """What failed on lines of trackers, and none of these has raised. A clone's failure was logged: nobody asks for it."""
-        with self._lock:
-            return [line.error for line in self._failed.values() if line.branch and isinstance(line.error, Exception)]
+        return self._register.errors()
 
     def close(self) -> None:
         """Make the heads durable, wait, and end the threads; idempotent, and goes on where it was interrupted. Not for these threads.
@@ -402,18 +320,18 @@ class Runner:
             if self._is_closed and not self._is_abandoned:  # else daemon threads in the middle of a write that nobody waits for
                 for thread in self._threads:
                     thread.join()
+                self._own.join()
 
     def _end(self) -> None:
-        self._journal.evict(self._memory.uids())  # what ends with this process; those that are durable stay so
+        self._register.journal.evict(self._memory.uids())  # what ends with this process; those that are durable stay so
         with suppress(Unavailable):  # whoever opens the repository next finds out
-            self._journal.tell_evictions()
+            self._register.journal.tell_evictions()
         with self._lock:
             self._is_closed = True
-            handles = list(self._handles.values())
-        for each in handles:
-            each._give_up(f"state {each.uid} was in memory only when its repository was closed: wait for it before that, or tag it")
+        self._register.give_up_all("state {uid} was in memory only when its repository was closed: wait for it before that, or tag it")
         self._rounds.close()
         self._writes.put(None)
+        self._own.close()
         self._warmer.close()
 
     # --- the engine thread ---------------------------------------------------------------------------------------------
@@ -427,108 +345,17 @@ class Runner:
                 self._finish(captures)
             except BaseException as exc:
                 for staged in captures:
-                    self._fail(staged, exc)
+                    self._register.fail(staged, exc)
             finally:
                 self._rounds.end(len(captures))
                 self._changed.ring()
 
     def _finish(self, captures: list[Staged]) -> None:
-        """Digest, adopt, record: the table of contents of the second half of some captures."""
-        held: dict[str, tuple[Staged, Entry]] = {}
-        for staged in captures:
-            try:
-                held[staged.handle.uid] = staged, self._hold(staged)
-            except BaseException as exc:
-                self._fail(staged, exc)
-        self._record(held)
-        self._post(*(Recorded(uid, staged.line.name, time.monotonic()) for uid, (staged, _) in held.items()))
+        """The table of contents of the second half of some captures."""
+        recorded = self._pipeline.finish(captures)
+        self._post(*(Recorded(staged.progress.uid, staged.line.name, time.monotonic()) for staged in recorded))
         self._look_around()
-        if not self._has_room(self._next_slots):
-            self._post(RoomNeeded(self._next_slots, is_blocked=False, back_pressure=self._config.back_pressure))
-            if not self._has_room(self._next_slots):
-                self._memory.recall(self._next_slots)
-
-    def _hold(self, staged: Staged) -> Entry:
-        """A state in memory, on which its line goes on, and what the lineage is to be told of it."""
-        job = staged.job
-        assert job is not None
-        staged.job = None
-        if job.error is not None:
-            self._arena.release(job.slots)
-            raise job.error
-        try:
-            line = staged.line
-            tip = line.tip
-            facts = replace(staged.facts, parent=None if tip is None else tip[0], run=self._run)
-            manifest = manifest_of(facts, self._content(staged, job.slots), () if tip is None else (tip[1],))
-        except BaseException:
-            self._arena.release(job.slots)
-            raise
-        bytes_new = self._memory.adopt(manifest, job.slots).bytes_new
-        with self._lock:
-            self._lines_of[facts.uid] = line
-        line.tip = (facts.uid, manifest.digest)
-        total, tier = staged.layout.bytes_total, self._memory
-        new = NewState(facts, manifest.digest, tier.gives, bytes_total=total, bytes_new=bytes_new, tier=tier.name, node=self._holder)
-        return Entry(new, tip)
-
-    def _record(self, held: dict[str, tuple[Staged, Entry]]) -> None:
-        """Into the lineage, now or when it answers again; what it refuses is let go of, and its line goes on from the state before."""
-        try:
-            refused = self._journal.record([entry for _, entry in held.values()]) if held else {}
-        except Exception as exc:
-            refused = dict.fromkeys(held, exc)
-        for uid in reversed(refused):  # the newest first
-            staged, entry = held.pop(uid)
-            self._memory.remove(uid)
-            staged.line.tip = entry.before
-            with self._lock:
-                self._lines_of.pop(uid, None)
-            self._fail(staged, refused[uid])
-
-    def _content(self, staged: Staged, slots: list[int]) -> Content:
-        lengths = staged.layout.chunk_lengths
-        chunks = tuple(Chunk(chunk_digest(self._arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
-        return Content(staged.layout.skeleton, staged.values, staged.layout.tensors, chunks)
-
-    def _on_recorded(self, entry: Entry, state: State, moved: Conflict | None) -> None:
-        """The lineage knows of a state."""
-        with self._lock:
-            handle, line = self._handles.get(state.uid), self._lines_of.get(state.uid)
-            if line is not None and moved is not None:
-                self._note(line, moved)
-        if handle is not None:
-            handle._advance(state)
-        if state.uid in self._left:
-            self._forget_left(state.uid)
-
-    def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
-        """Late, the lineage refused a state (then it leaves, and its line goes on from the one before), or its replica on disk."""
-        with self._lock:
-            line, handle = self._lines_of.get(uid), self._handles.get(uid)
-            if line is not None:
-                self._note(line, error)
-                if entry is not None and line.tip is not None and line.tip[0] == uid:
-                    line.tip = entry.before
-            if handle is not None:
-                handle._fail(error)
-            if entry is not None:
-                self._memory.remove(uid)
-                self._forget(uid, str(error))
-
-    def _fail(self, staged: Staged, error: BaseException) -> None:
-        _log.debug("capture of step %s failed", staged.facts.step, exc_info=error)
-        with self._lock:
-            self._handles.pop(staged.handle.uid, None)
-            # An interrupt was raised where it came; a torn capture is its handle's, and the next one is not to tear.
-            if isinstance(error, Exception) and not isinstance(error, Torn):
-                self._note(staged.line, error)
-        staged.handle._fail(error)
-
-    def _note(self, line: Line, error: BaseException) -> None:
-        """Keep an error for the next caller that uses the line; called under the lock."""
-        self._failed[line.name] = line
-        line.error = error
+        self._room.make_ahead(self._config.back_pressure)
 
     def _tick_delay(self) -> float:
         with self._lock:
@@ -544,7 +371,7 @@ class Runner:
         if time.monotonic() - self._looked_at < _REFS_POLL_S:
             return
         try:
-            self._journal.settle()
+            self._register.journal.settle()
             self._look_at_refs()
         except Exception as error:
             if self._look_failed != repr(error):
@@ -553,16 +380,7 @@ class Runner:
         else:
             self._look_failed = None
         self._looked_at = time.monotonic()
-        self._hold_up()
-
-    def _hold_up(self) -> None:
-        """Tell callers that wait for a state which cannot be recorded, once that has taken too long."""
-        overdue = self._journal.overdue()
-        if overdue is not None:
-            with self._lock:
-                for uid, handle in self._handles.items():
-                    if self._journal.is_pending(uid):
-                        handle._hold_up(overdue)
+        self._register.hold_up()
 
     def _look_at_refs(self, *, is_forced: bool = False) -> None:
         """Learn which states refs name, when the reflog has grown. Any thread. While the database is away, nothing is learnt."""
@@ -570,11 +388,11 @@ class Runner:
             with self._database.read() as session:
                 newest = lineage_refs.last_event(session)
                 named = lineage_refs.refs(session) if newest != self._event_seen or is_forced else None
-                is_known = self._journal.check(session)
+                is_known = self._register.journal.check(session)
             if not is_known:
-                self._journal.recall()
+                self._register.journal.recall()
         except Unavailable as error:
-            self._journal.note_away(error)
+            self._register.journal.note_away(error)
             return
         self._event_seen = newest
         if named is not None:
@@ -586,49 +404,18 @@ class Runner:
     def _run_writer(self) -> None:
         while (uid := self._writes.get()) is not None:
             try:
-                self._write(uid)
+                self._pipeline.write(uid)
             except BaseException as exc:
                 _log.debug("writing %s failed", uid, exc_info=exc)
-                self._on_write_failed(uid, exc)
+                if not self._is_closed:  # else nobody waited for it, its handle was told, and its tier may be closed by now
+                    self._register.fail_write(uid, exc)
+                    self._post(WriteFailed(uid, time.monotonic()))
             else:
                 self._post(Written(uid))
 
-    def _write(self, uid: str) -> None:
-        with self._lock:
-            line = self._lines_of.get(uid)
-        # The digests were made from this very memory: reading verifies them, writing need not.
-        with self._memory.open(uid, verify=False) as reader:
-            chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
-            base, is_of_base = (None, False) if line is None else (line.related(), line.has_placed)
-            placed = self._local.put(Payload(reader.manifest, chunks), base=base, is_of_base=is_of_base)
-            del chunks
-        self._journal.mark(uid, placed)
-        if line is not None:
-            line.placed(placed.manifest)
-
-    def _on_durable(self, uid: str, added: int) -> None:
-        """The lineage knows that a state is on this node's disk."""
+    def _on_marked(self) -> None:
         if self._config.on_step is not None:
             self._config.on_step("marked-durable")
-        with self._lock:
-            handle = self._handles.get(uid)
-        if handle is not None and handle.state is not None:
-            handle._advance(replace(handle.state, status=Status.DURABLE, bytes_new=added))
-        self._forget_left(uid)
-
-    def _on_write_failed(self, uid: str, error: BaseException) -> None:
-        if self._is_closed:
-            return  # nobody waited for it, its handle was told, and its tier may be closed by now
-        with self._lock:
-            self._write_error = error
-            line, handle = self._lines_of.get(uid), self._handles.get(uid)
-            if line is not None:
-                self._note(line, error)
-        if handle is not None:
-            handle._fail(error)
-        elif line is not None and not line.branch:  # a clone, which nobody asks for errors
-            _log.warning("the cloned state %s was not written and is in memory only: %s", uid, error)
-        self._post(WriteFailed(uid, time.monotonic()))
 
     # --- carrying out decisions, any thread ------------------------------------------------------------------------------
 
@@ -650,39 +437,15 @@ class Runner:
             case Evict(uids, until):
                 self._evict(uids, until)
             case GiveUp(uids):
-                for uid in uids:
-                    if (handle := self._handles.get(uid)) is not None:
-                        handle._give_up(f"state {uid} gave way to newer ones before it was written (back_pressure='drop-oldest')")
+                self._register.give_up(uids, "state {uid} gave way to newer ones before it was written (back_pressure='drop-oldest')")
 
     def _evict(self, uids: tuple[str, ...], until: int | None) -> None:
         for uid in uids:
-            if until is not None and self._has_room(until):
+            if until is not None and self._room.has(until):
                 return
-            self._memory.remove(uid)
-            self._journal.evict([uid])
-            self._forget(uid, f"state {uid} left memory before it became durable: make more states durable, or give more memory_bytes")
-
-    def _forget(self, uid: str, why: str) -> None:
-        """A state left memory; runs under the lock."""
-        self._engine.forget(uid)
-        if self._journal.is_pending(uid):
-            self._left[uid] = why  # its handle is told once the lineage is
-            return
-        self._lines_of.pop(uid, None)
-        handle = self._handles.pop(uid, None)
-        if handle is not None:
-            handle._give_up(why)
-
-    def _forget_left(self, uid: str) -> None:
-        with self._lock:
-            if uid in self._left and not self._journal.is_pending(uid):
-                self._forget(uid, self._left.pop(uid))
-        self._changed.ring()
+            why = f"state {uid} left memory before it became durable: make more states durable, or give more memory_bytes"
+            self._register.leave(uid, why)
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise Closed("the repository is closed: open it again to capture")
-
-
-def _budget(count: int) -> str:
-    return f"{3 * count * CHUNK_BYTES} (three states: one that is kept, one that is written, one that is captured)"

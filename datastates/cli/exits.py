@@ -34,6 +34,7 @@ EXIT_CODES = {
     "unauthorized": 8,
     "peer-fault": 8,
     "dirty": 1,
+    "module-failed": 1,
     "cancelled": 130,
 }
 """By the kind of an error; 2 is a wrong command line, and whatever is not here is a defect: 1."""

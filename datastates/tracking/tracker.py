@@ -18,7 +18,7 @@ import msgspec
 
 from datastates import values
 from datastates.capture.fence import Fence, Pending
-from datastates.capture.handle import Capture
+from datastates.capture.handle import Capture, Progress
 from datastates.capture.line import Line, Staged
 from datastates.capture.plan import Plan, compile_plan
 from datastates.capture.shutdown import end_later
@@ -205,15 +205,16 @@ class Tracker:
         if dirty.is_any():
             dirty.check(leaf.tensor for leaf in flat.tensors)
         plan = self._plan_for(flat)
-        handle = Capture(secrets.token_hex(12), self.step, want=self._runner.want, hurry=self._runner.hurry)
+        progress = Progress(secrets.token_hex(12))
+        handle = Capture(progress, self.step, want=self._runner.want, hurry=self._runner.hurry)
         slots = self._runner.acquire(plan.slot_count, self._back_pressure, line=self._line)
         if slots is None:
-            handle._skip()
+            progress.skip()
             return handle
         try:
             staged = Staged(
                 line=self._line,
-                handle=handle,
+                progress=progress,
                 layout=plan.layout,
                 values=msgspec.Raw(encode_values(flat.values)),
                 facts=StateFacts(

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import datastates
-from datastates.capture import journal, runner
+from datastates.capture import runner
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Conflict, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.states import Status
+from datastates.modules import journal
 from datastates.repository import Repository
 from datastates.tracking.tracker import Tracker
 
@@ -175,7 +176,7 @@ def test_what_is_kept_to_be_told_again_is_bounded_although_nothing_becomes_durab
     run, weight = begin(repo)
     capture(run, weight, 40)
     repo.flush()
-    assert len(run._runner._journal._told) <= 4 + 5 + 4
+    assert len(run._runner._register.journal._told) <= 4 + 5 + 4
 
 
 def test_an_outage_is_two_lines_of_the_log(repo: Repository, database: Away, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import datastates
-from datastates.capture import engine, runner
+from datastates.capture import engine, room
 from datastates.config import BackPressure, Config
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import OverBudget, Unavailable
@@ -194,13 +194,13 @@ def test_a_model_that_does_not_change_is_not_held_without_end(tmp_path: Path) ->
 
 
 def test_captures_that_nobody_has_recorded_yet_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_MOST_IN_FLIGHT", 3)
+    monkeypatch.setattr(room, "_MOST_IN_FLIGHT", 3)
     with opened(tmp_path, 3) as repo:
         run = repo.track(value=1, rng=False)
         most = 0
         for _ in range(50):
             run.capture()
-            most = max(most, run._runner._in_flight)
+            most = max(most, run._runner._rounds.in_flight)
         assert 1 <= most <= 3
         assert run.head is not None
         assert run.head.step == 50

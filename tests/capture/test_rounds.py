@@ -14,7 +14,7 @@ import torch
 
 import datastates
 from datastates.capture import rounds
-from datastates.capture.handle import Capture
+from datastates.capture.handle import Capture, Progress
 from datastates.capture.line import Line, Staged
 from datastates.capture.plan import Layout
 from datastates.capture.rounds import MOST_READY, Rounds
@@ -40,8 +40,8 @@ def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def staged(step: int, slots: int = 1) -> Staged:
     layout = Layout(msgspec.Raw(b""), msgspec.Raw(b""), (CHUNK_BYTES,) * slots, slots * CHUNK_BYTES)
-    handle = Capture(f"{step:024x}", step, want=lambda _: None, hurry=lambda: None)
-    return Staged(Line("main", "main", None, None), handle, layout, msgspec.Raw(b""), StateFacts(handle.uid, None, "main", None, step))
+    progress = Progress(f"{step:024x}")
+    return Staged(Line("main", "main", None, None), progress, layout, msgspec.Raw(b""), StateFacts(progress.uid, None, "main", None, step))
 
 
 def begun(count: int, *, slots: int = 1) -> Rounds:

@@ -15,7 +15,7 @@ from sqlalchemy import make_url
 
 import datastates
 from datastates import Config, Repository, Status, Tracker, Unavailable
-from datastates.capture import journal
+from datastates.modules import journal
 from tests.conftest import Postgresql
 
 SLOT = 4 << 20

@@ -12,7 +12,7 @@ import torch
 
 import datastates
 from datastates import Config, Conflict, Repository, Tracker
-from datastates.capture.runner import Runner
+from datastates.modules.record import Record
 from tests.support.training import make, update
 
 Say = Callable[..., object]
@@ -76,7 +76,7 @@ def _race(repo: Repository, run: Tracker, tag: str) -> list[str]:
 def _time_records() -> list[float]:
     """The seconds of every transaction that records a capture of this process, from here on."""
     took: list[float] = []
-    record = Runner._record
+    record = Record.process_all
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
@@ -85,5 +85,5 @@ def _time_records() -> list[float]:
         finally:
             took.append(time.perf_counter() - began)
 
-    setattr(Runner, "_record", timed)  # noqa: B010  # a method cannot be assigned in front of mypy
+    setattr(Record, "process_all", timed)  # noqa: B010  # a method cannot be assigned in front of mypy
     return took

@@ -1,0 +1,247 @@
+"""Which states of this process are on their way or in memory, on which lines, and whoever is to be told of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from datastates.content.manifest import Manifest
+from datastates.errors import Conflict, ModuleFailed, Torn
+from datastates.lineage.database import Database
+from datastates.lineage.states import Run, State, Status
+from datastates.modules.journal import Entry, Journal, Listener
+from datastates.modules.own import Own
+from datastates.store.local import LocalTier
+from datastates.store.memory import MemoryTier
+from datastates.system.bell import Bell
+from datastates.system.interrupts import Mutex
+
+from .engine import Engine
+from .handle import Progress
+from .line import Line, Staged
+
+__all__ = ["Books", "Register"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What the lineage is told by: the database, this process's run and folder, and ``holder``, the name of its memory."""
+
+    database: Database
+    run: Run
+    folder: str
+    holder: str
+
+
+class Register:
+    """Keeps, for each state, its line and the progress that its handle shows; moves them on as the lineage and the tiers say.
+
+    ``lock`` is the runner's: it guards the engine and all of this. No I/O happens under it. ``on_marked`` is called after a state was
+    marked as durable.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        *,
+        engine: Engine,
+        memory: MemoryTier,
+        local: LocalTier,
+        own: Own,
+        lock: Mutex,
+        changed: Bell,
+        on_marked: Callable[[], None],
+    ) -> None:
+        self._engine, self._memory, self._own, self._on_marked = engine, memory, own, on_marked
+        self._lock, self._changed = lock, changed
+        self._progress: dict[str, Progress] = {}
+        self._lines: dict[str, Line] = {}
+        self._failed: dict[str, Line] = {}
+        self._left: dict[str, str] = {}
+        self._write_error: BaseException | None = None
+        listener = Listener(self._on_recorded, self._on_durable, self._on_untold)
+        self.journal = Journal(
+            database=books.database, local=local, run=books.run, folder=books.folder, holder=books.holder, listener=listener
+        )
+
+    # --- entering ------------------------------------------------------------------------------------------------------------
+
+    def begin(self, staged: Staged) -> None:
+        """A capture is on its way."""
+        with self._lock:
+            self._progress[staged.progress.uid] = staged.progress
+
+    def has_begun(self, uid: str) -> bool:
+        """Whether a capture of this process made the state, and it is on its way or in memory."""
+        return uid in self._progress
+
+    def place(self, uid: str, line: Line) -> None:
+        """A capture is in memory, on its line."""
+        with self._lock:
+            self._lines[uid] = line
+
+    def adopt(self, uid: str, base: Manifest | None) -> None:
+        """A state that no line captured is in memory."""
+        with self._lock:
+            self._lines.setdefault(uid, Line(f"clone of {uid}", "", None, base))
+
+    def line_of(self, uid: str) -> Line | None:
+        """The line of a state in memory."""
+        with self._lock:
+            return self._lines.get(uid)
+
+    # --- failing -------------------------------------------------------------------------------------------------------------
+
+    def fail(self, staged: Staged, error: BaseException) -> None:
+        """A capture did not come about."""
+        _log.debug("capture of step %s failed", staged.facts.step, exc_info=error)
+        with self._lock:
+            self._progress.pop(staged.progress.uid, None)
+            # An interrupt was raised where it came; a torn capture is its handle's, and the next one is not to tear.
+            if isinstance(error, Exception) and not isinstance(error, Torn):
+                self._note(staged.line, error)
+        staged.progress.fail(error)
+
+    def refuse(self, staged: Staged, before: tuple[str, str] | None, error: BaseException) -> None:
+        """The lineage does not take a capture: it leaves memory, and its line goes on from the state ``before``."""
+        uid = staged.progress.uid
+        self._memory.remove(uid)
+        staged.line.tip = before
+        with self._lock:
+            self._lines.pop(uid, None)
+        self.fail(staged, error)
+
+    def fail_write(self, uid: str, error: BaseException) -> None:
+        """A state was not written."""
+        with self._lock:
+            self._write_error = error
+            line, progress = self._lines.get(uid), self._progress.get(uid)
+            if line is not None:
+                self._note(line, error)
+        if progress is not None:
+            progress.fail(error)
+        elif line is not None and not line.branch:  # a clone, which nobody asks for errors
+            _log.warning("the cloned state %s was not written and is in memory only: %s", uid, error)
+
+    def take_write_error(self, line: Line | None) -> BaseException | None:
+        """Why writing failed last; the line, which is told with it, does not say it again."""
+        with self._lock:
+            why = self._write_error
+            if line is not None and line.error is why:
+                line.error = None
+            return why
+
+    def errors(self) -> list[Exception]:
+        """What failed on lines of trackers, and none of these has raised. A clone's failure was logged: nobody asks for it."""
+        with self._lock:
+            return [line.error for line in self._failed.values() if line.branch and isinstance(line.error, Exception)]
+
+    def hold_up(self) -> None:
+        """Whoever waits for a state that cannot be recorded is told, once that has taken too long."""
+        overdue = self.journal.overdue()
+        if overdue is not None:
+            with self._lock:
+                for uid, progress in self._progress.items():
+                    if self.journal.is_pending(uid):
+                        progress.hold_up(overdue)
+
+    # --- leaving -------------------------------------------------------------------------------------------------------------
+
+    def leave(self, uid: str, why: str) -> int:
+        """A state leaves memory, and the lineage is told; the bytes set free. Runs under the lock."""
+        freed = self._memory.remove(uid)
+        self.journal.evict([uid])
+        self._forget(uid, why)
+        return freed
+
+    def give_up(self, uids: Iterable[str], why: str) -> None:
+        """These states will not become durable; ``why`` takes a uid."""
+        with self._lock:
+            progresses = [progress for uid in uids if (progress := self._progress.get(uid)) is not None]
+        for progress in progresses:
+            progress.give_up(why.format(uid=progress.uid))
+
+    def give_up_all(self, why: str) -> None:
+        """As ``give_up``, for every state."""
+        with self._lock:
+            uids = list(self._progress)
+        self.give_up(uids, why)
+
+    # --- what the lineage says: on the thread that told it, which may be any -------------------------------------------------
+
+    def hand_on(self, state: State, branch: str | None, progress: Progress | None = None) -> None:
+        """The user's modules are to see a state that was made here."""
+        current, on_failed = (partial(_current, progress), progress.note) if progress is not None else (lambda: state, _unheard)
+        with self._lock:
+            self._own.put(current, branch, on_failed)
+
+    def _on_recorded(self, entry: Entry, state: State, moved: Conflict | None) -> None:
+        """The lineage knows of a state."""
+        with self._lock:
+            progress, line = self._progress.get(state.uid), self._lines.get(state.uid)
+            if line is not None and moved is not None:
+                self._note(line, moved)
+        if progress is not None:
+            progress.advance(state)
+        self.hand_on(state, entry.new.facts.branch, progress)
+        if state.uid in self._left:
+            self._forget_left(state.uid)
+
+    def _on_durable(self, uid: str, added: int) -> None:
+        """The lineage knows that a state is on this node's disk."""
+        self._on_marked()
+        with self._lock:
+            progress = self._progress.get(uid)
+        if progress is not None and progress.state is not None:
+            progress.advance(replace(progress.state, status=Status.DURABLE, bytes_new=added))
+        self._forget_left(uid)
+
+    def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
+        """Late, the lineage refused a state (then it leaves, and its line goes on from the one before), or its replica on disk."""
+        with self._lock:
+            line, progress = self._lines.get(uid), self._progress.get(uid)
+            if line is not None:
+                self._note(line, error)
+                if entry is not None and line.tip is not None and line.tip[0] == uid:
+                    line.tip = entry.before
+            if progress is not None:
+                progress.fail(error)
+            if entry is not None:
+                self._memory.remove(uid)
+                self._forget(uid, str(error))
+
+    # All below runs under the lock, but for ``_forget_left``
+
+    def _note(self, line: Line, error: BaseException) -> None:
+        """For whoever uses the line next."""
+        self._failed[line.name] = line
+        line.error = error
+
+    def _forget(self, uid: str, why: str) -> None:
+        self._engine.forget(uid)
+        if self.journal.is_pending(uid):
+            self._left[uid] = why  # its handle is told once the lineage is
+            return
+        self._lines.pop(uid, None)
+        progress = self._progress.pop(uid, None)
+        if progress is not None:
+            progress.give_up(why)
+
+    def _forget_left(self, uid: str) -> None:
+        with self._lock:
+            if uid in self._left and not self.journal.is_pending(uid):
+                self._forget(uid, self._left.pop(uid))
+        self._changed.ring()
+
+
+def _current(progress: Progress) -> State:
+    assert progress.state is not None, "it was recorded"
+    return progress.state
+
+
+def _unheard(error: ModuleFailed) -> None:
+    """Nobody has a handle of a merge; the log says it."""

@@ -1,0 +1,171 @@
+"""Room in the arena for the next state: found, made by what may leave, waited for, or refused."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+from datastates.config import BackPressure
+from datastates.content.manifest import CHUNK_BYTES
+from datastates.errors import OverBudget
+from datastates.store.arena import Arena
+from datastates.store.memory import MemoryTier
+from datastates.system.bell import Bell
+from datastates.system.interrupts import Mutex, checkpoint
+
+from .engine import Action, Refuse, RoomNeeded
+from .line import Line
+from .register import Register
+from .rounds import Rounds
+from .warming import Warmer
+
+__all__ = ["Room"]
+
+_log = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 0.1
+"""How often whoever waits for room asks for it again."""
+
+_RECALL_S = 5.0
+"""For so long whoever waits for room counts on readers that were told to let go of it."""
+
+_MOST_IN_FLIGHT = 64
+"""Captures whose second half is not done: those without tensors take no slots, and would be without number."""
+
+
+class Room:
+    """Gives out slots. ``post`` asks the engine, ``check_open`` raises when nothing more is captured, ``backlog`` counts recorded states
+    that users' modules have not seen: they keep their memory as captures in flight do.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        memory: MemoryTier,
+        *,
+        warmer: Warmer,
+        rounds: Rounds,
+        register: Register,
+        lock: Mutex,
+        changed: Bell,
+        post: Callable[[RoomNeeded], list[Action]],
+        check_open: Callable[[], None],
+        backlog: Callable[[], int],
+    ) -> None:
+        self._arena, self._memory, self._warmer, self._rounds = arena, memory, warmer, rounds
+        self._register, self._lock, self._changed = register, lock, changed
+        self._post, self._check_open, self._backlog = post, check_open, backlog
+        self._next_slots = 0
+
+    @property
+    def needed_slots(self) -> int:
+        """Slots that captures need to go on: for a state that is kept, one that is written and one that is captured."""
+        return min(3 * self._next_slots, self._arena.capacity)
+
+    def expect(self, line: Line, size_bytes: int) -> None:
+        """Captures of about this size are to come: memory for them is made warm meanwhile."""
+        self._warmer.expect(line.name, -(-size_bytes // CHUNK_BYTES))
+
+    def acquire(
+        self, count: int, back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
+    ) -> list[int] | None:
+        """Slots for a state; see ``Host.acquire``."""
+        if count > self._arena.capacity:
+            raise OverBudget(
+                f"a state takes {count} slots of {CHUNK_BYTES >> 20} MiB, the memory budget has {self._arena.capacity}: "
+                f"open the repository with memory_bytes of at least {_budget(count)}"
+            )
+        if line is not None:
+            self._expect_captures(line, count)
+        since = time.monotonic()
+        while True:
+            in_flight, backlog, refused, slots = self._rounds.in_flight, self._backlog(), None, None
+            is_coming = False
+            if in_flight + backlog < _MOST_IN_FLIGHT and not self._is_overfull(self._arena.capacity):
+                slots = self._use_again(count, back_pressure) if line is not None else None
+                if slots is None and (line is None or not in_flight or self._warmer.is_given):
+                    slots = self._arena.acquire(count)
+            if slots is None and in_flight + backlog < _MOST_IN_FLIGHT and (line is None or not in_flight or self._warmer.is_given):
+                refused = self._make(count, back_pressure, line, since)
+                slots = None if self._is_overfull(self._arena.capacity) else self._arena.acquire(count)
+                is_coming = slots is None and self._memory.recall(count) and time.monotonic() - since < _RECALL_S
+            if slots is not None or back_pressure is BackPressure.SKIP or (within_s is not None and time.monotonic() - since > within_s):
+                return slots
+            if refused is not None and not is_coming:
+                raise self._refusal(count, refused, line)
+            self._check_open()
+            self._rounds.hurry()
+            self._changed.wait_for(partial(self._may_have, count, in_flight + backlog), _ASK_AGAIN_S)
+            checkpoint()
+
+    def release(self, slots: list[int]) -> None:
+        """Give back slots of a capture that did not come about."""
+        self._arena.release(slots)
+        self._changed.ring()
+
+    def has(self, count: int) -> bool:
+        """Whether a state of so many slots finds room, as it stands, within what is to be kept of states."""
+        allowed = self._warmer.allowed(count)
+        limit = self._arena.capacity if self._warmer.is_given else allowed
+        return self._arena.reach(allowed) >= count and not self._is_overfull(limit)
+
+    def make_ahead(self, back_pressure: BackPressure) -> None:
+        """Room for the next capture, of the size of the last, before the training waits for it."""
+        count = self._next_slots
+        if not self.has(count):
+            self._post(RoomNeeded(count, is_blocked=False, back_pressure=back_pressure))
+            if not self.has(count):
+                self._memory.recall(count)
+
+    def _may_have(self, count: int, in_flight: int) -> bool:
+        return in_flight > self._rounds.in_flight + self._backlog() or self.has(count)
+
+    def _is_overfull(self, limit: int) -> bool:
+        """Whether states take more memory than ``limit`` slots do, counting what they take beside their slots."""
+        beside = self._memory.bytes_beside // CHUNK_BYTES
+        return beside > 0 and self._arena.capacity - self._arena.available + beside > limit
+
+    def _expect_captures(self, line: Line, count: int) -> None:
+        if count > self._next_slots and 2 * count > self._arena.capacity:
+            _log.warning(
+                "memory holds one state of %d MiB and no second one: the newest leaves it whenever the next is captured; "
+                "give memory_bytes of %s",
+                count * CHUNK_BYTES >> 20,
+                _budget(count),
+            )
+        self._next_slots = count
+        self._warmer.expect(line.name, count)
+        self._warmer.say(count * CHUNK_BYTES)
+        self._rounds.room_bytes = self._warmer.allowed(count) * CHUNK_BYTES
+
+    def _use_again(self, count: int, back_pressure: BackPressure) -> list[int] | None:
+        """Slots that are warm, or whose turn it is to become so; else states that may leave memory do so, and theirs are used again."""
+        slots = self._arena.acquire(count, within=self._warmer.allowed(count))
+        if slots is None:
+            self._post(RoomNeeded(count, is_blocked=False, back_pressure=back_pressure))
+            slots = self._arena.acquire(count, within=self._warmer.allowed(count))
+        return slots
+
+    def _make(self, count: int, back_pressure: BackPressure, line: Line | None, since: float) -> Refuse | None:
+        name = None if line is None else line.name
+        with self._lock:  # no capture begins between the count and the question
+            in_flight = self._rounds.in_flight + self._backlog()
+            event = RoomNeeded(count, True, back_pressure, name, in_flight, since, time.monotonic())
+            return next((action for action in self._post(event) if isinstance(action, Refuse)), None)
+
+    def _refusal(self, count: int, refused: Refuse, line: Line | None) -> OverBudget:
+        """What to tell whoever waits for room that cannot be made, because writing failed."""
+        why = self._register.take_write_error(line)
+        error = OverBudget(
+            f"there is no room for a state of {count * CHUNK_BYTES >> 20} MiB: memory is full with {len(refused.uids)} states that are "
+            f"not to be lost and could not be written, {refused.uids[0]} for one ({why}); this capture was not taken, those after it "
+            f"will be when writing works again; or give more memory_bytes ({_budget(count)}), or delete tags that are not needed"
+        )
+        error.__cause__ = why
+        return error
+
+
+def _budget(count: int) -> str:
+    return f"{3 * count * CHUNK_BYTES} (three states: one that is kept, one that is written, one that is captured)"

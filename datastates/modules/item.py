@@ -1,0 +1,70 @@
+"""A recorded state as a user's module gets it: its facts, and its bytes in memory while the module has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from datastates import values
+from datastates.content.manifest import Manifest
+from datastates.errors import Closed, NotFound, Unavailable
+from datastates.lineage.states import State
+from datastates.objects.report import Selection
+from datastates.store.memory import MemoryTier
+from datastates.store.reading import read_tree
+from datastates.store.tier import Reader
+
+__all__ = ["HeldItem"]
+
+
+class HeldItem:
+    """An ``Item`` whose bytes stay in memory until ``let_go``. ``current`` says how far the state has come by now."""
+
+    def __init__(self, memory: MemoryTier, current: Callable[[], State], branch: str | None) -> None:
+        self._current, self._branch = current, branch
+        self._reader: Reader | None = None
+        self._is_over = False
+        with suppress(Closed, NotFound):  # it was told late; its facts are left
+            self._reader = memory.open(self.state.uid, verify=False)  # its digests were made from this very memory
+
+    @property
+    def state(self) -> State:
+        """What the lineage knows of it."""
+        return self._current()
+
+    @property
+    def branch(self) -> str | None:
+        """The branch that it was captured on."""
+        return self._branch
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it consists of."""
+        return self._open().manifest
+
+    @values.takes(only=values.patterns)
+    def tree(self, only: str | Sequence[str] | None = None) -> Any:
+        """Copies of its tensors, in its containers."""
+        return read_tree(self._open(), wants=Selection(only).wants)
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Its bytes where they lie."""
+        reader = self._open()
+        return (reader.chunk(index) for index in range(len(reader.manifest.content.chunks)))
+
+    def let_go(self) -> None:
+        """Its bytes may leave memory."""
+        self._is_over = True
+        if self._reader is not None:
+            self._reader.close()
+
+    def _open(self) -> Reader:
+        if self._is_over:
+            raise Closed(f"the item of state {self.state.uid} is over: a module reads it before process returns")
+        if self._reader is None:
+            raise Unavailable(
+                f"state {self.state.uid} left memory before it was recorded, because the lineage was away: its facts are left, and its "
+                "bytes where Repository.load finds them"
+            )
+        return self._reader

@@ -1,0 +1,58 @@
+"""A state on its way through the engine's own steps: what each of them reads, and what it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from datastates.content.manifest import Content, Manifest
+from datastates.lineage.states import NewState, StateFacts
+from datastates.store.tier import Tier
+
+from .journal import Entry
+
+__all__ = ["Work", "Writing"]
+
+
+@dataclass(slots=True)
+class Work:
+    """A state whose bytes are in ``slots``, one for each of ``lengths``.
+
+    ``parent_digests`` are those of ``facts.parents``. ``content`` lacks the chunks, which ``digest`` adds (``manifest``); ``before`` is the
+    tip of its line, on which it hangs. The slots are whoever's made this until ``dedup`` takes them over; then ``bytes_new`` of them were
+    new in memory.
+    """
+
+    facts: StateFacts
+    parent_digests: tuple[str, ...]
+    content: Content
+    lengths: Sequence[int]
+    slots: list[int]
+    before: tuple[str, str] | None = None
+    manifest: Manifest | None = None
+    bytes_new: int = 0
+
+    def digested(self) -> Manifest:
+        """The manifest, once ``digest`` has made it."""
+        assert self.manifest is not None, "digest comes first"
+        return self.manifest
+
+    def entry(self, tier: Tier, holder: str) -> Entry:
+        """The entry of the journal, once the state is in a tier of which ``holder`` names the place."""
+        digest, total = self.digested().digest, sum(self.lengths)
+        new = NewState(self.facts, digest, tier.gives, bytes_total=total, bytes_new=self.bytes_new, tier=tier.name, node=holder)
+        return Entry(new, self.before)
+
+
+@dataclass(slots=True)
+class Writing:
+    """A state of the memory tier that is to be written.
+
+    ``base`` is a manifest on disk that shares as much as is known; ``is_of_base``: both are captures of one line of this process.
+    ``manifest`` is what was written, with its places, once it was.
+    """
+
+    uid: str
+    base: Manifest | None
+    is_of_base: bool
+    manifest: Manifest | None = None
