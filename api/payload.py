@@ -10,6 +10,7 @@ import torch
 
 from datastates.content.geometry import dtype_of, rebuild
 from datastates.content.manifest import CHUNK_BYTES, TensorSpec
+from datastates.content.shards import is_whole
 from datastates.errors import InvalidInput
 from datastates.export.tensors import Entry, header_of, in_order, words_about
 from datastates.lineage.states import State
@@ -90,7 +91,9 @@ def _choose(specs: Sequence[TensorSpec], only: Sequence[str] | None, state: Stat
 
 
 def _is_plain(part: _Part) -> bool:
-    """Whether the bytes are stored in row-major order."""
+    """Whether the bytes are stored in row-major order, in one stretch."""
+    if not is_whole(part.spec):
+        return False
     expected = 1
     for size, stride in zip(reversed(part.spec.shape), reversed(part.spec.strides), strict=True):
         if size != 1 and stride != expected:
@@ -110,7 +113,7 @@ def _plain(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator[
 
 
 def _turned(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator[bytes]:
-    """The bytes of a tensor that is stored in another order, or once for many elements: block by block.
+    """The bytes of a tensor that is stored in another order, in several shards, or once for many elements: block by block.
 
     Needs memory for the whole tensor: what is served is read, not mapped, so that a file that is cut short ends no server.
     """

@@ -82,7 +82,11 @@ class Blend:
 
     def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         """Each tensor that is stored, in the order of its bytes, as flat ``uint8``: only to be read, before the next one is asked for."""
-        stored = [(spec.shards[0].start, index) for index, spec in enumerate(self.carved.specs) if spec.alias is None]
+        stored = [
+            (min((shard.start for shard in spec.shards), default=0), index)
+            for index, spec in enumerate(self.carved.specs)
+            if spec.alias is None
+        ]
         for _, index in sorted(stored):
             yield self.carved.specs[index], self._flat(index)
 

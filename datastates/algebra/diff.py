@@ -17,7 +17,8 @@ import torch
 
 from datastates.content.encoding import decode_values
 from datastates.content.geometry import dtype_of, rebuild
-from datastates.content.manifest import CHUNK_BYTES, Manifest, TensorSpec
+from datastates.content.manifest import CHUNK_BYTES, Manifest, Shard, TensorSpec
+from datastates.content.shards import bytes_of
 from datastates.content.skeleton import VALUE, decode_skeleton, paths
 from datastates.lineage.change import runs
 from datastates.lineage.search import walk
@@ -152,11 +153,11 @@ def _tensors(
     before: Reader, after: Reader, wants: Callable[[str], bool], on_progress: Callable[[int, int], None]
 ) -> Iterator[TensorChange]:
     olds, news = ({spec.path: spec for spec in untied(reader) if wants(spec.path)} for reader in (before, after))
-    total = sum(spec.shards[0].length for spec in news.values())
+    total = sum(map(bytes_of, news.values()))
     done = 0
     for path, new in news.items():
         yield _compare(before, after, olds.get(path), new)
-        done += new.shards[0].length
+        done += bytes_of(new)
         on_progress(done, total)
     for path, old in olds.items():
         if path not in news:
@@ -203,9 +204,14 @@ def _compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorS
 
 
 def _is_same_bytes(before: Manifest, old: TensorSpec, after: Manifest, new: TensorSpec) -> bool:
-    """Whether both lie at the same place of chunks that have the same digests: then there is nothing to read."""
-    (here,), (there,) = old.shards, new.shards
-    if (old.dtype, old.strides, here.length, here.start % CHUNK_BYTES) != (new.dtype, new.strides, there.length, there.start % CHUNK_BYTES):
+    """Whether all shards of both lie at the same places of chunks that have the same digests: then there is nothing to read."""
+    if (old.dtype, old.strides, len(old.shards)) != (new.dtype, new.strides, len(new.shards)):
+        return False
+    return all(_is_same_shard(before, here, after, there) for here, there in zip(old.shards, new.shards, strict=True))
+
+
+def _is_same_shard(before: Manifest, here: Shard, after: Manifest, there: Shard) -> bool:
+    if (here.offset, here.shape, here.start % CHUNK_BYTES) != (there.offset, there.shape, there.start % CHUNK_BYTES):
         return False
     if not here.length:
         return True

@@ -21,6 +21,7 @@ from datastates.capture.runner import Runner
 from datastates.config import BackPressure
 from datastates.content.digest import chunk_digest
 from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest
+from datastates.content.shards import cut
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, OverBudget, Unavailable
 from datastates.lineage.change import record
 from datastates.lineage.change import refs as lineage_refs
@@ -259,13 +260,17 @@ def _acquire(runner: Runner, count: int) -> list[int]:
 
 def _fill(arena: Arena, slots: Sequence[int], blend: Blend) -> None:
     for spec, flat in blend.tensors():
-        start, done = spec.shards[0].start, 0
-        data = flat.numpy()
-        while done < len(data):
-            chunk, offset = divmod(start + done, CHUNK_BYTES)
-            count = min(len(data) - done, CHUNK_BYTES - offset)
-            np.copyto(np.frombuffer(arena.memory(slots[chunk]), np.uint8)[offset : offset + count], data[done : done + count])
-            done += count
+        for shard, data in cut(spec, flat):
+            _put(arena, slots, shard.start, data.numpy())
+
+
+def _put(arena: Arena, slots: Sequence[int], start: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    done = 0
+    while done < len(data):
+        chunk, offset = divmod(start + done, CHUNK_BYTES)
+        count = min(len(data) - done, CHUNK_BYTES - offset)
+        np.copyto(np.frombuffer(arena.memory(slots[chunk]), np.uint8)[offset : offset + count], data[done : done + count])
+        done += count
 
 
 def _facts(blend: Blend, run: str | None, into: str | None, message: str | None, attributes: dict[str, Value]) -> StateFacts:

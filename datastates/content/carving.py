@@ -13,7 +13,7 @@ from datastates.errors import InvalidInput
 from .check import tensors_of
 from .encoding import decode_values, encode_values
 from .geometry import dtype_of
-from .manifest import CHUNK_BYTES, Content, Shard, TensorSpec
+from .manifest import CHUNK_BYTES, Content, TensorSpec
 from .skeleton import TENSOR, VALUE, Node, Skeleton, decode_skeleton, paths
 
 __all__ = ["Carved", "carve"]
@@ -119,19 +119,22 @@ def _tie_again(specs: Sequence[TensorSpec], kept: Sequence[int]) -> tuple[list[T
 
 
 def _lay_out(specs: list[TensorSpec], lengths: Sequence[int]) -> tuple[list[TensorSpec], tuple[int, ...]]:
-    """Move every tensor up as far as its group allows: a group ends with a chunk that is not full."""
+    """Move every shard up as far as its group allows: a group ends with a chunk that is not full."""
     short = [index for index, length in enumerate(lengths) if length < CHUNK_BYTES]
-    stored = [(bisect_left(short, shard.start // CHUNK_BYTES), shard.start, at) for at, spec in enumerate(specs) for shard in spec.shards]
-    placed = list(specs)
+    stored = [
+        (bisect_left(short, shard.start // CHUNK_BYTES), shard.start, at, number)
+        for at, spec in enumerate(specs)
+        for number, shard in enumerate(spec.shards)
+    ]
+    shards = [list(spec.shards) for spec in specs]
     ends: list[int] = []
     group, position = -1, 0
-    for its_group, _, at in sorted(stored):
-        spec = specs[at]
-        length = spec.shards[0].length
-        if its_group != group or position % dtype_of(spec.dtype).itemsize:
+    for its_group, _, at, number in sorted(stored):
+        length = shards[at][number].length
+        if its_group != group or position % dtype_of(specs[at].dtype).itemsize:
             group, position = its_group, len(ends) * CHUNK_BYTES
-        placed[at] = msgspec.structs.replace(spec, shards=(Shard((0,) * len(spec.shape), spec.shape, position, length),))
+        shards[at][number] = msgspec.structs.replace(shards[at][number], start=position)
         for chunk in range(position // CHUNK_BYTES, -(-(position + length) // CHUNK_BYTES) if length else 0):
             ends[chunk:] = [min(CHUNK_BYTES, position + length - chunk * CHUNK_BYTES)]
         position += length
-    return placed, tuple(ends)
+    return [msgspec.structs.replace(spec, shards=tuple(its)) for spec, its in zip(specs, shards, strict=True)], tuple(ends)

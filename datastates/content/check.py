@@ -12,6 +12,7 @@ from datastates.errors import Corrupt, InvalidInput, Unavailable
 
 from .geometry import dtype_of, is_dense, stored_bytes
 from .manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+from .shards import MAX_CUT, covers, is_whole
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +102,7 @@ def _check_places(manifest: Manifest) -> None:
 def _check_tensors(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> None:
     chunks = manifest.content.chunks
     short = [index for index, chunk in enumerate(chunks) if chunk.length < CHUNK_BYTES]
-    is_whole = manifest.origin.world_size == 1
+    is_alone = manifest.origin.world_size == 1
     for index, spec in enumerate(specs):
         dtype = dtype_of(spec.dtype)
         _check_geometry(spec, dtype)
@@ -111,9 +112,8 @@ def _check_tensors(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> None:
         total = 0
         for shard in spec.shards:
             total += _check_shard(spec, dtype, shard, chunks, short)
-        if is_whole and total != stored_bytes(dtype, spec.shape, spec.strides):
-            needed = stored_bytes(dtype, spec.shape, spec.strides)
-            raise _Contradiction(f"{_where(spec)} has {total} bytes stored, its shape takes {needed}")
+        if is_alone and not is_whole(spec):
+            _check_cover(spec, dtype, total)
     _require(len({spec.path for spec in specs}) == len(specs), "two tensors have the same path")
 
 
@@ -138,13 +138,24 @@ def _check_alias(index: int, spec: TensorSpec, specs: tuple[TensorSpec, ...]) ->
         raise _Contradiction(f"{_where(spec)} is tied to {_where(first)}, which differs")
 
 
+def _check_cover(spec: TensorSpec, dtype: torch.dtype, total: int) -> None:
+    needed = stored_bytes(dtype, spec.shape, spec.strides)
+    if total != needed:
+        raise _Contradiction(f"{_where(spec)} has {total} bytes stored, its shape takes {needed}")
+    if not covers(spec):
+        more = f", or are cut along more than {MAX_CUT} dimensions" if len(spec.shape) > MAX_CUT else ""
+        raise _Contradiction(f"{_where(spec)} has {len(spec.shards)} shards, which overlap and leave holes{more}")
+
+
 def _check_shard(spec: TensorSpec, dtype: torch.dtype, shard: Shard, chunks: tuple[Chunk, ...], short: list[int]) -> int:
     """The bytes of a shard that lies inside its tensor and inside the stream."""
     if not len(shard.offset) == len(shard.shape) == len(spec.shape):
         raise _Contradiction(f"a shard of {_where(spec)} has {len(shard.shape)} dimensions")
-    for offset, size, whole in zip(shard.offset, shard.shape, spec.shape, strict=True):
+    for offset, size, whole, stride in zip(shard.offset, shard.shape, spec.shape, spec.strides, strict=True):
         if offset < 0 or size < 0 or offset + size > whole:
             raise _Contradiction(f"a shard of {_where(spec)} lies outside it: {shard.offset}, {shard.shape}")
+        if not stride and size != whole > 1:
+            raise _Contradiction(f"a shard of {_where(spec)} is cut where the tensor is expanded: {shard.offset}, {shard.shape}")
     start, length = shard.start, shard.length
     if length != stored_bytes(dtype, shard.shape, spec.strides):
         raise _Contradiction(f"a shard of {_where(spec)} has {length} bytes, its shape takes another number")

@@ -1,4 +1,11 @@
-"""Digests of chunks and states, and manifests as bytes."""
+"""Digests of chunks and states, and manifests as bytes.
+
+A state of one part has the digest of that part. A state of several parts, one a rank, has the *root digest* over theirs: BLAKE3 of
+
+    19 bytes   ``datastates parts 1\\0``
+    8 bytes    how many parts, little-endian
+    64 bytes   the digest of each part, by rank, as lower-case hex digits
+"""
 
 from __future__ import annotations
 
@@ -13,8 +20,10 @@ from datastates.errors import Corrupt, InvalidInput
 from .check import check
 from .frame import frame, unframed
 from .manifest import VERSION, Content, Manifest
+from .root import root_digest
 
-__all__ = ["chunk_digest", "decode", "encode", "pieces_digest", "state_digest"]
+__all__ = ["chunk_digest", "decode", "encode", "pieces_digest", "root_digest", "state_digest"]
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)

@@ -41,7 +41,8 @@ Attribute = str | int | float | bool | None
 class Shard(msgspec.Struct, frozen=True, array_like=True):
     """A hyper-rectangle of a tensor held by one rank; its bytes lie at ``start`` of that rank's stream.
 
-    They lie as a dense tensor of ``shape`` does whose dimensions are in the order of the whole tensor's strides.
+    They lie as a dense tensor of ``shape`` does whose dimensions are in the order of the whole tensor's strides. A dimension of
+    stride 0 is not cut.
     """
 
     offset: tuple[int, ...]
@@ -55,7 +56,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     ``dtype`` is torch's name without the prefix (``float32``). The bytes lie in memory order: sorting the dimensions
     of ``shape`` by ``strides`` gives their order. Dimensions with stride 0 are stored once. ``alias`` is the index of
-    the earlier tensor whose memory this one shares exactly (tied weights); its shards are then empty.
+    the earlier tensor whose memory this one shares exactly (tied weights); its shards are then empty. ``shape`` and ``strides`` are
+    those of the whole tensor, whose elements the shards of all parts hold once each (see ``content/shards.py``).
     """
 
     path: str
@@ -118,7 +120,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """A state on one rank. ``digest`` is ``digest.state_digest(content, parent_digests)``, hex."""
+    """A state's part on one rank: all of it, if there is one. ``digest`` is ``digest.state_digest(content, parent_digests)``, hex."""
 
     version: int
     digest: str

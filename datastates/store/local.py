@@ -123,12 +123,16 @@ class LocalTier(Tier):
 
         :raises Unavailable: the folder itself is gone, or cannot be read.
         """
+        return self.open_part(uid, self._rank, verify=verify)
+
+    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
+        """As ``open``, any rank's part: all lie in one folder."""
         self._check_open()
         if not self.root.is_dir():
             raise Unavailable(f"state {uid} cannot be read: {self._gone()}", trouble=f"gone: {self.root}")
         try:
             with locked(self.root, is_shared=True, is_needed=False):
-                return MappedReader(self.root, self.manifest(uid), verify=verify)
+                return MappedReader(self.root, self._manifest(uid, rank), verify=verify)
         except OSError as exc:
             raise Unavailable(f"state {uid} cannot be read in {self.root} ({exc})") from exc
 
@@ -138,21 +142,7 @@ class LocalTier(Tier):
         :raises NotFound: it is not here.
         :raises Corrupt: it is damaged, or another state's.
         """
-        path = self.root / manifest_name(uid, self._rank)
-        if uid_of(path.name, "manifest") is None:
-            raise NotFound(f"{uid!r} is no uid")
-        try:
-            data = read_regular(path, most=MAX_MANIFEST)
-        except FileNotFoundError:
-            raise NotFound(f"state {uid} is not in {self.root}") from None
-        except OSError as exc:
-            raise Unavailable(f"{path} cannot be read ({exc})") from exc
-        manifest = decode(data, source=str(path))
-        if (manifest.origin.uid, manifest.origin.rank) != (uid, self._rank):
-            raise Corrupt(f"{path} is the manifest of state {manifest.origin.uid}, rank {manifest.origin.rank}: it was renamed or swapped")
-        if len(manifest.refs) != len(manifest.content.chunks):
-            raise Corrupt(f"{path} says of {len(manifest.content.chunks)} chunks where {len(manifest.refs)} lie")
-        return manifest
+        return self._manifest(uid, self._rank)
 
     def packs(self, uid: str) -> tuple[PackInfo, ...]:
         """The packs that a state needs, as its manifest says, which is all that says so; none where it is not here, or is damaged."""
@@ -248,6 +238,23 @@ class LocalTier(Tier):
             plan = plan_put(payload.manifest, {**known, **borrowed.places}, name)
             with self._written(plan, payload, file, borrowed.stamps) as staged:
                 yield staged
+
+    def _manifest(self, uid: str, rank: int) -> Manifest:
+        path = self.root / manifest_name(uid, rank)
+        if uid_of(path.name, "manifest") is None:
+            raise NotFound(f"{uid!r} is no uid")
+        try:
+            data = read_regular(path, most=MAX_MANIFEST)
+        except FileNotFoundError:
+            raise NotFound(f"state {uid} is not in {self.root}") from None
+        except OSError as exc:
+            raise Unavailable(f"{path} cannot be read ({exc})") from exc
+        manifest = decode(data, source=str(path))
+        if (manifest.origin.uid, manifest.origin.rank) != (uid, rank):
+            raise Corrupt(f"{path} is the manifest of state {manifest.origin.uid}, rank {manifest.origin.rank}: it was renamed or swapped")
+        if len(manifest.refs) != len(manifest.content.chunks):
+            raise Corrupt(f"{path} says of {len(manifest.content.chunks)} chunks where {len(manifest.refs)} lie")
+        return manifest
 
     def _put(self, payload: Payload, base: Manifest | None, *, is_of_base: bool) -> Placed:
         places = places_of(base)

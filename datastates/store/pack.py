@@ -7,7 +7,8 @@
 A tensor whose bytes all lie together here is an entry under its path, pieces of others are ``path@start:end`` (bytes of the
 tensor), zeros that fill a page are ``__padding__.N``: the format allows no holes. Its readers know only row-major tensors: one
 that lies otherwise has the shape of its memory order, and one of a dtype that they do not know is bytes; ``layouts`` in the
-metadata says (as JSON) what such tensors are.
+metadata says (as JSON) what such tensors are. Of several shards of a tensor each is an entry ``path#N``, and ``layouts`` says where
+in the whole it belongs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 
 from datastates.content.check import tensors_of
-from datastates.content.manifest import CHUNK_BYTES, Content, Manifest, TensorSpec
+from datastates.content.manifest import CHUNK_BYTES, Content, Manifest, Shard, TensorSpec
 from datastates.system.regular import open_regular
 
 __all__ = ["MAX_HEADER", "PAGE", "PackLayout", "Place", "lay_out", "padded", "payload_bytes", "places_of"]
@@ -80,7 +81,7 @@ class Place:
     end: int
     name: str
     spec: TensorSpec
-    shape: tuple[int, ...]
+    shard: Shard
 
 
 def padded(length: int) -> int:
@@ -134,7 +135,7 @@ def places_of(tensors: bytes) -> tuple[Place, ...]:
         for number, shard in enumerate(spec.shards):
             if shard.length:
                 name = spec.path if len(spec.shards) == 1 else f"{spec.path}#{number}"
-                places.append(Place(shard.start, shard.start + shard.length, name, spec, shard.shape))
+                places.append(Place(shard.start, shard.start + shard.length, name, spec, shard))
     return tuple(sorted(places, key=lambda place: place.start))
 
 
@@ -202,11 +203,13 @@ class _Table:
             self._enter(f"{place.name}@{start - place.start}:{end - place.start}", "U8", (end - start,), end - start)
             return
         dtype = _DTYPES.get(place.spec.dtype)
-        shape = _memory_shape(place.shape, place.spec.strides)
+        spec, shard = place.spec, place.shard
+        shape = _memory_shape(shard.shape, spec.strides)
         name = self._enter(place.name, dtype or "U8", shape if dtype else (end - start,), end - start)
-        if dtype is None or shape != place.spec.shape:
-            spec = place.spec
+        if dtype is None or shape != spec.shape:
             self.layouts[name] = {"dtype": spec.dtype, "shape": spec.shape, "strides": spec.strides}
+        if shard.shape != spec.shape:
+            self.layouts[name]["shard"] = {"offset": shard.offset, "shape": shard.shape}
 
     def _enter(self, name: str, dtype: str, shape: tuple[int, ...], length: int) -> str:
         while name in self.entries or name == "__metadata__":

@@ -12,6 +12,7 @@ import torch
 
 from datastates.content.geometry import rebuild
 from datastates.content.manifest import TensorSpec
+from datastates.content.shards import assemble, bytes_of, is_whole
 from datastates.content.tree import decode_skeleton, decode_values, unflatten
 from datastates.errors import Corrupt
 from datastates.lineage.states import State
@@ -82,20 +83,21 @@ def _read_tree(
         else:
             tensors.append(None)
         if on_progress is not None and tensors[-1] is not None:
-            on_progress(sum(shard.length for shard in spec.shards))
+            on_progress(bytes_of(spec))
     return unflatten(decode_skeleton(content.skeleton), decode_values(content.values), tensors)
 
 
 def read_flat(reader: Reader, spec: TensorSpec) -> torch.Tensor:
-    """The stored bytes of a tensor that is not tied to an earlier one, checked: to be read only, until the reader is closed."""
-    (shard,) = spec.shards
-    return _flat(reader, shard.start, shard.length, is_borrowing=True)
+    """The stored bytes of a tensor that is not tied to an earlier one, checked: to be read only, until the reader is closed.
+
+    A tensor of several shards is put together in memory of its own.
+    """
+    return assemble(spec, lambda shard: _flat(reader, shard.start, shard.length, is_borrowing=True))
 
 
 def _read(reader: Reader, spec: TensorSpec, is_borrowing: bool, device: torch.device | str | None) -> torch.Tensor:
-    (shard,) = spec.shards
-    flat = _flat(reader, shard.start, shard.length, is_borrowing)
-    tensor = rebuild(flat, spec)
+    is_lent = is_borrowing or not is_whole(spec)  # several shards are copied together
+    tensor = rebuild(assemble(spec, lambda shard: _flat(reader, shard.start, shard.length, is_lent)), spec)
     return tensor if device is None else tensor.to(device)
 
 

@@ -172,6 +172,18 @@ class Tier(ABC):
         :raises Corrupt: its manifest is damaged.
         """
 
+    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
+        """Open the part of a state that one of its ranks captured; a state of one part is that of rank 0.
+
+        :raises NotFound: it is not here.
+        :raises Corrupt: its manifest is damaged.
+        """
+        reader = self.open(uid, verify=verify)
+        if reader.manifest.origin.rank == rank:
+            return reader
+        reader.close()
+        raise NotFound(f"rank {rank} of state {uid} is not here")
+
     @abstractmethod
     def uids(self) -> Iterator[str]:
         """The uid of every complete state that is here, in no order."""

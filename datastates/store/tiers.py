@@ -10,8 +10,9 @@ Nobody outside ``store`` names a tier: the lineage is told ``tier.name`` and ``t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -22,6 +23,7 @@ from datastates.lineage.states import State, Status
 
 from .local import LocalTier
 from .memory import MemoryTier
+from .parts import open_parts
 from .reading import of_state
 from .seal import SealedChunks
 from .tier import Payload, Reader, Tier
@@ -116,15 +118,26 @@ def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
     return tuple(tier for tier in tiers if isinstance(tier, Tier))
 
 
-def _open(tiers: Iterator[Tier], state: State, *, verify: bool) -> Reader:
+def _open(tiers: Iterable[Tier], state: State, *, verify: bool) -> Reader:
+    if state.world_size == 1:
+        return _open_first(tiers, state.uid, lambda tier: of_state(tier.open(state.uid, verify=verify), state))
+    parts = [partial(_open_part, tuple(tiers), state.uid, rank, verify) for rank in range(state.world_size)]
+    return of_state(open_parts(parts, state.uid), state)
+
+
+def _open_part(tiers: Iterable[Tier], uid: str, rank: int, verify: bool) -> Reader:
+    return _open_first(tiers, uid, lambda tier: tier.open_part(uid, rank, verify=verify))
+
+
+def _open_first(tiers: Iterable[Tier], uid: str, opened: Callable[[Tier], Reader]) -> Reader:
     away: Unavailable | None = None
     for tier in tiers:
         try:
-            return of_state(tier.open(state.uid, verify=verify), state)
+            return opened(tier)
         except NotFound:
             continue
         except Unavailable as exc:
             away = away or exc
     if away is not None:
         raise away
-    raise NotFound(f"state {state.uid} is in none of the tiers")
+    raise NotFound(f"state {uid} is in none of the tiers")

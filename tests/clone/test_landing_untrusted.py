@@ -245,7 +245,7 @@ def part_of_it(plain: Any) -> None:
     spec = _specs(plain)["model/weight"]
     (shard,) = spec[6]
     half = [[0, 0], [150, 300], shard[2], shard[3] // 2]
-    spec[6] = [half, [[150, 0], [150, 300], shard[2] + shard[3] // 2, shard[3] // 2]]
+    spec[6] = [half, [[0, 0], [150, 300], shard[2] + shard[3] // 2, shard[3] // 2]]  # the same half again
 
 
 @pytest.mark.parametrize("change", [over_another, another_path, part_of_it])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from datastates.content.digest import pieces_digest
 from datastates.content.manifest import CHUNK_BYTES, Manifest
+from datastates.content.shards import is_whole
 from datastates.content.tree import unflatten
 from datastates.errors import Closed, Conflict, Corrupt, Unavailable
 from datastates.objects import dirty
@@ -17,7 +18,7 @@ from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
 
 from .homes import Home, live_homes, wait_for_copies
-from .placeholders import givable, holders, placeholders, tie
+from .placeholders import gather, givable, holders, placeholders, tie
 from .routes import DIRECT_BYTES, Piece, Segment, Stretch, route
 from .scatter import scatter
 from .scratch import Scratch
@@ -164,6 +165,7 @@ class ObjectsSink:
         if left:
             raise Unavailable(f"{left} of {len(self._routes)} chunks are still missing: resume the clone before it is committed")
         tensors = [self._homes[index].live if index in self._homes else tensor for index, tensor in enumerate(self._tensors)]
+        gather(self._parts.specs, tensors, self._wanted, self._shadow)
         tie(self._parts.specs, tensors, self._wanted)
         tree = unflatten(self._parts.skeleton, self._parts.values, tensors)
         extents = givable(self._parts.specs, tensors, self._wanted, self._homes)
@@ -208,16 +210,16 @@ class ObjectsSink:
 
     def _find_homes(self, targets: Sequence[Target]) -> dict[int, Home]:
         specs = self._parts.specs
-        index_of = {id(self._tensors[index]): index for index in self._wanted if specs[index].alias is None}
+        index_of = {id(self._tensors[index]): index for index in self._wanted if specs[index].alias is None and is_whole(specs[index])}
         return live_homes(targets, index_of, specs)
 
     def _route(self, *, is_atomic: bool) -> dict[int, tuple[Segment, ...]]:
         stretches = []
         for index in self._wanted:
             spec = self._parts.specs[index]
-            if spec.alias is None and spec.shards[0].length:
-                home = self._homes.get(index)
-                stretches.append(Stretch(spec.shards[0].start, spec.shards[0].length, None if home is None else home.flat))
+            home = self._homes.get(index)
+            flat = None if home is None else home.flat
+            stretches += [Stretch(shard.start, shard.length, flat) for shard in spec.shards if shard.length]
         stretches.sort(key=lambda stretch: stretch.start)
         if not is_atomic:
             return route(self.lengths, stretches, self._shadow)

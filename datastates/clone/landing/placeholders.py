@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from datastates.content.geometry import rebuild
 from datastates.content.manifest import TensorSpec
+from datastates.content.shards import assemble, bytes_of, empty, is_whole
 
 from .shadow import Extent, Shadow
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["givable", "holders", "placeholders", "tie"]
+__all__ = ["gather", "givable", "holders", "placeholders", "tie"]
 
 _GIVEN_BYTES = 64 << 10
 """Tensors from this size on that the objects do not have yet become part of them as they are, without a copy."""
@@ -27,13 +28,24 @@ def holders(specs: Sequence[TensorSpec], wanted: Sequence[bool]) -> dict[int, No
 
 
 def placeholders(specs: Sequence[TensorSpec], wanted: Collection[int], shadow: Shadow) -> list[torch.Tensor | None]:
-    """Every wanted tensor, over memory that nobody has touched yet."""
-    tensors: list[torch.Tensor | None] = []
-    for index, spec in enumerate(specs):
-        is_here = spec.alias is None and index in wanted
-        tensors.append(rebuild(shadow.tensor(spec.shards[0].start, spec.shards[0].length), spec) if is_here else None)
+    """Every wanted tensor, over memory that nobody has touched yet: of the shadow, or, for one of several shards, of its own."""
+    tensors = [_placeholder(spec, shadow) if spec.alias is None and index in wanted else None for index, spec in enumerate(specs)]
     tie(specs, tensors, wanted)
     return tensors
+
+
+def gather(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted: Collection[int], shadow: Shadow) -> None:
+    """Put each wanted tensor of several shards in its place, made of these, which came into the shadow."""
+    for index in wanted:
+        if specs[index].alias is None and not is_whole(specs[index]):
+            flat = assemble(specs[index], lambda shard: shadow.tensor(shard.start, shard.length))
+            tensors[index] = rebuild(flat, specs[index])
+
+
+def _placeholder(spec: TensorSpec, shadow: Shadow) -> torch.Tensor:
+    if is_whole(spec):
+        return rebuild(shadow.tensor(spec.shards[0].start, spec.shards[0].length), spec)
+    return rebuild(empty(spec), spec)
 
 
 def tie(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted: Collection[int]) -> None:
@@ -51,7 +63,7 @@ def givable(
     found = {}
     for index in wanted:
         spec, tensor = specs[index], tensors[index]
-        if spec.alias is not None or index in homes or tensor is None or spec.shards[0].length < _GIVEN_BYTES:
+        if spec.alias is not None or index in homes or tensor is None or not is_whole(spec) or bytes_of(spec) < _GIVEN_BYTES:
             continue
         if all(stride or size == 1 for stride, size in zip(spec.strides, spec.shape, strict=True)):
             found[id(tensor)] = (spec.shards[0].start, spec.shards[0].length)

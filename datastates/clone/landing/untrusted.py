@@ -52,11 +52,11 @@ def check_manifest(manifest: Manifest) -> Parts:
     with distrusting():
         if manifest.version != VERSION:
             raise PeerFault(f"{_SOURCE} is of version {manifest.version}, this datastates reads version {VERSION}: upgrade it")
+        if manifest.origin.world_size != 1:
+            raise PeerFault(f"{_SOURCE} is one of {manifest.origin.world_size} ranks' parts of a state: only whole states are cloned")
         if manifest.digest != state_digest(manifest.content, manifest.origin.parent_digests):
             raise Corrupt(f"{_SOURCE} claims the digest {manifest.digest[:64]!r}, and its content has another")
         check(manifest, _SOURCE)
-        if manifest.origin.world_size != 1:
-            raise PeerFault(f"{_SOURCE} is one of {manifest.origin.world_size} ranks' parts of a state: only whole states are cloned")
         specs = tensors_of(manifest.content, source=_SOURCE)
         skeleton = decode_skeleton(manifest.content.skeleton, source=_SOURCE)
         values = decode_values(manifest.content.values, source=_SOURCE)
@@ -119,19 +119,12 @@ def _width(key: Packed) -> int:
 
 
 def _check_shards(specs: Sequence[TensorSpec]) -> None:
-    """Check that each tensor is one stretch of the stream, and that none overlaps another."""
-    stretches = []
-    for spec in specs:
-        if spec.alias is not None:
-            continue
-        if len(spec.shards) != 1 or any(spec.shards[0].offset) or spec.shards[0].shape != spec.shape:
-            raise Corrupt(f"{_SOURCE} has {spec.path[:200]} in {len(spec.shards)} shards, which are not the whole tensor")
-        if spec.shards[0].length:
-            stretches.append((spec.shards[0].start, spec.shards[0].length))
+    """Check that no shard overlaps another in the stream. That the shards of a tensor make it up, ``check`` has found."""
+    stretches = [(shard.start, shard.length) for spec in specs for shard in spec.shards if shard.length]
     stretches.sort()
     for (start, length), (following, _) in pairwise(stretches):
         if start + length > following:
-            raise Corrupt(f"{_SOURCE} has two tensors over the same bytes, at {following}")
+            raise Corrupt(f"{_SOURCE} has two tensors, or shards of one, over the same bytes, at {following}")
 
 
 def _check_expansion(manifest: Manifest, specs: Sequence[TensorSpec]) -> None:

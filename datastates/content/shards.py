@@ -1,0 +1,103 @@
+"""A tensor's shards: whether they make up the whole of it, its bytes put together from theirs, and cut into theirs again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import msgspec
+import torch
+
+from .geometry import dense_strides, dtype_of, rebuild, stored_bytes
+from .manifest import Shard, TensorSpec
+
+__all__ = ["MAX_CUT", "assemble", "bytes_of", "covers", "cut", "empty", "is_whole"]
+
+MAX_CUT = 4
+"""The most dimensions along which the shards of one tensor may be cut: a mesh cuts as many as it has itself."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""What elements are copied as, by their size: bit by bit, whatever they mean."""
+
+
+def is_whole(spec: TensorSpec) -> bool:
+    """Whether the tensor lies in one stretch: a single shard that is all of it."""
+    return len(spec.shards) == 1 and spec.shards[0].shape == spec.shape and not any(spec.shards[0].offset)
+
+
+def bytes_of(spec: TensorSpec) -> int:
+    """The bytes of all its shards; none for a tensor that is tied to an earlier one."""
+    return sum(shard.length for shard in spec.shards)
+
+
+def covers(spec: TensorSpec) -> bool:
+    """Whether its shards, each of which lies inside the tensor, hold every element exactly once.
+
+    Every box adds one to some corners and takes one from the others, in turns. Boxes tile the whole exactly if all of that comes to
+    what the whole alone comes to: this takes time in proportion to the shards, however they lie.
+    """
+    if 0 in spec.shape or is_whole(spec):
+        return True
+    dims = [dim for dim, size in enumerate(spec.shape) if any((each.offset[dim], each.shape[dim]) != (0, size) for each in spec.shards)]
+    if len(dims) > MAX_CUT:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    _add_corners(corners, [(0, spec.shape[dim]) for dim in dims], -1)
+    for shard in spec.shards:
+        _add_corners(corners, [(shard.offset[dim], shard.offset[dim] + shard.shape[dim]) for dim in dims], 1)
+    return not any(corners.values())
+
+
+def empty(spec: TensorSpec) -> torch.Tensor:
+    """Memory for the tensor's stored bytes, which nobody has touched yet."""
+    return torch.empty(stored_bytes(dtype_of(spec.dtype), spec.shape, spec.strides), dtype=torch.uint8, device="cpu")
+
+
+def assemble(spec: TensorSpec, read: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
+    """The tensor's stored bytes, flat: what ``read`` gives of its single shard as it is, else memory of their own.
+
+    ``read`` gives the stored bytes of a shard as flat ``uint8``; the shards cover the tensor.
+    """
+    if is_whole(spec):
+        return read(spec.shards[0])
+    flat = empty(spec)
+    for shard in spec.shards:
+        if shard.length:
+            _box(flat, spec, shard).copy_(_elements(read(shard), _spec_of(spec, shard)))
+    return flat
+
+
+def cut(spec: TensorSpec, flat: torch.Tensor) -> Iterator[tuple[Shard, torch.Tensor]]:
+    """Each shard and its stored bytes out of those of the whole tensor: the way back from ``assemble``."""
+    for shard in spec.shards:
+        if is_whole(spec):
+            yield shard, flat
+        elif shard.length:
+            piece = torch.empty(shard.length, dtype=torch.uint8, device="cpu")
+            _elements(piece, _spec_of(spec, shard)).copy_(_box(flat, spec, shard))
+            yield shard, piece
+
+
+def _add_corners(corners: Counter[tuple[int, ...]], sides: list[tuple[int, int]], count: int) -> None:
+    for ends in product((0, 1), repeat=len(sides)):
+        corners[tuple([side[end] for side, end in zip(sides, ends, strict=True)])] += -count if sum(ends) % 2 else count
+
+
+def _spec_of(spec: TensorSpec, shard: Shard) -> TensorSpec:
+    """The shard as a tensor by itself."""
+    return msgspec.structs.replace(spec, shape=shard.shape, strides=dense_strides(shard.shape, spec.strides))
+
+
+def _elements(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The stored elements in their shape, as integers over the memory of ``flat``; a dimension of stride 0 is stored once."""
+    item = dtype_of(spec.dtype).itemsize
+    name = str(_INTEGERS[item]).removeprefix("torch.")
+    once = tuple(1 if size and not stride else size for size, stride in zip(spec.shape, spec.strides, strict=True))
+    return rebuild(flat, msgspec.structs.replace(spec, dtype=name, shape=once))
+
+
+def _box(flat: torch.Tensor, spec: TensorSpec, shard: Shard) -> torch.Tensor:
+    """Where the shard's elements belong in the whole tensor."""
+    whole = _elements(flat, spec)
+    return whole[tuple(slice(offset, offset + size) for offset, size in zip(shard.offset, shard.shape, strict=True))]

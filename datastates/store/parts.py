@@ -1,0 +1,98 @@
+"""Reading a state of several parts as one: each chunk from the part that holds it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import ClassVar
+
+from datastates.content.manifest import CHUNK_BYTES
+from datastates.content.parts import first_chunks, join
+from datastates.errors import NotFound, Unavailable
+
+from .tier import Reader
+
+__all__ = ["PartsReader", "open_parts"]
+
+
+def open_parts(openers: Sequence[Callable[[], Reader]], uid: str, *, rank: int = 0) -> Reader:
+    """The whole state, from what opens each of its parts, by rank; values are those of ``rank``.
+
+    :raises NotFound: no part is there.
+    :raises Unavailable: some are there, and some are not; names those.
+    :raises Corrupt: they are not the parts of one state.
+    """
+    missing, readers = [], []
+    with ExitStack() as stack:
+        for number, opened in enumerate(openers):
+            try:
+                readers.append(stack.enter_context(opened()))
+            except NotFound:
+                missing.append(str(number))
+        if not readers:
+            raise NotFound(f"no part of state {uid} is here")
+        if missing:
+            raise Unavailable(f"state {uid} has {len(openers)} parts, and those of rank {', '.join(missing)} are not here: bring them, too")
+        found = PartsReader(readers, rank=rank)
+        stack.pop_all()
+        return found
+
+
+class PartsReader(Reader):
+    """Takes the readers of all parts, by rank, and closes them.
+
+    :raises Corrupt: they are not the parts of one state.
+    """
+
+    is_waited_for: ClassVar[bool] = True
+
+    def __init__(self, parts: Sequence[Reader], *, rank: int = 0) -> None:
+        manifests = [part.manifest for part in parts]
+        self.manifest = join(manifests, rank=rank)
+        self._parts, self._starts = tuple(parts), first_chunks(manifests)
+
+    def chunk(self, index: int) -> memoryview:
+        """One chunk, from its part."""
+        part, start = self._part_of(index)
+        return part.chunk(index - start)
+
+    def span(self, start: int, length: int) -> memoryview | None:
+        """As the part has it, if it holds all of it."""
+        touched = self.chunks_of(start, length)
+        part, first = self._part_of(touched.start)
+        return part.span(start - first * CHUNK_BYTES, length) if self._is_in_one(touched) else None
+
+    def loan(self, start: int, length: int) -> memoryview | None:
+        """As the part has it, if it holds all of it."""
+        touched = self.chunks_of(start, length)
+        part, first = self._part_of(touched.start)
+        return part.loan(start - first * CHUNK_BYTES, length) if self._is_in_one(touched) else None
+
+    def lying(self, index: int) -> memoryview:
+        """One chunk where it lies, from its part."""
+        part, start = self._part_of(index)
+        return part.lying(index - start)
+
+    def when_wanted(self, tell: Callable[[], None]) -> None:
+        """``tell`` is called when any of the parts wants its memory back."""
+        for part in self._parts:
+            part.when_wanted(tell)
+
+    def verify_headers(self) -> None:
+        """Those of every part."""
+        for part in self._parts:
+            part.verify_headers()
+
+    def close(self) -> None:
+        """Close every part."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.close)
+
+    def _is_in_one(self, touched: range) -> bool:
+        return len(touched) < 2 or self._part_of(touched[0]) == self._part_of(touched[-1])
+
+    def _part_of(self, index: int) -> tuple[Reader, int]:
+        number = bisect_right(self._starts, index, hi=len(self._parts)) - 1
+        return self._parts[number], self._starts[number]
