@@ -85,7 +85,7 @@ def disconnected(where: str, error: Exception) -> Disconnected:
 
 
 def _with_nan(value: Any) -> Any:
-    """JSON has no NaN: metrics that are none came as null."""
+    """Put back NaN, which JSON does not have: such metrics came as null."""
     if isinstance(value, list):
         for item in value:
             _with_nan(item)

@@ -2,7 +2,7 @@
 
 - What the caller can mend is 4xx, what only we can is 5xx. A damaged chunk (``corrupt``) is 500: no other request would help.
 - ``ambiguous`` is 404 like ``not-found``, whose kind it is: nothing is addressed yet, and the message lists what could be.
-- ``unavailable`` is 410 when a state's bytes are gone for good, or an ancestor is named in their stead, else 503: try again.
+- ``unavailable`` is 410 when a state's bytes are gone for good, or an ancestor is named in their stead; otherwise 503: try again.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def reply(
 ) -> Response:
     """``value`` as JSON. ``fields`` are names separated by commas, of the value or of each item of a page: ``uid,step,metrics.loss``.
 
-    With ``etag`` and ``request`` who has it already gets 304 and no body. True makes the tag from the body.
+    With ``etag`` and ``request`` a client that has it already gets 304 and no body. True makes the tag from the body.
 
     :raises InvalidInput: there is no such field; lists those that are.
     """

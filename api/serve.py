@@ -48,7 +48,7 @@ class WebServer(Server):
     ``url`` is ``http://HOST:PORT``; port 0 takes any that is free. The other arguments are those of ``create_app``;
     ``trusted_proxies`` are addresses whose ``X-Forwarded-…`` headers are believed.
 
-    :raises InvalidInput: other machines can reach it and there is no token, or the address is none.
+    :raises InvalidInput: other machines can reach it and there is no token, or the address is not valid.
     :raises Unavailable: the address is taken.
     """
 

@@ -47,7 +47,7 @@ class Module(Protocol):
 def data_plane(value: object, what: str = "data") -> Data:
     """One of them, or its text.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: it is not one of them.
     """
     return values.choice(value, Data, what)
 
@@ -145,6 +145,6 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
 def parse_bytes(text: str) -> int:
     """``"8G"``, ``"512M"``, ``"1.5GiB"`` or plain bytes, as a number of bytes (powers of 1024).
 
-    :raises InvalidInput: it is none of these.
+    :raises InvalidInput: it is not a size.
     """
     return values.size(text, "the size")

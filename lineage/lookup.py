@@ -101,7 +101,7 @@ def ids_of(session: Session, uids: Sequence[str]) -> list[int]:
 def state(session: Session, uid: str) -> State:
     """The state with exactly this uid.
 
-    :raises NotFound: there is none.
+    :raises NotFound: there is no such state.
     """
     return states(session, [id_of(session, uid)])[0]
 

@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What is known of a state before its bytes are: who it is, where it hangs on, and what was said of it.
+    """What is known of a state before its bytes are: its identity, its place in the graph, and what was said of it.
 
     ``parent`` is the uid of the first parent, ``edges`` are the further ones. ``branch`` is the one that moves to the state, if any.
     ``created_at`` may be left out: it is then the moment at which the state is recorded.
@@ -127,7 +127,7 @@ class State:
 
     @property
     def facts(self) -> StateFacts:
-        """What to record elsewhere of this state; no branch is moved to it there."""
+        """The facts of this state for recording it elsewhere; no branch is moved to it there."""
         return StateFacts(
             uid=self.uid,
             parent=self.parents[0] if len(self.parents) > len(self.edges) else None,
@@ -151,7 +151,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class NewState:
-    """What ``record`` takes: the facts of a state, and what has become of its bytes. The branch moves from the first parent to it.
+    """A state for ``record``: its facts, and what has become of its bytes. The branch moves from the first parent to it.
 
     ``tier`` and ``node`` are where its bytes are, if they are anywhere.
     """

@@ -93,7 +93,7 @@ class Link(ABC):
 
         Cancelling the task does not stop the transfer: ``abort`` the link before the memory is used for anything else.
 
-        :raises PeerFault: the message is longer. A shorter one may leave the rest as it was: whoever counts on it checks a digest.
+        :raises PeerFault: the message is longer. A shorter one may leave the rest as it was, so its user checks a digest.
         :raises Disconnected: the peer is gone, or the link was aborted.
         """
 

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
     """Start a coroutine on the loop.
 
-    The future is done when the coroutine has *ended*: ``cancel`` asks it to end, and whoever waits for the future then waits until
+    The future is done when the coroutine has *ended*: ``cancel`` asks it to end, and a caller that waits for the future then waits until
     nothing of it runs any more.
 
     :raises Closed: the process is ending.

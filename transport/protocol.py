@@ -298,7 +298,7 @@ class Release(Struct, frozen=True, tag=True):
 class Digests(Struct, frozen=True, tag=True):
     """The BLAKE3 of chunks of a state that is held open under ``handle`` -> bytes, 32 for each. Either side may ask it.
 
-    Of a chunk that is damaged there, 32 zeros are told."""
+    For a chunk that is damaged there, the peer tells 32 zeros."""
 
     handle: _Id
     indexes: Annotated[tuple[_Id, ...], Meta(min_length=1, max_length=DIGESTS)]
@@ -350,7 +350,7 @@ class Failed(Struct, frozen=True, tag=True):
 class Want(Struct, frozen=True, tag=True):
     """Send a chunk of a pinned state as messages of ``pieces`` bytes on ``tag``, ``tag + 1``, …: they are waited for already.
 
-    ``generation`` counts how often the data plane was reset: who sees a later one than its own resets its end first.
+    ``generation`` counts how often the data plane was reset: an end that sees a later one than its own resets itself first.
     """
 
     handle: _Id
@@ -418,7 +418,7 @@ def encode(message: Message) -> bytes:
 def decode(body: bytes | memoryview, *, peer: str) -> Message:
     """The message in a frame's body.
 
-    :raises PeerFault: it is none, or a field is out of bounds.
+    :raises PeerFault: it is not a message, or a field is out of bounds.
     """
     try:
         message: Message = _decoder.decode(body)

@@ -36,7 +36,7 @@ def list_runs(
 
 @routes.add("GET", "/runs/{uid}", scope=Scope.READ, returns=Run)
 def run_detail(served: Chosen, request: Request, uid: RunUid) -> Response:
-    """One process that tracked: where, by whom, with which code and configuration."""
+    """One process that tracked: its host and user, its code and configuration."""
     with served.reading() as session:
         run = runs.get(session, uid)
     return reply(run, request=request, etag=True)

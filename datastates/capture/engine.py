@@ -9,12 +9,12 @@ Rules:
 - A state that was cloned from a peer is a line of its own whose head it is, until it leaves memory; at closing it is written
   only when a ref names it.
 - A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named by a ref.
-- Whoever waits for room waits for captures in flight (the heads that they follow may leave then) and for writes under way.
+- A capture that waits for room waits for captures in flight (the heads that they follow may leave then) and for writes under way.
   When neither is left, memory holds less than two states for each line: then clones are written, whose room is free for
   good afterwards. Then the head of the line that captures gives way unwritten, as long as its cadence would not write it
   now, and what the line wrote last is durable. Else what is not durable is written, oldest first.
 - Not more than ``most_held`` states stay in memory that may leave it: those that share all their bytes cost something, too.
-- Waiting always ends: when all that is held has failed to be written, whoever waits is refused. What failed is tried
+- Waiting always ends: when all that is held has failed to be written, the waiting capture is refused. What failed is tried
   again for room ``RETRY_S`` later.
 """
 
@@ -377,7 +377,7 @@ class Engine:
         return uid not in self._queue and uid not in held
 
     def _is_writing_since(self, since: float) -> bool:
-        """Whether something is on its way to disk that may get there, for all that whoever waits since then has seen."""
+        """Whether something may still reach the disk, as far as a caller that has waited since then can know."""
         return any(uid is not None and not self._has_failed(uid, since) for uid in (self._writing, *self._queue))
 
     def _has_failed(self, uid: str, since: float) -> bool:

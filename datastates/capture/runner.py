@@ -295,7 +295,7 @@ class Runner:
         return self._is_abandoned
 
     def errors(self) -> list[Exception]:
-        """What failed on lines of trackers, and none of these has raised. A clone's failure was logged: nobody asks for it."""
+        """The errors on lines of trackers that none of these has raised. A clone's failure was logged: nobody asks for it."""
         return self._register.errors()
 
     def close(self) -> None:

@@ -88,7 +88,7 @@ class Tripwire:
         return Armed(self.versions(), [group.sample() for group in self._groups])
 
     def versions(self) -> list[int]:
-        """The versions of the guarded tensors as they are; to be read before a fence lets go whoever changes them next."""
+        """The versions of the guarded tensors as they are; to be read before a fence lets the next change happen."""
         return [*map(_VERSION, self._tensors)]
 
     def tripped(self, armed: Armed, versions: Sequence[int], slots: Sequence[int], arena: torch.Tensor) -> list[str]:

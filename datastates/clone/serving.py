@@ -55,7 +55,7 @@ _VERSION = version("datastates")  # found now: a process that forks while a thre
 
 class StateSource:
     """An open reader, as a source: the state stays pinned until it is closed, or its memory is wanted back; then it is read on from
-    ``local``, if that has it. Its bytes are checked by who receives them."""
+    ``local``, if that has it. The receiver checks its bytes."""
 
     def __init__(self, reader: Reader, local: Tier | None = None) -> None:
         self._reader, self._local = reader, local

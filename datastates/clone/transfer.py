@@ -52,7 +52,7 @@ def _peer(value: object, what: str) -> object:
 class Transfer:
     """A clone or a push under way. ``wait`` and ``await`` finish it, on the thread that calls them.
 
-    Live objects are written at the very end by whoever waits, who must be the thread that owns them; with ``atomic=False`` they
+    Live objects are written at the very end by the thread that waits, which must be the one that owns them; with ``atomic=False`` they
     are written all the time, and must be left alone until then. ``bytes_done`` and ``bytes_total`` may be read at any time.
 
     One that was begun as ``resumable`` keeps what came when it fails, for ``resume``, until it is closed: use it as a context manager.

@@ -106,7 +106,7 @@ def encoder_of(kind: type[Any]) -> Encoder | None:
 def encoder_named(name: str) -> Encoder:
     """The encoder registered under this name.
 
-    :raises InvalidInput: there is none in this process.
+    :raises InvalidInput: this process has no such encoder.
     """
     try:
         return _BY_NAME[name]

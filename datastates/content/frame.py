@@ -56,7 +56,7 @@ def frame(version: int, body: bytes) -> bytes:
 
 
 def unframed(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, *, source: str) -> _T:
-    """What ``decoder`` makes of the body, once the frame was checked; ``source`` says in errors where it was read.
+    """The body as ``decoder`` reads it, once the frame was checked; ``source`` says in errors where it was read.
 
     :raises Corrupt: a byte is wrong or missing.
     :raises Unavailable: it is whole, but of a version that this code does not know.

@@ -83,7 +83,7 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """``strides`` themselves where they are dense, else the packed ones with the same order of dimensions."""
+    """``strides`` themselves if they are dense, otherwise the packed ones with the same order of dimensions."""
     stored, _ = _stored(shape, strides)
     if 0 in shape or _fills(stored, strides):
         return tuple(strides)

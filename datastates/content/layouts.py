@@ -28,7 +28,7 @@ Parts = tuple[tuple[Any, ...], tuple[object, ...]]
 
 
 def decompose(tensor: torch.Tensor) -> torch.Tensor | Parts:
-    """The tensor itself where it is a plain strided one, else the parts that it is made of.
+    """The tensor itself if it is a plain strided one, otherwise the parts that it is made of.
 
     :raises Unencodable: it has no bytes, or is of a layout that has no parts.
     """

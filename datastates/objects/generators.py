@@ -16,7 +16,7 @@ __all__ = ["is_generator", "kind_of", "load_generator", "python_state", "set_pyt
 
 
 def is_generator(found: object) -> bool:
-    """Whether ``found`` is a generator whose draws can be repeated; one of the operating system's is none."""
+    """Whether ``found`` is a generator whose draws can be repeated; one of the operating system's cannot be."""
     if isinstance(found, torch.Generator):
         return True
     if isinstance(found, random.Random):

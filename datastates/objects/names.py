@@ -96,7 +96,7 @@ def positional_name(group: int, position: int) -> str:
 
 
 def _inner_of(module: nn.Module) -> str | None:
-    """Under which name a wrapper holds what it wraps; None for a module that is none."""
+    """The name under which a wrapper holds what it wraps; None for a module that is not a wrapper."""
     for home, kind, inner in _WRAPPERS:
         wrapper = getattr(sys.modules.get(home), kind, None)
         if wrapper is not None and isinstance(module, wrapper) and module._modules.get(inner) is not None:

@@ -50,7 +50,7 @@ class Mismatch:
 class RestoreReport:
     """The result of a restore, by path. ``bool(report)`` says whether everything that was asked for was restored as it is.
 
-    ``missing`` the objects have and the state has not; ``unexpected`` the other way round; ``mismatched`` fits neither in
+    ``missing``: the objects have it and the state does not; ``unexpected``: the other way round; ``mismatched`` fits neither in
     shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was not asked for. ``values``
     are those that no restore can change in the caller (numbers, text, tuples): by name, for the caller to take over.
     """

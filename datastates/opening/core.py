@@ -1,6 +1,6 @@
-"""What every part of the package works with once a repository is open: its lineage, its tiers, and the threads behind captures.
+"""``Core`` is what every part of the package works with once a repository is open: its lineage, its tiers, and the threads behind captures.
 
-``Repository`` is the door that users come through; whoever helps it takes a ``Core``.
+``Repository`` is the door that users come through; its helpers take a ``Core``.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Training(Protocol):
 
 
 class Server(Protocol):
-    """What serves this repository."""
+    """A server of this repository."""
 
     def close(self) -> None:
         """End it; idempotent."""
 
 
 class Core:
-    """An open repository without its door. Safe from any thread, but for ``close``, which belongs to whoever opened it.
+    """An open repository without its door. Safe from any thread, but for ``close``, which belongs to its opener.
 
     ``database`` and ``tiers`` are there from the start. What captures and arrivals need besides is made by ``engage``; until then
     ``engaged``, ``memory``, ``arena``, ``running`` and ``run_uid`` are None.
@@ -152,7 +152,7 @@ class Core:
 
     @property
     def memory(self) -> MemoryTier | None:
-        """What this process holds in memory, if something was captured or has arrived."""
+        """The states that this process holds in memory, if something was captured or has arrived."""
         return self.tiers.captured
 
     @property
@@ -200,7 +200,7 @@ class Core:
             return revision.resolve(session, values.revision(rev))
 
     def seal(self, uid: str, seal: str) -> None:
-        """What a state was found to hold is what it holds from now on, as far as the lineage may be written.
+        """Record what a state was found to hold, as far as the lineage may be written: it holds that from now on.
 
         :raises Corrupt: it held something else before.
         """
@@ -310,13 +310,13 @@ class Opened(Protocol):
 
     @property
     def core(self) -> Core:
-        """What stands behind it."""
+        """The core behind it."""
 
 
 def core_of(value: object, what: str = "repo") -> Core:
-    """What stands behind a repository that a user gave.
+    """The core behind a repository that a user gave.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: it is not a repository.
     """
     core = None if isinstance(value, type) else getattr(value, "core", None)
     if not isinstance(core, Core):

@@ -91,7 +91,7 @@ def check_whole(location: Location) -> None:
 def discover(directory: Path, environ: Mapping[str, str] | None = None) -> str:
     """The repository that is meant in ``directory`` when none is named.
 
-    ``DATASTATES_REPO``, else the nearest of the directory and its parents that is a repository, else ``runs`` in it.
+    ``DATASTATES_REPO``, or the nearest of the directory and its parents that is a repository, or ``runs`` in it.
     """
     named = (os.environ if environ is None else environ).get("DATASTATES_REPO")
     if named:

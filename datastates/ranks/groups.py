@@ -108,7 +108,7 @@ class SoloGroup(_Broadcasting, meeting.SoloGroup):
 
 
 class MPIGroup(_Broadcasting, meeting.MPIGroup):
-    """The ranks of an MPI communicator, ``COMM_WORLD`` unless told; making one is collective.
+    """The ranks of an MPI communicator, ``COMM_WORLD`` by default; making one is collective.
 
     :raises Unsupported: mpi4py is not installed.
     """

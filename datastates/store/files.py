@@ -58,7 +58,7 @@ def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[N
     """Hold the folder's lock, against other threads and processes: shared to commit or open, exclusive to remove.
 
     The lock of a file that another user made needs no right to write it. Without ``is_needed`` a lock that cannot be had is done
-    without: to read where one may not write. What a reader then loses to whoever removes it is noticed by its digests.
+    without: to read where one may not write. If somebody removes what it reads, the reader notices by the digests.
 
     :raises PermissionError: the lock's file cannot be opened.
     """

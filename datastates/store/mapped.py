@@ -33,7 +33,7 @@ _KEPT = 2  # chunks that were read last: tensors that follow each other share th
 class MappedReader(Reader):
     """A state on disk, opened. Its packs are opened when it is made, so that it outlives their removal.
 
-    Of a pack that is missing or damaged nothing is said before a chunk of it is asked for: what lies elsewhere can be read.
+    A missing or damaged pack is no error before one of its chunks is asked for: chunks in other packs can be read.
     """
 
     is_waited_for = True
@@ -71,7 +71,7 @@ class MappedReader(Reader):
     def span(self, start: int, length: int) -> memoryview | None:
         """A private, writable mapping where the chunks follow each other in one pack; it stays when the reader is closed.
 
-        Whoever looks at it after the file was cut short is ended by the kernel.
+        The kernel ends a process that looks at it after the file was cut short.
         """
         self._check_open()
         touched = self.chunks_of(start, length)

@@ -181,7 +181,7 @@ def _check_same(here: dict[str, str], states: Iterable[State]) -> dict[str, str]
 
 
 def _new(state: State, here: dict[str, str], *, status: Status) -> NewState:
-    """What is told of it here: without those parents that are not here, without a run, and without a branch."""
+    """The record of it here: without those parents that are not here, without a run, and without a branch."""
     facts = state.facts
     facts = replace(
         facts,

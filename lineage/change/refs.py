@@ -91,7 +91,7 @@ def delete(session: Session, name: str, *, reason: str = "delete") -> Ref:
 def get(session: Session, name: str) -> Ref:
     """The ref of this name.
 
-    :raises NotFound: there is none; names the nearest.
+    :raises NotFound: there is no such ref; names the nearest.
     """
     row = session.execute(_REFS.where(_ref.c.name == bindparam("ref")), {"ref": values.text(name, "the name of a branch or a tag")}).first()
     if row is None:

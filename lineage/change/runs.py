@@ -67,7 +67,7 @@ def start(session: Session, run: Run) -> None:
 
 
 def finish(session: Session, uid: str, finished_at: datetime | None = None) -> None:
-    """Record that a process stopped tracking, now unless told otherwise; a run that has finished keeps its time.
+    """Record that a process stopped tracking, by default now; a run that has finished keeps its time.
 
     :raises NotFound: there is no such run.
     """
@@ -78,7 +78,7 @@ def finish(session: Session, uid: str, finished_at: datetime | None = None) -> N
 def get(session: Session, uid: str) -> Run:
     """The run of this uid.
 
-    :raises NotFound: there is none.
+    :raises NotFound: there is no such run.
     """
     row = session.execute(select(_run).where(_run.c.uid == uid)).first()
     if row is None:

@@ -329,7 +329,7 @@ def _value(field: _Named, token: Token) -> Value:
 
 
 def _number(token: Token) -> int | float:
-    """An int where 64 bits hold it, else the nearest float."""
+    """An int if 64 bits hold it, otherwise the nearest float."""
     digits = token.lstrip("+-")
     whole = int(token) if digits.isdecimal() and len(digits) <= 20 else None
     return float(token) if whole is None or not -(2**63) <= whole < 2**64 else whole

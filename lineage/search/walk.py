@@ -245,7 +245,7 @@ def is_ancestor(session: Session, a: str, b: str) -> bool:
 def merge_base(session: Session, a: str, b: str) -> State | None:
     """The newest state that both are or descend from, through any parent; None when their histories never meet.
 
-    O(log n) where no state has further parents, else what lies above the answer is read.
+    O(log n) if no state has further parents; otherwise everything above the answer is read.
     """
     one, other = _place(session, a), _place(session, b)
     if _has_edges(session):
@@ -256,7 +256,7 @@ def merge_base(session: Session, a: str, b: str) -> State | None:
 
 
 def nearest_restorable(session: Session, uid: str) -> State | None:
-    """The state itself when its bytes are somewhere, else the newest such state along first parents; or None."""
+    """The state itself if its bytes are somewhere, otherwise the newest such state along first parents; or None."""
     found = session.execute(_RESTORABLE, {"start": id_of(session, uid)}).scalar()
     return None if found is None else states(session, [int(found)])[0]
 

@@ -1,6 +1,6 @@
 """The events of all refs, in the order of their ids, for readers that must miss nothing.
 
-On SQLite ids rise with commits. On PostgreSQL they are drawn before the commit: who has seen 7 may find a 6 committed later.
+On SQLite ids rise with commits. On PostgreSQL they are drawn before the commit: a reader that has seen 7 may find a 6 committed later.
 ``read`` therefore stops at a hole among the ids until every transaction that may still fill it has ended. Those are the ones
 that hold the lock which PostgreSQL gives a writer of the table before it draws an id, and takes back after its commit.
 """

@@ -1,6 +1,6 @@
 """States as HTML for notebooks: one state, a table of many, and a small graph. Pure functions.
 
-What others wrote (names, messages, keys) is escaped here and nowhere else. Text takes the notebook's own colour, lines are of
+Text that others wrote (names, messages, keys) is escaped here and nowhere else. Text takes the notebook's own colour, lines are of
 middling lightness, so that both look right on light and on dark.
 """
 

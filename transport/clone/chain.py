@@ -204,9 +204,9 @@ class Chains:
         self._chains: dict[str, _Chain] = {}
 
     def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
-        """A receiver comes to the end of the line, or asks again from its place in it: whom it is to ask; None: this server.
+        """Put a receiver at the end of the line, or let it ask again from its place. Returns whom it is to ask; None: this server.
 
-        ``failed`` did not answer it and leave the line. Nobody is sent to one who waits for him.
+        ``failed`` did not answer it and leave the line. No receiver is sent to one that waits for it.
         """
         chain = self._chains.get(uid)
         if chain is None:

@@ -101,7 +101,7 @@ async def fetch(
 
     :param late: Feeds that are still being connected; each must come or fail in time by itself. They are cancelled when they are no
         longer needed.
-    :param origin: Who says what the chunks of the state are, whoever brings them. Unless it is given: the first of ``feeds``, and when that
+    :param origin: It says what the chunks of the state are, whichever feed brings them. By default the first of ``feeds``, and when that
         fails the next one.
     :param window: How many chunks each feed has under way.
     :param timeout_s: For how long the sink may have no room while nothing is under way. That a peer is silent its feed finds out.

@@ -72,7 +72,7 @@ class Forwarder:
         return self
 
     async def fetch(self, sink: Sink, *, timeout_s: float, on_progress: Callable[[int, int], None] | None) -> Fetched:
-        """Fill ``sink`` from the one ahead; when he fails, from whom the source names next, and from the source itself in the end."""
+        """Fill ``sink`` from the receiver ahead, or from the next one when it fails, and in the end from the source itself."""
         relay = Relay(self.manifest, sink)
         self._store.relay.set_result(relay)
         counted = _Counted(sum(sink.lengths[index] for index in sink.missing()), on_progress)
@@ -219,7 +219,7 @@ def _own_url(transport: Transport, session: Session) -> str:
 
 
 class _Counted:
-    """Progress over several attempts, and what came from whom."""
+    """Progress over several attempts, and how much came from which source."""
 
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self._total, self._on_progress = total, on_progress

@@ -81,7 +81,7 @@ class SoloGroup(Group):
 
 
 class MPIGroup(Group):
-    """The ranks of an MPI communicator, ``COMM_WORLD`` unless told; making one is collective.
+    """The ranks of an MPI communicator, ``COMM_WORLD`` by default; making one is collective.
 
     It talks on a duplicate of the communicator, so that it never takes a message of the program's own. A rank that waits
     sleeps between looks: MPI's blocking calls burn the core that a transfer of the same process may need.

@@ -55,7 +55,7 @@ async def greet(channel: Channel, ready: Ready, *, token: bytes, timeout_s: floa
     """The client's side: an authenticated channel, and what the server says of itself.
 
     :raises Unauthorized: one side does not know the other's token.
-    :raises PeerFault: nobody who speaks this protocol and version is there.
+    :raises PeerFault: the other end does not speak this protocol and version.
     :raises Disconnected: it did not finish in time.
     """
     return await _bounded(channel, timeout_s, _greet(channel, ready, token))

@@ -36,7 +36,7 @@ _logger.addFilter(Seldom())
 
 @dataclass(slots=True)
 class Sent:
-    """What has left this process: by all sessions that share it. ``states`` counts bytes by uid, ``recalled`` those whose
+    """The bytes that left this process by all sessions that share it. ``states`` counts bytes by uid, ``recalled`` those whose
     memory was wanted back while a peer held them open."""
 
     bytes: int = 0

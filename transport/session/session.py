@@ -4,7 +4,7 @@
     pulse      tells that this side is alive, and ends the session when the other is not, or lets nothing move
     a task for each question of the peer and each chunk on its way out
 
-However a session ends, its link is aborted before anybody who waits hears of it; then its sources are closed, and no task is left.
+However a session ends, its link is aborted before any waiting caller hears of it; then its sources are closed, and no task is left.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Session:
         await self._ended.wait()
 
     async def close(self, reason: str = "it was closed") -> None:
-        """End it and tell the peer; idempotent. Whoever waits for anything on it gets ``Closed``."""
+        """End it and tell the peer; idempotent. Callers that wait for anything on it get ``Closed``."""
         self._fall(Closed(f"the connection to {self.peer} is over: {reason}"), farewell=reason)
         await self._ended.wait()
 

@@ -28,7 +28,7 @@ class Door:
         return self.admission.refused + self.admission.displaced + self.late + self.unproved
 
     def let_in(self, address: str, connection: socket.socket) -> Arrival | None:
-        """A place for a connection; None, and it is closed, where there is none."""
+        """A place for a connection; if there is none, the connection is closed, and None returned."""
 
         def end() -> None:  # whoever waits on it, in whatever layer, hears of it and closes it
             with suppress(OSError):

@@ -1,7 +1,7 @@
 """A session's end of the data plane: a link made on first use, and given up as a whole when buffers must be had back.
 
 Both ends must give up theirs, or what is sent over the old one hangs and breaks the new one: each reset begins a *generation*, which
-travels with what is asked for, and who hears of a later one follows.
+travels with what is asked for, and an end that hears of a later one follows.
 
 Where an end is, its peer is told in the first frame or when it is first needed, and again whenever it has moved: what moves bytes may
 be a process of its own, which may die and be started anew.

@@ -247,7 +247,7 @@ async def _first_word(connection: socket.socket, is_tls: bool) -> bytes:
 
 
 async def _peek(connection: socket.socket, count: int) -> bytes:
-    """So many bytes, which stay unread, as soon as all of them are there; fewer when the connection is closed before."""
+    """Bytes that stay unread, as soon as all of them are there; fewer when the connection is closed before."""
     loop = asyncio.get_running_loop()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)  # the kernel calls it readable then, and not before
     readable = asyncio.Event()

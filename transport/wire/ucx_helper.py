@@ -2,7 +2,7 @@
 
 OUT, IN and SOCKET are descriptors.
 
-Whoever reaches UCX's TCP port may write to any address of the process that opened it, and a bad address of a peer ends it. So this one
+Anyone who reaches UCX's TCP port may write to any address of the process that opened it, and a bad address of a peer ends it. So this one
 holds nothing worth having: no secret, no file, no memory but what is on its way. It is single-threaded: it waits for UCX and for orders at
 once, and reports everything that has ended by then in one go.
 """

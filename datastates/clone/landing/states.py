@@ -25,7 +25,7 @@ _Key = tuple[bytes, int]
 class StateSink:
     """Receives a state into ``memory``. To be made, adopted and abandoned on any thread but the loop's: they may wait.
 
-    ``acquire`` gives so many slots of ``arena``; it waits for room as a capture does, or raises OverBudget. ``party`` is whoever the
+    ``acquire`` gives slots of ``arena``; it waits for room as a capture does, or raises OverBudget. ``party`` is whoever the
     state comes from. Chunks in memory that are ours, or came from the same party, are used in place, and stay here; those that one
     of ``relatives`` (uids of states that are ours or the party's) has in ``local`` are read from there. Each other distinct chunk is
     asked for once.

@@ -60,7 +60,7 @@ class Pool:
 def check_executor(executor: object) -> Executor:
     """The executor itself, if variants may be trained by it.
 
-    :raises InvalidInput: it is none, or its workers would share random number generators, or this process's connections.
+    :raises InvalidInput: it is not an executor, or its workers would share random number generators, or this process's connections.
     """
     if not isinstance(executor, Executor):
         raise InvalidInput(

@@ -142,7 +142,7 @@ class _Near:
         self.source: str | None = None
 
     def fetch(self, state: State) -> None:
-        """Own memory, else a peer's, else the disk: that one is read by the restore itself."""
+        """Take the state from our own memory, or a peer's, or the disk: that one is read by the restore itself."""
         if record.is_in_memory(self._repository, state.uid):
             self.source = "memory"
             return
@@ -161,7 +161,7 @@ class _Near:
 
 @contextmanager
 def _claimed(repository: Repository, assignment: Assignment, check: Callable[[], None]) -> Iterator[None]:
-    """Alone on the variant. Whoever was told to train it by an explorer that died is waited for: it stops at its next epoch.
+    """Hold the variant's claim. A worker whose explorer died is waited for: it stops at its next epoch.
 
     :raises Conflict: it did not.
     """
