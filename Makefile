@@ -2,20 +2,25 @@
 PYTHON ?= python3
 BENCHMARK ?=
 
-.PHONY: help test demo bench ui docs format clean
+.PHONY: help test test-all demo bench ui docs format clean
 
 help:
-	@echo "make test    set up, then run the whole gate: format, lint, types, imports, tests"
-	@echo "make demo    set up, then run the main job: train, fork, resume and prove (under 2 minutes)"
-	@echo "make ui      set up, then build the page into api/static"
-	@echo "make docs    set up, then build the site of the documents into site/"
-	@echo "make bench   set up, then run every benchmark, or BENCHMARK=lineage only"
-	@echo "make format  format the code and fix what ruff can fix"
-	@echo "make clean   remove .venv, caches and what was built"
+	@echo "make test     set up, then run the gate: format, lint, types, imports, page, tests with a fifth of the generated cases"
+	@echo "make test-all the same with every case, every executor and example, and random cases besides"
+	@echo "make demo     set up, then run the main job: train, fork, resume and prove (under 2 minutes)"
+	@echo "make ui       set up, then build the page into api/static"
+	@echo "make docs     set up, then build the site of the documents into site/"
+	@echo "make bench    set up, then run every benchmark, or BENCHMARK=lineage only"
+	@echo "make format   format the code and fix what ruff can fix"
+	@echo "make clean    remove .venv, caches and what was built"
 
 test:
 	@PYTHON="$(PYTHON)" scripts/setup dev
 	@scripts/gate
+
+test-all:
+	@PYTHON="$(PYTHON)" scripts/setup dev
+	@DATASTATES_THOROUGH=1 scripts/gate
 
 demo:
 	@PYTHON="$(PYTHON)" scripts/setup demo

@@ -25,6 +25,7 @@ from sqlalchemy import make_url
 from datastates.lineage import Database
 from datastates.lineage.migrations import HEAD
 from datastates.lineage.schema import Base
+from tests.support import effort
 
 try:
     import psycopg
@@ -32,21 +33,51 @@ except ImportError:
     psycopg = None  # type: ignore[assignment] # an optional package: without it, what needs a server is skipped
 
 # A shared machine is no stop-watch.
-settings.register_profile("datastates", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("datastates")
+for _profile, _count in (("all", 100), ("gate", 100 // effort.PARTS)):
+    settings.register_profile(_profile, max_examples=_count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("all" if effort.IS_THOROUGH else "gate")
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
     """Let a person look into a test run that hangs. What is imported is there to stay: no garbage is looked for meanwhile."""
+    if config.getoption("hypothesis_seed") is None:
+        config.option.hypothesis_seed = effort.SEED
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, all_threads=True)
     gc.disable()
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: where several processes take a file each, none is left alone with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    groups = config.stash[effort.GROUPS] = [group_of(item) for item in items]
+    if not effort.IS_THOROUGH and not any("::" in word for word in config.args):  # whoever names a test gets it
+        chosen = effort.in_turn(groups)
+        config.hook.pytest_deselected(items=[item for item, is_chosen in zip(items, chosen, strict=True) if not is_chosen])
+        items[:] = [item for item, is_chosen in zip(items, chosen, strict=True) if is_chosen]
+
+
+def group_of(item: pytest.Item) -> str | None:
+    """Within which a test takes turns: the marker's, or the cases of one test; None for a test that runs always."""
+    marker = item.get_closest_marker("in_turn")
+    if marker is None:
+        return None
+    return str(marker.args[0]) if marker.args else item.nodeid.partition("[")[0]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Say what is tried and how to try it again, before anything can hang."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:  # processes that run tests for another one have none
+        reporter.write_line(effort.said())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """Say it again below what failed."""
+    if exitstatus:
+        terminalreporter.write_line(effort.said())
 
 
 def pytest_collection_finish() -> None:

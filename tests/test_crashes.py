@@ -20,7 +20,7 @@ from datastates.lineage.search.holders import replicas_of
 from datastates.store.naming import packs_of
 from datastates.store.pack import payload_bytes
 from datastates.testing import fail_at
-from tests.support.effort import effort
+from tests.support.effort import seeds
 from tests.support.forge import Forge, Job, forge
 from tests.support.training import begin, capture, digest, make
 
@@ -118,7 +118,7 @@ def _check_listed(repo: Repository, folder: Path, facts: Facts) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(effort(60, 20) // KILLS_OF_A_FOLDER))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_nothing_that_was_reported_is_missing_after_a_kill(smith: Forge, tmp_path: Path, seed: int) -> None:
     choose = random.Random(seed)
     facts, refs = Facts(), dict[str, str]()

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -64,6 +65,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             new.write_bytes(old.read_bytes())
             new.chmod(old.stat().st_mode)
+    if subprocess.run([sys.executable, ROOT / "scripts" / "ui", "is-built"], check=False).returncode == 0:
+        shutil.copytree(ROOT / "api" / "static", folder / "api" / "static")  # the gate has built it, which is often enough
     return folder
 
 
@@ -156,6 +159,7 @@ def test_links_lead_to_the_folders() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("packaging")
 def test_wheel_holds_exactly_the_listed_packages_and_their_data(built: tuple[Path, Path], source: Path) -> None:
     names = files_of(built[1])
 
@@ -174,6 +178,7 @@ def test_wheel_holds_exactly_the_listed_packages_and_their_data(built: tuple[Pat
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("packaging")
 def test_wheel_carries_the_page_and_the_page_is_small(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as archive:
         page = {info.filename: info for info in archive.infolist() if info.filename.startswith("datastates/api/static/")}
@@ -188,6 +193,7 @@ def test_wheel_carries_the_page_and_the_page_is_small(built: tuple[Path, Path]) 
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("packaging")
 def test_wheel_from_the_tree_equals_the_one_from_the_sdist(built: tuple[Path, Path], source: Path, tmp_path: Path) -> None:
     build(source, tmp_path, "--wheel")
     (wheel,) = tmp_path.glob("*.whl")
@@ -197,6 +203,18 @@ def test_wheel_from_the_tree_equals_the_one_from_the_sdist(built: tuple[Path, Pa
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("packaging")
+def test_the_page_is_built_where_it_is_not(source: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(source, bare, symlinks=True, ignore=shutil.ignore_patterns("static"))
+    build(bare, tmp_path, "--wheel")
+    (wheel,) = tmp_path.glob("*.whl")
+
+    assert "datastates/api/static/index.html" in files_of(wheel)
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("packaging")
 def test_sdist_holds_what_the_gate_needs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -216,6 +234,7 @@ def test_sdist_holds_what_the_gate_needs(built: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("packaging")
 def test_license_travels_with_the_wheel(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as archive:
         metadata = next(archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -224,6 +243,7 @@ def test_license_travels_with_the_wheel(built: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("packaging")
 def test_installed_wheel_imports_from_where_it_is_installed(python: Path, tmp_path: Path) -> None:
     code = (
         "import json, importlib.util as u, datastates, datastates.lineage, datastates.transport, datastates.api;"
@@ -238,6 +258,7 @@ def test_installed_wheel_imports_from_where_it_is_installed(python: Path, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("packaging")
 def test_installed_terminal_works(python: Path, tmp_path: Path) -> None:
     script = python.parent / "datastates"
 
@@ -249,6 +270,7 @@ def test_installed_terminal_works(python: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("packaging")
 def test_installed_wheel_serves_the_page(python: Path, tmp_path: Path) -> None:
     script = python.parent / "datastates"
     run(script, "--repo", "runs", "init", cwd=tmp_path)

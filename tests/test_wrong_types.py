@@ -24,6 +24,7 @@ from torch import nn
 
 import datastates
 from datastates import Config, DatastatesError, PermutationSampler, Repository, Tracker
+from tests.support.effort import examples
 
 QUIET = Config(memory_bytes=128 << 20, durable_interval_s=None)
 
@@ -371,7 +372,7 @@ def test_a_wrong_argument_is_refused_by_an_error_of_ours(world: World, name: str
     assert not failures, "\n".join([f"{len(failures)} of {name}:", *failures])
 
 
-@settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_wrong_arguments_of_any_kind_are_refused_together(world: World, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(set(CASES) - {"open"})))

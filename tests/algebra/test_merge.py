@@ -18,6 +18,7 @@ import datastates
 from datastates import Config, Conflict, Corrupt, InvalidInput, OverBudget, Repository, State, Status, Unavailable, Unsupported
 from datastates.algebra.recipes import Method, Recipe, combine
 from datastates.lineage.states import Edge, EdgeKind
+from tests.support.effort import examples
 
 MIB = 1 << 20
 Tree = Mapping[str, torch.Tensor]
@@ -183,7 +184,7 @@ def test_ties_trims_elects_and_averages(repo: Repository, density: float) -> Non
 finite = st.floats(-100, 100, width=32)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), count=st.integers(2, 4), size=st.integers(1, 12), density=st.sampled_from([0.05, 0.4, 1.0]))
 def test_ties_of_any_numbers(data: st.DataObject, count: int, size: int, density: float) -> None:
     rows = data.draw(st.lists(st.lists(finite, min_size=size, max_size=size), min_size=count + 1, max_size=count + 1))
@@ -206,7 +207,7 @@ def test_what_is_not_a_number_stays_so(repo: Repository, options: dict[str, Any]
     assert np.flatnonzero(np.isnan(found)).tolist() == [7]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), count=st.integers(2, 5), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
 def test_a_mean_lies_among_its_parts_and_knows_no_order_of_pieces(data: st.DataObject, count: int, dtype: torch.dtype) -> None:
     rows = data.draw(st.lists(st.lists(finite, min_size=5, max_size=5), min_size=count, max_size=count))

@@ -28,6 +28,7 @@ from datastates.export.tensors import export, plan_export
 from datastates.lineage.change import record
 from tests.api.conftest import BASE, NAME, READ
 from tests.api.live import live
+from tests.support.effort import examples
 
 MIB = 1 << 20
 
@@ -126,7 +127,7 @@ def test_head_says_the_size_and_sends_nothing(served: str, client: httpx.Client,
 def test_every_range_is_that_part_of_the_file(odd_repo: Repository, whole: bytes) -> None:
     state = odd_repo.state("main")
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, len(whole) - 1), st.one_of(st.integers(1, 300), st.integers(1, len(whole))))
     def check(start: int, count: int) -> None:
         with odd_repo.core.open_payload(state) as reader:

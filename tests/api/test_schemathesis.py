@@ -20,6 +20,7 @@ import datastates
 from datastates import Repository
 from datastates.api.app import API, create_app
 from tests.api.conftest import ADMIN, NAME, TOKENS
+from tests.support.effort import examples
 
 # Revisions and searches have grammars of their own, which no JSON schema can say: what fits the schema may well be refused.
 EXCLUDED = [positive_data_acceptance]
@@ -97,7 +98,11 @@ def test_an_operation_is_as_the_document_says(
     operation = schema[path][method.upper()]
 
     @settings(
-        max_examples=25, deadline=None, database=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=examples(25),
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
     @given(operation.as_strategy(generation_mode=mode), st.integers(0, 2**32))
     def check(case: Case[Any], number: int) -> None:

@@ -30,6 +30,7 @@ from datastates.capture.engine import (
 from datastates.config import BackPressure
 from datastates.errors import InvalidInput
 from datastates.policy.cadence import Cadence
+from tests.support.effort import examples
 
 NEVER = Cadence(every=None, interval_s=None)
 WAIT, DROP, SKIP = BackPressure.WAIT, BackPressure.DROP_OLDEST, BackPressure.SKIP
@@ -532,5 +533,5 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+    max_examples=examples(150), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
 )

@@ -15,6 +15,7 @@ from datastates.content.geometry import is_dense
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.content.tree import flatten
 from datastates.store.arena import Arena
+from tests.support.effort import examples
 from tests.support.strategies import bits, random_tensor, tensors
 
 from .build import copied
@@ -47,7 +48,7 @@ def assert_comes_back(plan: Plan, sources: list[torch.Tensor], arena: Arena, sta
 
 
 @given(st.lists(tensors(), max_size=6), st.sets(st.integers(0, 5)), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_tensors_come_back_from_a_copy_by_plan(
     arena: Arena, stager: Stager, sources: list[torch.Tensor], still: set[int], tie: bool
 ) -> None:
@@ -64,7 +65,7 @@ def test_any_tensors_come_back_from_a_copy_by_plan(
         max_size=4,
     )
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_large_tensors_of_mixed_types_come_back_deferred(arena: Arena, stager: Stager, sizes: list[tuple[int, torch.dtype]]) -> None:
     sources = [random_tensor(dtype, [count // dtype.itemsize], seed=count) for count, dtype in sizes]
     plan = plan_of(*sources, deferred=True)

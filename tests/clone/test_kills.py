@@ -18,7 +18,7 @@ from datastates.transport import loop
 from datastates.transport.clone.fetch import fetch
 from datastates.transport.session.session import Session
 from tests.clone.processes import AT_ONCE_S, PATIENCE_S, PIECES, Served, Start, bounded, eventually, make, pieces_of, same
-from tests.support.effort import effort
+from tests.support.effort import seeds
 from tests.support.forge import Forge, Job
 from tests.transport.stores import UID, MemorySink
 
@@ -71,7 +71,7 @@ async def clone_bytes(url: str, sinks: list[MemorySink], on_progress: Callable[[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", range(effort(9, 3)))
+@pytest.mark.parametrize("batch", seeds(9))
 def test_a_source_may_die_at_any_moment(smith: Forge, batch: int) -> None:
     """Of every chunk that was accepted each byte is right, and an error comes at once."""
     outcomes = []
@@ -94,10 +94,11 @@ def test_a_source_may_die_at_any_moment(smith: Forge, batch: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_repository_that_serves_may_die_at_any_moment(start: Start) -> None:
+@pytest.mark.parametrize("batch", seeds(5))
+def test_a_repository_that_serves_may_die_at_any_moment(start: Start, batch: int) -> None:
     """The destination is as it was, or what was cloned, or says that it is neither."""
     outcomes = []
-    for seed in range(BATCH):
+    for seed in range(batch * BATCH, (batch + 1) * BATCH):
         choose, is_atomic = random.Random(seed), seed % 2 == 0
         source, mine = start(f"source-{seed}", seed=2 + seed, chunks=CHUNKS, pace_s=0.002), make(1, CHUNKS)
         with bounded(AT_ONCE_S), killed_meanwhile(choose, CHUNKS, partial(source.signal, signal.SIGKILL)) as on_progress:
@@ -125,13 +126,13 @@ def test_receivers_may_die_at_any_moment(smith: Forge, start: Start) -> None:
     eventually(lambda: source.facts()["peers"] == "0", AT_ONCE_S)
     before = source.facts()
 
-    for first in range(0, effort(100, 30), BATCH):
+    for batch in seeds(10):
         with bounded(60), ExitStack() as stack:
             jobs = [
                 stack.enter_context(
                     mortal(smith.start("tests.clone.processes:receive_until_killed", url=source.url, seed=seed, chunks=CHUNKS))
                 )
-                for seed in range(first, first + BATCH)
+                for seed in range(batch * BATCH, (batch + 1) * BATCH)
             ]
             said = [word for job in jobs for word in job.say()]
         assert set(said) <= {"here", "cloned"}

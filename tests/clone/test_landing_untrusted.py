@@ -25,6 +25,7 @@ from datastates.objects.rng import RngState
 from datastates.store.arena import Arena
 from datastates.store.memory import MemoryTier
 from tests.support.cloning import Sent, sent
+from tests.support.effort import examples
 
 torch.set_num_threads(1)
 
@@ -185,7 +186,7 @@ def _receive(sink: ObjectsSink | StateSink) -> None:
         assert sink.accept(index)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(manifest=manifests(), atomic=st.booleans(), strict=st.booleans(), only=st.sampled_from([None, "model", "plain"]))
 def test_a_changed_manifest_is_refused_or_obeyed(manifest: Manifest, atomic: bool, strict: bool, only: str | None) -> None:
     guarded = Guarded()
@@ -202,7 +203,7 @@ def test_a_changed_manifest_is_refused_or_obeyed(manifest: Manifest, atomic: boo
     guarded.check()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(manifest=manifests())
 def test_a_changed_manifest_is_refused_or_adopted_by_the_memory_tier(manifest: Manifest) -> None:
     arena = Arena(8 * CHUNK_BYTES)

@@ -18,6 +18,7 @@ from datastates.content.encoding import encode_values
 from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
 from datastates.content.tree import decode_skeleton, decode_values, flatten, unflatten
 from datastates.errors import InvalidInput
+from tests.support.effort import examples
 
 SIZES = (0, 1, 3, 100, CHUNK_BYTES - 4, CHUNK_BYTES, CHUNK_BYTES + 1)
 """In bytes."""
@@ -40,7 +41,7 @@ def check_sound(carved: Carved) -> None:
     assert sum(carved.chunk_lengths) == sum(shard.length for spec in carved.specs for shard in spec.shards)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(kept=st.lists(tensors, min_size=1, max_size=4), dropped=st.lists(tensors, max_size=4))
 def test_what_is_left_is_a_sound_state(kept: list[tuple[int, torch.dtype, bool]], dropped: list[tuple[int, torch.dtype, bool]]) -> None:
     frozen: set[int] = set()

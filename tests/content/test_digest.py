@@ -20,6 +20,7 @@ from datastates.content.frame import decode_packs
 from datastates.content.geometry import dense_strides, rebuild
 from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, ChunkRef, Content, Manifest, Origin, PackInfo, Shard, TensorSpec
 from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unavailable
+from tests.support.effort import examples
 
 replace = msgspec.structs.replace
 PARENT = "ab" * 32
@@ -264,14 +265,14 @@ def test_an_expanded_tensor_takes_the_bytes_of_one_copy() -> None:
 @given(st.binary(max_size=80), st.integers(0, 2))
 @example(b"\xdd\xff\xff\xff\xff", 1)
 @example(b"\x91" * 5000, 1)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_bodies_made_to_harm_crash_nothing(body: bytes, version: int) -> None:
     with pytest.raises((Corrupt, Unavailable), match="the-file"):
         decode(frame(version, body), source="the-file")
 
 
 @given(st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_changed_bodies_with_right_digests_crash_nothing(data: st.DataObject) -> None:
     body = bytearray(SMALL[20:-32])
     for _ in range(data.draw(st.integers(1, 4))):
@@ -302,7 +303,7 @@ _specs = st.builds(
 
 
 @given(st.lists(_specs, max_size=3))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(1500), deadline=None)
 def test_whatever_is_accepted_can_be_built_inside_its_stream(specs: list[TensorSpec]) -> None:
     chunks = (Chunk(b"0" * 16, CHUNK_BYTES), Chunk(b"1" * 16, 64))
     content = Content(raw([0]), raw([]), raw(specs), chunks)

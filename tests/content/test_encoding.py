@@ -16,11 +16,12 @@ from datastates.content import encoding
 from datastates.content.arrays import Unencodable, describe_dtype, dtype_from
 from datastates.content.encoding import decode_values, encode_values, encoder_named, encoder_of, pack, register_encoder, unpack
 from datastates.errors import Conflict, Corrupt, InvalidInput
+from tests.support.effort import examples
 from tests.support.strategies import assert_same, scalars
 
 
 @given(scalars)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_scalars_come_back_to_the_bit(value: object) -> None:
     (packed,) = decode_values(encode_values([pack(value)]))
     assert_same(unpack(packed), value)

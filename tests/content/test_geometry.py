@@ -21,6 +21,7 @@ from datastates.content.geometry import (
 )
 from datastates.content.manifest import TensorSpec
 from datastates.errors import Corrupt, InvalidInput
+from tests.support.effort import examples
 from tests.support.strategies import DTYPES, bits, random_tensor, tensors
 
 
@@ -34,7 +35,7 @@ def stored(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorSpec]:
 
 
 @given(tensors())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_any_tensor_comes_back_bit_for_bit(tensor: torch.Tensor) -> None:
     data, spec = stored(tensor)
     assert data.numel() == stored_bytes(tensor.dtype, spec.shape, spec.strides)
@@ -140,7 +141,7 @@ def test_bytes_that_are_not_aligned_are_copied() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=3), st.none() | st.integers(0, 200))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_no_description_reads_outside_its_bytes(dims: list[tuple[int, int]], count: int | None) -> None:
     shape, strides = tuple(size for size, _ in dims), tuple(stride for _, stride in dims)
     spec = TensorSpec("t", "float32", shape, strides, None, False, ())

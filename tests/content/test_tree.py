@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from datastates.content.encoding import register_encoder
 from datastates.content.tree import decode_skeleton, decode_values, encode_skeleton, encode_values, flatten, unflatten
 from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unsupported
+from tests.support.effort import examples
 from tests.support.strategies import assert_same, tree_dicts, trees
 
 
@@ -35,13 +36,13 @@ def paths_of(tree: object) -> list[str]:
 
 
 @given(trees)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_any_tree_comes_back_in_type_order_and_bits(tree: object) -> None:
     assert_same(there_and_back(tree), tree)
 
 
 @given(tree_dicts(trees))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_paths_are_unique_and_the_skeleton_is_stable(tree: dict[Any, Any]) -> None:
     first = flatten(tree)
     paths = [leaf.path for leaf in first.tensors]
@@ -476,7 +477,7 @@ def read(skeleton: bytes, values: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_flipped_bytes_of_skeleton_and_values_crash_nothing(data: st.DataObject) -> None:
     skeleton, values = bytearray(SKELETON), bytearray(VALUES)
     for buffer in (skeleton, values):
@@ -505,7 +506,7 @@ _nodes, _packed = tagged(_NODE_TAGS), tagged(_VALUE_TAGS)
 
 
 @given(st.lists(_nodes | st.integers(0, 2), max_size=6) | _plain, st.lists(_packed | _plain, max_size=4) | _plain)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_made_up_skeletons_and_values_crash_nothing(nodes: object, values: object) -> None:
     read(msgspec.msgpack.encode(nodes), msgspec.msgpack.encode(values))
     for value in values if isinstance(values, list) else []:
@@ -513,7 +514,7 @@ def test_made_up_skeletons_and_values_crash_nothing(nodes: object, values: objec
 
 
 @given(st.binary(max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_random_bytes_crash_nothing(data: bytes) -> None:
     read(data, data)
 

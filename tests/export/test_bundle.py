@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from blake3 import blake3
 
 import datastates
-from datastates import Config, Conflict, Corrupt, InvalidInput, NotFound, Repository, State, Status, Unavailable
+from datastates import Conflict, Corrupt, InvalidInput, NotFound, Repository, State, Status, Unavailable
 from datastates.export.bundle import export_bundle, import_bundle
 from tests.cli.conftest import Invoke
 from tests.cli.conftest import invoke as invoke
+from tests.export.conftest import opened, rewrite
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def opened(folder: Path) -> Repository:
-    return datastates.open(folder, config=Config(memory_bytes=128 * MIB, durable_interval_s=None))
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    with opened(tmp_path / "ours") as repository:
-        yield repository
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Iterator[Repository]:
-    with opened(tmp_path / "theirs") as repository:
-        yield repository
 
 
 def member(repo: Repository, branch: str, value: float, **options: Any) -> State:
@@ -169,15 +146,6 @@ def test_states_known_without_bytes_get_them_and_taken_tags_stay(repo: Repositor
 
 
 # --- what is wrong with a bundle ---------------------------------------------------------------------------------------------
-
-
-def rewrite(folder: Path, change: Any) -> None:
-    """Change the lineage, and its digest too: as somebody would who means to."""
-    plain = json.loads((folder / "lineage.json").read_text(encoding="utf-8"))
-    change(plain)
-    body = json.dumps(plain).encode()
-    (folder / "lineage.json").write_bytes(body)
-    (folder / "lineage.blake3").write_text(blake3(body).hexdigest(), encoding="ascii")
 
 
 def test_any_changed_byte_is_found_and_nothing_is_taken(repo: Repository, other: Repository, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,8 +14,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-import datastates
-from datastates import Config, Conflict, Corrupt, DatastatesError, InvalidInput, Repository
+from datastates import Conflict, Corrupt, DatastatesError, InvalidInput, Repository
 from datastates.content.digest import decode, encode
 from datastates.export import bundle
 from datastates.export.bundle import export_bundle, import_bundle
@@ -23,26 +22,10 @@ from datastates.export.bundle_files import write_chunks
 from datastates.lineage.change import seals
 from datastates.store.local import LocalTier
 from datastates.store.seal import SealedChunks
-from tests.export.test_bundle import rewrite
+from tests.export.conftest import opened, rewrite
 from tests.support.colliding import collide, collide_somewhere
 
 SIZE = 40_000  # numbers: a state is shared when it is large enough
-
-
-def opened(folder: Path) -> Repository:
-    return datastates.open(folder, config=Config(memory_bytes=64 << 20, durable_interval_s=None, direct_io=False))
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    with opened(tmp_path / "ours") as repository:
-        yield repository
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Iterator[Repository]:
-    with opened(tmp_path / "theirs") as repository:
-        yield repository
 
 
 @pytest.fixture

@@ -15,6 +15,9 @@ from tests.support.lineages import told
 
 BACKENDS = ["sqlite", "postgresql"]
 
+on_one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+"""For what is refused before any database is asked."""
+
 
 @pytest.fixture(params=BACKENDS)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:

@@ -20,6 +20,7 @@ from datastates.lineage.change import refs, runs
 from datastates.lineage.change.record import record, record_all
 from datastates.lineage.schema import AttributeRow, EdgeRow, MetricRow, RefEventRow, RefRow, ReplicaRow, RunRow, StateRow, table
 from datastates.lineage.search import walk
+from tests.support.effort import seeds
 from tests.support.lineages import told
 
 Make = Callable[..., NewState]
@@ -93,7 +94,7 @@ def begin(database: Database) -> None:
         runs.start(session, RUN)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_states_recorded_together_are_as_if_they_had_come_one_by_one(database: Database, one_by_one: Database, seed: int) -> None:
     news, rng = plan(seed, 150), random.Random(seed)
     begin(one_by_one)

@@ -15,9 +15,10 @@ from datastates.lineage import Database, State
 from datastates.lineage.change import record, refs
 from datastates.lineage.search import walk
 from datastates.lineage.search.revision import resolve, resolve_range
-from tests.lineage.conftest import Grow
+from tests.lineage.conftest import Grow, on_one_database
 from tests.lineage.oracle import METRICS, NOW, START, Lineage
 from tests.lineage.oracle import grow as grow_lineage
+from tests.support.effort import examples, seeds
 from tests.support.lineages import told
 
 Suffix = tuple[str, object]
@@ -69,12 +70,12 @@ _suffixes = st.lists(
 )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_random_revisions_name_what_brute_force_finds(database: Database, seed: int) -> None:
     lineage = grow_lineage(database, seed, 40)
     names = {**lineage.branches, **lineage.tags, **{state.uid[:12]: state.uid for state in lineage.states}}
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(name=st.sampled_from(sorted(names)), suffixes=_suffixes)
     def check(name: str, suffixes: list[Suffix]) -> None:
         expected: State | None = lineage.by_uid[names[name]]
@@ -91,13 +92,13 @@ def test_random_revisions_name_what_brute_force_finds(database: Database, seed: 
     check()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_random_ranges_hold_what_brute_force_finds(database: Database, seed: int) -> None:
     lineage = grow_lineage(database, seed, 40)
     uids = st.sampled_from([state.uid for state in lineage.states])
     newest_first = [state.uid for state in reversed(lineage.states)]
 
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(left=uids, right=uids, is_symmetric=st.booleans())
     def check(left: str, right: str, is_symmetric: bool) -> None:
         ours, theirs = lineage.reach(lineage.by_uid[right]), lineage.reach(lineage.by_uid[left])
@@ -195,6 +196,7 @@ def test_an_ambiguous_uid_lists_the_candidates(database: Database) -> None:
         resolve(session, "abcd")
 
 
+@on_one_database
 @pytest.mark.parametrize(
     ("text", "column", "expected"),
     [
@@ -234,7 +236,7 @@ def test_any_text_resolves_or_fails_as_ours(database: Database, grow: Grow) -> N
     )
     texts = st.one_of(st.text(max_size=30), st.lists(pieces, max_size=8).map("".join))
 
-    @settings(max_examples=400)
+    @settings(max_examples=examples(400))
     @given(texts)
     def check(text: str) -> None:
         with database.read() as session:

@@ -36,9 +36,10 @@ from datastates.lineage.search.query import (
     Value,
     parse_query,
 )
-from tests.lineage.conftest import Grow
+from tests.lineage.conftest import Grow, on_one_database
 from tests.lineage.oracle import ATTRIBUTES, LARGE, METRICS, NOW, NUMBERS, START, TEXTS, Lineage
 from tests.lineage.oracle import grow as grow_lineage
+from tests.support.effort import examples, seeds
 
 # Random queries
 
@@ -262,11 +263,11 @@ def _pages(database: Database, text: str, limit: int | None) -> list[str]:
             after = page.next
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_random_queries_find_what_brute_force_finds_through_every_cursor(database: Database, seed: int) -> None:
     lineage = grow_lineage(database, seed)
 
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(query=_queries(lineage), page=st.sampled_from([1, 3, 7, None]))
     def check(query: Query, page: int | None) -> None:
         assert _pages(database, _text_of(query), page) == _expected(query, lineage)
@@ -279,7 +280,7 @@ def test_every_plan_finds_the_same(database: Database, monkeypatch: pytest.Monke
     monkeypatch.setattr("datastates.lineage.search.pages.SELECTIVE", selective)  # so few that indexes are read in order
     lineage = grow_lineage(database, 99)
 
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(query=_queries(lineage), page=st.sampled_from([1, 3, None]))
     def check(query: Query, page: int | None) -> None:
         assert _pages(database, _text_of(query), page) == _expected(query, lineage)
@@ -362,6 +363,7 @@ def test_all_are_found_though_pages_are_short(database: Database, grow: Grow, mo
         assert [state.step for state in find_all(session, text)] == list(range(8))[::-1][:limit]
 
 
+@on_one_database
 @pytest.mark.parametrize(
     "place",
     [
@@ -432,6 +434,7 @@ def test_a_cursor_that_was_changed_is_refused(database: Database, grow: Grow) ->
             find(session, "order by step desc", after=token)
 
 
+@on_one_database
 @pytest.mark.parametrize(
     ("text", "column", "expected"),
     [
@@ -475,7 +478,7 @@ def test_an_unknown_revision_in_a_query_is_not_found(database: Database, grow: G
 def test_random_queries_parse_to_what_was_written(database: Database) -> None:
     lineage = grow_lineage(database, 0, 5)
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(query=_queries(lineage))
     def check(query: Query) -> None:
         again = parse_query(_text_of(query))
@@ -498,7 +501,7 @@ def test_any_text_finds_or_fails_as_ours(database: Database, grow: Grow) -> None
     )
     comparisons = st.builds("{} {} {}".format, whole, st.sampled_from(NUMERIC), extremes)
 
-    @settings(max_examples=500)
+    @settings(max_examples=examples(500))
     @given(st.one_of(texts, comparisons), st.one_of(st.none(), st.text(max_size=20)))
     def check(text: str, after: str | None) -> None:
         with database.read() as session:

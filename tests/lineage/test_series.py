@@ -14,6 +14,7 @@ from datastates.lineage.change import record
 from datastates.lineage.lookup import ids_of
 from datastates.lineage.search.series import Curve, Parting, curve, partings
 from tests.lineage.conftest import Grow
+from tests.support.effort import examples
 
 
 def read(database: Database, head: State, key: str = "loss", base: tuple[State, State] | None = None) -> Curve:
@@ -71,7 +72,7 @@ def test_paths_part_where_their_children_differ(database: Database, grow: Grow) 
     assert found == [Parting(ids[warm.uid], (0, 2, 5)), Parting(ids[root.uid], (0, 1, 2, 3, 5))]
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_partings_are_those_of_paths(database: Database, new_state: Callable[..., NewState], data: st.DataObject) -> None:
     uids: list[str] = []

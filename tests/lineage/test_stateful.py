@@ -16,6 +16,7 @@ from datastates.lineage import Database, Edge, EdgeKind, RefKind
 from datastates.lineage.change import record, refs
 from datastates.lineage.schema import Base
 from datastates.lineage.search import walk
+from tests.support.effort import examples
 from tests.support.lineages import told
 
 NAMES = st.sampled_from(["main", "fork", "v1", "sweep/lr=0.1"])
@@ -168,4 +169,4 @@ def test_the_lineage_agrees_with_a_model(database: Database) -> None:
         pass
 
     OnDatabase.database = database
-    run_state_machine_as_test(OnDatabase, settings=settings(max_examples=40, stateful_step_count=25))
+    run_state_machine_as_test(OnDatabase, settings=settings(max_examples=examples(40), stateful_step_count=25))

@@ -16,6 +16,7 @@ from datastates.errors import Ambiguous, InvalidInput, NotFound
 from datastates.lineage import Database, Edge, EdgeKind, NewState, State, Status
 from datastates.lineage.change import record
 from datastates.lineage.search import walk
+from tests.support.effort import examples
 
 Make = Callable[..., NewState]
 Grow = Callable[..., State]
@@ -200,7 +201,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     return graph
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(graph=graphs(), data=st.data())
 def test_walks_agree_with_brute_force(
     database: Database, new_state: Make, graph: list[tuple[int | None, list[int]]], data: st.DataObject

@@ -1,14 +1,100 @@
-"""How much the drivers of random cases try: in the gate a part, all of it with ``DATASTATES_THOROUGH=1``."""
+"""How much of what can be tried is tried: in the gate a fifth, another one after each commit; all of it with ``DATASTATES_THOROUGH=1``.
+
+``SEED`` decides which fifth, and what is drawn at random. In the gate it is the number of the commit, so that five commits in a row try
+everything; in a thorough run it is drawn anew. Every run prints it, and ``DATASTATES_SEED`` sets it: the run is then repeated.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import secrets
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["effort"]
+import pytest
 
-_IS_THOROUGH = os.environ.get("DATASTATES_THOROUGH") == "1"
+__all__ = ["GROUPS", "IS_THOROUGH", "PARTS", "SEED", "TURN", "effort", "examples", "in_turn", "is_in_turn", "part", "said", "seeds"]
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parents[2]
+IS_THOROUGH = os.environ.get("DATASTATES_THOROUGH") == "1"
+PARTS = 5
+FIRST_RANDOM_SEED = 1_000_000
+GROUPS = pytest.StashKey[list[str | None]]()
+"""Of every test of this run, the group within which it takes turns; of those too that wait for theirs."""
+
+
+def number_of_the_commit(folder: Path = ROOT) -> int:
+    """How many commits lead to HEAD. A history that was cut off cannot say: it is drawn from HEAD's name there; 0 without git."""
+    command = ["git", "-C", str(folder), "rev-parse", "--is-shallow-repository", "HEAD"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if asked.returncode:
+        return 0
+    is_shallow, name = asked.stdout.split()
+    if is_shallow == "true":
+        return int(name[:8], 16)
+    counted = subprocess.run(["git", "-C", str(folder), "rev-list", "--count", "HEAD"], capture_output=True, text=True, check=True)
+    return int(counted.stdout)
+
+
+def _seed() -> int:
+    """The processes of a run ask in turn: the first decides for all of them."""
+    if "DATASTATES_SEED" not in os.environ:
+        os.environ["DATASTATES_SEED"] = str(secrets.randbelow(1 << 31) if IS_THOROUGH else number_of_the_commit())
+    return int(os.environ["DATASTATES_SEED"])
+
+
+SEED = _seed()
+TURN = SEED % PARTS
 
 
 def effort(thorough: int, gate: int) -> int:
-    """So many cases, processes or deaths."""
-    return thorough if _IS_THOROUGH else gate
+    """So many processes, captures or steps."""
+    return thorough if IS_THOROUGH else gate
+
+
+def examples(count: int) -> int:
+    """So many examples of Hypothesis, of ``count`` in a thorough run."""
+    return count if IS_THOROUGH else -(-count // PARTS)
+
+
+def is_in_turn(index: int, count: int, turn: int = TURN) -> bool:
+    """Whether the gate tries this one of so many cases: one in five, and one of fewer."""
+    parts = max(1, min(PARTS, count))
+    return index % parts == turn % parts
+
+
+def part(cases: Iterable[T]) -> list[T]:
+    """Of these cases those that this run tries."""
+    listed = list(cases)
+    return listed if IS_THOROUGH else [case for index, case in enumerate(listed) if is_in_turn(index, len(listed))]
+
+
+def in_turn(groups: Sequence[str | None], turn: int = TURN) -> list[bool]:
+    """Which tests the gate runs, by the groups within which they take turns; None for a test that runs always."""
+    counts, seen = Counter(groups), Counter[str | None]()
+    chosen = []
+    for group in groups:
+        chosen.append(group is None or is_in_turn(seen[group], counts[group], turn))
+        seen[group] += 1
+    return chosen
+
+
+def seeds(count: int, more: int | None = None) -> Sequence[int]:
+    """Of ``range(count)`` those that this run tries; in a thorough run all, and so many that nobody has tried (a fifth of them)."""
+    if not IS_THOROUGH:
+        return part(range(count))
+    choose = random.Random(SEED)
+    return [*range(count), *(choose.randrange(FIRST_RANDOM_SEED, 1 << 31) for _ in range(-(-count // PARTS) if more is None else more))]
+
+
+def said() -> str:
+    """What whoever reads the report needs in order to repeat the run."""
+    if IS_THOROUGH:
+        return f"all cases, and random ones besides; again with DATASTATES_THOROUGH=1 DATASTATES_SEED={SEED}"
+    return f"part {TURN + 1} of {PARTS} of the cases; again with DATASTATES_SEED={SEED}, all of them with DATASTATES_THOROUGH=1"

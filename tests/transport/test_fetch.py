@@ -14,6 +14,7 @@ import pytest
 from datastates.errors import Corrupt, Disconnected, InvalidInput, Unavailable
 from datastates.transport.clone.fetch import Feed, Fetched, fetch
 from datastates.transport.sink import Sink
+from tests.support.effort import seeds
 from tests.transport.sinks import BytesFeed, BytesSink, after, failing, make_chunks, simulate
 
 KIB = 1 << 10
@@ -452,7 +453,7 @@ def test_nothing_holds_the_sink_once_it_is_over() -> None:
     asyncio.run(look())
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", seeds(8))
 def test_cancelling_leaves_no_task_no_thread_and_no_writer_and_the_rest_can_be_fetched(block: int) -> None:
     for seed in range(block * 25, block * 25 + 25):
         before = set(threading.enumerate())

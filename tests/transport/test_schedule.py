@@ -27,6 +27,7 @@ from datastates.transport.clone.schedule import (
     Stuck,
     Tick,
 )
+from tests.support.effort import examples
 
 
 def make(chunks: int, *, window: int = 2, expected: int = 1, timeout_s: float = 10.0) -> Schedule:
@@ -374,5 +375,5 @@ class Clone(RuleBasedStateMachine):
             self.send(Tick(self.now))
 
 
-Clone.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+Clone.TestCase.settings = settings(max_examples=examples(300), stateful_step_count=60, deadline=None)
 TestAnyOrderOfEvents = Clone.TestCase

@@ -62,6 +62,7 @@ def explored(folder: Path, executor: Executor, of: Essence = essence) -> dict[st
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("executors")
 @need_mpi
 def test_mpi(tmp_path: Path, expected: dict[str, Any]) -> None:
     prefix(tmp_path / "runs", config=EVERY_STATE).close()
@@ -83,6 +84,7 @@ def dask(folder: Path, *, workers: int, threads: int) -> Iterator[Executor]:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("executors")
 @need("distributed", "distributed")
 def test_dask(tmp_path: Path, reference: Path) -> None:
     """Threads of Dask's own draw from Python's generator meanwhile."""
@@ -91,6 +93,7 @@ def test_dask(tmp_path: Path, reference: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("executors")
 @need("distributed", "distributed")
 def test_workers_of_several_threads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in faults(tmp_path / "faults", low="0:hang", high="0:hang").items():
@@ -103,6 +106,7 @@ def test_workers_of_several_threads_are_refused(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("executors")
 @need("parsl", "parsl")
 def test_parsl(tmp_path: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # its interchange is a program there
@@ -116,6 +120,7 @@ def test_parsl(tmp_path: Path, expected: dict[str, Any], monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("executors")
 @need("ray", "ray")
 def test_ray(tmp_path: Path, expected: dict[str, Any]) -> None:
     with warnings.catch_warnings():

@@ -1,0 +1,85 @@
+"""What the gate leaves out of a run it makes up for within five commits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import effort
+from tests.support.effort import PARTS, ROOT, in_turn
+
+TELL = """
+import json
+from tests.support import effort
+print(json.dumps([effort.SEED, effort.seeds(60), effort.part("abc"), effort.examples(100)]))
+"""
+
+
+def told(**environ: str) -> tuple[int, list[int], list[str], int]:
+    """What a run of its own would try."""
+    inherited = {key: value for key, value in os.environ.items() if key not in ("DATASTATES_SEED", "DATASTATES_THOROUGH")}
+    command = [sys.executable, "-c", TELL]
+    done = subprocess.run(command, cwd=ROOT, env=inherited | environ, capture_output=True, text=True, check=True)
+    seed, seeds, part, examples = json.loads(done.stdout)
+    return seed, seeds, part, examples
+
+
+def test_five_runs_in_a_row_try_every_seed_and_each_another_part() -> None:
+    runs = [told(DATASTATES_SEED=str(seed)) for seed in range(713, 713 + PARTS)]
+    tried = [seed for _, seeds, _, _ in runs for seed in seeds]
+    assert sorted(tried) == list(range(60))
+    assert {len(seeds) for _, seeds, _, _ in runs} == {12}
+    assert {case for _, _, part, _ in runs for case in part} == set("abc")
+    assert {examples for _, _, _, examples in runs} == {20}
+
+
+def test_a_thorough_run_tries_every_seed_and_random_ones_which_its_own_seed_repeats() -> None:
+    (drawn, seeds, part, examples), again = told(DATASTATES_THOROUGH="1"), told(DATASTATES_THOROUGH="1")
+    assert seeds[:60] == again[1][:60] == list(range(60))
+    assert len(set(seeds[60:]) - set(again[1])) == 12
+    assert (part, examples) == (list("abc"), 100)
+    assert told(DATASTATES_THOROUGH="1", DATASTATES_SEED=str(drawn)) == (drawn, seeds, part, examples)
+
+
+@pytest.mark.parametrize("first", [0, 3, 712])
+def test_within_five_commits_every_test_that_takes_turns_has_run(first: int) -> None:
+    groups = ["executors"] * 6 + [None] * 2 + ["examples", "of a file"] * 3 + ["kills"] * 23 + ["alone"]
+    runs = [in_turn(groups, turn) for turn in range(first, first + PARTS)]
+    assert all(any(run[index] for run in runs) for index in range(len(groups)))
+    assert all(run[6] and run[7] for run in runs)
+    for run in runs:
+        counts = {
+            group: sum(kept for kept, each in zip(run, groups, strict=True) if each == group)
+            for group in ("executors", "examples", "kills")
+        }
+        assert 1 <= counts["executors"] <= 2
+        assert counts["examples"] == 1
+        assert 4 <= counts["kills"] <= 5
+
+
+def test_every_test_of_this_run_has_its_turn(request: pytest.FixtureRequest) -> None:
+    groups = request.config.stash[effort.GROUPS]
+    runs = [in_turn(groups, turn) for turn in range(PARTS)]
+    assert all(any(run[index] for run in runs) for index in range(len(groups)))
+
+
+def commit(folder: Path) -> None:
+    command = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", "commit", "--quiet", "--allow-empty", "-m", "one more"]
+    subprocess.run(command, cwd=folder, check=True)
+
+
+def test_each_commit_is_the_turn_of_another_part(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    numbers = []
+    for _ in range(3):
+        commit(tmp_path)
+        numbers.append(effort.number_of_the_commit(tmp_path))
+    assert numbers == [1, 2, 3]
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{tmp_path}", str(tmp_path / "cut")], check=True)
+    assert effort.number_of_the_commit(tmp_path / "cut") > PARTS, "drawn from the name of the commit"
+    assert effort.number_of_the_commit(tmp_path / "cut") == effort.number_of_the_commit(tmp_path / "cut")
