@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from datastates.errors import InvalidInput
+from datastates.opening.core import Opened, core_of
 
 from . import page, problems
 from .document import document
@@ -19,8 +20,6 @@ from .security import Guard, Hosts, Origins, Shield, Tokens
 from .served import Served
 
 if TYPE_CHECKING:
-    from datastates.repository import Repository
-
     from .routing import Scope
 
 __all__ = ["API", "create_app"]
@@ -29,7 +28,7 @@ API = "/api/v1"
 
 
 def create_app(
-    repositories: Mapping[str, Repository],
+    repositories: Mapping[str, Opened],
     *,
     tokens: Mapping[str, Scope] | None = None,
     allowed_hosts: Sequence[str] = (),
@@ -52,7 +51,7 @@ def create_app(
         title="datastates", openapi_url=f"{API}/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=_lifespan
     )
     app.state.meter = Meter()
-    app.state.served = {name: Served(name, repository) for name, repository in repositories.items()}
+    app.state.served = {name: Served(name, core_of(repository, name)) for name, repository in repositories.items()}
     for noun in (service, states, writes, graph, series, diff, payload, refs, runs, stats, events):
         app.include_router(noun.routes.router, prefix=API)
     app.include_router(service.root.router)

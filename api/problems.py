@@ -126,7 +126,7 @@ def _placeless(problem: Problem, scope: Scope) -> Problem:
     served = scope["app"].state.served if "app" in scope else {}
     detail = problem.detail
     for name, each in served.items():
-        location = each.repository.location
+        location = each.core.location
         for place in (location.packs, location.root, location):
             detail = detail.replace(str(place), name) if place is not None else detail
     return problem if detail == problem.detail else _with(problem, problem.status, detail=detail)

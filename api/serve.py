@@ -19,8 +19,8 @@ import uvicorn
 
 from datastates.clone.serving import Server, ServerStats
 from datastates.errors import InvalidInput, Unavailable, Unsupported
+from datastates.opening.core import Opened, core_of
 from datastates.opening.environment import node_name
-from datastates.repository import Repository
 from datastates.system.admission import Admission
 from datastates.system.bell import Latch
 
@@ -54,7 +54,7 @@ class WebServer(Server):
 
     def __init__(
         self,
-        repositories: Mapping[str, Repository],
+        repositories: Mapping[str, Opened],
         url: str = DEFAULT_URL,
         *,
         tokens: Mapping[str, Scope] | None = None,
@@ -158,13 +158,13 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def serve_in_thread(repositories: Repository | Mapping[str, Repository], url: str = "http://127.0.0.1:0", **options: object) -> WebServer:
+def serve_in_thread(repositories: Opened | Mapping[str, Opened], url: str = "http://127.0.0.1:0", **options: object) -> WebServer:
     """A server beside whatever this process does; a context manager whose ``url`` says where. ``options`` are those of ``WebServer``."""
-    named = {name_of(repositories): repositories} if isinstance(repositories, Repository) else repositories
+    named = repositories if isinstance(repositories, Mapping) else {name_of(repositories): repositories}
     return WebServer(named, url, **options)  # type: ignore[arg-type]  # handed on as they are
 
 
-def serve_repository(repository: Repository, url: str, *, token: bytes, tls: Tls | None, is_writable: bool) -> WebServer:
+def serve_repository(repository: Opened, url: str, *, token: bytes, tls: Tls | None, is_writable: bool) -> WebServer:
     """``Repository.serve`` of an ``http://`` address: the one token reads, or writes too if that is wanted.
 
     :raises Unsupported: TLS, which is a proxy's here.
@@ -178,10 +178,10 @@ def serve_repository(repository: Repository, url: str, *, token: bytes, tls: Tls
     return serve_in_thread(repository, url, tokens={token.decode("latin-1"): scope} if token else None)
 
 
-def name_of(repository: Repository) -> str:
+def name_of(repository: Opened) -> str:
     """The name of a repository when none is given: its folder, or its database."""
-    root = repository.location.root
-    name = root.name if root is not None else urlsplit(repository.location.database_url).path.strip("/")
+    location = core_of(repository, "repository").location
+    name = location.root.name if location.root is not None else urlsplit(location.database_url).path.strip("/")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "repository"
 
 

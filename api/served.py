@@ -11,6 +11,7 @@ from fastapi import Depends, Path, Request
 
 from datastates.errors import NotFound, Unavailable
 from datastates.lineage.deadline import within
+from datastates.opening.core import Core
 
 from .curves import Curves
 from .feed import Feed
@@ -23,7 +24,6 @@ from .windows import Windows
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from datastates.repository import Repository
 
 __all__ = ["Chosen", "Served", "Uid"]
 
@@ -42,13 +42,13 @@ Uid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A state's uid, 
 class Served:
     """One repository of a server. Safe from any thread; ``close`` ends what it began, not the repository."""
 
-    def __init__(self, name: str, repository: Repository) -> None:
-        self.name, self.repository = name, repository
-        self.feed = Feed(repository.core.database.read, name=name)
+    def __init__(self, name: str, core: Core) -> None:
+        self.name, self.core = name, core
+        self.feed = Feed(core.database.read, name=name)
         self.downloads = threading.BoundedSemaphore(DOWNLOADS)
         self.windows = Windows()
         self.curves = Curves()
-        self.statistics = Statistics(self.reading_all, lambda: repository.core.local.bytes_stored)
+        self.statistics = Statistics(self.reading_all, lambda: core.local.bytes_stored)
         self._questions = threading.BoundedSemaphore(QUESTIONS)
         self.payload_reads, self.norms = PayloadReads(), Norms()
 
@@ -70,17 +70,14 @@ class Served:
     @contextmanager
     def reading_all(self) -> Iterator[Session]:
         """The same for what the server itself wants to know, however long it takes."""
-        with self.repository.core.reading() as session:
+        with self.core.reading() as session:
             yield session
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A durable transaction; captures of this process see it at once."""
-        self.repository.core.check_open()
-        with self.repository.core.database.write(durable=True) as session:
+        with self.core.writing() as session:
             yield session
-        if self.repository.core.running is not None:
-            self.repository.core.running.refs_changed()
         self.feed.look()
 
     def warm(self) -> None:

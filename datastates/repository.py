@@ -25,20 +25,17 @@ from .lineage.states import Ref, RefEvent, RefKind, State
 from .objects.handed import split_values
 from .objects.loops import LOOPS
 from .objects.oversights import refuse_misspelt
-from .objects.report import RestoreReport, Selection
-from .objects.restore import reads, restore_into
+from .objects.report import RestoreReport
 from .objects.rng import RngState
 from .opening.core import Core
 from .opening.location import Location, locate
 from .policy.cadence import Cadence
 from .show.frames import States
-from .store.reading import read_tree
-from .store.seal import SealedChunks
 from .system.interrupts import undisturbed
 from .tracking.outset import check_origin, origin_of, set_out
 from .tracking.succession import enter, take_over
 from .tracking.tracker import Tracker
-from .upkeep.salvage import naming_a_way_on
+from .upkeep.loading import load, restore, verify
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -242,9 +239,7 @@ class Repository:
         :raises Corrupt: a stored byte is wrong; names the file and the tensor, and the nearest ancestor that verifies.
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         """
-        state = self.state(rev)
-        with undisturbed(), naming_a_way_on(self, state), self.core.open_payload(state) as reader:
-            return read_tree(reader, wants=Selection(only).wants, device=device)
+        return load(self.core, self.state(rev), only=only, device=device)
 
     @values.takes(rev=values.revision, into=values.named, only=values.patterns, strict=values.flag)
     def restore(
@@ -260,7 +255,7 @@ class Repository:
         :param strict: False restores what fits, and the report says what does not.
         :raises InvalidInput: names, shapes or types do not fit; lists them.
         """
-        return self._restore(self.state(rev), into, only=only, strict=strict)
+        return restore(self.core, self.state(rev), into, only=only, strict=strict)
 
     @values.takes(rev=values.revision)
     def verify(self, rev: str | State) -> State:
@@ -270,19 +265,8 @@ class Repository:
         :raises Corrupt: the first wrong byte.
         """
         state = self.state(rev)
-        with undisturbed(), self.core.open_payload(state, verify=True) as reader:
-            chunks = SealedChunks(reader)
-            chunks.check()
-            reader.verify_headers()
-        self.core.seal(state.uid, chunks.seal)
+        verify(self.core, state)
         return state
-
-    def _restore(self, state: State, into: Mapping[str, object], *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
-        for tracker in list(self.core.trainings):
-            tracker.fence()
-        with undisturbed(), naming_a_way_on(self, state), self.core.open_payload(state) as reader:
-            tree = read_tree(reader, wants=reads(into, only), is_borrowing=True)
-            return restore_into(into, tree, only=only, strict=strict)
 
     # --- refs ------------------------------------------------------------------------------------------------------------
 
@@ -421,7 +405,7 @@ class Repository:
         """
         from .algebra.diff import diff
 
-        return diff(self, values.revision(old), values.revision(new), only=only, on_progress=on_progress)
+        return diff(self.core, values.revision(old), values.revision(new), only=only, on_progress=on_progress)
 
     @values.takes(
         revs=values.several(values.revision),
@@ -477,7 +461,7 @@ class Repository:
         from .algebra.merge import merge
 
         names = {"into": into, "tag": tag, "message": message}
-        return merge(self, revs, method=method, weights=weights, only=only, rest=rest, options=options, **names)
+        return merge(self.core, revs, method=method, weights=weights, only=only, rest=rest, options=options, **names)
 
     @values.takes(rev=values.revision)
     def verify_merge(self, rev: str | State) -> State:
@@ -487,7 +471,7 @@ class Repository:
         """
         from .algebra.merge import verify_merge
 
-        return verify_merge(self, values.revision(rev))
+        return verify_merge(self.core, values.revision(rev))
 
     @values.takes(revs=values.several(values.revision), only=values.string, pick=values.optional(values.callback))
     def ensemble(
@@ -511,7 +495,7 @@ class Repository:
         """
         from .algebra.ensemble import load_ensemble
 
-        return load_ensemble(self, revs, model, only=only, pick=pick)
+        return load_ensemble(self.core, revs, model, only=only, pick=pick)
 
     # --- other processes ---------------------------------------------------------------------------------------------------
 
@@ -572,7 +556,7 @@ class Repository:
             server: Server = serve_repository(self, url, token=secret, tls=tls, is_writable=is_writable)
         else:
             server = Server(
-                self,
+                self.core,
                 url,
                 token=secret,
                 tls=tls,
@@ -615,7 +599,7 @@ class Repository:
     def _repr_html_(self) -> str:
         from .show.notebook import repository_html  # only notebooks ask
 
-        return repository_html(self)
+        return repository_html(self.core)
 
     @contextmanager
     def _changing(self, rev: str | State | None) -> Iterator[tuple[Session, str]]:

@@ -53,9 +53,9 @@ def diff(
     if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})
     if not tensors:
-        found = compare(served.repository, one.uid, other.uid, with_tensors=False)
+        found = compare(served.core, one.uid, other.uid, with_tensors=False)
     else:
         look = stop_when_gone(request)
         with served.payload_reads.one():
-            found = compare(served.repository, one.uid, other.uid, only=only, on_progress=lambda done, total: look())
+            found = compare(served.core, one.uid, other.uid, only=only, on_progress=lambda done, total: look())
     return reply(to_plain(found), request=request, etag=etag)

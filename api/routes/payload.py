@@ -112,7 +112,7 @@ def _open(served: Served, state: State, only: list[str] | None, stack: ExitStack
     if not served.downloads.acquire(blocking=False):
         raise Refusal(503, "unavailable", "as many downloads as may be are under way: try again in a moment", {"Retry-After": "1"})
     stack.callback(served.downloads.release)
-    reader = stack.enter_context(served.repository.core.open_payload(state, verify=True))
+    reader = stack.enter_context(served.core.open_payload(state, verify=True))
     return StateFile(reader, state, only)
 
 

@@ -36,7 +36,7 @@ def repositories(request: Request) -> Response:
     scope = Scope(request.scope["state"]["granted"]).name.lower()
     items = []
     for served in _served(request):
-        with served.repository.core.database.read() as session:
+        with served.core.database.read() as session:
             items.append(RepositoryInfo(served.name, clones.repository_uid(session), scope))
     return reply(Page(tuple(items), None), request=request)
 
@@ -58,7 +58,7 @@ def metrics(request: Request) -> Response:
 def _repository_lines(served: list[Served]) -> Iterator[str]:
     states = []
     for each in served:
-        with each.repository.core.database.read() as session:
+        with each.core.database.read() as session:
             states.append(({"repository": each.name}, int(session.execute(select(func.count()).select_from(StateRow)).scalar_one())))
     yield from family("datastates_states", "gauge", "States of a repository", states)
     clients = [({"repository": each.name}, each.feed.listeners) for each in served]

@@ -88,7 +88,7 @@ def state_tensors(
     etag = etag_of(state.uid, state.digest, norms, fields)
     if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})
-    with served.repository.core.open_payload(state) as reader:
+    with served.core.open_payload(state) as reader:
         known = served.norms.get(uid) if norms else None
         if norms and known is None:
             with served.payload_reads.one():

@@ -37,4 +37,4 @@ def evict_state(served: Chosen, uid: Uid, force: _Force = False) -> Response:
 
     What is known of the state stays, and what other states need of its bytes. The answer is how many bytes were set free.
     """
-    return reply(Evicted(uid, evict(served.repository, uid, is_forced=force)))
+    return reply(Evicted(uid, evict(served.core, uid, is_forced=force)))

@@ -17,6 +17,7 @@ from datastates.content.manifest import TensorSpec
 from datastates.content.tree import decode_skeleton, decode_values, unflatten
 from datastates.errors import Corrupt, InvalidInput, Unsupported
 from datastates.objects.report import Selection, write_tensor
+from datastates.opening.core import Core
 from datastates.store.reading import read_flat
 from datastates.store.tier import Reader
 
@@ -24,7 +25,6 @@ from .recipes import Recipe, combine
 
 if TYPE_CHECKING:
     from datastates.lineage.states import State
-    from datastates.repository import Repository
 
 __all__ = ["Blend"]
 
@@ -64,12 +64,12 @@ class Blend:
     :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
     """
 
-    def __init__(self, repository: Repository, recipe: Recipe, states: Sequence[State]) -> None:
+    def __init__(self, core: Core, recipe: Recipe, states: Sequence[State]) -> None:
         self.recipe, self.states = recipe, tuple(states)
         self._stack = ExitStack()
         try:
-            self._parents = [self._open(repository, state) for state in states]
-            self._base = None if recipe.base is None else self._open(repository, repository.state(recipe.base))
+            self._parents = [self._open(core, state) for state in states]
+            self._base = None if recipe.base is None else self._open(core, core.state(recipe.base))
             selection = Selection(recipe.only)
             is_carved = recipe.rest == "drop" and recipe.only is not None
             self.carved = carve(self._parents[0].reader.manifest.content, selection.wants if is_carved else None)
@@ -127,8 +127,8 @@ class Blend:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _open(self, repository: Repository, state: State) -> _Parent:
-        return _Parent(state, self._stack.enter_context(repository.core.open_payload(state)))
+    def _open(self, core: Core, state: State) -> _Parent:
+        return _Parent(state, self._stack.enter_context(core.open_payload(state)))
 
     def _flat(self, index: int) -> torch.Tensor:
         first, spec = self._parents[0], self.carved.specs[index]

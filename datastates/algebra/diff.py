@@ -24,13 +24,13 @@ from datastates.lineage.change import runs
 from datastates.lineage.search import walk
 from datastates.lineage.states import OURS, Run, State, Value
 from datastates.objects.report import Selection
+from datastates.opening.core import Core
 from datastates.store.reading import read_flat, specs_of
 from datastates.system import masking
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from datastates.repository import Repository
     from datastates.store.tier import Reader
 
 __all__ = ["Change", "Diff", "TensorChange", "diff", "pieces", "to_plain", "untied"]
@@ -100,7 +100,7 @@ class Diff:
 
 
 def diff(
-    repository: Repository,
+    core: Core,
     old: str,
     new: str,
     *,
@@ -113,14 +113,14 @@ def diff(
     Without ``with_tensors`` no payload is opened: no tensors, and no values, which are stored beside them. What ``on_progress``
     raises ends the comparison.
     """
-    one, other = repository.state(old), repository.state(new)
+    one, other = core.state(old), core.state(new)
     tensors: tuple[TensorChange, ...] = ()
     values: Mapping[str, Pair] = {}
     if with_tensors:
-        with repository.core.open_payload(one) as before, repository.core.open_payload(other) as after:
+        with core.open_payload(one) as before, core.open_payload(other) as after:
             tensors = tuple(_tensors(before, after, Selection(only).wants, on_progress or (lambda done, total: None)))
             values = _masked(_delta(_values(before.manifest), _values(after.manifest)))
-    with repository.core.database.read() as session:
+    with core.database.read() as session:
         base = walk.merge_base(session, one.uid, other.uid)
         ran = [None if state.run is None else runs.get(session, state.run) for state in (one, other)]
     commits = tuple(map(_code, ran))

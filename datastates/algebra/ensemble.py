@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -16,9 +16,8 @@ from datastates.lineage.states import State
 from datastates.objects.model_state import ModelState
 from datastates.objects.names import join
 from datastates.objects.report import describe
-
-if TYPE_CHECKING:
-    from datastates.repository import Repository
+from datastates.opening.core import Core
+from datastates.upkeep.loading import load
 
 __all__ = ["Ensemble", "Prediction", "load_ensemble"]
 
@@ -99,19 +98,19 @@ class Ensemble:
 
 
 def load_ensemble(
-    repository: Repository, revs: Sequence[str | State], module: nn.Module, *, only: str, pick: Callable[[Any], torch.Tensor] | None
+    core: Core, revs: Sequence[str | State], module: nn.Module, *, only: str, pick: Callable[[Any], torch.Tensor] | None
 ) -> Ensemble:
     """See ``Repository.ensemble``."""
     if isinstance(revs, str) or not revs:
         raise InvalidInput(f"an ensemble takes a list of states, not {revs!r}")
     if not isinstance(module, nn.Module):
         raise InvalidInput(f"the skeleton of an ensemble is a torch.nn.Module, not a {type(module).__name__}")
-    states = [repository.state(rev.uid if isinstance(rev, State) else rev) for rev in revs]
+    states = [core.state(rev.uid if isinstance(rev, State) else rev) for rev in revs]
     wanted = _wanted(only, module)
     held: dict[str, list[torch.Tensor]] = {}
     weights = []
     for state in states:
-        stored = _load(repository, state, only)
+        stored = _load(core, state, only)
         _check_fit(state, only, wanted, stored)
         chosen = {
             each.raw: _placed(stored[name], each.live, held.setdefault(each.raw, [])) for name, each in wanted.items() if not each.tied
@@ -144,8 +143,8 @@ def _wanted(only: str, module: nn.Module) -> dict[str, _Wanted]:
     return wanted
 
 
-def _load(repository: Repository, state: State, only: str) -> dict[str, Any]:
-    tree: Any = repository.load(state.uid, only=only)
+def _load(core: Core, state: State, only: str) -> dict[str, Any]:
+    tree: Any = load(core, state, only=only)
     for part in [join("", only)] if only in tree else only.split("/"):
         tree = next((child for key, child in tree.items() if join("", key) == part), None) if isinstance(tree, dict) else None
     if not isinstance(tree, dict):

@@ -28,13 +28,13 @@ from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.search import walk
 from datastates.lineage.search.holders import holder
 from datastates.lineage.states import Edge, NewState, RefKind, State, StateFacts, Value
+from datastates.opening.core import Core
 from datastates.system.interrupts import undisturbed
 
 from .blend import Blend
 from .recipes import Method, Recipe, plan_recipe, recipe_of
 
 if TYPE_CHECKING:
-    from datastates.repository import Repository
     from datastates.store.arena import Arena
 
 __all__ = ["MergeOptions", "merge", "verify_merge"]
@@ -53,7 +53,7 @@ class MergeOptions(TypedDict, total=False):
 
 
 def merge(
-    repository: Repository,
+    core: Core,
     revs: Sequence[str | State],
     *,
     method: str,
@@ -66,45 +66,46 @@ def merge(
     options: MergeOptions,
 ) -> State:
     """See ``Repository.merge``."""
-    states = _members(repository, revs)
+    states = _members(core, revs)
     recipe = plan_recipe(method, len(states), weights=weights, only=only, rest=rest, options=dict(options))
-    _check_names(repository, into, tag, [] if recipe.method is Method.GREEDY else states, recipe)
+    _check_names(core, into, tag, [] if recipe.method is Method.GREEDY else states, recipe)
     notes: dict[str, Value] = {}
     match recipe.method:
         case Method.GREEDY:
-            states, notes = _pick(repository, states, recipe, options.get("evaluate"), options.get("better"))
+            states, notes = _pick(core, states, recipe, options.get("evaluate"), options.get("better"))
             recipe = replace(recipe, weights=(1.0 / len(states),) * len(states))
         case Method.EMA:
             states = states[::-1]  # the newest is the first parent: where the average stands, its counters do
         case Method.TIES:
-            recipe = replace(recipe, base=_base(repository, states, options.get("base")).uid)
-    with Blend(repository, recipe, states) as blend:
-        made = _make(repository, blend, into=into, message=message, attributes={**recipe.attributes(), **notes})
+            recipe = replace(recipe, base=_base(core, states, options.get("base")).uid)
+    with Blend(core, recipe, states) as blend:
+        made = _make(core, blend, into=into, message=message, attributes={**recipe.attributes(), **notes})
     if tag is not None:
-        repository.tag(tag, made)
+        with core.writing() as session:
+            lineage_refs.tag(session, tag, made.uid)
     return made
 
 
-def verify_merge(repository: Repository, rev: str) -> State:
+def verify_merge(core: Core, rev: str) -> State:
     """See ``Repository.verify_merge``."""
-    state = repository.state(rev)
+    state = core.state(rev)
     recipe = recipe_of(state.uid, state.attributes)
-    with repository.core.open_payload(state, verify=True) as reader:
-        parents = _parents(repository, reader.manifest)
+    with core.open_payload(state, verify=True) as reader:
+        parents = _parents(core, reader.manifest)
         if state.parents != tuple(parent.uid for parent in parents):
             raise Corrupt(f"state {state.uid} has the parents {state.parents}, and was made of {reader.manifest.origin.parents}")
         if recipe.weights[1:] != tuple(edge.weight for edge in state.edges):
             raise Corrupt(f"state {state.uid}: the weights of its edges are not those of its recipe, {recipe.weights}")
-        with Blend(repository, recipe, parents) as blend:
+        with Blend(core, recipe, parents) as blend:
             blend.compare(reader, state)
     return state
 
 
-def _parents(repository: Repository, manifest: Manifest) -> list[State]:
+def _parents(core: Core, manifest: Manifest) -> list[State]:
     """The parents that the state itself names: a lineage to which it was brought may lack some."""
     origin = manifest.origin
     try:
-        return [repository.state(uid) for uid in origin.parents]
+        return [core.state(uid) for uid in origin.parents]
     except NotFound as exc:
         raise Unavailable(f"state {origin.uid} was made of {len(origin.parents)} states that are not all here: {exc}") from exc
 
@@ -112,25 +113,26 @@ def _parents(repository: Repository, manifest: Manifest) -> list[State]:
 # What goes in
 
 
-def _members(repository: Repository, revs: Sequence[str | State]) -> list[State]:
+def _members(core: Core, revs: Sequence[str | State]) -> list[State]:
     if isinstance(revs, str):
         raise InvalidInput(f"merge takes a list of states: [{revs!r}, …]")
-    states = [repository.state(rev.uid if isinstance(rev, State) else rev) for rev in revs]
+    states = [core.state(rev.uid if isinstance(rev, State) else rev) for rev in revs]
     for index, state in enumerate(states):
         if state.uid in {other.uid for other in states[:index]}:
             raise InvalidInput(f"{revs[index]!s} is state {state.uid}, which was named before: give it a larger weight instead")
     return states
 
 
-def _check_names(repository: Repository, into: str | None, tag: str | None, states: Sequence[State], recipe: Recipe) -> None:
+def _check_names(core: Core, into: str | None, tag: str | None, states: Sequence[State], recipe: Recipe) -> None:
     """Before any work: the names can be given. The branch is at the first parent, where that is known."""
     for name in (each for each in (into, tag) if each is not None):
         lineage_refs.check_name(name)
-    if into is not None and any(tracker.branch == into for tracker in repository.core.trainings):
+    if into is not None and any(training.branch == into for training in core.trainings):
         raise Conflict(f"branch {into!r} is being tracked: close its tracker first, or name another branch")
     if into is not None and into == tag:
         raise InvalidInput(f"into and tag are both {into!r}: branches and tags share one namespace")
-    taken = {ref.name: ref for ref in repository.refs()}
+    with core.reading() as session:
+        taken = {ref.name: ref for ref in lineage_refs.refs(session)}
     if tag in taken:
         raise Conflict(f"the name {tag!r} is taken by state {taken[str(tag)].state[:10]}: choose another tag")
     ref = taken.get(into or "")
@@ -144,10 +146,10 @@ def _check_names(repository: Repository, into: str | None, tag: str | None, stat
         )
 
 
-def _base(repository: Repository, states: Sequence[State], base: str | State | None) -> State:
+def _base(core: Core, states: Sequence[State], base: str | State | None) -> State:
     if base is not None:
-        return repository.state(base.uid if isinstance(base, State) else base)
-    with repository.core.reading() as session:
+        return core.state(base.uid if isinstance(base, State) else base)
+    with core.reading() as session:
 
         def meet(one: State | None, other: State | None) -> State | None:
             return None if one is None or other is None else walk.merge_base(session, one.uid, other.uid)
@@ -162,7 +164,7 @@ def _base(repository: Repository, states: Sequence[State], base: str | State | N
 
 
 def _pick(
-    repository: Repository,
+    core: Core,
     states: Sequence[State],
     recipe: Recipe,
     evaluate: Callable[[Any], float] | None,
@@ -175,10 +177,10 @@ def _pick(
         raise InvalidInput(f"better={better!r}: say whether a 'higher' or a 'lower' value of evaluate is better")
     sign = 1.0 if better == "higher" else -1.0
     recipe = replace(recipe, rest="drop")  # nobody evaluates an optimizer
-    Blend(repository, replace(recipe, weights=_even(states)), states).close()  # they fit together, before anything is evaluated
+    Blend(core, replace(recipe, weights=_even(states)), states).close()  # they fit together, before anything is evaluated
 
     def score(members: Sequence[State]) -> float:
-        with Blend(repository, replace(recipe, weights=_even(members)), members) as blend:
+        with Blend(core, replace(recipe, weights=_even(members)), members) as blend:
             value = float(evaluate(blend.tree()))
         if math.isnan(value):
             raise InvalidInput(f"evaluate gave nan for {', '.join(member.uid[:10] for member in members)}: give a number for every state")
@@ -202,10 +204,10 @@ def _even(states: Sequence[State]) -> tuple[float, ...]:
 # What comes out
 
 
-def _make(repository: Repository, blend: Blend, *, into: str | None, message: str | None, attributes: dict[str, Value]) -> State:
+def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, attributes: dict[str, Value]) -> State:
     """Fill slots and digest them, then adopt and record without interruption: what a capture's second half does."""
-    runner, arena = repository.core.runner(), repository.core.arena
-    assert arena is not None, "the runner made it"
+    engaged = core.engage()
+    runner, arena = engaged.runner, engaged.arena
     lengths = blend.carved.chunk_lengths
     slots = _acquire(runner, len(lengths))
     try:
@@ -213,34 +215,34 @@ def _make(repository: Repository, blend: Blend, *, into: str | None, message: st
         chunks = tuple(Chunk(chunk_digest(arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
         carved = blend.carved
         content = Content(carved.skeleton, carved.values, carved.tensors, chunks)
-        facts = _facts(blend, repository.core.run_uid, into, message, attributes)
+        facts = _facts(blend, engaged.run_uid, into, message, attributes)
         manifest = manifest_of(facts, content, tuple(state.digest for state in blend.states))
     except BaseException:
         runner.release(slots)
         raise
     with undisturbed():
-        return _commit(repository, blend, facts, manifest, slots)
+        return _commit(core, blend, facts, manifest, slots)
 
 
-def _commit(repository: Repository, blend: Blend, facts: StateFacts, manifest: Manifest, slots: list[int]) -> State:
+def _commit(core: Core, blend: Blend, facts: StateFacts, manifest: Manifest, slots: list[int]) -> State:
     """The slots are the memory tier's from here on; the state is in memory, in the lineage and known to the engine, or nowhere."""
-    runner, memory = repository.core.runner(), repository.core.memory
-    assert memory is not None, "the runner made it"
+    engaged = core.engage()
+    runner, memory = engaged.runner, engaged.memory
     try:
         placed = memory.adopt(manifest, slots)
     except BaseException:
         runner.release(slots)
         raise
     try:
-        with repository.core.database.write(durable=True) as session:  # nobody would tell it again
-            node = holder(repository.node, repository.core.run_uid)
+        with core.database.write(durable=True) as session:  # nobody would tell it again
+            node = holder(core.node, engaged.run_uid)
             total = sum(blend.carved.chunk_lengths)
             new = NewState(facts, manifest.digest, bytes_total=total, bytes_new=placed.bytes_new, tier=memory.name, node=node)
             state = record.record(session, new)
     except BaseException:
         memory.remove(facts.uid)
         raise
-    runner.adopt(state.uid, _on_disk(repository, blend.states[0]))
+    runner.adopt(state.uid, _on_disk(core, blend.states[0]))
     return state
 
 
@@ -290,9 +292,9 @@ def _facts(blend: Blend, run: str | None, into: str | None, message: str | None,
     )
 
 
-def _on_disk(repository: Repository, state: State) -> Manifest | None:
+def _on_disk(core: Core, state: State) -> Manifest | None:
     """The first parent's manifest, so that what the result shares with it is not written again."""
     try:
-        return repository.core.local.manifest(state.uid)
+        return core.local.manifest(state.uid)
     except (NotFound, Corrupt):
         return None

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from datastates import values
 from datastates.config import Config, Data, data_plane
@@ -20,6 +20,7 @@ from datastates.lineage.change import clones
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.search import walk
 from datastates.lineage.states import Ref, RefKind, State
+from datastates.opening.core import Core, Opened, core_of
 from datastates.store.tier import Reader, Tier
 from datastates.system.memory import available_memory_bytes
 from datastates.transport import loop
@@ -41,9 +42,6 @@ from .records import record_of, record_of_ref, ref_of, state_of
 from .serving import StateSource
 from .transfer import Cloned, Progress, Transfer
 
-if TYPE_CHECKING:
-    from datastates.repository import Repository
-
 __all__ = ["Peer", "connect"]
 
 _log = logging.getLogger("datastates")
@@ -58,10 +56,7 @@ def _revision(value: object, what: str) -> str:
 
 
 def _repository(value: object, what: str) -> object:
-    from datastates.repository import Repository  # which imports trackers
-
-    if not isinstance(value, Repository):
-        raise InvalidInput(f"{what} is {values.shown(value)}: give the repository that datastates.open returned")
+    core_of(value, what)
     return value
 
 
@@ -171,7 +166,7 @@ class Peer:
         rev: str,
         *,
         into: Mapping[str, object] | None = None,
-        repo: Repository | None = None,
+        repo: Opened | None = None,
         only: str | Sequence[str] | None = None,
         strict: bool = True,
         atomic: bool | None = None,
@@ -235,7 +230,7 @@ class Peer:
         rev: str,
         *,
         into: Mapping[str, object] | None = None,
-        repo: Repository | None = None,
+        repo: Opened | None = None,
         only: str | Sequence[str] | None = None,
         strict: bool = True,
         atomic: bool | None = None,
@@ -266,12 +261,12 @@ class Peer:
             if into is not None:
                 return self._into_objects(opened, into, only, strict, atomic, skip_equal, resumable, on_progress)
             assert repo is not None, "one of them is given"
-            return self._into_repository(opened, repo, tags, resumable, on_progress)
+            return self._into_repository(opened, repo.core, tags, resumable, on_progress)
         except BaseException:
             loop.run(_let_go(opened))
             raise
 
-    def push(self, rev: str, *, repo: Repository, tags: bool = False, on_progress: Progress | None = None) -> Cloned:
+    def push(self, rev: str, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Cloned:
         """Bring a state of ``repo`` into the peer's memory, with its ancestry; the peer must be served with ``is_writable``.
 
         :param rev: the state, as ``repo`` names it.
@@ -283,7 +278,7 @@ class Peer:
         return self.begin_push(rev, repo=repo, tags=tags, on_progress=on_progress).wait()
 
     @values.takes(rev=_revision, repo=_repository, tags=values.flag, on_progress=values.optional(values.callback))
-    def begin_push(self, rev: str, *, repo: Repository, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
+    def begin_push(self, rev: str, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
         """Start ``push`` in the background.
 
         :param rev: the state, as ``repo`` names it.
@@ -291,8 +286,9 @@ class Peer:
         :param tags: whether the tags of its ancestry go along.
         :param on_progress: called with the bytes that are done, and all of them.
         """
-        state = repo.state(rev)
-        source = _CountedSource(repo.core.open_payload(state, verify=False), repo.core.local)
+        core = repo.core
+        state = core.state(rev)
+        source = _CountedSource(core.open_payload(state, verify=False), core.local)
         landed: list[StateRecord] = []
 
         async def move(progress: Progress) -> Fetched:
@@ -301,8 +297,8 @@ class Peer:
             try:
                 session = await self._connected(self.urls[0])
                 try:
-                    ancestry = await _unknown_there(session, repo, state)
-                    offer = await asyncio.to_thread(_offer, repo, state, source.manifest, ancestry, tags=tags)
+                    ancestry = await _unknown_there(session, core, state)
+                    offer = await asyncio.to_thread(_offer, core, state, source.manifest, ancestry, tags=tags)
                     landed.append(await session.push(source, state.uid, offer))
                 finally:
                     await session.close()
@@ -385,18 +381,18 @@ class Peer:
 
         return self._transfer(opened, _Arrival(sink, land, explain, sink.close, resumable), on_progress)
 
-    def _into_repository(self, opened: _Opened, repo: Repository, tags: bool, resumable: bool, on_progress: Progress | None) -> Transfer:
-        with repo.core.database.read() as session:
+    def _into_repository(self, opened: _Opened, core: Core, tags: bool, resumable: bool, on_progress: Progress | None) -> Transfer:
+        with core.database.read() as session:
             is_same = clones.repository_uid(session) == opened.repository
             is_shared = is_same and bool(clones.known(session, [opened.state.uid]))  # else one of the two is a copy of the other
-        ancestry, wanted = ([], []) if is_shared else loop.run(self._listed(lambda session: _ancestry(session, repo, opened.state, tags)))
+        ancestry, wanted = ([], []) if is_shared else loop.run(self._listed(lambda session: _ancestry(session, core, opened.state, tags)))
         relatives = [state.uid for state in ancestry[:10]]
-        sink = arrivals.make_room(repo, opened.manifest, party=opened.source, relatives=relatives)
+        sink = arrivals.make_room(core, opened.manifest, party=opened.source, relatives=relatives)
 
         def land(opened: _Opened, fetched: Fetched) -> tuple[State, None]:
             loop.run(_stop_forwarding(opened, linger=True))
             state = arrivals.land(
-                repo,
+                core,
                 sink,
                 opened.state,
                 ancestry=ancestry,
@@ -407,7 +403,7 @@ class Peer:
             )
             return state, None
 
-        arrival = _Arrival(sink, land, lambda error: error, lambda: arrivals.abandon(repo, sink), resumable)
+        arrival = _Arrival(sink, land, lambda error: error, lambda: arrivals.abandon(core, sink), resumable)
         return self._transfer(opened, arrival, on_progress)
 
     def _transfer(self, opened: _Opened, arrival: _Arrival, on_progress: Progress | None) -> Transfer:
@@ -663,7 +659,7 @@ def _enter(found: dict[str, State], page: Iterable[State]) -> None:
         raise PeerFault(f"the peer lists more than {LISTED_STATES} states: pass a limit")
 
 
-async def _ancestry(session: Session, repo: Repository, state: State, tags: bool) -> tuple[list[State], list[Ref]]:
+async def _ancestry(session: Session, core: Core, state: State, tags: bool) -> tuple[list[State], list[Ref]]:
     """The ancestors, newest first, that the repository does not have, down to where it has every parent; tags of all that come.
 
     A page that it has all of is no end: what a merge brought in from elsewhere may be older than that.
@@ -671,11 +667,11 @@ async def _ancestry(session: Session, repo: Repository, state: State, tags: bool
     coming: list[State] = []
     listed = {state.uid: state}
     after: str | None = state.uid
-    while after is not None and await asyncio.to_thread(arrivals.lacks_parents, repo, [state, *coming]):
+    while after is not None and await asyncio.to_thread(arrivals.lacks_parents, core, [state, *coming]):
         page = await session.log(state.uid, limit=_PAGE, after=after)
         states = list(map(state_of, page.states))
         _enter(listed, states)
-        coming += await asyncio.to_thread(arrivals.missing_ancestry, repo, states)
+        coming += await asyncio.to_thread(arrivals.missing_ancestry, core, states)
         after = page.next if states else None
     if not tags:
         return coming, []
@@ -684,7 +680,7 @@ async def _ancestry(session: Session, repo: Repository, state: State, tags: bool
     return coming, [ref for ref in found if ref.kind is RefKind.TAG and ref.state in uids]
 
 
-async def _unknown_there(session: Session, repo: Repository, state: State) -> list[State]:
+async def _unknown_there(session: Session, core: Core, state: State) -> list[State]:
     """The ancestors of a state, newest first, down to the first page behind which the peer knows every parent."""
     found: list[State] = []
     known: set[str] = set()
@@ -694,7 +690,7 @@ async def _unknown_there(session: Session, repo: Repository, state: State) -> li
         open_ends = {parent for each in (state, *found) for parent in each.parents} - sent
         if not open_ends or await _knows_all(session, open_ends, known):
             break
-        page = await asyncio.to_thread(_ancestors, repo, state.uid, page[-1].uid)
+        page = await asyncio.to_thread(_ancestors, core, state.uid, page[-1].uid)
         found += page
     return found
 
@@ -709,15 +705,15 @@ async def _knows_all(session: Session, uids: set[str], known: set[str]) -> bool:
     return True
 
 
-def _ancestors(repo: Repository, uid: str, after: str) -> list[State]:
-    with repo.core.database.read() as session:
+def _ancestors(core: Core, uid: str, after: str) -> list[State]:
+    with core.database.read() as session:
         return walk.log(session, uid, limit=_PAGE, after=after)
 
 
-def _offer(repo: Repository, state: State, manifest: bytes, ancestry: Sequence[State], *, tags: bool) -> Offer:
+def _offer(core: Core, state: State, manifest: bytes, ancestry: Sequence[State], *, tags: bool) -> Offer:
     refs: list[Ref] = []
     if tags:
         uids = {state.uid, *(each.uid for each in ancestry)}
-        with repo.core.database.read() as session:
+        with core.database.read() as session:
             refs = [ref for ref in lineage_refs.refs(session, RefKind.TAG) if ref.state in uids]
     return Offer(manifest, record_of(state), tuple(map(record_of, ancestry)), tuple(map(record_of_ref, refs)))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from datastates.config import BackPressure
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import OverBudget, Unavailable
-
-if TYPE_CHECKING:
-    from datastates.repository import Repository
+from datastates.opening.core import Core
 
 __all__ = ["PushRoom", "Room"]
 
@@ -21,8 +18,8 @@ _ASK_AGAIN_S = 0.05
 class PushRoom:
     """The slots of one repository's arena that pushed states may have together, on their way or until they are durable."""
 
-    def __init__(self, repository: Repository, patience_s: float) -> None:
-        self._repository, self._patience_s = repository, patience_s
+    def __init__(self, core: Core, patience_s: float) -> None:
+        self._core, self._patience_s = core, patience_s
         self._lock = threading.Lock()
         self._coming = 0
 
@@ -47,7 +44,7 @@ class PushRoom:
                 )
             time.sleep(_ASK_AGAIN_S)
         try:
-            slots = self._repository.core.runner().acquire(count, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic()))
+            slots = self._core.runner().acquire(count, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic()))
         except BaseException:
             self.give(count)
             raise
@@ -62,9 +59,8 @@ class PushRoom:
             self._coming -= count
 
     def _take(self, count: int) -> bool:
-        runner, memory, arena = self._repository.core.runner(), self._repository.core.memory, self._repository.core.arena
-        assert memory is not None, "the runner made it"
-        assert arena is not None, "the runner made it"
+        engaged = self._core.engage()
+        runner, memory, arena = engaged.runner, engaged.memory, engaged.arena
         limit = arena.capacity - runner.needed_slots
         if count > limit:
             raise OverBudget(
@@ -78,7 +74,7 @@ class PushRoom:
         return is_room
 
     def _write(self) -> None:
-        runner = self._repository.core.runner()
+        runner = self._core.runner()
         for uid in runner.unwritten_clones():
             runner.want(uid)
 

@@ -23,6 +23,7 @@ from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.search import pages as search
 from datastates.lineage.search import revision, walk
 from datastates.lineage.states import Ref, State
+from datastates.opening.core import Core
 from datastates.store.tier import Reader, Tier
 from datastates.transport import loop
 from datastates.transport.clone.chain import Chains
@@ -41,7 +42,6 @@ from .records import record_of, record_of_ref, ref_of, state_of
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from datastates.repository import Repository
 
 __all__ = ["RepositoryStore", "Server", "ServerStats"]
 
@@ -102,20 +102,20 @@ class RepositoryStore:
     """A repository, seen by a server; every method runs in worker threads. ``is_writable`` takes what peers push;
     for room for it somebody waits ``patience_s`` at most."""
 
-    def __init__(self, repository: Repository, *, is_writable: bool = False, patience_s: float = 10.0) -> None:
-        self._repository, self._is_writable = repository, is_writable
-        self._room = PushRoom(repository, patience_s)
+    def __init__(self, core: Core, *, is_writable: bool = False, patience_s: float = 10.0) -> None:
+        self._core, self._is_writable = core, is_writable
+        self._room = PushRoom(core, patience_s)
         self._rooms: dict[Sink, Room] = {}
 
     def identity(self) -> Identity:
         """The identity of the served repository."""
-        with self._repository.core.database.read() as session:
-            return Identity(clones.repository_uid(session), self._repository.node, _VERSION)
+        with self._core.database.read() as session:
+            return Identity(clones.repository_uid(session), self._core.node, _VERSION)
 
     @contextmanager
     def _asked(self) -> Iterator[Session]:
         """A session for a question of a peer, which costs no more than so much time."""
-        with deadline.within(ANSWER_S), self._repository.core.reading() as session:
+        with deadline.within(ANSWER_S), self._core.reading() as session:
             yield session
 
     def refs(self) -> list[RefRecord]:
@@ -145,8 +145,8 @@ class RepositoryStore:
     def open(self, uid: str) -> Source:
         """Pin a state: in memory if it is there, else on disk."""
         with deadline.within(ANSWER_S):
-            state = self._repository.state(uid)
-        return StateSource(self._repository.core.open_payload(state, verify=False), self._repository.core.local)
+            state = self._core.state(uid)
+        return StateSource(self._core.open_payload(state, verify=False), self._core.local)
 
     def check_writable(self) -> None:
         """Refuse pushes unless they were allowed."""
@@ -160,12 +160,12 @@ class RepositoryStore:
         if (manifest.origin.uid, manifest.digest) != (offer.state.uid, offer.state.digest):
             raise InvalidInput(f"the manifest of the pushed state {offer.state.uid} is another state's: push again")
         state, ancestry, tags = _told(offer)
-        with self._repository.core.database.read() as session:
+        with self._core.database.read() as session:
             clones.check_arrival(session, state, ancestry, tags)
         room = self._room.share()
         relatives = [state.uid for state in offer.ancestry[:10]]
         try:
-            sink = arrivals.make_room(self._repository, manifest, party=_PUSHERS, relatives=relatives, acquire=room.acquire)
+            sink = arrivals.make_room(self._core, manifest, party=_PUSHERS, relatives=relatives, acquire=room.acquire)
         except BaseException:
             room.close()
             raise
@@ -177,7 +177,7 @@ class RepositoryStore:
         assert isinstance(sink, StateSink), "receive made it"
         state, ancestry, tags = _told(offer)
         state = arrivals.land(
-            self._repository,
+            self._core,
             sink,
             state,
             ancestry=ancestry,
@@ -192,7 +192,7 @@ class RepositoryStore:
     def abandon(self, offer: Offer, sink: Sink) -> None:
         """A push ended early."""
         assert isinstance(sink, StateSink), "receive made it"
-        arrivals.abandon(self._repository, sink)
+        arrivals.abandon(self._core, sink)
         if (room := self._rooms.pop(sink, None)) is not None:
             room.close()
 
@@ -235,10 +235,8 @@ class Server:
     when a capture would have to wait for it. The clone goes on from disk then, or fails and says so.
     """
 
-    def __init__(
-        self, repository: Repository, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float, data: str
-    ) -> None:
-        store = RepositoryStore(repository, is_writable=is_writable, patience_s=timeout_s)
+    def __init__(self, core: Core, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float, data: str) -> None:
+        store = RepositoryStore(core, is_writable=is_writable, patience_s=timeout_s)
         self._server = transport_server.Server(store, url, token=token, tls=tls, timeout_s=timeout_s, relays=Chains(), data=data)
         self._pid = os.getpid()
         self._is_closed = False

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +28,7 @@ from datastates.lineage.change.record import mark
 from datastates.lineage.lookup import ids_of
 from datastates.lineage.search import walk
 from datastates.lineage.states import Ref, RefKind, State
+from datastates.opening.core import Core, Opened, core_of
 from datastates.store.comparing import are_equal
 from datastates.store.local import LocalTier, Staged
 from datastates.store.mapped import MappedReader
@@ -37,9 +37,6 @@ from datastates.store.seal import SealedChunks
 from datastates.store.tier import Payload, Placed
 
 from .bundle_files import PACKS, VERSION, Lineage, check_places, read_chunks, read_lineage, write_chunks, write_lineage
-
-if TYPE_CHECKING:
-    from datastates.repository import Repository
 
 __all__ = ["Bundle", "export_bundle", "import_bundle"]
 
@@ -61,7 +58,7 @@ class Bundle:
     digest: str
 
 
-def export_bundle(repository: Repository, revs: Sequence[str], folder: str | os.PathLike[str], *, with_parents: bool = False) -> Bundle:
+def export_bundle(repository: Opened, revs: Sequence[str], folder: str | os.PathLike[str], *, with_parents: bool = False) -> Bundle:
     """Write states to a new folder, with the lineage and the tags of all their ancestors.
 
     ``with_parents`` takes the bytes of what merged states were made of too, so that they can be made again elsewhere.
@@ -69,17 +66,17 @@ def export_bundle(repository: Repository, revs: Sequence[str], folder: str | os.
     :raises Conflict: there is something in the folder.
     :raises Unavailable: the bytes of a state are gone; names the nearest ancestor that has them.
     """
-    root = Path(folder)
+    core, root = core_of(repository, "repository"), Path(folder)
     if isinstance(revs, str) or not revs:
         raise InvalidInput(f"a bundle takes a list of states, not {revs!r}")
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise Conflict(f"{root} is not empty: name a new folder")
-    states = _chosen(repository, revs, with_parents=with_parents)
+    states = _chosen(core, revs, with_parents=with_parents)
     was_there = root.exists()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        found, bytes_new = _write_packs(repository, states, root)
-        lineage = _lineage_of(repository, states, found)
+        found, bytes_new = _write_packs(core, states, root)
+        lineage = _lineage_of(core, states, found)
         digest = write_lineage(lineage, root)
     except BaseException:
         for path in root.iterdir() if was_there else [root]:
@@ -88,7 +85,7 @@ def export_bundle(repository: Repository, revs: Sequence[str], folder: str | os.
     return Bundle(tuple(states), len(lineage.states) - len(states), tuple(map(ref_of, lineage.tags)), bytes_new, digest)
 
 
-def import_bundle(repository: Repository, folder: str | os.PathLike[str], *, digest: str | None = None) -> Bundle:
+def import_bundle(repository: Opened, folder: str | os.PathLike[str], *, digest: str | None = None) -> Bundle:
     """Bring the states of a bundle into a repository: durable, with their ancestry, edges, metrics, attributes and tags.
 
     States that are here already stay as they are. All or nothing: everything is checked first, then written beside what is here, then
@@ -98,46 +95,46 @@ def import_bundle(repository: Repository, folder: str | os.PathLike[str], *, dig
     :raises Corrupt: a byte of it is wrong, or it is not the bundle of that digest; names the file.
     :raises Conflict: another state of the same uid is here.
     """
-    root = Path(folder)
+    core, root = core_of(repository, "repository"), Path(folder)
     lineage, found = read_lineage(root)
     if digest is not None and digest != found:
         raise Corrupt(f"{root} is the bundle of digest {found}, not {digest[:64]}: it is another one, or was changed on the way")
     states = _states(lineage)
-    with repository.core.database.read() as session:
+    with core.database.read() as session:
         clones.check_ancestry(session, list(states.values()))
         sealed = seals.seals(session, lineage.held)
-    folder_uid = repository.core.home.check_writable()
+    folder_uid = core.home.check_writable()
     with ExitStack() as stack:
-        staged = _stage(repository, root, lineage, states, sealed, stack)
-        placed = _commit(repository, staged, states, source=f"bundle {found[:16]}", folder_uid=folder_uid)
+        staged = _stage(core, root, lineage, states, sealed, stack)
+        placed = _commit(core, staged, states, source=f"bundle {found[:16]}", folder_uid=folder_uid)
     tags = [ref_of(record) for record in lineage.tags]
-    make_tags(repository, tags)
-    held = tuple(repository.state(uid) for uid in lineage.held)
+    make_tags(core, tags)
+    held = tuple(core.state(uid) for uid in lineage.held)
     return Bundle(held, len(states) - len(held), tuple(tags), sum(each.bytes_new for each in placed.values()), found)
 
 
 # Out
 
 
-def _chosen(repository: Repository, revs: Sequence[str], *, with_parents: bool) -> list[State]:
-    chosen = {state.uid: state for state in map(repository.state, revs)}
+def _chosen(core: Core, revs: Sequence[str], *, with_parents: bool) -> list[State]:
+    chosen = {state.uid: state for state in map(core.state, revs)}
     for state in list(chosen.values()) if with_parents else ():
         if "merge.method" in state.attributes:
             base = state.attributes.get("merge.base")
             made_of = [*state.parents, *([] if base is None else [str(base)])]
-            chosen |= {uid: repository.state(uid) for uid in made_of if uid not in chosen}
+            chosen |= {uid: core.state(uid) for uid in made_of if uid not in chosen}
     return list(chosen.values())
 
 
-def _write_packs(repository: Repository, states: Sequence[State], root: Path) -> tuple[dict[str, str], int]:
+def _write_packs(core: Core, states: Sequence[State], root: Path) -> tuple[dict[str, str], int]:
     """The seal of each state, which it has from now on here too, and how many bytes were written."""
-    tier, base, written = LocalTier(root / PACKS, direct=repository.config.direct_io), None, 0
+    tier, base, written = LocalTier(root / PACKS, direct=core.config.direct_io), None, 0
     found: dict[str, str] = {}
     for state in states:
-        with repository.core.open_payload(state, verify=True) as reader:
+        with core.open_payload(state, verify=True) as reader:
             chunks = SealedChunks(reader)
             chunks.check()
-            repository.core.seal(state.uid, chunks.seal)
+            core.seal(state.uid, chunks.seal)
             bare = msgspec.structs.replace(reader.manifest, packs=(), refs=())
             placed = tier.put(Payload(bare, chunks, is_on_demand=True), base=base)
             write_chunks(root, state.uid, chunks.digests)
@@ -146,9 +143,9 @@ def _write_packs(repository: Repository, states: Sequence[State], root: Path) ->
     return found, written
 
 
-def _lineage_of(repository: Repository, states: Sequence[State], found: dict[str, str]) -> Lineage:
+def _lineage_of(core: Core, states: Sequence[State], found: dict[str, str]) -> Lineage:
     uids = [state.uid for state in states]
-    with repository.core.reading() as session:
+    with core.reading() as session:
         above = {id_ for uid in uids for id_ in walk.ancestor_ids(session, uid)}
         everything = walk.states(session, sorted({*above, *ids_of(session, uids)}))  # parents have lower ids than their children
         names = {state.uid for state in everything}
@@ -183,7 +180,7 @@ def _states(lineage: Lineage) -> dict[str, State]:
 
 
 def _stage(
-    repository: Repository, root: Path, lineage: Lineage, states: dict[str, State], sealed: dict[str, str], stack: ExitStack
+    core: Core, root: Path, lineage: Lineage, states: dict[str, State], sealed: dict[str, str], stack: ExitStack
 ) -> dict[str, tuple[Staged, Manifest, str]]:
     """Check every state with bytes and write it where nobody sees it yet, with its seal."""
     folder = root / PACKS
@@ -204,10 +201,10 @@ def _stage(
         chunks = SealedChunks(reader, digests)
         chunks.check()
         seals.check(sealed.get(uid), chunks.seal, uid)
-        _check_same(repository, manifest, chunks)
+        _check_same(core, manifest, chunks)
         shared = {key[:2]: known[key] for key in _keys(manifest, chunks) if key in known}
         bare = msgspec.structs.replace(manifest, packs=(), refs=())
-        made = stack.enter_context(repository.core.local.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
+        made = stack.enter_context(core.local.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
         known |= {key: place for key, place in zip(_keys(manifest, chunks), made.places(), strict=False) if key not in known}
         staged[uid] = made, manifest, chunks.seal
     return staged
@@ -217,13 +214,13 @@ def _keys(manifest: Manifest, chunks: SealedChunks) -> list[tuple[bytes, int, by
     return [(chunk.digest, chunk.length, digest) for chunk, digest in zip(manifest.content.chunks, chunks.digests, strict=True)]
 
 
-def _check_same(repository: Repository, manifest: Manifest, chunks: SealedChunks) -> None:
+def _check_same(core: Core, manifest: Manifest, chunks: SealedChunks) -> None:
     """A state that is in memory here is not on disk what somebody else says that it is. (One on disk is compared as it is staged.)"""
-    if repository.core.memory is None:
+    if core.memory is None:
         return
     uid = manifest.origin.uid
     try:
-        reader = repository.core.memory.open(uid)
+        reader = core.memory.open(uid)
     except NotFound:
         return
     with reader:
@@ -240,14 +237,14 @@ def _committed(staged: Staged, uid: str) -> Placed:
 
 
 def _commit(
-    repository: Repository, staged: dict[str, tuple[Staged, Manifest, str]], states: dict[str, State], *, source: str, folder_uid: str
+    core: Core, staged: dict[str, tuple[Staged, Manifest, str]], states: dict[str, State], *, source: str, folder_uid: str
 ) -> dict[str, Placed]:
     """Lineage and files become visible together: files first, and they are taken back if the lineage does not take them."""
     placed: dict[str, Placed] = {}
     done: list[Staged] = []
-    tier = repository.core.local
+    tier = core.local
     try:
-        with repository.core.database.write(durable=True) as session:
+        with core.database.write(durable=True) as session:
             clones.import_ancestry(session, list(states.values())[::-1])
             for uid, (each, _, seal) in staged.items():
                 placed[uid] = found = _committed(each, uid)

@@ -11,6 +11,7 @@ from datastates.errors import Unavailable
 from datastates.lineage.change import runs
 from datastates.lineage.database import Database
 from datastates.store.arena import Arena
+from datastates.store.memory import MemoryTier
 from datastates.store.tiers import VOLATILE, Tiers
 
 from .lease import Lease
@@ -31,6 +32,12 @@ class Belongings:
     arena: Arena
     runner: Runner
     is_let_go: bool = False
+
+    @property
+    def memory(self) -> MemoryTier:
+        """What this process holds in memory."""
+        assert self.tiers.captured is not None, "it was made before this"
+        return self.tiers.captured
 
     def let_go(self) -> None:
         """Make durable what is to be, end the threads, finish the run; idempotent, and goes on where it was interrupted."""
@@ -59,8 +66,7 @@ class Belongings:
 
     def _free(self) -> None:
         self.lease.close()
-        if self.tiers.captured is not None:
-            self.tiers.captured.close()
+        self.memory.close()
         self.arena.close()
         self.tiers.close()
         self.is_let_go = True

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from datastates.lineage.show.html import code, graph_html, table_html, text
 from datastates.lineage.show.summary import Summary, summary
 from datastates.lineage.show.texts import age_text, metrics_text, short, step_text
 from datastates.lineage.states import Ref, State
-
-if TYPE_CHECKING:
-    from datastates.repository import Repository
+from datastates.opening.core import Core
 
 __all__ = ["repository_html"]
 
@@ -18,12 +14,12 @@ _HEADS, _NEWEST = 20, 30
 _METRICS = 100
 
 
-def repository_html(repository: Repository) -> str:
+def repository_html(core: Core) -> str:
     """HTML that takes on the notebook's colours; of a closed repository its name only."""
-    name = f"<p><strong>datastates</strong> {code(repository.location)}"
-    if repository.core.is_closed:
+    name = f"<p><strong>datastates</strong> {code(core.location)}"
+    if core.is_closed:
         return f"{name}, closed</p>"
-    with repository.core.reading() as session:
+    with core.reading() as session:
         found = summary(session, heads=_HEADS, newest=_NEWEST)
     counts = (_count(found.states, "state"), _count(found.branches, "branch", "branches"), _count(found.tags, "tag"))
     return f"{name}: {', '.join(counts)}</p>{_heads(found)}{_graph(found)}"

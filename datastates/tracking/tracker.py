@@ -35,6 +35,7 @@ from datastates.objects.oversights import Oversights
 from datastates.objects.restore import RestoreReport
 from datastates.policy.cadence import Cadence
 from datastates.system.interrupts import undisturbed
+from datastates.upkeep import loading
 
 if TYPE_CHECKING:
     from datastates.capture.runner import Runner
@@ -372,7 +373,7 @@ class Tracker:
         everything = {LOOPS: self._loops, **self._objects, **self.values}
         into = {name: found for name, found in everything.items() if name not in without}
         version = self._loops.version
-        self.report = self._repository._restore(state, into, only=only, strict=strict)
+        self.report = loading.restore(self._repository.core, state, into, only=only, strict=strict)
         for optimizer in self._adapted.optimizers:
             if optimizer.state:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped

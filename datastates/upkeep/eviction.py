@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from datastates.lineage.change import folders
 from datastates.lineage.change.withdraw import withdraw
 from datastates.lineage.search.holders import holder
+from datastates.opening.core import Core
 from datastates.store.tiers import CAPTURED, DURABLE, VOLATILE
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from datastates.repository import Repository
 
 __all__ = ["evict"]
 
 
-def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
+def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
     """Drop a state from this folder of packs and from this process's memory; the bytes set free there, which no other state needed.
 
     The lineage is told first: a crash in between leaves files that nobody asks for, never a state without its bytes, and a commit that
@@ -27,20 +27,20 @@ def evict(repository: Repository, uid: str, *, is_forced: bool = False) -> int:
     :raises Conflict: a ref or a training of this process counts on it.
     :raises NotFound: there is no such state.
     """
-    repository.core.check_open()
-    repository.core.settle()
-    running = repository.core.running
-    with repository.core.database.write(durable=True) as session:
-        withdraw(session, uid, _places(repository, session, uid), volatile=VOLATILE, is_forced=is_forced)
+    core.check_open()
+    core.settle()
+    running = core.running
+    with core.database.write(durable=True) as session:
+        withdraw(session, uid, _places(core, session, uid), volatile=VOLATILE, is_forced=is_forced)
         if running is not None:
             running.check_withdrawal(uid)  # the last that may refuse
     freed = 0 if running is None else running.withdraw(uid)
-    return freed + repository.core.local.remove(uid)
+    return freed + core.local.remove(uid)
 
 
-def _places(repository: Repository, session: Session, uid: str) -> list[tuple[str, str]]:
+def _places(core: Core, session: Session, uid: str) -> list[tuple[str, str]]:
     """The places at which this process and this folder of packs hold a state, as the lineage names them."""
-    home = repository.core.home
-    hosts = [host for host in folders.hosts_of_state(session, uid, tier=DURABLE) if home.is_beside or host == repository.node]
+    home = core.home
+    hosts = [host for host in folders.hosts_of_state(session, uid, tier=DURABLE) if home.is_beside or host == core.node]
     disks = [home.check_writable(), *hosts]
-    return [(CAPTURED, holder(repository.node, repository.core.run_uid)), *((DURABLE, disk) for disk in disks)]
+    return [(CAPTURED, holder(core.node, core.run_uid)), *((DURABLE, disk) for disk in disks)]

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from datastates.errors import Corrupt, NotFound, Unavailable
 from datastates.lineage.change import refs
 from datastates.lineage.search import walk
 from datastates.lineage.states import RefKind, State
-
-if TYPE_CHECKING:
-    from datastates.repository import Repository
+from datastates.opening.core import Core
 
 __all__ = ["naming_a_way_on"]
 
@@ -22,7 +19,7 @@ _TRIED = 32
 
 
 @contextmanager
-def naming_a_way_on(repository: Repository, state: State) -> Iterator[None]:
+def naming_a_way_on(core: Core, state: State) -> Iterator[None]:
     """Damage that is found inside is raised with the nearest ancestor that verifies, and with what goes on from it.
 
     :raises Corrupt: ``nearest`` is that ancestor's uid.
@@ -30,45 +27,45 @@ def naming_a_way_on(repository: Repository, state: State) -> Iterator[None]:
     try:
         yield
     except Corrupt as exc:
-        raise _explained(repository, state, exc) from exc
+        raise _explained(core, state, exc) from exc
 
 
-def _explained(repository: Repository, state: State, problem: Corrupt) -> Corrupt:
+def _explained(core: Core, state: State, problem: Corrupt) -> Corrupt:
     said = f"state {state.uid[:10]} (step {state.step}) is damaged: {problem}"
-    sound = _nearest_sound(repository, state)
+    sound = _nearest_sound(core, state)
     if sound is None:
         return Corrupt(f"{said}; no ancestor of it verifies here: begin on another branch, or bring its files back")
     lines = [f"{said}; the nearest ancestor that verifies is {sound.uid[:10]} (step {sound.step}): restore that"]
     lines += [
         f"to go on from there on branch {name!r}: repo.move({name!r}, {sound.uid[:10]!r}, expected={state.uid[:10]!r}), then track it again"
-        for name in _branches_at(repository, state)
+        for name in _branches_at(core, state)
     ]
     return Corrupt("\n".join(lines), nearest=sound.uid)
 
 
-def _nearest_sound(repository: Repository, state: State) -> State | None:
+def _nearest_sound(core: Core, state: State) -> State | None:
     """The nearest ancestor that can be restored here and whose every byte is right."""
-    return next((each for each in islice(_restorable(repository, state), _TRIED) if _is_sound(repository, each)), None)
+    return next((each for each in islice(_restorable(core, state), _TRIED) if _is_sound(core, each)), None)
 
 
-def _restorable(repository: Repository, state: State) -> Iterator[State]:
+def _restorable(core: Core, state: State) -> Iterator[State]:
     here: State | None = state
     while here is not None and here.parents:
-        with repository.core.database.read() as session:
+        with core.database.read() as session:
             here = walk.nearest_restorable(session, here.parents[0])
         if here is not None:
             yield here
 
 
-def _is_sound(repository: Repository, state: State) -> bool:
+def _is_sound(core: Core, state: State) -> bool:
     try:
-        with repository.core.open_payload(state, verify=True) as reader:
+        with core.open_payload(state, verify=True) as reader:
             reader.verify()
     except (Corrupt, NotFound, Unavailable):
         return False
     return True
 
 
-def _branches_at(repository: Repository, state: State) -> list[str]:
-    with repository.core.database.read() as session:
+def _branches_at(core: Core, state: State) -> list[str]:
+    with core.database.read() as session:
         return [ref.name for ref in refs.refs(session, RefKind.BRANCH) if ref.state == state.uid]

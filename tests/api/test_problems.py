@@ -105,7 +105,7 @@ def test_body_that_is_none_is_refused(repo: Repository, serve: Serve, body: byte
 
 def test_bytes_that_are_gone_name_the_nearest_that_are_not(client: TestClient, repo: Repository) -> None:
     gone = repo.state("main~1")
-    evict(repo, gone.uid)
+    evict(repo.core, gone.uid)
     said = problem(client, f"{BASE}/states/{gone.uid}/payload")
 
     assert (said["status"], said["kind"], said["nearest"]) == (410, "unavailable", repo.state("main~2").uid)

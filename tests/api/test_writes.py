@@ -121,7 +121,7 @@ def test_chunk_that_a_descendant_refers_to_stays(repo: Repository) -> None:
     second = run.capture().wait("durable")
     run.close()
 
-    freed = evict(repo, first.uid)
+    freed = evict(repo.core, first.uid)
     assert freed < 1_000_000
     assert repo.verify(second.uid).uid == second.uid
     assert torch.equal(repo.load(second.uid)["frozen"], frozen)

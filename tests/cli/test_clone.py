@@ -248,7 +248,7 @@ class Stuck:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupt_in_the_middle_leaves_nothing(store: Path, tmp_path: Path, number: int, code: int) -> None:
     with datastates.open(store) as repo:
-        stuck = Stuck(RepositoryStore(repo))
+        stuck = Stuck(RepositoryStore(repo.core))
         server = transport_server.Server(stuck, "ucx://127.0.0.1:0", timeout_s=30)
         loop.run(server.start())
         try:

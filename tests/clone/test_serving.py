@@ -159,7 +159,7 @@ def test_a_source_is_a_state_without_places_whose_bytes_stay(repo: Repository, i
         repo.core.running.want(state.uid)
         repo.core.running.drain()
         repo.core.memory.remove(state.uid)
-    source = RepositoryStore(repo).open(state.uid)
+    source = RepositoryStore(repo.core).open(state.uid)
     manifest = digest.decode(source.manifest, source="the test")
 
     assert (manifest.origin.uid, manifest.digest, manifest.packs, manifest.refs) == (state.uid, state.digest, (), ())
@@ -175,7 +175,7 @@ def test_a_state_that_is_cloned_keeps_its_memory_until_it_is_done(tmp_path: Path
         weights = torch.zeros(SLOT // 4)
         run = repo.track(weights={"it": weights}, rng=False)
         first = run.capture().wait()
-        source = RepositoryStore(repo).open(first.uid)
+        source = RepositoryStore(repo.core).open(first.uid)
         assert repo.core.running is not None
         assert repo.core.arena is not None
         for number in range(1, 20):
@@ -254,7 +254,7 @@ def test_a_byte_that_rots_on_disk_is_found_by_who_receives_it(repo: Repository, 
 
 
 def test_pages_of_log_and_find_meet_without_gap_or_repeat(repo: Repository) -> None:
-    store = RepositoryStore(repo)
+    store = RepositoryStore(repo.core)
     first = store.log("main", 1, None)
     assert first.next is not None
     last = store.log("main", 1, first.next)
@@ -266,7 +266,7 @@ def test_pages_of_log_and_find_meet_without_gap_or_repeat(repo: Repository) -> N
 
 
 def test_question_of_a_peer_that_takes_too_long_is_given_up(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = RepositoryStore(repo)
+    store = RepositoryStore(repo.core)
     monkeypatch.setattr(serving, "ANSWER_S", 0.0)
     asked: list[Callable[[], object]] = [
         lambda: store.find("", 10, None), lambda: store.log("main", 10, None), lambda: store.resolve("main"), store.refs
@@ -281,14 +281,14 @@ def test_question_of_a_peer_that_takes_too_long_is_given_up(repo: Repository, mo
 
 def offer_of(repo: Repository, **changed: object) -> Offer:
     state = repo.state("main")
-    source = RepositoryStore(repo).open(state.uid)
+    source = RepositoryStore(repo.core).open(state.uid)
     source.close()
     record = msgspec.structs.replace(record_of(state), **changed)
     return Offer(source.manifest, record, tuple(map(record_of, repo.log("main")[1:])), ())
 
 
 def test_a_push_whose_manifest_is_another_state_is_refused_before_memory_is_taken(repo: Repository, other: Repository) -> None:
-    store = RepositoryStore(other, is_writable=True)
+    store = RepositoryStore(other.core, is_writable=True)
     for changed in ({"uid": secrets.token_hex(12)}, {"digest": secrets.token_hex(32)}):
         with pytest.raises(InvalidInput, match="is another state's: push again"):
             store.receive(offer_of(repo, **changed))
@@ -296,7 +296,7 @@ def test_a_push_whose_manifest_is_another_state_is_refused_before_memory_is_take
     with pytest.raises(Corrupt):
         store.receive(msgspec.structs.replace(offer, manifest=offer.manifest[:-9] + b"\0" * 9))
     with pytest.raises(InvalidInput, match="takes no states"):
-        RepositoryStore(other).receive(offer)
+        RepositoryStore(other.core).receive(offer)
     assert other.core.running is None, "no memory was taken"
 
 
@@ -304,7 +304,7 @@ def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(re
     genuine = offer_of(repo)
     forged = msgspec.structs.replace(genuine.ancestry[0], digest="f" * 64)
     with repo.serve("memory://"), other.serve("memory://", is_writable=True):
-        store = RepositoryStore(other, is_writable=True)
+        store = RepositoryStore(other.core, is_writable=True)
         offer = msgspec.structs.replace(genuine, ancestry=(forged,))
         sink = store.receive(offer)
         fill(repo, sink)
@@ -342,7 +342,7 @@ EVIL: dict[str, Callable[[Offer], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", EVIL)
 def test_everything_about_a_push_is_checked_before_memory_is_taken(repo: Repository, other: Repository, what: str) -> None:
-    store, genuine = RepositoryStore(other, is_writable=True), offer_of(repo)
+    store, genuine = RepositoryStore(other.core, is_writable=True), offer_of(repo)
     with pytest.raises((InvalidInput, Conflict, PeerFault)):
         store.receive(msgspec.structs.replace(genuine, **EVIL[what](genuine)))
     assert other.core.running is None, "no memory was taken"

@@ -300,7 +300,7 @@ def test_bytes_are_dropped_whatever_the_host_is_called(tmp_path: Path, monkeypat
                 text("UPDATE replica SET node = 'old' WHERE state_id = (SELECT id FROM state WHERE uid = :uid)"), {"uid": noted.uid}
             )
         for state in (dropped, noted):
-            evict(repo, state.uid)
+            evict(repo.core, state.uid)
             assert repo.state(state.uid).status is Status.EVICTED
 
 

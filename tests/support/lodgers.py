@@ -98,5 +98,5 @@ def tidy(folder: str, say: Say, user: list[int], rev: str) -> None:
             tracked["weight"].add_(1)
             run.capture().wait("durable")
         repo.delete_ref("seen")
-        evict(repo, dropped.uid)
+        evict(repo.core, dropped.uid)
         say("dropped", repo.state(dropped.uid).status)

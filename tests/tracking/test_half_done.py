@@ -85,10 +85,10 @@ def test_an_eviction_whose_commit_fails_drops_nothing(made: Made, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(Session, "commit", fail)
         with pytest.raises(Unavailable):
-            evict(repo, old.uid)
+            evict(repo.core, old.uid)
     assert repo.state(old.uid).status is Status.CAPTURED
     assert all(torch.equal(tensor, before[name]) for name, tensor in repo.load(old.uid)["model"].items())
-    assert evict(repo, old.uid) > 0
+    assert evict(repo.core, old.uid) > 0
     assert repo.state(old.uid).status is Status.EVICTED
 
 

@@ -1,0 +1,45 @@
+"""Bringing a state back: as a tree, into live objects, or only to see that every byte of it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from datastates.lineage.states import State
+from datastates.objects.report import RestoreReport, Selection
+from datastates.objects.restore import reads, restore_into
+from datastates.opening.core import Core
+from datastates.store.reading import read_tree
+from datastates.store.seal import SealedChunks
+from datastates.system.interrupts import undisturbed
+
+from .salvage import naming_a_way_on
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["load", "restore", "verify"]
+
+
+def load(core: Core, state: State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None) -> Any:
+    """A state's tree; see ``Repository.load``."""
+    with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
+        return read_tree(reader, wants=Selection(only).wants, device=device)
+
+
+def restore(core: Core, state: State, into: Mapping[str, object], *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
+    """Put a state into live objects, once no copy of a training here reads them any more; see ``Repository.restore``."""
+    for training in list(core.trainings):
+        training.fence()
+    with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
+        tree = read_tree(reader, wants=reads(into, only), is_borrowing=True)
+        return restore_into(into, tree, only=only, strict=strict)
+
+
+def verify(core: Core, state: State) -> None:
+    """Read every byte of a state, check it, and bind the state to what it holds; see ``Repository.verify``."""
+    with undisturbed(), core.open_payload(state, verify=True) as reader:
+        chunks = SealedChunks(reader)
+        chunks.check()
+        reader.verify_headers()
+    core.seal(state.uid, chunks.seal)
