@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from . import values
-from .capture.line import Line
 from .capture.shutdown import settle
 from .config import BackPressure, Config, data_plane
 from .errors import Conflict, DatastatesError, InvalidInput
@@ -32,8 +29,7 @@ from .opening.location import Location, locate
 from .policy.cadence import Cadence
 from .show.frames import States
 from .system.interrupts import undisturbed
-from .tracking.outset import check_origin, origin_of, set_out
-from .tracking.succession import enter, take_over
+from .tracking.start import Terms, follow
 from .tracking.tracker import Tracker
 from .upkeep.loading import load, restore, verify
 
@@ -178,38 +174,18 @@ class Repository:
             objects["rng"] = RngState()
         plain, objects = split_values(objects)
         refuse_misspelt(plain, signature(Repository.track).parameters)
-        resume, strict, only = values.flag(resume, "resume"), values.flag(strict, "strict"), values.patterns(only)
-        start = None if start is None else values.revision(start)
-        settle()
-        take_over(self, branch, partial(check_origin, self, branch, start, resume=resume))
-        with undisturbed():
-            origin = origin_of(self, branch, start, resume=resume)
-            begin = origin.state
-            if origin.is_beyond and start is not None:
-                only = None  # it said what the fork takes of its start; what the fork captured is all its own
-            line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
-            tracker = Tracker(
-                self,
-                line=line,
-                objects=objects,
-                values=plain,
-                cadence=Cadence(config.durable_every, config.durable_interval_s),
-                back_pressure=config.back_pressure,
-                gradients=values.flag(gradients, "gradients"),
-                is_deferring=values.flag(defer, "defer"),
-            )
-            try:
-                if begin is not None:
-                    set_out(self, tracker, begin, only=only, strict=strict, is_resumed=origin.is_beyond)
-                if begin is not None and origin.is_fork:
-                    self.branch(branch, begin.uid)  # now that its objects stand there: a fork that fails leaves no branch
-            except BaseException:
-                tracker._fence.remove()
-                self.core.runner().drop_line(line)
-                raise
-            self.core.trainings.add(tracker)
-            enter(tracker)
-            return tracker
+        terms = Terms(
+            branch=branch,
+            start=None if start is None else values.revision(start),
+            resume=values.flag(resume, "resume"),
+            only=values.patterns(only),
+            strict=values.flag(strict, "strict"),
+            gradients=values.flag(gradients, "gradients"),
+            defer=values.flag(defer, "defer"),
+            cadence=Cadence(config.durable_every, config.durable_interval_s),
+            back_pressure=config.back_pressure,
+        )
+        return follow(self.core, objects, plain, terms)
 
     # --- states ----------------------------------------------------------------------------------------------------------
 

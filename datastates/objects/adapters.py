@@ -50,7 +50,7 @@ class Adapted:
         if gradients and GRADIENTS in objects:
             raise InvalidInput(f"the name {GRADIENTS!r} is taken by the gradients: rename that object")
         self.objects = _with_hidden_optimizers(objects)
-        self._has_gradients = gradients
+        self.has_gradients = gradients
         self._models: dict[int, ModelState] = {}
         self._optimizer_states: dict[int, OptimizerState] = {}
         self.lasting: list[object] = []
@@ -77,7 +77,7 @@ class Adapted:
         self.lasting = [model for _, model in walk.trees]
         if walk.optimizers:
             self._add_optimizers(walk)
-        if self._has_gradients:
+        if self.has_gradients:
             tree[GRADIENTS] = {path: _gradients_of(model) for path, model in walk.trees}
         for out, generator in walk.generators:
             out.update(generator.state_dict() if isinstance(generator, RngState) else state_of(generator))

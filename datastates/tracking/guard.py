@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from datastates import values
+from datastates.capture.handle import Capture
 from datastates.errors import InvalidInput, NotFound, Unavailable
-from datastates.lineage.change.refs import check_name
+from datastates.lineage.change import refs
+from datastates.lineage.search import walk
 from datastates.lineage.states import State
 from datastates.objects.adapters import parts
 from datastates.objects.loops import LOOPS
@@ -33,9 +35,7 @@ from datastates.objects.sampler import PermutationSampler
 from datastates.policy.spikes import Spikes
 
 from .soundness import is_sound
-
-if TYPE_CHECKING:
-    from .tracker import Tracker
+from .training import Training
 
 __all__ = ["Data", "Guard", "Rewind"]
 
@@ -59,6 +59,25 @@ class Rewind:
     branch: str
 
 
+class Run(Protocol):
+    """What a guard asks of the tracker that it watches over."""
+
+    @property
+    def branch(self) -> str:
+        """The branch that captures move."""
+
+    @property
+    def head(self) -> State | None:
+        """The newest state of the branch."""
+
+    @property
+    def step(self) -> int:
+        """How many steps were made."""
+
+    def capture(self, *, metrics: Mapping[str, float] | None = None, step: int | None = None, message: str | None = None) -> Capture:
+        """Take a state."""
+
+
 class Guard:
     """Asked about the loss of each step, after the update and before the capture. Made by ``Tracker.guard``.
 
@@ -78,17 +97,27 @@ class Guard:
     """
 
     def __init__(
-        self, run: Tracker, *, spike: float | None, patience: int, window: int, back: int, data: Data, limit: int, keep: Sequence[str]
+        self,
+        run: Run,
+        training: Training,
+        *,
+        spike: float | None,
+        patience: int,
+        window: int,
+        back: int,
+        data: Data,
+        limit: int,
+        keep: Sequence[str],
     ) -> None:
         if data not in ("skip", "reshuffle"):
             raise InvalidInput(f"data is {data!r}: choose 'skip' or 'reshuffle'")
         if back < 1 or limit < 1:
             raise InvalidInput(f"back is {back} and limit {limit}: both count from 1")
-        check_name(_name(run.branch, 10**12, 100))
-        self._run, self._spikes = run, Spikes(spike, window, patience)
+        refs.check_name(_name(run.branch, 10**12, 100))
+        self._run, self._training, self._spikes = run, training, Spikes(spike, window, patience)
         self._window, self._back, self._limit, self._data = window, back, limit, data
-        self._samplers = [found for _, found in parts(run._objects) if isinstance(found, PermutationSampler)]
-        self._kept = _kept(run, keep, is_skipping=data == "skip")
+        self._samplers = [found for _, found in parts(training.objects) if isinstance(found, PermutationSampler)]
+        self._kept = _kept(training, keep, is_skipping=data == "skip")
         if data == "reshuffle" and not self._samplers:
             raise InvalidInput(
                 "data='reshuffle' changes the order of a PermutationSampler, and none is tracked: track one, or choose data='skip'"
@@ -97,10 +126,10 @@ class Guard:
         self._began: str | None = None
         self._in_a_row = self._calm = 0
         self._arriving: deque[_Loss] = deque()
-        if run.head is None or (run.report is not None and not run.report):
+        if run.head is None or (training.report is not None and not training.report):
             run.capture(step=run.step, message="where the guard begins").wait()
         self._good: deque[str] = deque([_uid(run.head)], maxlen=8)
-        run._newest = self._good[0]
+        training.newest = self._good[0]
 
     def rewound(self, loss: float | torch.Tensor | None = None) -> bool:
         """Whether the loss of this step was trouble and everything is back at a good state: ``continue`` then, and do not capture.
@@ -111,7 +140,7 @@ class Guard:
             or there is no good state to go back to.
         """
         if loss is not None:
-            self._arriving.append(_Loss.of(loss, self._run))
+            self._arriving.append(_Loss.of(loss, self._training))
         while self._arriving and (self._arriving[0].is_here or loss is None or len(self._arriving) > 1):
             read = self._arriving.popleft()
             value = read.value()
@@ -157,10 +186,12 @@ class Guard:
         """Name the stretch that went wrong; its head is the state at hand."""
         run = self._run
         run.capture(metrics={"loss": loss}, message=f"abandoned: the loss of step {step} {problem}")
-        repository, head = run._repository, run.head
-        taken = {ref.name for ref in repository.refs()}
+        head, core = _uid(run.head), self._training.core
+        with core.reading() as session:
+            taken = {ref.name for ref in refs.refs(session)}
         branch = next(name for number in count(1) if (name := _name(run.branch, step, number)) not in taken)
-        repository.branch(branch, head)
+        with core.writing() as session:
+            refs.branch(session, branch, head)
         return branch
 
     def _find(self, depth: int) -> State | None:
@@ -171,45 +202,45 @@ class Guard:
 
     def _history(self, depth: int) -> list[State]:
         """Good states, newest first, down to where the branch began."""
-        repository = self._run._repository
-        if self._began is None:
-            self._began = next(event.new for event in repository.reflog(self._run.branch) if event.old is None)
-        for uid in reversed(self._good):
-            try:
-                newest = repository.state(uid)
-            except NotFound:
-                continue  # its capture failed
-            states = repository.log(newest, limit=depth + _FURTHER)
-            end = next((index for index, state in enumerate(states) if state.uid == self._began), len(states))
-            return states[: end + 1]
+        with self._training.core.reading() as session:
+            if self._began is None:
+                self._began = next(event.new for event in refs.reflog(session, self._run.branch) if event.old is None)
+            for uid in reversed(self._good):
+                try:
+                    states = walk.log(session, uid, limit=depth + _FURTHER)
+                except NotFound:
+                    continue  # its capture failed
+                end = next((index for index, state in enumerate(states) if state.uid == self._began), len(states))
+                return states[: end + 1]
         return []
 
     def _is_sound(self, state: State) -> bool:
         """Whether a state can be restored, and holds no number that would spoil the training."""
-        run = self._run
-        if not state.status.is_restorable or (state.micro_step and not run._adapted._has_gradients):
+        adapted = self._training.adapted
+        if not state.status.is_restorable or (state.micro_step and not adapted.has_gradients):
             return False
         try:
-            with run._repository.core.open_payload(state) as reader:
-                return is_sound(reader, run._adapted)
+            with self._training.core.open_payload(state) as reader:
+                return is_sound(reader, adapted)
         except Unavailable:
             return False  # dropped since, or in the memory of another process
 
     def _put_back(self, good: State) -> None:
-        run = self._run
-        run._go_back(good, without=self._kept, reason="rewind")
-        if not run._adapted._has_gradients:
-            for optimizer in run._adapted.optimizers:
+        training = self._training
+        training.go_back(good, without=self._kept, reason="rewind")
+        if not training.adapted.has_gradients:
+            for optimizer in training.adapted.optimizers:
                 optimizer.zero_grad()
-            for module in run._adapted.modules:
+            for module in training.adapted.modules:
                 module.zero_grad()
         self._good = deque([good.uid], maxlen=self._good.maxlen)
         if self._data == "reshuffle":
-            prefix = _name(run.branch, 0, 1).removesuffix("0")
-            salt = sum(ref.name.startswith(prefix) for ref in run._repository.refs())
+            prefix = _name(training.branch, 0, 1).removesuffix("0")
+            with training.core.reading() as session:
+                salt = sum(ref.name.startswith(prefix) for ref in refs.refs(session))
             for sampler in self._samplers:
                 sampler.reshuffle(salt)
-            run._loops.send_back()
+            training.loops.send_back()
 
     def _gave_up(self, rewinds: Sequence[Rewind]) -> Unavailable:
         last = rewinds[-1]
@@ -233,8 +264,8 @@ class _Loss:
     is_copied: torch.cuda.Event | None = None
 
     @classmethod
-    def of(cls, loss: float | torch.Tensor, run: Tracker) -> _Loss:
-        read = cls(run.step + (not run._is_driven), run._newest, loss.detach() if isinstance(loss, torch.Tensor) else loss)
+    def of(cls, loss: float | torch.Tensor, training: Training) -> _Loss:
+        read = cls(training.step + (not training.is_driven), training.newest, loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if not isinstance(read.number, torch.Tensor) or not read.number.is_cuda or read.number.numel() != 1:
             return replace(read, number=values.number(read.number, "loss"))
         host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
@@ -264,13 +295,13 @@ def _uid(state: State | None) -> str:
     return state.uid
 
 
-def _kept(run: Tracker, keep: Iterable[str], *, is_skipping: bool) -> frozenset[str]:
+def _kept(training: Training, keep: Iterable[str], *, is_skipping: bool) -> frozenset[str]:
     """The names of what is not put back."""
-    known = {**run._objects, **run.values}
+    known = {**training.objects, **training.values}
     if unknown := sorted(set(keep) - set(known)):
         raise InvalidInput(f"keep names {', '.join(unknown)}, and nothing of that name is tracked: there are {', '.join(sorted(known))}")
     kept = {*keep, LOOPS} if is_skipping else set(keep)
-    for name, found in run._objects.items() if is_skipping else ():
+    for name, found in training.objects.items() if is_skipping else ():
         kinds = [isinstance(each, DataLoader | Sampler) for _, each in parts({name: found})]
         if any(kinds) and not all(kinds) and name not in kept:
             raise InvalidInput(

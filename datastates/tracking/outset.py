@@ -15,15 +15,15 @@ from datastates.lineage.change import refs
 from datastates.lineage.search import revision, walk
 from datastates.lineage.states import Ref, RefKind, State
 from datastates.objects.adapters import IN_BACKWARD
+from datastates.opening.core import Core
 from datastates.opening.missing import explain, is_elsewhere, nearest_here
 from datastates.system.notices import say
+
+from .training import Training
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from datastates.repository import Repository
-
-    from .tracker import Tracker
 
 __all__ = ["Outset", "check_origin", "origin_of", "set_out"]
 
@@ -41,37 +41,36 @@ class Outset:
     is_beyond: bool = False
 
 
-def origin_of(repository: Repository, branch: str, start: str | State | None, *, resume: bool) -> Outset:
+def origin_of(core: Core, branch: str, start: str | State | None, *, resume: bool) -> Outset:
     """The state that a tracker sets out from. A branch whose head cannot be restored is moved back; none is made."""
     branch = values.text(branch, "branch")
-    with repository.core.reading() as session:
+    with core.reading() as session:
         ref, origin = _named(session, branch, start, resume=resume)
         if ref is None:
             if origin is None:
                 _warn_of_misspelling(session, branch)
                 return Outset(None)
             if not origin.status.is_restorable:
-                raise explain(repository.core, session, origin)
+                raise explain(core, session, origin)
         else:
             head = walk.state(session, ref.state)
-            begun, origin = (
-                origin,
-                head if is_elsewhere(repository.core, session, head) else nearest_here(repository.core, session, head.uid),
-            )
+            begun = origin
+            origin = head if is_elsewhere(core, session, head) else nearest_here(core, session, head.uid)
             if origin is None:
-                raise explain(repository.core, session, head)
-            why = None if origin.uid == head.uid else explain(repository.core, session, head)
+                raise explain(core, session, head)
+            why = None if origin.uid == head.uid else explain(core, session, head)
     if ref is None:
         return Outset(origin, is_fork=True)
     if origin.uid != ref.state:
         _log.warning("branch %s goes back to state %s (step %d): %s", branch, origin.uid[:10], origin.step, why)
-        repository.move(branch, origin.uid, expected=ref.state)
+        with core.writing() as session:
+            refs.move(session, branch, origin.uid, expected=ref.state)
     return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
 
 
-def check_origin(repository: Repository, branch: str, start: str | State | None, *, resume: bool) -> None:
-    """Raise, as ``origin_of`` does, unless a tracker may set out from there."""
-    with repository.core.reading() as session:
+def check_origin(core: Core, branch: str, start: str | State | None, *, resume: bool) -> None:
+    """Raise, as ``origin_of`` does, unless a training may set out from there."""
+    with core.reading() as session:
         _named(session, branch, start, resume=resume)
 
 
@@ -91,35 +90,33 @@ def _named(session: Session, branch: str, start: str | State | None, *, resume: 
     return ref, origin
 
 
-def set_out(
-    repository: Repository, tracker: Tracker, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool
-) -> None:
-    """Put the tracker's objects where ``state`` stands, and have its first capture share with it what is unchanged."""
-    tracker._restore_objects(state, only=only, strict=strict)
-    tracker.resumed_from, tracker._is_resumed = state, is_resumed
+def set_out(training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool) -> None:
+    """Put the training's objects where ``state`` stands, and have its first capture share with it what is unchanged."""
+    training.restore(state, only=only, strict=strict)
+    training.resumed_from, training.is_resumed = state, is_resumed
     try:
-        with repository.core.local.open(state.uid, verify=False) as reader:
-            tracker._line.base = reader.manifest
+        with training.core.local.open(state.uid, verify=False) as reader:
+            training.line.base = reader.manifest
     except NotFound:
-        tracker._line.kin = repository.core.runner().line_of(state.uid)  # in memory only: what they share is written with the first of them
-    where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {tracker.epoch}" if tracker._loops.is_counted else "")
+        training.line.kin = training.runner.line_of(state.uid)  # in memory only: what they share is written with the first of them
+    where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")
     if not is_resumed:
-        _log.info("branch %s begins at %s", tracker.branch, where)
+        _log.info("branch %s begins at %s", training.branch, where)
         return
-    say(f"branch {tracker.branch} goes on from {where}")
-    if forgotten := _forgotten(tracker, only):
+    say(f"branch {training.branch} goes on from {where}")
+    if forgotten := _forgotten(training, only):
         _log.warning(
             "branch %s has %s too, and %s not tracked now: begun anew, and missing in what is captured from here; pass %s to track, or fork"
             " with start=",
-            tracker.branch, ", ".join(forgotten), "they are" if len(forgotten) > 1 else "it is", ", ".join(forgotten),
+            training.branch, ", ".join(forgotten), "they are" if len(forgotten) > 1 else "it is", ", ".join(forgotten),
         )  # fmt: skip
 
 
-def _forgotten(tracker: Tracker, only: str | Sequence[str] | None) -> list[str]:
+def _forgotten(training: Training, only: str | Sequence[str] | None) -> list[str]:
     """The objects of the resumed state that this training leaves behind without having said so."""
-    if only is not None or tracker.report is None:
+    if only is not None or training.report is None:
         return []
-    return [name for name in tracker.report.skipped if "/" not in name and name not in ("rng", IN_BACKWARD)]
+    return [name for name in training.report.skipped if "/" not in name and name not in ("rng", IN_BACKWARD)]
 
 
 def _warn_of_misspelling(session: Session, branch: str) -> None:

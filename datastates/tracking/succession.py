@@ -8,37 +8,33 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from datastates.opening.location import DATABASE
+from datastates.opening.core import Core
+from datastates.opening.location import DATABASE, Location
 
-if TYPE_CHECKING:
-    from datastates.opening.location import Location
-    from datastates.repository import Repository
-
-    from .tracker import Tracker
+from .training import Training
 
 __all__ = ["enter", "take_over"]
 
-_living: weakref.WeakSet[Tracker] = weakref.WeakSet()
+_living: weakref.WeakSet[Training] = weakref.WeakSet()
 
 
-def enter(tracker: Tracker) -> None:
-    """Register a tracker, which gives way to the next one from now on."""
-    _living.add(tracker)
+def enter(training: Training) -> None:
+    """Register a training, which gives way to the next one from now on."""
+    _living.add(training)
 
 
-def take_over(repository: Repository, branch: str, check: Callable[[], object]) -> None:
-    """End the trackers of this process that are on the branch; ``check`` raises before, where the new one would be refused anyway."""
-    earlier = [tracker for tracker in list(_living) if tracker.branch == branch and not tracker._is_ended]
-    earlier = [tracker for tracker in earlier if tracker._pid == os.getpid() and _is_same(tracker._repository, repository)]
+def take_over(core: Core, branch: str, check: Callable[[], object]) -> None:
+    """End the trainings of this process that are on the branch; ``check`` raises before, where the new one would be refused anyway."""
+    earlier = [training for training in list(_living) if training.branch == branch and training.is_living]
+    earlier = [training for training in earlier if _is_same(training.core, core)]
     if earlier:
         check()
-    for tracker in earlier:
-        tracker._give_way()
+    for training in earlier:
+        training.give_way()
 
 
-def _is_same(one: Repository, other: Repository) -> bool:
+def _is_same(one: Core, other: Core) -> bool:
     return one is other or _file(one.location) == _file(other.location)
 
 

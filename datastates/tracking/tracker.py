@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import threading
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, SupportsFloat, TypeVar
 
 import msgspec
 
-from datastates import values
-from datastates.capture.fence import Fence, Pending
+from datastates import values as checks
 from datastates.capture.handle import Capture, Progress
-from datastates.capture.line import Line, Staged
-from datastates.capture.plan import Plan, compile_plan
-from datastates.capture.shutdown import end_later
+from datastates.capture.line import Staged
 from datastates.capture.stage import CopyJob
 from datastates.config import BackPressure
-from datastates.content.tree import Flat, encode_values, flatten
-from datastates.errors import Closed, DatastatesError, InvalidInput
-from datastates.lineage.change import refs as lineage_refs
+from datastates.content.tree import encode_values, flatten
+from datastates.errors import DatastatesError
 from datastates.lineage.states import State, StateFacts, Value
 from datastates.objects import dirty
-from datastates.objects.adapters import Adapted, parts
-from datastates.objects.loops import LOOPS, Loops
-from datastates.objects.oversights import Oversights
+from datastates.objects.loops import LOOPS
 from datastates.objects.restore import RestoreReport
-from datastates.policy.cadence import Cadence
 from datastates.system.interrupts import undisturbed
-from datastates.upkeep import loading
+
+from .training import Training
 
 if TYPE_CHECKING:
-    from datastates.capture.runner import Runner
-    from datastates.repository import Repository
-
     from .guard import Data, Guard
 
 __all__ = ["Tracker"]
@@ -57,49 +44,19 @@ class Tracker:
     ``values`` are the plain values that were tracked; change them there and the next capture has them.
     """
 
-    def __init__(
-        self,
-        repository: Repository,
-        *,
-        line: Line,
-        objects: Mapping[str, object],
-        values: dict[str, object],
-        cadence: Cadence,
-        back_pressure: BackPressure,
-        gradients: bool,
-        is_deferring: bool,
-    ) -> None:
-        self._repository, self._line = repository, line
-        self._objects, self.values = dict(objects), values
-        self._adapted = Adapted(self._objects, gradients=gradients)
-        outlook = self._adapted.outlook()
-        flatten({**outlook, **values})  # what no state can hold is refused here
-        self._runner = repository.core.runner()
+    def __init__(self, training: Training, *, back_pressure: BackPressure, is_deferring: bool) -> None:
+        self._training, self._runner = training, training.runner
         self._back_pressure, self._is_deferring = back_pressure, is_deferring
-        self._plan: Plan | None = None
-        self._pending = Pending(self._runner.stager)
-        self._newest: str | None = None
-        self._is_driven = False
-        self._is_resumed = False
-        self._loops = Loops(partial(_found, self._objects))  # and not what knows this tracker: it would outlive its last name
-        self._is_closed = self._is_ended = self._has_given_way = False
-        self._pid = os.getpid()
-        self.step = 0
-        self.micro_step = 0
-        self.resumed_from: State | None = None
-        self.report: RestoreReport | None = None
-        self._fence = Fence(self._pending.wait)
-        self._fence.install(self._adapted.optimizers, self._adapted.modules)
-        self._oversights = Oversights(self._adapted.objects, outlook, self._fence.has_stepped)
-        self._runner.expect(line, self._adapted.size_bytes())
-        self._runner.open_line(line, cadence)  # the last that may fail
-        self._finalizer = weakref.finalize(self, _end_dropped, self._runner, line, self._fence, self._pid)
-        self._finalizer.atexit = False  # the repository is closed then
+
+    @property
+    def training(self) -> Training:
+        """What the rest of this package works with; nothing of it is promised to users."""
+        return self._training
 
     @property
     def branch(self) -> str:
         """The branch that captures move."""
-        return self._line.branch
+        return self._training.branch
 
     @property
     def head(self) -> State | None:
@@ -107,14 +64,49 @@ class Tracker:
 
         A capture that tore has no state: the head is the one before it then, and the log says so.
         """
-        self._runner.flush()
-        self._heed_edits()
-        return None if self._line.tip is None else self._repository.state(self._line.tip[0])
+        return self._training.head()
+
+    @property
+    def step(self) -> int:
+        """How many steps of the optimizers were made; may be set."""
+        return self._training.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._training.step = step
+
+    @property
+    def micro_step(self) -> int:
+        """How many batches of the step at hand were seen, 0 once it is complete; may be set."""
+        return self._training.micro_step
+
+    @micro_step.setter
+    def micro_step(self, micro_step: int) -> None:
+        self._training.micro_step = micro_step
+
+    @property
+    def values(self) -> dict[str, object]:
+        """The plain values that were tracked."""
+        return self._training.values
+
+    @values.setter
+    def values(self, found: dict[str, object]) -> None:
+        self._training.values = found
+
+    @property
+    def resumed_from(self) -> State | None:
+        """The state that the training set out from; None where it began from nothing."""
+        return self._training.resumed_from
+
+    @property
+    def report(self) -> RestoreReport | None:
+        """What the newest restoring did; None where there was none."""
+        return self._training.report
 
     @property
     def epoch(self) -> int:
         """The epoch that ``epochs`` is at, from 0; once it is over, how many were done."""
-        return self._loops.epoch
+        return self._training.loops.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of those of ``count`` epochs that are left, from 0: a training that was stopped goes on in the epoch in which it was.
@@ -130,9 +122,9 @@ class Tracker:
 
         :raises InvalidInput: ``count`` is no number of epochs.
         """
-        return self._loops.count(values.integer(count, "the number of epochs", least=0), is_resumed=self._is_resumed)
+        return self._training.loops.count(checks.integer(count, "the number of epochs", least=0), is_resumed=self._training.is_resumed)
 
-    @values.takes(loader=values.iterable, accumulate=values.positive)
+    @checks.takes(loader=checks.iterable, accumulate=checks.positive)
     def steps(self, loader: Iterable[Batch], *, accumulate: int = 1) -> Iterator[Batch]:
         """The loader's batches; ``step`` moves on with every ``accumulate``-th of them, before it is handed out.
 
@@ -147,15 +139,15 @@ class Tracker:
 
         :raises InvalidInput: a tracked sampler in a loader with workers, which take from it ahead of the training.
         """
-        self._is_driven = True
+        self._training.is_driven = True
         try:
-            for batch in self._loops.batches(loader, is_resumed=self._is_resumed):
+            for batch in self._training.loops.batches(loader, is_resumed=self._training.is_resumed):
                 self.micro_step = (self.micro_step + 1) % accumulate
                 if self.micro_step == 0:
                     self.step += 1
                 yield batch
         finally:
-            self._is_driven = self._loops.is_counting  # what follows in an epoch counts no step
+            self._training.is_driven = self._training.loops.is_counting  # what follows in an epoch counts no step
 
     def capture(
         self,
@@ -192,36 +184,37 @@ class Tracker:
     def _capture(
         self, metrics: Mapping[str, SupportsFloat] | None, step: int | None, message: str | None, attributes: Mapping[str, Value] | None
     ) -> Capture:
-        self._check_usable()
+        training = self._training
+        training.check_usable()
         noted = _Noted.of(metrics, attributes, message)
-        self.micro_step = values.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
+        self.micro_step = checks.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
         self.step = self._step_of(step)
-        self._raise_background_error()
-        self._heed_edits()
-        self._oversights.look()
-        tree = {**self._adapted.tree(), **self.values}
-        if self._loops.is_used:
-            tree[LOOPS] = self._loops.state_dict()
-        flat = flatten(tree, self._plan.flat if self._plan is not None else None, self._adapted.lasting)
+        training.raise_background_error()
+        training.heed_edits()
+        training.oversights.look()
+        tree = {**training.adapted.tree(), **training.values}
+        if training.loops.is_used:
+            tree[LOOPS] = training.loops.state_dict()
+        flat = flatten(tree, training.known(), training.adapted.lasting)
         if dirty.is_any():
             dirty.check(leaf.tensor for leaf in flat.tensors)
-        plan = self._plan_for(flat)
+        plan = training.plan_for(flat)
         progress = Progress(secrets.token_hex(12))
         handle = Capture(progress, self.step, want=self._runner.want, hurry=self._runner.hurry)
-        slots = self._runner.acquire(plan.slot_count, self._back_pressure, line=self._line)
+        slots = self._runner.acquire(plan.slot_count, self._back_pressure, line=training.line)
         if slots is None:
             progress.skip()
             return handle
         try:
             staged = Staged(
-                line=self._line,
+                line=training.line,
                 progress=progress,
                 layout=plan.layout,
                 values=msgspec.Raw(encode_values(flat.values)),
                 facts=StateFacts(
                     uid=handle.uid,
                     parent=None,
-                    branch=self._line.branch,
+                    branch=training.branch,
                     run=None,
                     step=self.step,
                     micro_step=self.micro_step,
@@ -236,18 +229,18 @@ class Tracker:
             self._runner.release(slots)
             raise
         try:
-            self._runner.submit(staged, is_deferring=self._is_deferring and not self._line.edits.are_anywhere)
+            self._runner.submit(staged, is_deferring=self._is_deferring and not training.line.edits.are_anywhere)
         finally:
             if not job.is_copied.is_set():
-                self._pending.job = job
-        self._newest = handle.uid
+                training.pending.job = job
+        training.newest = handle.uid
         return handle
 
     def fence(self) -> None:
         """Wait until no copy reads the tracked tensors any more; call it before changing them by hand."""
-        self._pending.wait()
+        self._training.fence()
 
-    @values.takes(rev=values.revision, only=values.patterns, strict=values.flag)
+    @checks.takes(rev=checks.revision, only=checks.patterns, strict=checks.flag)
     def restore(self, rev: str | State, *, only: str | Sequence[str] | None = None, strict: bool = True) -> RestoreReport:
         """Put a state back into the tracked objects and go on from there: the branch moves to it, with a reflog entry.
 
@@ -255,19 +248,20 @@ class Tracker:
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         :raises Conflict: another process moved the branch meanwhile.
         """
-        self._check_usable()
-        self.fence()
+        training = self._training
+        training.check_usable()
+        training.fence()
         self._runner.flush()
-        return self._go_back(self._repository.state(rev), only=only, strict=strict)
+        return training.go_back(training.core.state(rev), only=only, strict=strict)
 
-    @values.takes(
-        spike=values.optional(values.number),
-        patience=values.count,
-        window=values.count,
-        back=values.count,
-        data=values.string,
-        limit=values.count,
-        keep=values.several(values.string),
+    @checks.takes(
+        spike=checks.optional(checks.number),
+        patience=checks.count,
+        window=checks.count,
+        back=checks.count,
+        data=checks.string,
+        limit=checks.count,
+        keep=checks.several(checks.string),
     )
     def guard(
         self,
@@ -304,35 +298,15 @@ class Tracker:
         """
         from .guard import Guard  # few guard
 
-        self._check_usable()
-        return Guard(self, spike=spike, patience=patience, window=window, back=back, data=data, limit=limit, keep=keep)
+        self._training.check_usable()
+        return Guard(self, self._training, spike=spike, patience=patience, window=window, back=back, data=data, limit=limit, keep=keep)
 
     def close(self) -> None:
         """Take the hooks off and make the branch's head durable; idempotent.
 
         :raises DatastatesError: (or another error of the background) the last captures could not be recorded.
         """
-        if self._is_ended or self._pid != os.getpid():
-            return
-        self._is_closed = True
-        self._runner.close_line(self._line)
-        self._fence.remove()
-        self._repository.core.trainings.discard(self)  # a repository outlives the models of its trainings
-        self._repository.core.drain()
-        self._is_ended = True  # an interrupt before this: the next call goes on
-        self._finalizer.detach()
-        self._heed_edits()
-        self._raise_background_error()
-
-    def _give_way(self) -> None:
-        """Another tracker is about to be made for this branch: its head becomes durable, and no more captures are taken here."""
-        self._has_given_way = True
-        try:
-            self.close()
-        except Exception as exc:
-            _log.warning("branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc)
-        with undisturbed():
-            _log.warning("branch %s is tracked anew in this process: the earlier tracker ends here and takes no more captures", self.branch)
+        self._training.close()
 
     def __enter__(self) -> Self:
         return self
@@ -346,96 +320,11 @@ class Tracker:
             if not (isinstance(exc, DatastatesError) and exc.repeats(error)):
                 _log.exception("closing the tracker of branch %s failed", self.branch)
 
-    def _go_back(
-        self,
-        state: State,
-        *,
-        only: str | Sequence[str] | None = None,
-        strict: bool = True,
-        without: Collection[str] = (),
-        reason: str = "move",
-    ) -> RestoreReport:
-        """Put a state back, but for the objects ``without``, and the branch with it; ``reason`` is for the reflog. Nothing is in flight."""
-        with undisturbed():
-            report = self._restore_objects(state, only=only, strict=strict, without=without)
-            if self._line.tip is None:
-                self._repository.branch(self._line.branch, state.uid)
-            elif self._line.tip[0] != state.uid:
-                with self._repository._changing(state) as (session, uid):
-                    lineage_refs.move(session, self._line.branch, uid, expected=self._line.tip[0], reason=reason)
-            self._line.tip = (state.uid, state.digest)
-            self._newest = state.uid
-        return report
-
-    def _restore_objects(
-        self, state: State, *, only: str | Sequence[str] | None, strict: bool, without: Collection[str] = ()
-    ) -> RestoreReport:
-        everything = {LOOPS: self._loops, **self._objects, **self.values}
-        into = {name: found for name, found in everything.items() if name not in without}
-        version = self._loops.version
-        self.report = loading.restore(self._repository.core, state, into, only=only, strict=strict)
-        for optimizer in self._adapted.optimizers:
-            if optimizer.state:
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
-        if LOOPS in into and only is None and self._loops.version == version:
-            self._loops.load_state_dict({})
-        self.values.update({key: value for key, value in self.report.values.items() if key in self.values})
-        self.step, self.micro_step = state.step, state.micro_step
-        self._plan = None
-        return self.report
-
     def _step_of(self, given: int | None) -> int:
         """The step of the training: as the caller says, or one further unless ``steps`` counts."""
         if given is not None:
-            return values.step(given)
-        return values.step(values.integer(self.step, "run.step") + (not self._is_driven), "run.step")
-
-    def _plan_for(self, flat: Flat) -> Plan:
-        if self._plan is not None and self._plan.refresh(flat):
-            return self._plan
-        self.fence()
-        self._fence.install(self._adapted.optimizers, self._adapted.modules)
-        self._plan = compile_plan(
-            flat,
-            fenced={id(tensor) for tensor in self._adapted.fenced()},
-            frozen={id(tensor) for tensor in self._adapted.frozen()},
-            eager_paths=self._line.edits.paths,
-        )
-        return self._plan
-
-    def _raise_background_error(self) -> None:
-        error, self._line.error = self._line.error, None
-        if error is not None:
-            raise error
-
-    def _heed_edits(self) -> None:
-        """Copy at once from now on what was edited by hand while it was copied."""
-        with undisturbed():
-            if self._line.edits.learn(self.branch):
-                self._plan = None
-
-    def _check_usable(self) -> None:
-        if self._pid != os.getpid():
-            raise Closed("this tracker belongs to the parent process: open the repository and track again in the child")
-        if self._has_given_way:
-            raise Closed(
-                f"this tracker gave way to another that was made for branch {self.branch} in this process: capture with that one, "
-                "or track a branch of another name"
-            )
-        if self._is_closed:
-            raise Closed(f"the tracker of branch {self.branch} was closed: call repo.track(...) again")
-        if threading.current_thread().name.startswith("datastates-"):
-            raise InvalidInput("captures are taken on the training thread, not from callbacks of the engine")
-
-
-def _found(objects: Mapping[str, object]) -> list[object]:
-    return [found for _, found in parts(objects)]
-
-
-def _end_dropped(runner: Runner, line: Line, fence: Fence, pid: int) -> None:
-    """Ends a tracker that was dropped without a close; runs wherever it was collected."""
-    fence.is_over = True
-    end_later(partial(runner.close_line, line), pid)
+            return checks.step(given)
+        return checks.step(checks.integer(self.step, "run.step") + (not self._training.is_driven), "run.step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,5 +337,5 @@ class _Noted:
 
     @classmethod
     def of(cls, metrics: object, attributes: object, message: object) -> Self:
-        said = None if message is None else values.text(message, "message")
-        return cls(values.metrics(metrics), values.attributes(attributes), said)
+        said = None if message is None else checks.text(message, "message")
+        return cls(checks.metrics(metrics), checks.attributes(attributes), said)

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Ensemble, InvalidInput, NotFound, Repository
+from datastates import Ensemble, InvalidInput, NotFound, Repository, State
+from datastates.opening.core import Core
+from datastates.upkeep.loading import load
 
 MIB = 1 << 20
 
@@ -96,13 +98,12 @@ def test_the_module_is_as_it_was(repo: Repository) -> None:
 def test_each_member_is_loaded_once_and_what_they_share_is_held_once(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     capture(repo)
     loads: list[str] = []
-    load = Repository.load
 
-    def counting(self: Repository, rev: str, **options: Any) -> Any:
-        loads.append(rev)
-        return load(self, rev, **options)
+    def counting(core: Core, state: State, **options: Any) -> Any:
+        loads.append(state.uid)
+        return load(core, state, **options)
 
-    monkeypatch.setattr(Repository, "load", counting)
+    monkeypatch.setattr("datastates.algebra.ensemble.load", counting)
     ensemble = repo.ensemble(REVS, Net(9))
     for _ in range(3):
         ensemble(torch.randn(2, 6))

@@ -265,4 +265,4 @@ def test_one_line_of_a_round_that_is_refused_keeps_no_other_from_being_recorded(
             handle.wait(timeout_s=60)
     assert [late[place].wait(timeout_s=60).step for place in (0, 2)] == [2, 3]
     assert repo.state("main").uid == late[2].uid
-    side._line.error = None  # told above
+    side.training.line.error = None  # told above

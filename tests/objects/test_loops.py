@@ -86,7 +86,7 @@ def test_what_follows_the_loop_in_an_epoch_is_done_once_for_each_of_them(repo: R
 
 def test_an_epoch_that_is_left_goes_on_with_the_next(repo: Repository) -> None:
     def body(run: Tracker, seen: Seen, stop: int | None) -> None:
-        sampler: Any = run._objects["sampler"]
+        sampler: Any = run.training.objects["sampler"]
         for _ in run.epochs(3):
             for rows in run.steps(sampler.batches(2)):
                 use(run, seen, rows, stop)
@@ -343,7 +343,7 @@ def test_a_tracked_loader_whose_epoch_was_left_begins_the_next(repo: Repository,
         return {"loader": StatefulDataLoader(range(10), batch_size=2, **order)}
 
     def body(run: Tracker, seen: Seen, stop: int | None) -> None:
-        loader: Any = run._objects["loader"]
+        loader: Any = run.training.objects["loader"]
         for _ in run.epochs(3):
             for number, batch in enumerate(run.steps(loader)):
                 seen.append((run.epoch, batch.tolist()))

@@ -72,7 +72,7 @@ def capture(run: datastates.Tracker, weight: torch.Tensor, times: int) -> None:
     for _ in range(times):
         weight.add_(1)
         run.capture().wait(timeout_s=60)
-    run._repository.flush()
+    run.training.core.settle()
 
 
 def test_a_small_training_takes_little_memory_by_default(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def meet(variant: str, epoch: int, run: Tracker) -> None:
     if what is None or not (first(Path(folder) / f"met-{variant}-{epoch}") or is_always):
         return
     if run.head is not None:
-        make_durable(run._repository, run.head.uid)
+        make_durable(run.training.core, run.head.uid)
     match what:
         case "raise":
             raise ValueError(f"planned for {variant}")

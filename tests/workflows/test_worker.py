@@ -45,7 +45,7 @@ sys.stdin.read()
 def repo(tmp_path: Path) -> Iterator[Repository]:
     """A repository with a durable prefix on ``main``; what workers opened here ends with the test."""
     with prefix(tmp_path / "runs") as opened:
-        make_durable(opened, opened.state("main").uid)
+        make_durable(opened.core, opened.state("main").uid)
         yield opened
         close_repositories()
 

@@ -125,7 +125,7 @@ class Job:
             objects = {name: value for name, value in objects.items() if name not in ("only", "strict")}
         self._fetch(self._from)
         self._tracker = self._repository.track(branch=self._branch, start=self._origin.uid, **objects)
-        self._tracker._loops.begin_elsewhere(is_between=self.is_new or record.EPOCH in self._from.attributes)
+        self._tracker.training.loops.begin_elsewhere(is_between=self.is_new or record.EPOCH in self._from.attributes)
         self._step = self._tracker.step
         seed = self.variant.config.get("seed")
         if self.is_new and isinstance(seed, int):
@@ -178,7 +178,7 @@ class Job:
         if self._captures:
             state = self._captures[-1].wait("durable")
         elif self._history:
-            state = record.make_durable(self._repository, self._history[-1].uid)
+            state = record.make_durable(self._repository.core, self._history[-1].uid)
         else:
             raise InvalidInput(f"variant {name!r} ended without a result: call job.report(...) at the end of each epoch")
         return record.tag_done(self._repository, study, name, self._assignment.digest, state)

@@ -10,6 +10,7 @@ from datastates.errors import Conflict, NotFound, Unavailable
 from datastates.lineage.change import clones
 from datastates.lineage.change.refs import check_name
 from datastates.lineage.states import Ref, RefKind, State, Status
+from datastates.opening.core import Core
 from datastates.opening.lease import LEASES
 from datastates.opening.missing import explain
 
@@ -100,23 +101,23 @@ def check_digest(state: State, study: str, variant: str, digest: str) -> None:
         )
 
 
-def make_durable(repository: Repository, uid: str, *, timeout_s: float = _DURABLE_S) -> State:
+def make_durable(core: Core, uid: str, *, timeout_s: float = _DURABLE_S) -> State:
     """The state, once it survives the process in whose memory it is, this one or another.
 
     :raises Unavailable: its bytes are gone, or that process does not write it.
     """
-    runner = repository.core.running
+    runner = core.running
     if runner is not None:
         runner.want(uid)
         runner.drain()
     deadline = time.monotonic() + timeout_s
     while True:
-        state = repository.state(uid)
+        state = core.state(uid)
         if state.status is not Status.CAPTURED:
             if state.status.is_restorable:
                 return state
-            with repository.core.database.read() as session:
-                raise explain(repository.core, session, state)
+            with core.database.read() as session:
+                raise explain(core, session, state)
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"state {uid[:10]} (step {state.step}) is only in the memory of another process, which did not write it"
@@ -153,7 +154,7 @@ def tag_start(repository: Repository, study: str, start: str | State) -> State:
                 f"study {study!r} began from {there.uid[:10]} (step {there.step}), and {start if isinstance(start, str) else 'start'!r}"
                 f" is {state.uid[:10]} (step {state.step}) now: start from {name!r}, or give the study another name"
             ) from None
-    return make_durable(repository, state.uid)
+    return make_durable(repository.core, state.uid)
 
 
 def claims_folder(repository: Repository) -> Path:

@@ -1,0 +1,63 @@
+"""Beginning to follow a training: an earlier tracker of its branch gives way, its objects are put where the branch stands."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from datastates.capture.line import Line
+from datastates.capture.shutdown import settle
+from datastates.config import BackPressure
+from datastates.lineage.change import refs
+from datastates.opening.core import Core
+from datastates.policy.cadence import Cadence
+from datastates.system.interrupts import undisturbed
+
+from .outset import check_origin, origin_of, set_out
+from .succession import enter, take_over
+from .tracker import Tracker
+from .training import Training
+
+__all__ = ["Terms", "follow"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a training is followed; see ``Repository.track``."""
+
+    branch: str
+    start: str | None
+    resume: bool
+    only: Sequence[str] | None
+    strict: bool
+    gradients: bool
+    defer: bool
+    cadence: Cadence
+    back_pressure: BackPressure
+
+
+def follow(core: Core, objects: Mapping[str, object], values: dict[str, object], terms: Terms) -> Tracker:
+    """Captures of these objects from now on; see ``Repository.track``."""
+    branch, start = terms.branch, terms.start
+    settle()
+    take_over(core, branch, partial(check_origin, core, branch, start, resume=terms.resume))
+    with undisturbed():
+        origin = origin_of(core, branch, start, resume=terms.resume)
+        begin = origin.state
+        only = None if origin.is_beyond and start is not None else terms.only  # of its start; what the fork captured is all its own
+        line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
+        training = Training(core, line=line, objects=objects, values=values, cadence=terms.cadence, gradients=terms.gradients)
+        try:
+            if begin is not None:
+                set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond)
+            if begin is not None and origin.is_fork:  # now that its objects stand there: a fork that fails leaves no branch
+                with core.writing() as session:
+                    refs.branch(session, branch, begin.uid)
+        except BaseException:
+            training.give_up()
+            raise
+        core.trainings.add(training)
+        enter(training)
+        return Tracker(training, back_pressure=terms.back_pressure, is_deferring=terms.defer)

@@ -1,0 +1,225 @@
+"""What stands behind a tracker: the objects of one training, the branch that it moves, and where both stand."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from datastates.capture.fence import Fence, Pending
+from datastates.capture.line import Line
+from datastates.capture.plan import Plan, compile_plan
+from datastates.capture.shutdown import end_later
+from datastates.content.tree import Flat, flatten
+from datastates.errors import Closed, InvalidInput
+from datastates.lineage.change import refs as lineage_refs
+from datastates.lineage.states import State
+from datastates.objects.adapters import Adapted, parts
+from datastates.objects.loops import LOOPS, Loops
+from datastates.objects.oversights import Oversights
+from datastates.objects.report import RestoreReport
+from datastates.opening.core import Core
+from datastates.policy.cadence import Cadence
+from datastates.system.interrupts import undisturbed
+from datastates.upkeep.loading import restore
+
+if TYPE_CHECKING:
+    from datastates.capture.runner import Runner
+
+__all__ = ["Training"]
+
+_log = logging.getLogger("datastates")
+
+
+class Training:
+    """One training, from ``Repository.track`` to ``close``. Everything belongs to the training thread.
+
+    ``newest`` is the uid of the newest capture, recorded or not, or of the state that was put back. ``is_driven``: ``Tracker.steps`` counts
+    the steps. ``is_resumed``: its branch was there before.
+    """
+
+    def __init__(
+        self, core: Core, *, line: Line, objects: Mapping[str, object], values: dict[str, object], cadence: Cadence, gradients: bool
+    ) -> None:
+        self.core, self.line = core, line
+        self.objects, self.values = dict(objects), values
+        self.adapted = Adapted(self.objects, gradients=gradients)
+        outlook = self.adapted.outlook()
+        flatten({**outlook, **values})  # what no state can hold is refused here
+        self.runner = core.runner()
+        self.pending = Pending(self.runner.stager)
+        self.newest: str | None = None
+        self.is_driven = self.is_resumed = False
+        self.loops = Loops(partial(_found, self.objects))  # and not what knows this training: it would outlive its last name
+        self.step = self.micro_step = 0
+        self.resumed_from: State | None = None
+        self.report: RestoreReport | None = None
+        self._plan: Plan | None = None
+        self._is_closed = self._is_ended = self._has_given_way = False
+        self._pid = os.getpid()
+        self._fence = Fence(self.pending.wait)
+        self._fence.install(self.adapted.optimizers, self.adapted.modules)
+        self.oversights = Oversights(self.adapted.objects, outlook, self._fence.has_stepped)
+        self.runner.expect(line, self.adapted.size_bytes())
+        self.runner.open_line(line, cadence)  # the last that may fail
+        self._finalizer = weakref.finalize(self, _end_dropped, self.runner, line, self._fence, self._pid)
+        self._finalizer.atexit = False  # the repository is closed then
+
+    @property
+    def branch(self) -> str:
+        """The branch that captures move."""
+        return self.line.branch
+
+    def head(self) -> State | None:
+        """See ``Tracker.head``."""
+        self.runner.flush()
+        self.heed_edits()
+        return None if self.line.tip is None else self.core.state(self.line.tip[0])
+
+    def fence(self) -> None:
+        """Wait until no copy reads the tracked tensors any more."""
+        self.pending.wait()
+
+    # --- what a capture asks -------------------------------------------------------------------------------------------------
+
+    def known(self) -> Flat | None:
+        """The leaves of the capture before this one, if they say what this one is to expect."""
+        return None if self._plan is None else self._plan.flat
+
+    def plan_for(self, flat: Flat) -> Plan:
+        """How these leaves are copied: as before, if their layout is that of before."""
+        if self._plan is not None and self._plan.refresh(flat):
+            return self._plan
+        self.fence()
+        self._fence.install(self.adapted.optimizers, self.adapted.modules)
+        self._plan = compile_plan(
+            flat,
+            fenced={id(tensor) for tensor in self.adapted.fenced()},
+            frozen={id(tensor) for tensor in self.adapted.frozen()},
+            eager_paths=self.line.edits.paths,
+        )
+        return self._plan
+
+    def raise_background_error(self) -> None:
+        """What went wrong with an earlier capture, once."""
+        error, self.line.error = self.line.error, None
+        if error is not None:
+            raise error
+
+    def heed_edits(self) -> None:
+        """Copy at once from now on what was edited by hand while it was copied."""
+        with undisturbed():
+            if self.line.edits.learn(self.branch):
+                self._plan = None
+
+    def check_usable(self) -> None:
+        """Raises unless captures may be taken here and now.
+
+        :raises Closed: it was closed, gave way to another, or belongs to the parent process.
+        :raises InvalidInput: this is a thread of the engine.
+        """
+        if self._pid != os.getpid():
+            raise Closed("this tracker belongs to the parent process: open the repository and track again in the child")
+        if self._has_given_way:
+            raise Closed(
+                f"this tracker gave way to another that was made for branch {self.branch} in this process: capture with that one, "
+                "or track a branch of another name"
+            )
+        if self._is_closed:
+            raise Closed(f"the tracker of branch {self.branch} was closed: call repo.track(...) again")
+        if threading.current_thread().name.startswith("datastates-"):
+            raise InvalidInput("captures are taken on the training thread, not from callbacks of the engine")
+
+    # --- going back ----------------------------------------------------------------------------------------------------------
+
+    def go_back(
+        self,
+        state: State,
+        *,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        without: Collection[str] = (),
+        reason: str = "move",
+    ) -> RestoreReport:
+        """Put a state back, but for the objects ``without``, and the branch with it; ``reason`` is for the reflog. Nothing is in flight."""
+        with undisturbed():
+            report = self.restore(state, only=only, strict=strict, without=without)
+            tip = self.line.tip
+            if tip is None or tip[0] != state.uid:
+                with self.core.writing() as session:
+                    if tip is None:
+                        lineage_refs.branch(session, self.branch, state.uid)
+                    else:
+                        lineage_refs.move(session, self.branch, state.uid, expected=tip[0], reason=reason)
+            self.line.tip = (state.uid, state.digest)
+            self.newest = state.uid
+        return report
+
+    def restore(self, state: State, *, only: str | Sequence[str] | None, strict: bool, without: Collection[str] = ()) -> RestoreReport:
+        """Put a state into the objects, and ``step`` where it was then; the branch stays."""
+        everything = {LOOPS: self.loops, **self.objects, **self.values}
+        into = {name: found for name, found in everything.items() if name not in without}
+        version = self.loops.version
+        self.report = restore(self.core, state, into, only=only, strict=strict)
+        for optimizer in self.adapted.optimizers:
+            if optimizer.state:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
+        if LOOPS in into and only is None and self.loops.version == version:
+            self.loops.load_state_dict({})
+        self.values.update({key: value for key, value in self.report.values.items() if key in self.values})
+        self.step, self.micro_step = state.step, state.micro_step
+        self._plan = None
+        return self.report
+
+    # --- the end -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_living(self) -> bool:
+        """Whether it is this process's, and did not end."""
+        return not self._is_ended and self._pid == os.getpid()
+
+    def close(self) -> None:
+        """Take the hooks off and make the branch's head durable; idempotent.
+
+        :raises DatastatesError: (or another error of the background) the last captures could not be recorded.
+        """
+        if not self.is_living:
+            return
+        self._is_closed = True
+        self.runner.close_line(self.line)
+        self._fence.remove()
+        self.core.trainings.discard(self)  # a repository outlives the models of its trainings
+        self.core.drain()
+        self._is_ended = True  # an interrupt before this: the next call goes on
+        self._finalizer.detach()
+        self.heed_edits()
+        self.raise_background_error()
+
+    def give_way(self) -> None:
+        """Another training is about to begin on this branch: its head becomes durable, and no more captures are taken here."""
+        self._has_given_way = True
+        try:
+            self.close()
+        except Exception as exc:
+            _log.warning("branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc)
+        with undisturbed():
+            _log.warning("branch %s is tracked anew in this process: the earlier tracker ends here and takes no more captures", self.branch)
+
+    def give_up(self) -> None:
+        """It never began: nothing was captured."""
+        self._fence.remove()
+        self.runner.drop_line(self.line)
+
+
+def _found(objects: Mapping[str, object]) -> list[object]:
+    return [found for _, found in parts(objects)]
+
+
+def _end_dropped(runner: Runner, line: Line, fence: Fence, pid: int) -> None:
+    """Ends a training that was dropped without a close; runs wherever it was collected."""
+    fence.is_over = True
+    end_later(partial(runner.close_line, line), pid)
