@@ -1,4 +1,5 @@
-"""Bytes that agree with every xxh3 and are others: sent by a man in the middle, by one of several sources, by a relay. None is taken.
+"""Bytes that agree with every xxh3 and are others: from a man in the middle, the process that runs UCX, one of several sources, a relay.
+None is taken.
 
 A few random places here; ``python -m tests.transport.test_binding --count 1000`` tries as many as one likes.
 """
@@ -22,9 +23,11 @@ from datastates.transport.clone.fetch import Fetched, fetch
 from datastates.transport.session.feed import Feed
 from datastates.transport.session.server import Server
 from datastates.transport.session.session import Session
-from datastates.transport.wire import tcp
+from datastates.transport.wire import near, tcp
 from datastates.transport.wire.joining import HEADER_BYTES
+from datastates.transport.wire.registry import transport_for
 from datastates.transport.wire.tcp_transport import TcpTransport
+from datastates.transport.wire.ucx_link import UcxLink
 from tests.support.colliding import collide_somewhere
 from tests.transport.stores import UID, MemorySource, MemoryStore
 from tests.transport.worlds import offer
@@ -64,6 +67,13 @@ class XxhSink:
 
     def has_lies(self) -> bool:
         return any(self.memory[index] != HONEST[index] for index in self.accepted)
+
+
+class WholeSink(XxhSink):
+    """Each chunk in one piece."""
+
+    def buffers(self, index: int) -> Sequence[memoryview] | None:
+        return [memoryview(self.memory[index])]
 
 
 class LyingSource(MemorySource):
@@ -145,8 +155,9 @@ class Middle:
 
 
 @asynccontextmanager
-async def served(store: MemoryStore) -> AsyncIterator[Server]:
-    server = Server(store, "tcp://127.0.0.1:0", token=TOKEN, timeout_s=5.0, transport=TcpTransport())
+async def served(store: MemoryStore, plane: str = "tcp") -> AsyncIterator[Server]:
+    url = f"{plane}://127.0.0.1:0"
+    server = Server(store, url, token=TOKEN, data=plane, timeout_s=5.0, transport=transport_for(url))
     await server.start()
     try:
         yield server
@@ -155,8 +166,8 @@ async def served(store: MemoryStore) -> AsyncIterator[Server]:
 
 
 @asynccontextmanager
-async def feeding(url: str) -> AsyncIterator[Feed]:
-    session = await Session.connect(url, token=TOKEN, transport=TcpTransport(), timeout_s=5.0)
+async def feeding(url: str, plane: str = "tcp") -> AsyncIterator[Feed]:
+    session = await Session.connect(url, token=TOKEN, data=plane, transport=transport_for(f"{plane}://"), timeout_s=5.0)
     try:
         _, feed = await session.open(UID)
         yield feed
@@ -180,7 +191,7 @@ async def refusal(work: Awaitable[Fetched]) -> str:
     return str(caught.value)
 
 
-# --- the three ways; each says how often somebody lied --------------------------------------------------------------------------
+# --- the ways; each says how often somebody lied --------------------------------------------------------------------------
 
 
 async def man_in_the_middle(rng: random.Random) -> int:
@@ -197,6 +208,29 @@ async def man_in_the_middle(rng: random.Random) -> int:
             await middle.close()
     assert not sink.has_lies()
     return middle.changed
+
+
+async def taken_over_helper(rng: random.Random) -> int:
+    """The process that runs UCX, or whoever is on the network between two of them, puts other bytes into what arrives."""
+    index, lie = a_lie(rng)
+    sink, lies = WholeSink(), 0
+    honest_receive = UcxLink.receive
+
+    async def receive(link: UcxLink, tag: int, into: memoryview) -> None:
+        nonlocal lies
+        await honest_receive(link, tag, into)
+        if into == HONEST[index]:
+            into[:] = lie
+            lies += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UcxLink, "receive", receive)
+        patch.setenv(near.SWITCH, "0")
+        async with served(MemoryStore({UID: HONEST}), "ucx") as server, feeding(server.url, "ucx") as feed:
+            said = await refusal(fetch(sink, [feed]))
+            assert f"chunk {index} came from {feed.name}" in said
+    assert not sink.has_lies()
+    return lies
 
 
 async def second_source(rng: random.Random, *, tells: bool) -> int:
@@ -232,6 +266,7 @@ async def relay(rng: random.Random) -> int:
 
 WAYS: dict[str, Callable[[random.Random], Awaitable[int]]] = {
     "a man in the middle": man_in_the_middle,
+    "a helper that was taken over": taken_over_helper,
     "one of several sources": one_of_several,
     "a relay": relay,
 }
