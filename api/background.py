@@ -39,7 +39,7 @@ class Background:
         return True
 
     def is_running(self, task: object) -> bool:
-        """Whether it is under way."""
+        """Whether the work is under way."""
         return task in self._threads
 
     def pacer(self) -> Callable[[], None]:

@@ -30,6 +30,6 @@ def digest_of(pieces: Iterable[bytes], algorithm: str) -> str:
 
 
 def is_as_said(body: bytes, said: str) -> bool | None:
-    """Whether a body has the digest of its ``Content-Digest``; None when that is none that is known."""
+    """Whether a body has the digest of its ``Content-Digest``; None when that is of no known kind."""
     algorithm = said.partition("=")[0]
     return digest_of([body], algorithm) == said if algorithm in _ALGORITHMS else None

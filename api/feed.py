@@ -1,7 +1,7 @@
 """Live events: one poller for all listeners of a repository.
 
 The poller is a thread, as the database is read in threads only, and listeners may belong to several event loops. It looks while
-somebody listens, and keeps the newest events. A listener is no more than the id of the last event that it has: who falls behind
+somebody listens, and keeps the newest events. A listener is no more than the id of the last event that it has: one that falls behind
 what is kept reads pages from the database, so that nothing is missed or repeated, and no queue can grow.
 """
 

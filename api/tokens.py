@@ -50,7 +50,7 @@ def _entry(scope: str, token: str, *, where: str) -> tuple[str, Scope]:
 
 
 def check_token(token: str, where: str) -> None:
-    """Whether it is worth anything.
+    """Raise unless a token can be used.
 
     :raises InvalidInput: it can be guessed, or can never arrive. It is not shown.
     """

@@ -58,7 +58,7 @@ class DatastatesError(Exception):
     trouble: str | None = None
 
     def repeats(self, said: BaseException) -> bool:
-        """Whether it says what another error has said already."""
+        """Whether an error says what another has said already."""
         return self is said or (self.trouble is not None and isinstance(said, DatastatesError) and said.trouble == self.trouble)
 
 

@@ -67,7 +67,7 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 def metrics(given: object) -> dict[str, float]:
-    """Metrics by name; None is none.
+    """Metrics by name; None means no metrics.
 
     :raises InvalidInput: a name or a value cannot be stored; names it.
     """
@@ -75,7 +75,7 @@ def metrics(given: object) -> dict[str, float]:
 
 
 def attributes(given: object) -> dict[str, Plain]:
-    """Attributes by name; None is none.
+    """Attributes by name; None means no attributes.
 
     :raises InvalidInput: a name or a value cannot be stored; names it.
     """
@@ -106,7 +106,7 @@ def plain(value: object, what: str) -> Plain:
 def number(value: object, what: str) -> float:
     """A number; NaN and infinity are numbers too.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: it is not one.
     """
     if type(value) is float:
         return value
@@ -122,9 +122,9 @@ def number(value: object, what: str) -> float:
 
 
 def integer(value: object, what: str, *, least: int | None = None, most: int | None = None) -> int:
-    """A whole number; ``2.0`` is one, ``True`` is none.
+    """A whole number; ``2.0`` counts as one, ``True`` does not.
 
-    :raises InvalidInput: it is none, or out of bounds.
+    :raises InvalidInput: it is not one, or out of bounds.
     """
     found = _held(value)
     if isinstance(found, float) and found.is_integer():
@@ -149,7 +149,7 @@ def step(value: object, what: str = "step") -> int:
 def size(value: object, what: str, *, least: int = 0) -> int:
     """A number of bytes, also from a text such as ``"8G"`` or ``"1.5GiB"`` (powers of 1024).
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: it is not one.
     """
     return integer(_bytes_of(value) if isinstance(value, str) else value, what, least=least, most=_BYTES)
 
@@ -181,7 +181,7 @@ def flag(value: object, what: str) -> bool:
 def choice(value: object, kind: type[_Choice], what: str) -> _Choice:
     """A member of a StrEnum, or its text.
 
-    :raises InvalidInput: it is none; lists them.
+    :raises InvalidInput: it is not one; lists them.
     """
     try:
         return kind(str.__str__(value) if isinstance(value, str) else None)
@@ -218,7 +218,7 @@ def key(name: object, what: str) -> str:
 def path(value: object, what: str) -> str:
     """The path of a file or a folder, or a URL, as text.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: it is not one.
     """
     try:
         found = os.fspath(value)  # type: ignore[call-overload]  # what is no path raises
@@ -246,7 +246,7 @@ def string(value: object, what: str) -> str:
 def count(value: object, what: str) -> int:
     """A whole number from 0.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: it is not one.
     """
     return integer(value, what, least=0, most=_BYTES)
 
@@ -254,7 +254,7 @@ def count(value: object, what: str) -> int:
 def positive(value: object, what: str) -> int:
     """A whole number from 1.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: it is not one.
     """
     return integer(value, what, least=1, most=_BYTES)
 
@@ -262,7 +262,7 @@ def positive(value: object, what: str) -> int:
 def iterable(value: object, what: str) -> object:
     """An iterable; nothing is read from it yet.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: it is not one.
     """
     has_items = any(name in vars(kind) for kind in type(value).__mro__ for name in ("__iter__", "__getitem__"))
     if not has_items or _shape(value) == ():

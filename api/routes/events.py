@@ -40,7 +40,7 @@ _LastId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, lt=2**63, de
 
 
 class EventStream(Response):
-    """For the document."""
+    """The stream, for the document."""
 
     media_type = MEDIA_TYPE
 

@@ -48,7 +48,7 @@ _Want = Annotated[
 
 
 class File(Response):
-    """For the document."""
+    """The file, for the document."""
 
     media_type = MEDIA_TYPE
 

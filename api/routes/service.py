@@ -25,7 +25,7 @@ root = Routes("service", prefix="")
 
 
 class Text(Response):
-    """For the document."""
+    """The text, for the document."""
 
     media_type = "text/plain"
 

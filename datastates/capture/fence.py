@@ -54,7 +54,7 @@ class Fence:
 
     ``wait`` runs on the thread that makes the change (for optimizer-in-backward that is autograd's). It must be cheap
     when no copy is pending. On CUDA it makes the current stream wait, not the host. A fence that ``is_over`` is taken off by the next one
-    that is installed: whoever drops a tracker without closing it does so on any thread, at any moment.
+    that is installed: a tracker that is not closed may be dropped on any thread, at any moment.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ _RANK = {Status.CAPTURED: 0, Status.DURABLE: 1, Status.REPLICATED: 2, Status.EXT
 
 
 class Progress:
-    """How far a capture has come. The engine moves it on, from any thread; whoever waits on the ``Capture`` is woken."""
+    """How far a capture has come. The engine moves it on, from any thread, and wakes callers that wait on the ``Capture``."""
 
     def __init__(self, uid: str) -> None:
         self.uid = uid
@@ -33,7 +33,7 @@ class Progress:
         self.changed.ring()
 
     def fail(self, error: BaseException) -> None:
-        """The background failed; whoever waits for more than there is gets this."""
+        """The background failed: callers that wait for a later status get this error."""
         self.error = error
         self.changed.ring()
 
@@ -42,7 +42,7 @@ class Progress:
         self.module_error = self.module_error or error
 
     def hold_up(self, why: Unavailable) -> None:
-        """It cannot go on for now; whoever waits gets this, and may wait again."""
+        """It cannot go on for now: waiting callers get this error, and may wait again."""
         self.held_up = why
         self.changed.ring()
 

@@ -1,4 +1,4 @@
-"""Which states of this process are on their way or in memory, on which lines, and whoever is to be told of them."""
+"""Which states of this process are on their way or in memory, on which lines, and which handles are told of them."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Register:
             return [line.error for line in self._failed.values() if line.branch and isinstance(line.error, Exception)]
 
     def hold_up(self) -> None:
-        """Whoever waits for a state that cannot be recorded is told, once that has taken too long."""
+        """Tell callers that wait for a state which cannot be recorded, once that has taken too long."""
         overdue = self.journal.overdue()
         if overdue is not None:
             with self._lock:
@@ -166,7 +166,7 @@ class Register:
             progress.give_up(why.format(uid=progress.uid))
 
     def give_up_all(self, why: str) -> None:
-        """As ``give_up``, for every state."""
+        """``give_up`` for every state."""
         with self._lock:
             uids = list(self._progress)
         self.give_up(uids, why)
@@ -217,7 +217,7 @@ class Register:
     # All below runs under the lock, but for ``_forget_left``
 
     def _note(self, line: Line, error: BaseException) -> None:
-        """For whoever uses the line next."""
+        """Keep an error for the next caller that uses the line."""
         self._failed[line.name] = line
         line.error = error
 

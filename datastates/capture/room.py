@@ -156,7 +156,7 @@ class Room:
             return next((action for action in self._post(event) if isinstance(action, Refuse)), None)
 
     def _refusal(self, count: int, refused: Refuse, line: Line | None) -> OverBudget:
-        """What to tell whoever waits for room that cannot be made, because writing failed."""
+        """The error for callers that wait for room which cannot be made, because writing failed."""
         why = self._register.take_write_error(line)
         error = OverBudget(
             f"there is no room for a state of {count * CHUNK_BYTES >> 20} MiB: memory is full with {len(refused.uids)} states that are "

@@ -92,7 +92,7 @@ def closed(end: Callable[[], None]) -> None:
 
 
 def end_later(end: Callable[[], None], pid: int) -> None:
-    """For finalizers of what was made in process ``pid``: a thread does it, and the exit waits for it. Any thread, at any moment."""
+    """End later what was made in process ``pid``, for finalizers: a thread does it, and the exit waits for it. Any thread, any time."""
     if pid == os.getpid() and _ender is not None:
         _ender.put(end)
 

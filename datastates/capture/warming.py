@@ -1,6 +1,6 @@
 """How much memory states take: how many slots are to be warm, and the thread that makes them so, little by little.
 
-Fresh memory costs the machine up to a second of a core a GiB, whoever touches it first. So captures take it at once only for
+Fresh memory costs the machine up to a second of a core a GiB, whichever thread touches it first. So captures take it at once only for
 small states and for the fewest large ones that they get by with. Then what is warm is used again before more is touched, and the rest
 becomes warm at a small part of a core's time, however long that takes: meanwhile fewer states are kept. The thread has the priority of
 any other: at a lower one it would now and then hold the interpreter's lock without being given a core.

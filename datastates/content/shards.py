@@ -98,6 +98,6 @@ def _elements(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _box(flat: torch.Tensor, spec: TensorSpec, shard: Shard) -> torch.Tensor:
-    """Where the shard's elements belong in the whole tensor."""
+    """The place of the shard's elements in the whole tensor."""
     whole = _elements(flat, spec)
     return whole[tuple(slice(offset, offset + size) for offset, size in zip(shard.offset, shard.shape, strict=True))]

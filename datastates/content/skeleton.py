@@ -146,7 +146,7 @@ def pack_key(key: object) -> str | bytes:
 def key_of(packed: str | bytes) -> Any:
     """The key that ``pack_key`` took.
 
-    :raises Corrupt: it is none.
+    :raises Corrupt: it is not one.
     """
     if isinstance(packed, str):
         return packed

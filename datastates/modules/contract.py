@@ -25,7 +25,7 @@ Kind = TypeVar("Kind", contravariant=True)
 
 
 class Priority(IntEnum):
-    """Where the engine's own steps stand; a smaller number goes first."""
+    """The priorities of the engine's own steps; a smaller number goes first."""
 
     DIGEST = 100
     DEDUP = 200

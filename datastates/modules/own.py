@@ -22,7 +22,7 @@ _log = logging.getLogger("datastates")
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A state, and whoever is told which module failed on it."""
+    """A state, and the callback that is told which module failed on it."""
 
     item: HeldItem
     on_failed: Callable[[ModuleFailed], None]
@@ -51,7 +51,7 @@ class Own:
         return 0 if threading.current_thread() is self._thread else self._put - self._done
 
     def put(self, current: Callable[[], State], branch: str | None, on_failed: Callable[[ModuleFailed], None]) -> None:
-        """A state was recorded. Under the lock of whoever calls it; before the state may leave memory."""
+        """Queue a recorded state, under the caller's lock, before the state may leave memory."""
         if self._modules:
             self._turns.put(_Turn(HeldItem(self._memory, current, branch), on_failed))
             self._put += 1

@@ -126,7 +126,7 @@ class LocalTier(Tier):
         return self.open_part(uid, self._rank, verify=verify)
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """As ``open``, any rank's part: all lie in one folder."""
+        """``open`` for any rank's part: all lie in one folder."""
         self._check_open()
         if not self.root.is_dir():
             raise Unavailable(f"state {uid} cannot be read: {self._gone()}", trouble=f"gone: {self.root}")

@@ -126,7 +126,7 @@ class MemoryTier(Tier):
     ) -> Placed:
         """Take over a state whose distinct chunks are ``held``, or in slots that were acquired and filled, which are not written again.
 
-        ``party`` is whoever the filled ones came from. Those that are equal, byte by byte, to what somebody else brought give their
+        ``party`` is the source of the filled ones. Those that are equal, byte by byte, to what somebody else brought give their
         slots back.
 
         :raises InvalidInput: a chunk is neither held nor filled; all of them then stay the caller's.
@@ -205,7 +205,7 @@ class MemoryTier(Tier):
 
     def recall(self, count: int) -> bool:
         """Tell readers that memory is wanted back, until ``count`` slots come of it: readers that give way, of states that were removed,
-        whoever read least lately first. Whether anybody was told."""
+        the one that read least recently first. Returns whether anybody was told."""
         told: list[Callable[[], None]] = []
         with self._lock:
             uses = Counter[Held]()

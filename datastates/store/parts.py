@@ -80,7 +80,7 @@ class PartsReader(Reader):
             part.when_wanted(tell)
 
     def verify_headers(self) -> None:
-        """Those of every part."""
+        """Verify the headers of every part."""
         for part in self._parts:
             part.verify_headers()
 

@@ -56,7 +56,7 @@ class Tiers:
 
     @property
     def lasting(self) -> tuple[Tier, ...]:
-        """Those that outlive this process, nearest first."""
+        """The tiers that outlive this process, nearest first."""
         return (self.durable, *self.further)
 
     def has(self, uid: str) -> bool:
@@ -77,11 +77,11 @@ class Tiers:
         return _open(iter(self), state, verify=verify)
 
     def reopen(self, state: State, *, verify: bool = True) -> Reader:
-        """As ``open``, from those that outlive this process: its memory is wanted back."""
+        """``open`` from the tiers that outlive this process, when its memory is wanted back."""
         return _open(iter(self.lasting), state, verify=verify)
 
     def placed(self, uid: str) -> Manifest | None:
-        """The manifest of a state that is durable here, for another one to refer to what they share; None where there is none."""
+        """The manifest of a state that is durable here, for another one to refer to what they share; None if there is none."""
         try:
             return self.durable.manifest(uid)
         except (NotFound, Corrupt):

@@ -1,8 +1,8 @@
 """Places for connections, counted from ``accept`` on, by address and in all; what the training needs is left to it.
 
 A place is *held* while its connection is worth keeping: it has proved a token, or a request of it is being answered. When all places are
-taken, the oldest one that nobody holds gives way, of the address that has most of them: whoever connects and says nothing keeps nobody out.
-Knows no sockets and no event loop: who accepts asks here, and closes what is refused or gives way.
+taken, the oldest one that nobody holds gives way, of the address that has most of them: silent connections keep nobody out.
+Knows no sockets and no event loop: the acceptor asks here, and closes what is refused or gives way.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Held:
 def hold(path: Path) -> Held | None:
     """Make the file and lock it; None when somebody, in this process or another, holds it.
 
-    Everybody may read the file: whoever cannot read it could not see that it is locked.
+    Everybody may read the file: a process that cannot read it could not see that it is locked.
 
     :raises OSError: it cannot be made, or its file system has no locks.
     """

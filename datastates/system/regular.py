@@ -1,6 +1,6 @@
 """Files in folders where others may have put what they liked: only a regular one is opened, and never what a link leads to.
 
-A FIFO would make whoever opens it wait for ever, a link would have us read or write somewhere else, and a name that a file elsewhere has
+A FIFO would make its opener wait for ever, a link would have us read or write somewhere else, and a name that a file elsewhere has
 too would have us empty that.
 """
 

@@ -26,7 +26,7 @@ class Seldom(logging.Filter):
         self._unsaid: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it passes; what a peer chose of it is cut, and cannot steer a terminal."""
+        """Whether the message passes; text that a peer chose is cut, and cannot steer a terminal."""
         kind, now = str(record.msg), self._clock()
         with self._lock:
             said = self._said.get(kind)

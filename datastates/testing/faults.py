@@ -63,7 +63,7 @@ class WrappedTier(Tier):
         return self.inner.uids()
 
     def remove(self, uid: str) -> int:
-        """As the inner tier does.
+        """Calls the inner tier.
 
         :raises Unsupported: it removes nothing.
         """

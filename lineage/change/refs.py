@@ -119,7 +119,7 @@ def reflog(session: Session, name: str, *, limit: int | None = None, before: int
 
 
 def last_event(session: Session) -> int:
-    """The id of the newest line of any reflog, 0 when there is none: whether it grew since one looked costs one look-up."""
+    """The id of the newest line of any reflog, 0 when there is none: one look-up shows whether a reflog has grown."""
     return int(session.execute(_LAST_EVENT).scalar() or 0)
 
 

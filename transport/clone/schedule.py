@@ -3,7 +3,7 @@
 No task, clock or byte is touched here, so every rule is tested by calling ``handle``; ``fetch`` acts.
 
 Rules:
-- Chunks are pulled: each feed has up to ``window`` of them under way, and whoever would deliver the next one first gets it. So feeds
+- Chunks are pulled: each feed has up to ``window`` of them under way, and the next goes to the feed that would deliver it first. So feeds
   share by speed without being measured before.
 - While feeds are still connecting, those that are here take their equal share at most, and not for longer than ``GRACE_S``.
 - Near the end a feed takes no chunk that it would deliver long after the others could have done everything.

@@ -191,7 +191,7 @@ class Session:
     ) -> Self:
         """A session with the client at the other end of ``channel``; ``admission`` may refuse one that knows the token.
 
-        :raises DatastatesError: there is none; the channel is closed.
+        :raises DatastatesError: no session came about; the channel is closed.
         """
 
         def ready() -> Ready:

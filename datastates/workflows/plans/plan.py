@@ -171,7 +171,7 @@ class Plan:
 def plan_of(value: object, what: str) -> Plan:
     """A plan, as an argument.
 
-    :raises InvalidInput: it is none.
+    :raises InvalidInput: it is not one.
     """
     if not isinstance(value, Plan):
         raise InvalidInput(f"{what} is {values.shown(value)}: give a Plan")

@@ -2,7 +2,7 @@
 
 A round of a member is a variant of one study, and its parent the variant that it goes on from. So what is copied is a state, from the
 nearest memory that has it, and the lineage shows who came from whom. What happens after a round is decided from the metrics in the
-lineage and from the seed alone: who calls again after a death decides the same.
+lineage and from the seed alone: another call after a death decides the same.
 """
 
 from __future__ import annotations

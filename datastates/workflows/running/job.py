@@ -172,7 +172,7 @@ class Job:
     def finish(self) -> State:
         """Make the last report durable, and tag it as the variant's result.
 
-        :raises InvalidInput: there is none.
+        :raises InvalidInput: there is no report.
         """
         name, study = self.variant.name, self._assignment.study
         if self._captures:
