@@ -44,6 +44,17 @@ class Module(Protocol):
         """The repository is closed."""
 
 
+class FurtherTier(Protocol):
+    """What a tier of the user's is, as far as a configuration can say; the whole contract is ``datastates.store.Tier``."""
+
+    @property
+    def name(self) -> str:
+        """What the lineage calls it."""
+
+    def close(self) -> None:
+        """The repository is closed."""
+
+
 def data_plane(value: object, what: str = "data") -> Data:
     """One of them, or its text.
 
@@ -63,6 +74,8 @@ class Config:
     the bytes of clones. ``on_step`` is called with a name after each durable step (see ``store.local``), on the thread that took it: for
     tests and traces. ``modules`` are your own steps, which are called with every state that is captured or merged
     (``datastates.Module``).
+    ``tiers`` are your own, nearest first (``datastates.store.Tier``): each state that becomes durable is put there too,
+    and read from there when it is nowhere nearer. They are closed with the repository.
     """
 
     memory_bytes: int | None = None
@@ -74,6 +87,7 @@ class Config:
     data: Data = Data.AUTO
     on_step: Callable[[str], None] | None = None
     modules: Sequence[Module] = ()
+    tiers: Sequence[FurtherTier] = ()
 
     def __post_init__(self) -> None:
         self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
@@ -89,6 +103,7 @@ class Config:
         if self.on_step is not None and not callable(self.on_step):
             raise InvalidInput(f"on_step is {values.shown(self.on_step)}: give a function that takes the name of a step")
         self._set("modules", _checked(self.modules))
+        self._set("tiers", _listed(self.tiers))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -112,6 +127,13 @@ class Config:
             except ValueError as exc:
                 raise InvalidInput(f"{variable}={text!r} does not parse: {exc}") from exc
         return config
+
+
+def _listed(tiers: object) -> tuple[FurtherTier, ...]:
+    """Tiers, as far as can be told here; the repository looks at each."""
+    if not isinstance(tiers, Sequence) or isinstance(tiers, str):
+        raise InvalidInput(f"tiers is {values.shown(tiers)}: give a list of tiers, nearest first, as tiers=[MyTier()]")
+    return tuple(tiers)
 
 
 def _checked(modules: object) -> tuple[Module, ...]:

@@ -11,6 +11,7 @@ from datastates.content.manifest import Manifest
 from datastates.errors import Conflict, ModuleFailed, Torn
 from datastates.lineage.database import Database
 from datastates.lineage.states import Run, State, Status
+from datastates.modules.copies import Copies
 from datastates.modules.journal import Entry, Journal, Listener
 from datastates.modules.own import Own
 from datastates.store.local import LocalTier
@@ -52,12 +53,13 @@ class Register:
         memory: MemoryTier,
         local: LocalTier,
         own: Own,
+        copies: Copies,
         lock: Mutex,
         changed: Bell,
         on_marked: Callable[[], None],
     ) -> None:
         self._engine, self._memory, self._own, self._on_marked = engine, memory, own, on_marked
-        self._lock, self._changed = lock, changed
+        self._lock, self._changed, self._copies = lock, changed, copies
         self._progress: dict[str, Progress] = {}
         self._lines: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
@@ -168,7 +170,7 @@ class Register:
     def give_up_all(self, why: str) -> None:
         """``give_up`` for every state."""
         with self._lock:
-            uids = list(self._progress)
+            uids = [uid for uid in self._progress if not self._copies.is_pending(uid)]
         self.give_up(uids, why)
 
     # --- what the lineage says: on the thread that told it, which may be any -------------------------------------------------
@@ -198,6 +200,7 @@ class Register:
             progress = self._progress.get(uid)
         if progress is not None and progress.state is not None:
             progress.advance(replace(progress.state, status=Status.DURABLE, bytes_new=added))
+        self._copies.put(uid, progress)
         self._forget_left(uid)
 
     def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
@@ -228,7 +231,7 @@ class Register:
             return
         self._lines.pop(uid, None)
         progress = self._progress.pop(uid, None)
-        if progress is not None:
+        if progress is not None and not self._copies.is_pending(uid):
             progress.give_up(why)
 
     def _forget_left(self, uid: str) -> None:

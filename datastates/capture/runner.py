@@ -5,6 +5,7 @@
     writer thread   (pipeline.py) to disk; marked as durable
     arena thread    (warming.py)  memory made warm ahead of need
     modules thread  (modules/own.py) the user's modules, where there are any
+    copies thread   (modules/copies.py) onto the user's tiers, where there are any
 
 One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the ``Register``; no I/O happens under it.
 """
@@ -15,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from datastates.config import BackPressure, Config
@@ -25,11 +26,13 @@ from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.database import Database
 from datastates.lineage.search.holders import holder
 from datastates.lineage.states import RefKind, Run, State
+from datastates.modules.copies import Copies
 from datastates.modules.own import Own
 from datastates.policy.cadence import Cadence
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
+from datastates.store.tier import Tier
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex, undisturbed
 
@@ -77,12 +80,23 @@ class Runner:
     """Owns the stage, engine and writer threads of one repository; a ``Host`` in this process. ``close`` is idempotent."""
 
     def __init__(
-        self, *, database: Database, arena: Arena, memory: MemoryTier, local: LocalTier, config: Config, run: Run, node: str, folder: str
+        self,
+        *,
+        database: Database,
+        arena: Arena,
+        memory: MemoryTier,
+        local: LocalTier,
+        further: Sequence[Tier] = (),
+        config: Config,
+        run: Run,
+        node: str,
+        folder: str,
     ) -> None:
         self._database, self._config = database, config
         self._lock, self._changed = Mutex(), Bell()
         self._engine = Engine(most_held=min(MOST_HELD, max(arena.capacity, _LEAST_HELD)))
         self._own = Own(config.modules, memory, self._changed.ring)
+        self._copies = Copies(local, further, database, self._changed.ring)
         books = Books(database, run, folder, holder(node, run.uid))
         self._register = Register(
             books,
@@ -90,6 +104,7 @@ class Runner:
             memory=memory,
             local=local,
             own=self._own,
+            copies=self._copies,
             lock=self._lock,
             changed=self._changed,
             on_marked=self._on_marked,
@@ -265,9 +280,10 @@ class Runner:
 
     @property
     def pending_writes(self) -> int:
-        """Captures not yet recorded, states not yet written, and those that modules have not seen, as it stands."""
+        """Captures not yet recorded, states not yet written or copied, and those that modules have not seen, as it stands."""
         with self._lock:
-            return self._rounds.in_flight + self._engine.pending_writes + self._register.journal.pending + self._own.backlog
+            unwritten = self._rounds.in_flight + self._engine.pending_writes + self._register.journal.pending
+            return unwritten + self._copies.pending + self._own.backlog
 
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
         """Wait until all captures are recorded and all that is wanted is durable (or failed).
@@ -321,6 +337,7 @@ class Runner:
                 for thread in self._threads:
                     thread.join()
                 self._own.join()
+                self._copies.join()
 
     def _end(self) -> None:
         self._register.journal.evict(self._memory.uids())  # what ends with this process; those that are durable stay so
@@ -332,6 +349,7 @@ class Runner:
         self._rounds.close()
         self._writes.put(None)
         self._own.close()
+        self._copies.close()
         self._warmer.close()
 
     # --- the engine thread ---------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ The engine's own steps and the user's modules have one shape. Each step has an i
     300       record     Work     datastates-engine     into the lineage, a round of captures in one transaction
     400       write      Writing  datastates-writer     to disk; of the states that are to be durable
     1000      the user's Item     datastates-modules    once the state is recorded
+
+What is durable goes onto the user's tiers besides, on a thread of its own (``copies``).
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class Core:
         check_whole(location)
         self.database = Database(location.database_url)
         try:
-            self.tiers = Tiers(LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step))
+            durable = LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step)
+            self.tiers = Tiers(durable, config.tiers)
             self.home = settle_in(location, self.database)
             self.tiers.durable.node = self.home.uid or ""
             self.recovered = recover(self.database, self.tiers.durable, self.home)
@@ -125,6 +126,7 @@ class Core:
                 arena=arena,
                 memory=memory,
                 local=self.tiers.durable,
+                further=self.tiers.further,
                 config=self.config,
                 run=run,
                 node=self.node,

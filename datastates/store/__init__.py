@@ -1,7 +1,5 @@
 """Places for payload: what a tier of your own has to do, and what it may.
 
-    from datastates.store import HeldReader, Payload, Placed, Reader, Tier
-
 Names are imported when they are first used: reading a manifest's frame does without torch.
 """
 
@@ -11,17 +9,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from datastates.content.digest import decode, encode
+    from datastates.content.manifest import Manifest
+
     from .held import HeldReader
     from .tier import Payload, Placed, Reader, SupportsDirectWrite, SupportsManifests, SupportsRemoval, Tier
 
-__all__ = ["HeldReader", "Payload", "Placed", "Reader", "SupportsDirectWrite", "SupportsManifests", "SupportsRemoval", "Tier"]
+__all__ = [
+    "HeldReader",
+    "Manifest",
+    "Payload",
+    "Placed",
+    "Reader",
+    "SupportsDirectWrite",
+    "SupportsManifests",
+    "SupportsRemoval",
+    "Tier",
+    "decode",
+    "encode",
+]
+
+_MODULES = {
+    "HeldReader": "datastates.store.held",
+    "Manifest": "datastates.content.manifest",
+    "decode": "datastates.content.digest",
+    "encode": "datastates.content.digest",
+}
+"""Where a public name lives; those that are not here are in the contract."""
 
 
 def __getattr__(name: str) -> object:
     """Import a name when it is first used, and keep it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(".held" if name == "HeldReader" else ".tier", __name__), name)
+    globals()[name] = value = getattr(import_module(_MODULES.get(name, "datastates.store.tier")), name)
     return value
 
 

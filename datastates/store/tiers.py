@@ -46,7 +46,7 @@ _GIVEN = (Status.DURABLE, Status.REPLICATED, Status.EXTERNAL)
 class Tiers:
     """Safe from any thread. ``captured`` is None until something is captured or arrives."""
 
-    def __init__(self, durable: LocalTier, further: Sequence[Tier] = ()) -> None:
+    def __init__(self, durable: LocalTier, further: Sequence[object] = ()) -> None:
         self.durable, self.further = durable, check_further(further)
         self.captured: MemoryTier | None = None
 

@@ -186,7 +186,7 @@ class _Wrong(WrappedTier):
 )
 def test_a_further_tier_that_does_not_fit_is_refused(tmp_path: Path, given: list[object], why: str) -> None:
     with pytest.raises(InvalidInput, match=why):
-        Tiers(LocalTier(tmp_path), given)  # type: ignore[arg-type]  # what users may give
+        Tiers(LocalTier(tmp_path), given)
 
 
 def test_a_missing_chunk_is_damage(tiers: Tiers) -> None:
