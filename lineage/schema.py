@@ -19,6 +19,7 @@ __all__ = [
     "EdgeRow",
     "FolderRow",
     "MetricRow",
+    "PartRow",
     "RefEventRow",
     "RefRow",
     "ReplicaRow",
@@ -183,6 +184,30 @@ class ReplicaRow(Base):
     node: Mapped[str] = mapped_column(String(255), primary_key=True)
     status: Mapped[str] = mapped_column(String(8))
     bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class PartRow(Base):
+    """One rank's part of a state of several. ``place`` and ``said`` are what it said of the state, as JSON, while that waits to be whole.
+
+    Then they are NULL, and there is a state of that uid.
+    """
+
+    __tablename__ = "part"
+    __table_args__ = NO_ROWID
+
+    state_uid: Mapped[str] = mapped_column(String(24), primary_key=True)
+    rank: Mapped[int] = mapped_column(Integer, primary_key=True)
+    world_size: Mapped[int] = mapped_column(Integer)
+    digest: Mapped[str] = mapped_column(String(64))
+    run_id: Mapped[int | None] = mapped_column(ForeignKey("run.id"), index=True)
+    status: Mapped[str] = mapped_column(String(12))
+    tier: Mapped[str] = mapped_column(String(12))
+    node: Mapped[str] = mapped_column(String(255))
+    bytes_total: Mapped[int] = mapped_column(BigInteger)
+    bytes_new: Mapped[int] = mapped_column(BigInteger)
+    told_at: Mapped[int] = mapped_column(BigInteger)
+    place: Mapped[str | None] = mapped_column(Text)
+    said: Mapped[str | None] = mapped_column(Text)
 
 
 class CloneRow(Base):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sqlalchemy import BigInteger, bindparam, delete, exists, select, update
+from sqlalchemy import BigInteger, ColumnElement, and_, bindparam, delete, exists, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import InvalidInput
@@ -16,9 +16,9 @@ from datastates.lineage.states import Status
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["evict", "mark"]
+__all__ = ["SAFETY", "evict", "hold", "mark", "unheld"]
 
-_SAFETY = {Status.LOST: 0, Status.EVICTED: 0, Status.CAPTURED: 1, Status.DURABLE: 2, Status.REPLICATED: 3, Status.EXTERNAL: 4}
+SAFETY = {Status.LOST: 0, Status.EVICTED: 0, Status.CAPTURED: 1, Status.DURABLE: 2, Status.REPLICATED: 3, Status.EXTERNAL: 4}
 _GONE = [status.value for status in Status if not status.is_restorable]
 _BATCH = 1000  # ids in one IN list
 
@@ -26,8 +26,9 @@ _BATCH = 1000  # ids in one IN list
 def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, rank: int = 0, bytes: int | None = None) -> Status:
     """A tier holds the state now: note the replica; the status that it has now.
 
-    The status rises to ``status`` or stays; an evicted or lost state whose bytes are here again rises too. ``bytes`` are those that the
-    state added to that tier: with ``durable`` they become its ``bytes_new`` (but for a state of several ranks, of which this is a part).
+    The status rises to ``status`` or stays, of a state of several parts once the tier holds all of them; an evicted or lost state whose
+    bytes are here again rises too. ``bytes`` are those that the state added to that tier: with ``durable`` they become its ``bytes_new``
+    (but for a state of several parts, of which these are those of ``rank``).
 
     :raises NotFound: there is no such state.
     :raises InvalidInput: ``status`` says that there are no bytes.
@@ -38,15 +39,31 @@ def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, ra
     if row is None:
         raise unknown(uid)
     now = Status(row.status)
-    if _SAFETY[status] > _SAFETY[now]:
+    if row.world_size > 1:
+        hold(session, row.id, rank=rank, tier=tier, node=node, bytes=bytes or 0)
+        if session.execute(_RANKS_ON, {"state": row.id, "on_tier": tier}).scalar() != row.world_size:
+            return now
+    if SAFETY[status] > SAFETY[now]:
         is_told = status is Status.DURABLE and bytes is not None and row.world_size == 1
         values = {"state": row.id, "new_status": status.value}
         session.execute(_SET_DURABLE if is_told else _SET_STATUS, {**values, "added": bytes} if is_told else values)
         now = status
-    dialect = session.get_bind().dialect.name
-    replica = {"state_id": row.id, "rank": rank, "tier": tier, "node": node, "status": "ok", "bytes": bytes or 0}
-    session.execute(_UPSERT_REPLICA[dialect], replica)
+    if row.world_size == 1:
+        hold(session, row.id, rank=rank, tier=tier, node=node, bytes=bytes or 0)
     return now
+
+
+def hold(session: Session, state_id: int, *, rank: int, tier: str, node: str, bytes: int) -> None:
+    """Note that a tier of a node holds one rank's part; ``bytes`` are those that it added there."""
+    replica = {"state_id": state_id, "rank": rank, "tier": tier, "node": node, "status": "ok", "bytes": bytes}
+    session.execute(_UPSERT_REPLICA[session.get_bind().dialect.name], replica)
+
+
+def unheld() -> ColumnElement[bool]:
+    """Of a state: no tier holds its bytes, or, if it is of several parts, those of one of them."""
+    its = _replica.c.state_id == _state.c.id
+    ranks = select(func.count(_replica.c.rank.distinct())).where(its).scalar_subquery()
+    return or_(~exists().where(its), and_(_state.c.world_size > 1, ranks < _state.c.world_size))
 
 
 def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> list[str]:
@@ -89,12 +106,11 @@ _UPSERT_REPLICA = {
         index_elements=_key, set_={"status": _upsert_postgresql.excluded.status, "bytes": _upsert_postgresql.excluded.bytes}
     ),
 }
+_RANKS_ON = select(func.count(_replica.c.rank.distinct())).where(
+    _replica.c.state_id == bindparam("state"), _replica.c.tier == bindparam("on_tier"), _replica.c.status == "ok"
+)
 _DROP_REPLICAS = delete(_replica).where(
     _replica.c.state_id.in_(_ids), _replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node")
 )
-_UNHELD = (
-    select(_state.c.id, _state.c.uid)
-    .where(_state.c.id.in_(_ids), _state.c.status.not_in(_GONE), ~exists().where(_replica.c.state_id == _state.c.id))
-    .order_by(_state.c.id)
-)
+_UNHELD = select(_state.c.id, _state.c.uid).where(_state.c.id.in_(_ids), _state.c.status.not_in(_GONE), unheld()).order_by(_state.c.id)
 _EVICT = update(_state).where(_state.c.id.in_(_ids)).values(status=Status.EVICTED.value)

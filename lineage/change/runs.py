@@ -12,24 +12,25 @@ from sqlalchemy import BindParameter, Select, bindparam, delete, exists, insert,
 
 from datastates.errors import Conflict, NotFound
 from datastates.lineage.lookup import id_of, states
-from datastates.lineage.schema import CloneRow, RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
+from datastates.lineage.schema import CloneRow, PartRow, RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
 from datastates.lineage.search.holders import holder
 from datastates.lineage.search.walk import nearest_restorable
 from datastates.lineage.states import OURS, RefKind, Run, Status, Value
 from datastates.system import masking
 
+from .parts import drop_waiting
 from .refs import log_event
+from .replicas import unheld
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 __all__ = ["Recovered", "finish", "get", "in_memory", "listing", "recover", "start", "unfinished"]
 
-_run, _state, _replica, _ref, _clone = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow))
+_run, _state, _replica, _ref, _clone, _part = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow, PartRow))
 _GONE = [status.value for status in Status if not status.is_restorable]
 _VOLATILE: BindParameter[Any] = bindparam("volatile", expanding=True)
 _ELSEWHERE = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier.not_in(_VOLATILE))
-_HELD = exists().where(_replica.c.state_id == _state.c.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,13 @@ def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[
 def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str]) -> list[Recovered]:
     """Settle what runs left behind whose process died, and with it what was in its ``volatile`` tiers.
 
-    States that nobody else holds become ``lost``; their runs finish now. Then each branch, of any run, whose
+    States that wait for parts of others beside those of such a run are removed. States that nobody else holds, or of which a part is not
+    held any more, become ``lost``; their runs finish now. Then each branch, of any run, whose
     head's bytes are gone moves back to its newest restorable first parent; a branch that has none is deleted, and its
     reflog says where it was: a name that nothing can be restored from would only keep the next run from beginning.
     """
     uids = sorted(set(dead))
+    drop_waiting(session, uids)
     _lose(session, uids, volatile)
     _finish(session, uids, None)
     return _move_back(session)
@@ -136,15 +139,16 @@ def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
     A state that a living process has cloned on the same database is still in that one's memory. (A replica that names no process is
     that of the run which captured the state.)
     """
-    held = _state.c.id.in_(union(_captured(runs), _cloned(runs)))
+    theirs = union(_captured(runs), _cloned(runs), _shared(runs))
+    held = _state.c.id.in_(theirs)
     session.execute(
         select(_state.c.id).where(held).order_by(_state.c.id).with_for_update(of=_state, key_share=True)
     )  # in id order, as everyone
     places = [holder(row.host, row.uid) for row in session.execute(select(_run.c.host, _run.c.uid).where(_run.c.uid.in_(runs)))]
     of_captured = _replica.c.state_id.in_(_captured(runs)) & _replica.c.node.not_like("%" + holder("", "") + "%")
-    of_runs = _replica.c.state_id.in_(union(_captured(runs), _cloned(runs))) & _replica.c.node.in_(places)
+    of_runs = _replica.c.state_id.in_(theirs) & _replica.c.node.in_(places)
     session.execute(delete(_replica).where(_replica.c.tier.in_(volatile), or_(of_captured, of_runs)))
-    session.execute(update(_state).where(held, _state.c.status.not_in(_GONE), ~_HELD).values(status=Status.LOST.value))
+    session.execute(update(_state).where(held, _state.c.status.not_in(_GONE), unheld()).values(status=Status.LOST.value))
 
 
 def _captured(runs: list[str]) -> Select[tuple[int]]:
@@ -153,6 +157,12 @@ def _captured(runs: list[str]) -> Select[tuple[int]]:
 
 def _cloned(runs: list[str]) -> Select[tuple[int]]:
     return select(_clone.c.state_id).join_from(_clone, _run, _run.c.id == _clone.c.run_id).where(_run.c.uid.in_(runs))
+
+
+def _shared(runs: list[str]) -> Select[tuple[int]]:
+    """The states of several parts of which these runs told one."""
+    told = select(_state.c.id).join_from(_part, _run, _run.c.id == _part.c.run_id).join(_state, _state.c.uid == _part.c.state_uid)
+    return told.where(_run.c.uid.in_(runs))
 
 
 def _move_back(session: Session) -> list[Recovered]:

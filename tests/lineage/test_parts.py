@@ -1,0 +1,244 @@
+"""A state of several parts: invisible until every rank reported, whole or not at all."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from datastates.content.root import root_digest
+from datastates.errors import Conflict, InvalidInput, NotFound
+from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, State, Status
+from datastates.lineage.change import parts, refs, runs
+from datastates.lineage.change.parts import record_part, waiting
+from datastates.lineage.change.record import evict, mark, record
+from datastates.lineage.search import pages, walk
+from datastates.lineage.search.holders import holder, replicas_of
+from datastates.lineage.show import stats
+
+Make = Callable[..., NewState]
+
+
+def parts_of(new: NewState, count: int) -> list[NewState]:
+    """The state as so many ranks tell it; each has a loss, bytes and a memory of its own."""
+    return [
+        replace(
+            new,
+            facts=replace(new.facts, world_size=count, metrics={"loss": float(rank), "odd": math.nan}),
+            digest=secrets.token_hex(32),
+            bytes_total=100 + rank,
+            bytes_new=10 + rank,
+            node=f"node-{rank}",
+        )
+        for rank in range(count)
+    ]
+
+
+def tell(database: Database, new: NewState, rank: int) -> State | None:
+    with database.write() as session:
+        return record_part(session, new, rank=rank)
+
+
+def visible(database: Database, uid: str) -> bool:
+    with database.read() as session:
+        found = {state.uid for state in pages.find(session, "step >= 0").states}
+        try:
+            walk.state(session, uid)
+        except NotFound:
+            assert uid not in found
+            return False
+        assert uid in found
+        return True
+
+
+def begun(database: Database, host: str = "host") -> str:
+    run = Run(secrets.token_hex(12), host, "user", 1, ("train.py",), None, None, {}, {}, datetime.now(UTC))
+    with database.write() as session:
+        runs.start(session, run)
+    return run.uid
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_state_is_invisible_until_every_rank_reported(database: Database, new_state: Make, order: tuple[int, ...]) -> None:
+    told = parts_of(new_state(step=5, branch="main", attributes={"big": 2**90, "e": None}, message="a\nb"), 3)
+    for rank in order[:-1]:
+        assert tell(database, told[rank], rank) is None
+        assert not visible(database, told[0].uid)
+    with database.read() as session:
+        (one,) = waiting(session)
+        assert (one.uid, one.world_size, one.ranks) == (told[0].uid, 3, tuple(sorted(order[:-1])))
+        assert (one.branch, one.step) == ("main", 5)
+        assert refs.refs(session) == []
+        assert stats.count(session).states == 0
+
+    state = tell(database, told[order[-1]], order[-1])
+
+    assert state is not None
+    assert visible(database, state.uid)
+    assert state.digest == root_digest([part.digest for part in told])
+    assert (state.bytes_total, state.bytes_new, state.world_size) == (303, 33, 3)
+    assert state.metrics["loss"] == 0.0, "rank 0's"
+    assert math.isnan(state.metrics["odd"])
+    assert (state.attributes, state.message, state.step) == ({"big": 2**90, "e": None}, "a\nb", 5)
+    with database.read() as session:
+        assert waiting(session) == []
+        assert refs.get(session, "main").state == state.uid
+        assert [(each.rank, each.node, each.bytes) for each in replicas_of(session, state.uid)] == [
+            (rank, f"node-{rank}", 10 + rank) for rank in range(3)
+        ]
+        assert parts.part_digests(session, state.uid) == tuple(part.digest for part in told)
+
+
+def test_a_state_of_one_part_is_recorded_at_once_and_leaves_no_part(database: Database, new_state: Make) -> None:
+    new = new_state(step=1, branch="main")
+    state = tell(database, new, 0)
+    assert state is not None
+    assert state.digest == new.digest
+    assert tell(database, new, 0) == state
+    with pytest.raises(Conflict, match="was told with the digest"):
+        tell(database, replace(new, digest=secrets.token_hex(32)), 0)
+    with database.read() as session:
+        assert parts.part_digests(session, state.uid) == (new.digest,)
+        assert session.connection().exec_driver_sql("SELECT count(*) FROM part").scalar() == 0
+
+
+def test_a_part_that_is_told_again_changes_nothing(database: Database, new_state: Make) -> None:
+    told = parts_of(new_state(step=1, branch="main"), 2)
+    for _ in range(2):
+        assert tell(database, told[1], 1) is None
+    state = tell(database, told[0], 0)
+    assert state is not None
+    assert [tell(database, told[rank], rank) for rank in (0, 1)] == [state, state]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_part_that_contradicts_is_refused(database: Database, new_state: Make, is_whole: bool) -> None:
+    parent = new_state(step=0)
+    with database.write() as session:
+        record(session, parent)
+    told = parts_of(new_state(parent.uid, step=1), 3)
+    for rank in range(3 if is_whole else 2):
+        tell(database, told[rank], rank)
+    with pytest.raises(Conflict, match="was told with the digest"):
+        tell(database, replace(told[1], digest=secrets.token_hex(32)), 1)
+    for size in (1, 2, 4):
+        with pytest.raises(Conflict, match=f"world_size {size} and not 3"):
+            tell(database, replace(told[0], facts=replace(told[0].facts, world_size=size)), 0)
+    if is_whole:
+        return
+    other = (Edge(parent.uid, EdgeKind.MERGE),)
+    wrong: list[dict[str, Any]] = [{"step": 2}, {"parent": None}, {"branch": "main"}, {"micro_step": 1}, {"edges": other}]
+    for changes in wrong:
+        with pytest.raises(Conflict, match=f"{next(iter(changes))} .* and not"):
+            tell(database, replace(told[2], facts=replace(told[2].facts, **changes)), 2)
+    assert tell(database, told[2], 2) is not None
+
+
+def test_ranks_that_are_none_are_refused(database: Database, new_state: Make) -> None:
+    told = parts_of(new_state(), 2)
+    for rank in (-1, 2):
+        with pytest.raises(InvalidInput, match=f"none of rank {rank}"):
+            tell(database, told[0], rank)
+    with pytest.raises(InvalidInput, match="is said to be lost"):
+        tell(database, replace(told[0], status=Status.LOST), 0)
+    with pytest.raises(NotFound, match="no run"):
+        tell(database, replace(told[0], facts=replace(told[0].facts, run="0" * 24)), 0)
+
+
+def test_a_uid_that_another_state_has_is_refused(database: Database, new_state: Make) -> None:
+    new = new_state()
+    with database.write() as session:
+        record(session, new)
+    with pytest.raises(Conflict, match="there is a state"):
+        tell(database, parts_of(new, 2)[1], 1)
+
+
+def test_the_last_part_is_not_told_when_the_state_cannot_be(database: Database, new_state: Make) -> None:
+    parent, child = parts_of(new_state(step=1), 2), new_state(step=2)
+    told = parts_of(replace(child, facts=replace(child.facts, parent=parent[0].uid)), 2)
+    assert tell(database, told[0], 0) is None
+    with pytest.raises(NotFound, match="no state"):
+        tell(database, told[1], 1)
+    with database.read() as session:
+        assert [each.ranks for each in waiting(session)] == [(0,)]
+    for rank in range(2):
+        tell(database, parent[rank], rank)
+    assert tell(database, told[1], 1) is not None
+
+
+def test_ranks_that_report_at_the_same_moment_complete_every_state_once(database: Database, new_state: Make) -> None:
+    count, steps = 4, 12
+    uids: list[list[NewState]] = []
+    parent = None
+    for step in range(steps):
+        uids.append(parts_of(new_state(parent, step=step, branch="main"), count))
+        parent = uids[-1][0].uid
+    begin, completed, failed = threading.Barrier(count), [], []
+
+    def rank_of(rank: int) -> None:
+        try:
+            for step in range(steps):
+                begin.wait(60)  # each step of all ranks at once: their last parts meet
+                made = tell(database, uids[step][rank], rank)
+                if made is not None:
+                    completed.append(made.uid)
+                begin.wait(60)
+        except BaseException as exc:
+            failed.append(exc)
+            begin.abort()
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert failed == []
+    assert completed == [told[0].uid for told in uids]
+    with database.read() as session:
+        assert waiting(session) == []
+        assert refs.get(session, "main").state == uids[-1][0].uid
+
+
+def test_what_waits_for_a_run_that_died_is_removed(database: Database, new_state: Make) -> None:
+    dead, alive = begun(database), begun(database)
+    lost, kept, whole = (parts_of(new_state(step=step), 3) for step in range(3))
+    for told, reporters in ((lost, [alive, dead]), (kept, [alive, alive]), (whole, [alive, alive, dead])):
+        for rank, run in enumerate(reporters):
+            facts = replace(told[rank].facts, run=run)
+            tell(database, replace(told[rank], facts=facts, node=holder("host", run)), rank)
+    with database.write() as session:
+        runs.recover(session, [dead], volatile=["memory"])
+    with database.read() as session:
+        assert [each.uid for each in waiting(session)] == [kept[0].uid]
+        assert walk.state(session, whole[0].uid).status is Status.LOST, "one of its parts was in the memory of the dead run"
+    assert not visible(database, lost[0].uid)
+
+
+def test_a_state_is_as_safe_as_the_least_safe_of_its_parts(database: Database, new_state: Make) -> None:
+    told = parts_of(new_state(), 2)
+    for rank in range(2):
+        tell(database, told[rank], rank)
+    uid = told[0].uid
+    statuses = []
+    for rank in (1, 0):
+        with database.write() as session:
+            statuses.append(mark(session, uid, Status.DURABLE, tier="local", node="packs", rank=rank, bytes=5))
+    assert statuses == [Status.CAPTURED, Status.DURABLE]
+    with database.write() as session:
+        assert evict(session, [uid], tier="memory", node="node-0") == []
+        assert evict(session, [uid], tier="memory", node="node-1") == []
+        assert evict(session, [uid], tier="local", node="packs") == [uid]
+
+
+def test_a_state_of_which_one_part_is_gone_is_evicted(database: Database, new_state: Make) -> None:
+    told = parts_of(new_state(), 2)
+    for rank in range(2):
+        tell(database, told[rank], rank)
+    with database.write() as session:
+        assert evict(session, [told[0].uid], tier="memory", node="node-1") == [told[0].uid]
