@@ -6,11 +6,12 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from datastates import values
 from datastates.errors import Cancelled, Closed, DatastatesError, InvalidInput
@@ -21,10 +22,9 @@ from datastates.system.interrupts import undisturbed
 from datastates.transport import loop
 from datastates.transport.clone.fetch import Fetched
 
-if TYPE_CHECKING:
-    from .peer import Peer
+from .sources import Sources
 
-__all__ = ["Cloned", "Progress", "Transfer"]
+__all__ = ["Cloned", "Connected", "Move", "Progress", "Transfer"]
 
 Progress = Callable[[int, int], None]
 """Gets the bytes that are here and all that are to come, on the transport's thread: it must be quick."""
@@ -41,12 +41,51 @@ class Cloned:
     by_source: Mapping[str, int]
 
 
-def _peer(value: object, what: str) -> object:
-    from .peer import Peer  # which imports this
+@runtime_checkable
+class Connected(Protocol):
+    """What ``Transfer.resume`` needs of a peer."""
 
-    if not isinstance(value, Peer):
+    @property
+    def sources(self) -> Sources:
+        """Where its states come from."""
+
+
+def _peer(value: object, what: str) -> object:
+    if not isinstance(value, Connected):
         raise InvalidInput(f"{what} is {values.shown(value)}: give the peer that datastates.connect returned")
     return value
+
+
+class Move(ABC):
+    """What a clone and a push do differently. ``run`` is called once, on the transport's thread; all else by whoever waits."""
+
+    state: State
+    bytes_total: int
+
+    @abstractmethod
+    async def run(self, progress: Progress) -> Fetched:
+        """Move the bytes."""
+
+    @abstractmethod
+    def land(self, fetched: Fetched) -> tuple[State, RestoreReport | None]:
+        """End it well: every byte is here."""
+
+    @abstractmethod
+    def give_up(self, error: BaseException) -> BaseException:
+        """Let go of the other side, also if it never ran. Returns what the error means for whoever waits."""
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether what came is kept when it fails."""
+        return False
+
+    def resumed(self, sources: Sources) -> Move:
+        """The rest of this one, which has failed, from other sources; only if it is resumable."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Let go of what came; called once, after ``give_up``."""
 
 
 class Transfer:
@@ -58,28 +97,17 @@ class Transfer:
     One that was begun as ``resumable`` keeps what came when it fails, for ``resume``, until it is closed: use it as a context manager.
     """
 
-    def __init__(
-        self,
-        state: State,
-        move: Callable[[Progress], Coroutine[Any, Any, Fetched]],
-        *,
-        land: Callable[[Fetched], tuple[State, RestoreReport | None]],
-        give_up: Callable[[BaseException], BaseException],
-        bytes_total: int,
-        on_progress: Progress | None = None,
-        drop: Callable[[], None] = lambda: None,
-        again: Callable[[Peer, Progress | None], Transfer] | None = None,
-    ) -> None:
-        self.state, self.bytes_done, self.bytes_total = state, 0, bytes_total
-        self._drop, self._again = drop, again
-        self._land, self._give_up, self._on_progress = land, give_up, on_progress
+    def __init__(self, move: Move, on_progress: Progress | None = None) -> None:
+        self.state, self.bytes_done, self.bytes_total = move.state, 0, move.bytes_total
+        self._move, self._on_progress = move, on_progress
+        self._is_kept = move.is_resumable
         self._lock = threading.Lock()
         self._result: Cloned | None = None
         self._error: BaseException | None = None
         self._is_given_up = False
         self._pid = os.getpid()
         self._ended = Latch()
-        self._future = loop.submit(move(self._progress))
+        self._future = loop.submit(move.run(self._progress))
         self._future.add_done_callback(lambda _: self._ended.set())  # also when it was cancelled before it began
 
     @property
@@ -119,23 +147,22 @@ class Transfer:
         self._future.cancel()
 
     @values.takes(peer=_peer, on_progress=values.optional(values.callback))
-    def resume(self, peer: Peer, *, on_progress: Progress | None = None) -> Transfer:
+    def resume(self, peer: Connected, *, on_progress: Progress | None = None) -> Transfer:
         """Go on from the verified chunks, from any peer that has the state, once this has failed or was cancelled.
 
         :raises InvalidInput: it has not failed, was not begun as ``resumable``, was closed, or goes on already.
         :raises Disconnected: the peer is gone (NotFound, Unavailable: it does not have the state); try another.
         """
         with self._lock:
-            again, self._again = self._again, None
             if self._error is None:
-                self._again = again
                 raise InvalidInput("only a clone that has failed can be resumed: wait for it first")
-        if again is None:
-            raise InvalidInput("nothing was kept of this clone: begin it with resumable=True, and resume it once, before it is closed")
+            if not self._is_kept:
+                raise InvalidInput("nothing was kept of this clone: begin it with resumable=True, and resume it once, before it is closed")
+            self._is_kept = False
         try:
-            return again(peer, on_progress)
+            return Transfer(self._move.resumed(peer.sources), on_progress)
         except BaseException:
-            self._again = again
+            self._is_kept = True
             raise
 
     def close(self) -> None:
@@ -146,9 +173,9 @@ class Transfer:
             self._ended.wait()
             self._finish_given_up()
         with self._lock:
-            again, self._again = self._again, None
-        if again is not None and self._error is not None:
-            self._drop()
+            was_kept, self._is_kept = self._is_kept, False
+        if was_kept and self._error is not None:
+            self._move.drop()
 
     def __enter__(self) -> Self:
         return self
@@ -182,13 +209,13 @@ class Transfer:
             if self._result is None and self._error is None:
                 try:
                     fetched = self._fetched()
-                    state, report = self._land(fetched)
+                    state, report = self._move.land(fetched)
                     moved = sum(fetched.bytes_by_feed.values())
                     self._result = Cloned(state, report, moved, fetched.seconds, fetched.bytes_by_feed)
                 except BaseException as exc:
-                    self._error = self._give_up(exc)
-                    if self._again is None:
-                        self._drop()
+                    self._error = self._move.give_up(exc)
+                    if not self._is_kept:
+                        self._move.drop()
                     if self._error is not exc:
                         raise self._error from exc
                     raise
@@ -199,7 +226,7 @@ class Transfer:
 
     def _finish_given_up(self) -> None:
         """Let go of what came; ``error`` says what that means, the caller gets what interrupted it."""
-        self._again = None
+        self._is_kept = False
         with suppress(DatastatesError):
             self._finish()
 

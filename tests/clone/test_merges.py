@@ -108,7 +108,8 @@ def test_a_merge_of_merges_and_its_base_go_along(two: Two) -> None:
 @pytest.mark.parametrize("is_pushed", [False, True])
 def test_a_parent_older_than_a_page_of_known_states_comes_too(two: Two, is_pushed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other repository has the long branch: pages of the ancestry are known to it before the short branch comes."""
-    monkeypatch.setattr("datastates.clone.peer._PAGE", 4)
+    for module in ("pull", "push"):
+        monkeypatch.setattr(f"datastates.clone.{module}.PAGE", 4)
     short = member(two.repo, "short", 1.0)
     weights = {"w": torch.zeros(300), "n": torch.tensor(3)}
     with two.repo.track(branch="long", rng=False, model=weights) as run:

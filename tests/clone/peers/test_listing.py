@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from datastates import Peer, Repository
-from datastates.clone import peer as peers
+from datastates.clone import listing
 from datastates.errors import Disconnected, PeerFault
 from datastates.transport.protocol import StatePage, StateRecord
 from tests.clone.peers.pairs import Made, Training, train
@@ -69,7 +69,7 @@ def test_a_list_that_goes_round_is_the_peers_fault(made: Made, kind: str, monkey
 
 
 def test_a_list_of_more_states_than_anybody_has_is_the_peers_fault(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "LISTED_STATES", 50)
+    monkeypatch.setattr(listing, "LISTED_STATES", 50)
     peer = made.peer(served(made).serve("memory://"))
     lying(strangers(), monkeypatch)
 

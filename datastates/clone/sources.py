@@ -1,0 +1,247 @@
+"""Connections to the processes that states come from: sessions for questions, and one more for each state that they hold open for us."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from datastates.config import Data
+from datastates.content import digest
+from datastates.content.manifest import Manifest
+from datastates.errors import Closed, DatastatesError, Disconnected, PeerFault
+from datastates.lineage.states import State
+from datastates.transport.clone.forward import Forwarder
+from datastates.transport.contract import Tls
+from datastates.transport.limits import LISTING_TIMEOUTS
+from datastates.transport.session.feed import Feed
+from datastates.transport.session.session import Session
+from datastates.transport.wire.registry import transport_for
+
+from .records import state_of
+
+__all__ = ["OpenState", "Sources"]
+
+_logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenState:
+    """A state that sources hold open for us: each by a feed of its own, or all by the chain that ``forwarder`` is a link of."""
+
+    state: State
+    manifest: Manifest
+    feeds: list[Feed]
+    repository: str
+    source: str
+    forwarder: Forwarder | None = None
+
+    async def close(self) -> None:
+        """Let go of it."""
+        for feed in self.feeds:
+            await feed.close()
+        if self.forwarder is not None:
+            await self.forwarder.close()
+
+    async def end_chain(self) -> None:
+        """Leave the chain, once those behind us have what they wait for."""
+        if self.forwarder is not None:
+            await self.forwarder.drain()
+            await self.forwarder.close()
+
+
+@dataclass(slots=True)
+class _Found:
+    """What one source says of a state that it opened."""
+
+    url: str
+    manifest: Manifest
+    feed: Feed
+    repository: str
+
+
+class Sources:
+    """Other processes' repositories, by url. Made on any thread; every coroutine runs on the transport's."""
+
+    def __init__(self, urls: tuple[str, ...], token: bytes, tls: Tls | None, timeout_s: float, data: Data = Data.AUTO) -> None:
+        self.urls, self.timeout_s = urls, timeout_s
+        self._token, self._tls, self._data = token, tls, data
+        self._for_questions: dict[str, Session] = {}
+        self._all: set[Session] = set()
+        self._pid = os.getpid()
+        self.is_closed = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it; a forked child is none."""
+        return self._pid == os.getpid()
+
+    # --- questions ---------------------------------------------------------------------------------------------------------
+
+    async def sessions(self) -> list[tuple[str, Session]]:
+        """A session for questions with every url that answers.
+
+        :raises Disconnected: none does.
+        """
+        self._check_open()
+        missing = [url for url in self.urls if not self._answers(url)]
+        made = await asyncio.gather(*(self.connected(url) for url in missing), return_exceptions=True)
+        errors: list[BaseException] = []
+        for url, each in zip(missing, made, strict=True):
+            if isinstance(each, BaseException):
+                errors.append(each)
+            else:
+                self._for_questions[url] = each
+        found = [(url, self._for_questions[url]) for url in self.urls if self._answers(url)]
+        if not found:
+            raise errors[0]
+        for error in errors:
+            _logger.warning("a source does not answer, the others go on without it: %s", error)
+        return found
+
+    async def connected(self, url: str) -> Session:
+        """A further session; it ends with these sources at the latest."""
+        self._check_open()
+        session = await Session.connect(url, token=self._token, timeout_s=self.timeout_s, tls=self._tls, data=self._data)
+        self._all = {session, *(each for each in self._all if each.is_open)}
+        if self.is_closed:  # meanwhile
+            await session.close()
+            self._check_open()
+        return session
+
+    async def first(self, ask: Callable[[Session], Awaitable[T]]) -> T:
+        """The answer of the first source that is still there."""
+        error: DatastatesError | None = None
+        for _, session in await self.sessions():
+            try:
+                return await ask(session)
+            except (Disconnected, Closed) as exc:
+                error = exc
+        assert error is not None, "there is at least one session"
+        raise error
+
+    async def listed(self, ask: Callable[[Session], Awaitable[T]]) -> T:
+        """``first`` for lists that come in pages: the source chooses their number, but not the time that they take."""
+        patience_s = LISTING_TIMEOUTS * self.timeout_s
+
+        async def within(session: Session) -> T:
+            try:
+                async with asyncio.timeout(patience_s):
+                    return await ask(session)
+            except TimeoutError:
+                raise Disconnected(
+                    f"{session.peer} lists states without coming to an end for {patience_s:g} s: pass a limit, or connect with a longer "
+                    "timeout_s"
+                ) from None
+
+        return await self.first(within)
+
+    # --- states ------------------------------------------------------------------------------------------------------------
+
+    async def open(self, rev: str, *, chain: bool = False) -> OpenState:
+        """Open a state at every source that has it, each by a connection of its own; with ``chain`` as a link of the first one's chain."""
+        states = await self._resolve(rev)
+        if chain:
+            url, state = next(iter(states.items()))
+            return await self._join_chain(url, state)
+        opened = await asyncio.gather(*(self._open_at(url, state) for url, state in states.items()))
+        found = [each for each in opened if isinstance(each, _Found)]
+        errors = [each for each in opened if isinstance(each, DatastatesError)]
+        if not found:
+            raise errors[0]
+        for error in errors:
+            _logger.warning("a source is left out: %s", error)
+        first = found[0]
+        source = ", ".join(each.url for each in found)
+        return OpenState(states[first.url], first.manifest, [each.feed for each in found], first.repository, source)
+
+    async def _open_at(self, url: str, state: State) -> _Found | DatastatesError:
+        """What a source has of a state, or why it is left out."""
+        session = None
+        try:
+            session = await self.connected(url)
+            opened, feed = await session.open(state.uid)
+            manifest = await asyncio.to_thread(_decode, opened.manifest, state, url)
+        except BaseException as exc:
+            if session is not None:
+                await session.close()
+            if isinstance(exc, DatastatesError):
+                return exc
+            raise
+        return _Found(url, manifest, _Ending(feed, session), session.identity.repository if session.identity else "")
+
+    async def _resolve(self, rev: str) -> Mapping[str, State]:
+        """The state that a revision names, by the urls of those that agree on it."""
+        sessions = await self.sessions()
+        records = await asyncio.gather(*(session.resolve(rev) for _, session in sessions), return_exceptions=True)
+        states = {
+            url: state_of(record) for (url, _), record in zip(sessions, records, strict=True) if not isinstance(record, BaseException)
+        }
+        if not states:
+            raise next(record for record in records if isinstance(record, BaseException))
+        first = next(iter(states.values()))
+        for url, state in states.items():
+            if state.digest != first.digest:
+                _logger.warning("%s is another state at %s, which is left out", rev, url)
+        return {url: state for url, state in states.items() if state.digest == first.digest}
+
+    async def _join_chain(self, url: str, state: State) -> OpenState:
+        forwarder = await Forwarder.join(
+            url, state.uid, connect=self.connected, transport=transport_for(url), token=self._token, tls=self._tls, data=self._data
+        )
+        try:
+            manifest = await asyncio.to_thread(_decode, forwarder.manifest, state, url)
+        except BaseException:
+            await forwarder.close()
+            raise
+        return OpenState(state, manifest, [], forwarder.repository, f"a chain from {url}", forwarder)
+
+    # --- the end -----------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End every session; transfers under way fail."""
+        await asyncio.gather(*(session.close() for session in self._all))
+        self._all.clear()
+        self._for_questions.clear()
+
+    def _answers(self, url: str) -> bool:
+        return url in self._for_questions and self._for_questions[url].is_open
+
+    def _check_open(self) -> None:
+        if not self.is_ours:
+            raise Closed("this connection belongs to the parent process: connect again in the child")
+        if self.is_closed:
+            raise Closed("the connection is closed: connect again")
+
+
+class _Ending(Feed):
+    """A feed whose session ends with it: a clone that is cut off disturbs no other."""
+
+    def __init__(self, feed: Feed, session: Session) -> None:
+        super().__init__(
+            feed.name,
+            feed.manifest,
+            feed.lengths,
+            receive=feed.receive,
+            release=session.close,
+            digests=feed.digests,
+            is_bound=feed.is_bound,
+        )
+        self._inner = feed
+
+    async def close(self) -> None:
+        """Let go of the state, and of the connection."""
+        await self._inner.close()
+        await super().close()
+
+
+def _decode(raw: bytes, state: State, url: str) -> Manifest:
+    manifest = digest.decode(raw, source=f"the manifest of {state.uid[:10]} from {url}")
+    if (manifest.origin.uid, manifest.digest) != (state.uid, state.digest):
+        raise PeerFault(f"{url} sent the manifest of state {manifest.origin.uid[:10]} when {state.uid[:10]} was asked for")
+    return manifest
