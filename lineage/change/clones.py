@@ -76,7 +76,7 @@ def check_arrival(session: Session, state: State, ancestry: Sequence[State], tag
     for each in (state, *ancestry):
         if coming.setdefault(each.uid, each.digest) != each.digest:
             raise Conflict(f"state {each.uid} comes with two digests: one of them is forged")
-        check(_new(each, coming, status=Status.CAPTURED))
+        check(_new(each, coming, status=Status.EVICTED))  # as it is to be recorded, but for the tier that its bytes will lie in
     _check_same(known(session, coming), (state, *ancestry))
     for tag in tags:
         refs.check_name(tag.name)
