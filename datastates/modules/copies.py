@@ -29,12 +29,12 @@ _log = logging.getLogger("datastates")
 
 
 class Told(Protocol):
-    """Whoever waits for a state to get further."""
+    """A caller that waits for a state to reach a further tier."""
 
     state: State | None
 
     def advance(self, state: State) -> None:
-        """It got further."""
+        """The state reached a further tier."""
 
     def hold_up(self, why: Unavailable) -> None:
         """It does not, for now."""
