@@ -13,8 +13,8 @@ from datastates.errors import InvalidInput
 from datastates.opening.core import Opened, core_of
 
 from . import page, problems
-from .document import document
 from .meter import Meter, Metered
+from .openapi import document
 from .routes import diff, events, graph, payload, refs, runs, series, service, states, stats, writes
 from .security import Guard, Hosts, Origins, Shield, Tokens
 from .served import Served
