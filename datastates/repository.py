@@ -100,6 +100,19 @@ def _tls(value: object, what: str) -> Tls:
     return tls_of(value, what)
 
 
+def _together(more: Mapping[str, object], objects: Mapping[str, object]) -> dict[str, object]:
+    """Everything that is tracked, by name.
+
+    :raises InvalidInput: a name is taken, or given twice.
+    """
+    twice = sorted(more.keys() & objects.keys())
+    if twice:
+        raise InvalidInput(f"{', '.join(twice)}: given by keyword and in objects=; give each of them once")
+    if "rng" in objects:
+        raise InvalidInput("the name 'rng' is taken by the random number generators: rename what you track")
+    return {values.text(name, "the name of what is tracked"): found for name, found in {**more, **objects}.items()}
+
+
 class Repository:
     """A lineage and the tiers that hold its states. Reading is safe from any thread; tracking belongs to the training thread."""
 
@@ -128,7 +141,8 @@ class Repository:
         durable_interval_s: float | None = None,
         back_pressure: BackPressure | str | None = None,
         defer: bool = True,
-        **objects: object,
+        objects: Mapping[str, object] | None = None,
+        **more: object,
     ) -> Tracker:
         """Track a training on a branch, and restore its objects to where the branch stands.
 
@@ -150,7 +164,8 @@ class Repository:
         :param durable_interval_s: make the newest state durable at most this often; None: as configured.
         :param back_pressure: what a capture does when memory is full: ``wait``, ``skip`` or ``drop-oldest``; None: as configured.
         :param defer: False copies everything before ``capture`` returns.
-        :param objects: what is tracked, by name: anything with ``state_dict`` and ``load_state_dict``, generators of random numbers
+        :param objects: what is tracked besides, by name; here a name may be that of an argument, such as ``start``.
+        :param more: what is tracked, by name: anything with ``state_dict`` and ``load_state_dict``, generators of random numbers
             (torch's, Python's, NumPy's), nested containers of those, of tensors and of plain values. All are restored in place; values that
             cannot be (numbers, text, tuples) are in the tracker's ``values``.
         :raises Conflict: the branch exists and was not to be resumed, or does not descend from ``start``.
@@ -164,16 +179,15 @@ class Repository:
         self.core.home.check_writable()
         if not isinstance(rng, bool):
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
-        for name in objects:
-            values.text(name, "the name of what is tracked")
+        tracked = _together(more, {} if objects is None else values.named(objects, "objects"))
         told: dict[str, Any] = {"durable_every": durable_every, "durable_interval_s": durable_interval_s, "back_pressure": back_pressure}
         config = replace(self.config, **{name: value for name, value in told.items() if value is not None})  # which checks them
-        if LOOPS in objects:
+        if LOOPS in tracked:
             raise InvalidInput(f"the name {LOOPS!r} is taken by the place of run.epochs and run.steps: rename what you track")
         if rng:
-            objects["rng"] = RngState()
-        plain, objects = split_values(objects)
-        refuse_misspelt(plain, signature(Repository.track).parameters)
+            tracked["rng"] = RngState()
+        plain, live = split_values(tracked)
+        refuse_misspelt(plain.keys() & more.keys(), signature(Repository.track).parameters)
         terms = Terms(
             branch=branch,
             start=None if start is None else values.revision(start),
@@ -185,7 +199,7 @@ class Repository:
             cadence=Cadence(config.durable_every, config.durable_interval_s),
             back_pressure=config.back_pressure,
         )
-        return follow(self.core, objects, plain, terms)
+        return follow(self.core, live, plain, terms)
 
     # --- states ----------------------------------------------------------------------------------------------------------
 
