@@ -48,7 +48,7 @@ class Served:
         self.downloads = threading.BoundedSemaphore(DOWNLOADS)
         self.windows = Windows()
         self.curves = Curves()
-        self.statistics = Statistics(self.reading_all, lambda: core.local.bytes_stored)
+        self.statistics = Statistics(self.reading_all, lambda: core.tiers.durable.bytes_stored)
         self._questions = threading.BoundedSemaphore(QUESTIONS)
         self.payload_reads, self.norms = PayloadReads(), Norms()
 

@@ -100,3 +100,28 @@ def test_the_graph_of_imports_sees_imports_of_every_kind() -> None:
 def test_a_reach_into_private_names_is_seen() -> None:
     tree = ast.parse("class A:\n    def f(self, repo):\n        self._own = repo._database\n        return repo._own, self._database")
     assert [*_reaches("here", tree, {"_database": {"there"}, "_own": {"there"}})] == ["here:3 takes ._database, which is private to there"]
+
+
+NOT_TIERS = {
+    "datastates.system.memory": "the controller of that name in the kernel's groups",
+    "datastates.cli.checks": "what doctor calls the machine's",
+    "datastates.transport.session.server": "the scheme of memory: addresses",
+    "datastates.transport.wire.memory": "the same",
+    "datastates.transport.wire.registry": "the same",
+}
+"""Modules outside ``store`` that say such a word and mean something else."""
+
+
+def _tier_names(tree: ast.Module) -> Iterator[int]:
+    """The lines on which a tier of ours is named, as the lineage calls it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in ("local", "memory"):
+            yield node.lineno
+
+
+def test_nobody_outside_the_store_names_a_tier() -> None:
+    named = {name: lines for name, (_, tree) in MODULES.items() if (lines := [*_tier_names(tree)])}
+    outside = {f"{name}:{lines}" for name, lines in named.items() if not name.startswith("datastates.store.") and name not in NOT_TIERS}
+    assert not outside, "ask the tier for its name, or take it from store/tiers.py"
+    assert named.keys() >= NOT_TIERS.keys(), "take out those that say it no more"
+    assert {name for name in named if name.startswith("datastates.store.")} == {"datastates.store.local", "datastates.store.memory"}

@@ -143,8 +143,8 @@ def test_a_folder_that_was_deleted_is_called_gone_and_not_full(tmp_path: Path) -
 
 def memory_held(repo: Repository) -> int:
     """Bytes of the slots that the memory tier holds."""
-    assert repo.core.memory is not None
-    return repo.core.memory.slots_held * SLOT
+    assert repo.core.tiers.captured is not None
+    return repo.core.tiers.captured.slots_held * SLOT
 
 
 def test_a_server_keeps_the_lineage_of_local_packs(postgresql_url: str, tmp_path: Path) -> None:

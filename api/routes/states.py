@@ -54,7 +54,7 @@ def find_states(
 def state_detail(served: Chosen, request: Request, uid: Uid, fields: Fields = None) -> Response:
     """Everything that is known of one state."""
     with served.reading() as session:
-        detail = detail_of(session, uid, served.core.local.packs(uid))
+        detail = detail_of(session, uid, served.core.tiers.durable.packs(uid))
     return reply(detail, request=request, fields=fields, etag=True)
 
 

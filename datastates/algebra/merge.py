@@ -242,7 +242,7 @@ def _commit(core: Core, blend: Blend, facts: StateFacts, manifest: Manifest, slo
     except BaseException:
         memory.remove(facts.uid)
         raise
-    runner.adopt(state.uid, _on_disk(core, blend.states[0]))
+    runner.adopt(state.uid, core.tiers.placed(blend.states[0].uid))
     return state
 
 
@@ -290,11 +290,3 @@ def _facts(blend: Blend, run: str | None, into: str | None, message: str | None,
         created_at=datetime.now(UTC),
         edges=tuple(Edge(state.uid, recipe.kind, weight) for state, weight in zip(further, recipe.weights[1:], strict=True)),
     )
-
-
-def _on_disk(core: Core, state: State) -> Manifest | None:
-    """The first parent's manifest, so that what the result shares with it is not written again."""
-    try:
-        return core.local.manifest(state.uid)
-    except (NotFound, Corrupt):
-        return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datastates.config import Data
-from datastates.errors import Conflict, InvalidInput, NotFound, OverBudget, Unavailable
+from datastates.errors import Conflict, InvalidInput, OverBudget, Unavailable
 from datastates.opening.location import DATABASE, Location, locate
 
 from .shell import AsJson, Globals, Shell
@@ -182,11 +182,7 @@ def _opened(location: Location, state: State) -> Iterator[Repository]:
 
 
 def _holds(repository: Repository, uid: str) -> bool:
-    try:
-        repository.core.local.manifest(uid)
-    except NotFound:
-        return False
-    return True
+    return repository.core.tiers.durable.has(uid)
 
 
 def _fetch(shell: Shell, peer: Peer, repository: Repository, state: State, *, tags: bool) -> Cloned:

@@ -223,11 +223,12 @@ def _attend(servers: Sequence[tuple[Repository, Server]], ended: _Ended, show: _
 
 
 def _make_durable(repository: Repository, asked: set[str]) -> None:
-    if repository.core.memory is None or repository.core.running is None:
+    captured, running = repository.core.tiers.captured, repository.core.running
+    if captured is None or running is None:
         return
-    for uid in set(repository.core.memory.uids()) - asked:
+    for uid in set(captured.uids()) - asked:
         asked.add(uid)
-        repository.core.running.want(uid)
+        running.want(uid)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def make_room(
     def wait(count: int) -> Sequence[int] | None:
         return runner.acquire(count, BackPressure.WAIT)
 
-    return StateSink(manifest, memory, arena, acquire or wait, party=party, local=core.local, relatives=sound)
+    return StateSink(manifest, memory, arena, acquire or wait, party=party, lender=core.tiers.durable, relatives=sound)
 
 
 def abandon(core: Core, sink: StateSink) -> None:
@@ -129,10 +129,10 @@ def _check_on_disk(core: Core, sink: StateSink) -> None:
     :raises Conflict: it is not.
     """
     uid = sink.manifest.origin.uid
-    if not core.local.has(uid):
+    if not core.tiers.durable.has(uid):
         return
     try:
-        with core.local.open(uid) as reader:
+        with core.tiers.durable.open(uid) as reader:
             if reader.manifest.digest == sink.manifest.digest and all(
                 are_equal(reader.chunk(index), piece) for index in range(len(sink.lengths)) for piece in sink.pieces(index) or ()
             ):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from datastates.errors import NotFound
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.search import walk
 from datastates.lineage.states import Ref, RefKind, State
 from datastates.opening.core import Core
-from datastates.store.tier import Reader, Tier
+from datastates.store.tier import Reader
 from datastates.transport.clone.fetch import Fetched
 from datastates.transport.protocol import Offer, StateRecord
 from datastates.transport.session.session import Session
@@ -29,7 +30,7 @@ class Push(Move):
 
     def __init__(self, sources: Sources, core: Core, state: State, *, tags: bool) -> None:
         self.state, self._sources, self._core, self._tags = state, sources, core, tags
-        self._source = _CountedSource(core.open_payload(state, verify=False), core.local)
+        self._source = _CountedSource(core.open_payload(state, verify=False), partial(core.tiers.reopen, state, verify=False))
         self.bytes_total = sum(self._source.lengths)
         self._landed: StateRecord | None = None
 
@@ -91,8 +92,8 @@ class Push(Move):
 class _CountedSource(StateSource):
     """A source that counts what a peer asks for of a pushed state: ``moved`` bytes in ``chunks`` chunks so far."""
 
-    def __init__(self, reader: Reader, local: Tier) -> None:
-        super().__init__(reader, local)
+    def __init__(self, reader: Reader, reopen: Callable[[], Reader]) -> None:
+        super().__init__(reader, reopen)
         self.moved = self.chunks = 0
         self._counted: set[int] = set()
         self.on_chunk: Callable[[int], None] = lambda _: None

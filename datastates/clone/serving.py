@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -24,7 +25,7 @@ from datastates.lineage.search import pages as search
 from datastates.lineage.search import revision, walk
 from datastates.lineage.states import Ref, State
 from datastates.opening.core import Core
-from datastates.store.tier import Reader, Tier
+from datastates.store.tier import Reader
 from datastates.transport import loop
 from datastates.transport.clone.chain import Chains
 from datastates.transport.contract import Tls
@@ -55,10 +56,10 @@ _VERSION = version("datastates")  # found now: a process that forks while a thre
 
 class StateSource:
     """An open reader, as a source: the state stays pinned until it is closed, or its memory is wanted back; then it is read on from
-    ``local``, if that has it. The receiver checks its bytes."""
+    what ``reopen`` gives, if it gives something. The receiver checks its bytes."""
 
-    def __init__(self, reader: Reader, local: Tier | None = None) -> None:
-        self._reader, self._local = reader, local
+    def __init__(self, reader: Reader, reopen: Callable[[], Reader] | None = None) -> None:
+        self._reader, self._reopen = reader, reopen
         self.manifest = digest.encode(msgspec.structs.replace(reader.manifest, packs=(), refs=()))
         self.lengths = tuple(chunk.length for chunk in reader.manifest.content.chunks)
 
@@ -81,11 +82,11 @@ class StateSource:
         self._reader.when_wanted(tell)
 
     def recall(self) -> bool:
-        """Read on from disk."""
+        """Read on from a tier that outlives this process."""
         pinned, found = self._reader, None
-        if self._local is not None:
+        if self._reopen is not None:
             with suppress(DatastatesError):
-                found = self._reader = self._local.open(pinned.manifest.origin.uid, verify=False)
+                found = self._reader = self._reopen()
         pinned.close()
         return found is not None
 
@@ -146,7 +147,8 @@ class RepositoryStore:
         """Pin a state: in memory if it is there, else on disk."""
         with deadline.within(ANSWER_S):
             state = self._core.state(uid)
-        return StateSource(self._core.open_payload(state, verify=False), self._core.local)
+        reopen = partial(self._core.tiers.reopen, state, verify=False)
+        return StateSource(self._core.open_payload(state, verify=False), reopen)
 
     def check_writable(self) -> None:
         """Refuse pushes unless they were allowed."""

@@ -204,7 +204,7 @@ def _stage(
         _check_same(core, manifest, chunks)
         shared = {key[:2]: known[key] for key in _keys(manifest, chunks) if key in known}
         bare = msgspec.structs.replace(manifest, packs=(), refs=())
-        made = stack.enter_context(core.local.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
+        made = stack.enter_context(core.tiers.durable.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
         known |= {key: place for key, place in zip(_keys(manifest, chunks), made.places(), strict=False) if key not in known}
         staged[uid] = made, manifest, chunks.seal
     return staged
@@ -216,11 +216,11 @@ def _keys(manifest: Manifest, chunks: SealedChunks) -> list[tuple[bytes, int, by
 
 def _check_same(core: Core, manifest: Manifest, chunks: SealedChunks) -> None:
     """A state that is in memory here is not on disk what somebody else says that it is. (One on disk is compared as it is staged.)"""
-    if core.memory is None:
+    if core.tiers.captured is None:
         return
     uid = manifest.origin.uid
     try:
-        reader = core.memory.open(uid)
+        reader = core.tiers.captured.open(uid)
     except NotFound:
         return
     with reader:
@@ -242,7 +242,7 @@ def _commit(
     """Lineage and files become visible together: files first, and they are taken back if the lineage does not take them."""
     placed: dict[str, Placed] = {}
     done: list[Staged] = []
-    tier = core.local
+    tier = core.tiers.durable
     try:
         with core.database.write(durable=True) as session:
             clones.import_ancestry(session, list(states.values())[::-1])

@@ -74,7 +74,7 @@ class Core:
     """An open repository without its door. Safe from any thread, but for ``close``, which belongs to its opener.
 
     ``database`` and ``tiers`` are there from the start. What captures and arrivals need besides is made by ``engage``; until then
-    ``engaged``, ``memory``, ``arena``, ``running`` and ``run_uid`` are None.
+    ``engaged``, ``tiers.captured``, ``arena``, ``running`` and ``run_uid`` are None.
     """
 
     def __init__(self, location: Location, config: Config) -> None:
@@ -146,16 +146,6 @@ class Core:
     def running(self) -> Runner | None:
         """The threads behind captures, if something was captured or has arrived."""
         return None if self.engaged is None else self.engaged.runner
-
-    @property
-    def local(self) -> LocalTier:
-        """The repository's own folder of packs."""
-        return self.tiers.durable
-
-    @property
-    def memory(self) -> MemoryTier | None:
-        """The states that this process holds in memory, if something was captured or has arrived."""
-        return self.tiers.captured
 
     @property
     def arena(self) -> Arena | None:

@@ -94,10 +94,8 @@ def set_out(training: Training, state: State, *, only: str | Sequence[str] | Non
     """Put the training's objects where ``state`` stands, and have its first capture share with it what is unchanged."""
     training.restore(state, only=only, strict=strict)
     training.resumed_from, training.is_resumed = state, is_resumed
-    try:
-        with training.core.local.open(state.uid, verify=False) as reader:
-            training.line.base = reader.manifest
-    except NotFound:
+    training.line.base = training.core.tiers.placed(state.uid)
+    if training.line.base is None:
         training.line.kin = training.runner.line_of(state.uid)  # in memory only: what they share is written with the first of them
     where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")
     if not is_resumed:

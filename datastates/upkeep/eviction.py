@@ -35,7 +35,7 @@ def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
         if running is not None:
             running.check_withdrawal(uid)  # the last that may refuse
     freed = 0 if running is None else running.withdraw(uid)
-    return freed + core.local.remove(uid)
+    return freed + core.tiers.durable.remove(uid)
 
 
 def _places(core: Core, session: Session, uid: str) -> list[tuple[str, str]]:

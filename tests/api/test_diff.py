@@ -53,7 +53,7 @@ def test_without_tensors_no_payload_is_touched(client: TestClient, repo: Reposit
 def test_who_has_a_diff_gets_304_and_nothing_is_read(client: TestClient, repo: Repository) -> None:
     query = {"old": "warm", "new": "main"}
     etag = client.get(f"{BASE}/diff", params=query).headers["etag"]
-    repo.core.local.remove(repo.state("main").uid)
+    repo.core.tiers.durable.remove(repo.state("main").uid)
     assert client.get(f"{BASE}/diff", params=query, headers={"If-None-Match": etag}).status_code == 304
     assert client.get(f"{BASE}/diff", params={**query, "only": "model"}, headers={"If-None-Match": etag}).status_code != 304
 

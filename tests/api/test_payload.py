@@ -264,7 +264,7 @@ def test_a_state_whose_bytes_are_gone_is_refused(tmp_path: Path, client: httpx.C
     with datastates.open(folder, memory_bytes=32 * MIB) as repo, repo.track(rng=False, tree={"x": torch.ones(3)}) as run:
         uid = run.capture(step=1).wait("durable").uid
     with datastates.open(folder, memory_bytes=32 * MIB) as repo:
-        repo.core.local.remove(uid)
+        repo.core.tiers.durable.remove(uid)
         with repo.core.database.write() as session:
             record.evict(session, [uid], tier="local", node=repo.core.home.check_writable())
         with live({NAME: repo}) as url:

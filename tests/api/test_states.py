@@ -180,7 +180,7 @@ def test_tied_tensors_name_each_other(repo: Repository, client: TestClient) -> N
 
 def test_tensors_of_a_state_without_bytes_are_unavailable(client: TestClient, repo: Repository) -> None:
     state = repo.state("main")
-    repo.core.local.remove(state.uid)
+    repo.core.tiers.durable.remove(state.uid)
     answer = client.get(f"{BASE}/states/{state.uid}/tensors")
     assert answer.json()["kind"] == "unavailable"
     assert answer.status_code in (404, 409, 410, 503)

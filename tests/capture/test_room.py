@@ -143,8 +143,8 @@ def test_a_budget_without_a_second_state_is_told_once(tmp_path: Path, caplog: py
 
 
 def in_memory(repo: Repository) -> list[str]:
-    assert repo.core.memory is not None
-    return list(repo.core.memory.uids())
+    assert repo.core.tiers.captured is not None
+    return list(repo.core.tiers.captured.uids())
 
 
 def test_plain_values_and_small_arrays_count(tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_plain_values_and_small_arrays_count(tmp_path: Path) -> None:
             run.capture()
         repo.flush()
         assert 2 <= len(in_memory(repo)) <= 28, "a megabyte each, in 24"
-        assert repo.core.memory is not None
-        assert repo.core.memory.bytes_beside <= 7 * CHUNK_BYTES
+        assert repo.core.tiers.captured is not None
+        assert repo.core.tiers.captured.bytes_beside <= 7 * CHUNK_BYTES
         assert run.head is not None
         assert repo.load("main")["state"]["array"][0] == 40.0
 

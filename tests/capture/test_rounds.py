@@ -243,8 +243,8 @@ def test_a_branch_that_somebody_else_moved_fails_every_capture_of_the_round_and_
             handle.wait(timeout_s=60)
     with pytest.raises(Conflict, match="branch 'main' is at"):
         run.capture()
-    assert repo.core.memory is not None
-    assert set(repo.core.memory.uids()) == {first.uid, second.uid}
+    assert repo.core.tiers.captured is not None
+    assert set(repo.core.tiers.captured.uids()) == {first.uid, second.uid}
     with datastates.open(tmp_path) as other:
         other.move("main", second.uid, expected=first.uid)
     weight += 1

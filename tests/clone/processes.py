@@ -92,7 +92,7 @@ def own_threads() -> list[str]:
 
 def pins(repo: Repository) -> int:
     """How many readers hold states in memory."""
-    memory = repo.core.memory
+    memory = repo.core.tiers.captured
     return 0 if memory is None else sum(state.readers for state in memory._states.values())
 
 
@@ -212,8 +212,8 @@ def serve(
                     server.close(grace_s=0)
                     say("closed")
                 case "remove":
-                    assert repo.core.memory is not None
-                    repo.core.memory.remove(uid)
+                    assert repo.core.tiers.captured is not None
+                    repo.core.tiers.captured.remove(uid)
                     say("removed")
                 case "end":
                     break

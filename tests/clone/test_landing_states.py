@@ -43,7 +43,7 @@ class Room:
         self.memory = MemoryTier(self.arena)
 
     def sink(self, source: Sent, **options: object) -> StateSink:
-        return StateSink(source.manifest, self.memory, self.arena, self.arena.acquire, **options)  # type: ignore[arg-type]  # for local and relatives
+        return StateSink(source.manifest, self.memory, self.arena, self.arena.acquire, **options)  # type: ignore[arg-type]  # for lender and relatives
 
     def clone(self, source: Sent) -> list[int]:
         sink = self.sink(source)
@@ -196,12 +196,12 @@ def test_chunks_that_a_parent_has_on_disk_are_read_from_there(tmp_path: Path) ->
     parent = state("parent", 1, 2, 3)
     local.put(Payload(parent.manifest, [memoryview(chunk) for chunk in parent.chunks]))
     source = state("b", 3, 9, 1, parents=("parent", "unknown"))
-    sink = room.sink(source, local=local, relatives=["parent", "unknown"])
+    sink = room.sink(source, lender=local, relatives=["parent", "unknown"])
     assert [bytes(piece) for index in (0, 2) for piece in sink.pieces(index) or ()] == [source.chunks[0], source.chunks[2]]
     assert feed(sink, source.chunks) == [1]
     sink.adopt()
     assert room.holds(source)
-    assert room.sink(state("c", 1, 2), local=local, relatives=["parent"]).missing() == []
+    assert room.sink(state("c", 1, 2), lender=local, relatives=["parent"]).missing() == []
 
 
 def test_damage_on_disk_is_fetched_instead(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_damage_on_disk_is_fetched_instead(tmp_path: Path) -> None:
     data[-CHUNK_BYTES - 1] ^= 1
     pack.write_bytes(data)
     source = state("b", 1, 2, 5, parents=("parent",))
-    sink = room.sink(source, local=local, relatives=["parent"])
+    sink = room.sink(source, lender=local, relatives=["parent"])
     assert list(sink.missing()) == [0, 2]
     feed(sink, source.chunks)
     sink.adopt()
@@ -228,7 +228,7 @@ CLONE, LOOSE = "c" * 24, "1" * 24
 
 def adopted(repo: datastates.Repository, source: Sent) -> None:
     """A clone, recorded as a root."""
-    runner, memory, arena = repo.core.runner(), repo.core.memory, repo.core.arena
+    runner, memory, arena = repo.core.runner(), repo.core.tiers.captured, repo.core.arena
     assert memory is not None
     assert arena is not None
     sink = StateSink(source.manifest, memory, arena, lambda count: runner.acquire(count, datastates.BackPressure.WAIT))
@@ -278,8 +278,8 @@ def test_a_clone_is_written_when_memory_runs_short(tmp_path: Path) -> None:
             weights.uniform_()
             run.capture().wait()
         assert str(repo.state(CLONE).status) == "durable"
-        assert repo.core.memory is not None
-        assert CLONE not in set(repo.core.memory.uids())
+        assert repo.core.tiers.captured is not None
+        assert CLONE not in set(repo.core.tiers.captured.uids())
         assert float(repo.load(CLONE)["box"]["1"][0]) == 2.0
 
 

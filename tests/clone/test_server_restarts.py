@@ -219,8 +219,8 @@ def test_what_left_memory_in_commits_that_were_lost_is_evicted_again(
     handles += training.capture()
     handles[-1].wait(timeout_s=60)
     check_log(repo, handles)
-    assert repo.core.memory is not None
-    held = set(repo.core.memory.uids())
+    assert repo.core.tiers.captured is not None
+    held = set(repo.core.tiers.captured.uids())
     repo.flush()
     training.capture()[0].wait(timeout_s=60)  # tells of what left memory until now
     for handle in handles[:5]:

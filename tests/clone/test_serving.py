@@ -155,10 +155,10 @@ def test_a_source_is_a_state_without_places_whose_bytes_stay(repo: Repository, i
     state = repo.state("main")
     if is_on_disk:
         assert repo.core.running is not None
-        assert repo.core.memory is not None
+        assert repo.core.tiers.captured is not None
         repo.core.running.want(state.uid)
         repo.core.running.drain()
-        repo.core.memory.remove(state.uid)
+        repo.core.tiers.captured.remove(state.uid)
     source = RepositoryStore(repo.core).open(state.uid)
     manifest = digest.decode(source.manifest, source="the test")
 
@@ -315,9 +315,9 @@ def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(re
         with pytest.raises(Conflict, match="forged"):
             store.received(offer, sink)
         store.abandon(offer, sink)
-    assert other.core.memory is not None
+    assert other.core.tiers.captured is not None
     assert other.core.arena is not None
-    assert list(other.core.memory.uids()) == []
+    assert list(other.core.tiers.captured.uids()) == []
     assert other.core.arena.available == other.core.arena.capacity
     with pytest.raises(NotFound):
         other.state(genuine.state.uid)
@@ -360,7 +360,7 @@ def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_
             raise Unavailable("the disk is full")
 
         with monkeypatch.context() as broken:
-            broken.setattr(busy.core.local, "put", full)
+            broken.setattr(busy.core.tiers.durable, "put", full)
             with busy.serve("memory://", is_writable=True, timeout_s=0.3) as server, datastates.connect(server.url) as peer:
                 source = repo.track(weights={"it": pushed}, rng=False, branch="pushed")
                 for number in range(4):
@@ -401,8 +401,8 @@ def test_a_push_that_is_cancelled_at_once_lets_go_of_the_state(repo: Repository,
             transfer.cancel()
             with suppress(Cancelled):
                 transfer.wait()
-    assert repo.core.memory is not None
-    assert [held.readers for held in repo.core.memory._states.values() if held.readers] == []
+    assert repo.core.tiers.captured is not None
+    assert [held.readers for held in repo.core.tiers.captured._states.values() if held.readers] == []
 
 
 def pieces(source: Source, index: int) -> list[memoryview]:

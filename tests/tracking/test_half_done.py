@@ -44,9 +44,9 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def held(repo: Repository) -> list[str]:
     """Uids of what is in memory and what the engine does not know of."""
-    assert repo.core.memory is not None
+    assert repo.core.tiers.captured is not None
     assert repo.core.running is not None
-    return [uid for uid in repo.core.memory.uids() if repo.core.running.line_of(uid) is None]
+    return [uid for uid in repo.core.tiers.captured.uids() if repo.core.running.line_of(uid) is None]
 
 
 def test_a_merge_that_is_interrupted_as_it_commits_is_known_to_all_or_to_none(made: Made, interrupted: list[str]) -> None:

@@ -82,8 +82,8 @@ def test_a_small_training_takes_little_memory_by_default(tmp_path: Path) -> None
         assert repo.core.arena is not None
         assert repo.core.arena.capacity > 2 * SMALL, "this machine has too little memory for this test"
         assert repo.core.arena.warm <= SMALL
-        assert repo.core.memory is not None
-        assert len(list(repo.core.memory.uids())) == SMALL // 4 - 1
+        assert repo.core.tiers.captured is not None
+        assert len(list(repo.core.tiers.captured.uids())) == SMALL // 4 - 1
 
 
 @pytest.mark.usefixtures("cold")
@@ -94,8 +94,8 @@ def test_what_is_warm_is_used_again_before_more_is_touched_than_a_few_states_nee
         capture(run, weight, most // 4 + 5)
         assert repo.core.arena is not None
         assert most <= repo.core.arena.warm <= most + 3
-        assert repo.core.memory is not None
-        assert len(list(repo.core.memory.uids())) == most // 4 - 1
+        assert repo.core.tiers.captured is not None
+        assert len(list(repo.core.tiers.captured.uids())) == most // 4 - 1
 
 
 @pytest.mark.usefixtures("cold")

@@ -110,7 +110,7 @@ def test_trainings_that_have_no_ancestor_in_common_store_once_what_they_have_in_
         repo.delete_ref("root/0")
         freed = sum(evict(repo.core, uid) for uid in first)
         assert freed == pytest.approx(0.2 * WHOLE, rel=0.01), "the pack that the others need stays"
-        assert repo.core.local.sweep() == []
+        assert repo.core.tiers.durable.sweep() == []
         for number in (1, 2):
             for state in repo.log(f"root/{number}"):
                 repo.verify(state.uid)

@@ -27,7 +27,7 @@ class StateSink:
 
     ``acquire`` gives slots of ``arena``; it waits for room as a capture does, or raises OverBudget. ``party`` is whoever the
     state comes from. Chunks in memory that are ours, or came from the same party, are used in place, and stay here; those that one
-    of ``relatives`` (uids of states that are ours or the party's) has in ``local`` are read from there. Each other distinct chunk is
+    of ``relatives`` (uids of states that are ours or the party's) has on ``lender`` are read from there. Each other distinct chunk is
     asked for once.
 
     :raises OverBudget: the state can never fit.
@@ -42,7 +42,7 @@ class StateSink:
         acquire: Callable[[int], Sequence[int] | None],
         *,
         party: str = "a peer",
-        local: Tier | None = None,
+        lender: Tier | None = None,
         relatives: Iterable[str] = (),
     ) -> None:
         check_manifest(manifest)
@@ -68,9 +68,9 @@ class StateSink:
         self._missing = {first[key]: None for key in self._slots}
         self._arriving: set[int] = set()
         self._pending = set(self._slots)
-        if local is not None and self._slots:
+        if lender is not None and self._slots:
             try:
-                self._read(local, dict.fromkeys(relatives), first)
+                self._read(lender, dict.fromkeys(relatives), first)
             except BaseException:
                 self.abandon()
                 raise
@@ -137,13 +137,13 @@ class StateSink:
             raise OverBudget(f"state {self.manifest.origin.uid} needs {len(keys) * CHUNK_BYTES} bytes of memory, which are not free")
         return dict(zip(keys, slots, strict=True))
 
-    def _read(self, local: Tier, relatives: Iterable[str], first: dict[_Key, int]) -> None:
+    def _read(self, lender: Tier, relatives: Iterable[str], first: dict[_Key, int]) -> None:
         """Take what relatives have on disk; what cannot be read is asked for."""
         for uid in relatives:
             if not self._missing:
                 return
             try:
-                with local.open(uid) as reader:
+                with lender.open(uid) as reader:
                     self._read_from(reader, first)
             except (NotFound, Corrupt, Unavailable):
                 continue

@@ -247,7 +247,7 @@ class _Run:
     def _repo_recovers(self) -> None:
         from datastates.opening.recovery import recover
 
-        recover(self._repo.core.database, self._repo.core.local, self._repo.core.home)
+        recover(self._repo.core.database, self._repo.core.tiers.durable, self._repo.core.home)
 
     def _epochs_behind(self, name: str, parent: State) -> int:
         return len(record.reports(self._repo, self._study, name, parent))

@@ -201,10 +201,5 @@ def is_here(repository: Repository, state: State) -> bool:
 
 def is_in_memory(repository: Repository, uid: str) -> bool:
     """Whether this process's memory holds a state."""
-    if repository.core.memory is None:
-        return False
-    try:
-        repository.core.memory.open(uid, verify=False).close()
-    except NotFound:
-        return False
-    return True
+    captured = repository.core.tiers.captured
+    return captured is not None and captured.has(uid)

@@ -52,7 +52,7 @@ def storage(repo: Repository, study: str) -> Storage:
     packs: dict[str, int] = {}
     count = full = 0
     for uid, state in states.items():
-        needed = {pack.name: pack.size for pack in repo.core.local.packs(uid)}
+        needed = {pack.name: pack.size for pack in repo.core.tiers.durable.packs(uid)}
         if needed:
             packs |= needed
             count, full = count + 1, full + state.bytes_total

@@ -28,6 +28,7 @@ from datastates.opening.location import Location
 from datastates.opening.recovery import recover
 from datastates.opening.whereabouts import node_id
 from datastates.repository import Repository
+from datastates.store.tiers import CAPTURED
 from datastates.system.memory import available_memory_bytes
 
 from . import record
@@ -122,7 +123,7 @@ def _run(task: Task) -> Outcome:
     with _watched(repository, task.explorer) as check, _claimed(repository, assignment, check):
         if (state := record.finished(repository, study, name, assignment.digest)) is not None:
             return Outcome(name, state.uid)
-        recover(repository.core.database, repository.core.local, repository.core.home)  # who held the claim before may have died
+        recover(repository.core.database, repository.core.tiers.durable, repository.core.home)  # who held the claim before may have died
         seed_everything(int(assignment.digest[:8], 16))
         near = _Near(repository, task.share)
         job = Job(repository, assignment, stop=task.stop, check=check, fetch=near.fetch)
@@ -144,7 +145,7 @@ class _Near:
     def fetch(self, state: State) -> None:
         """Take the state from our own memory, or a peer's, or the disk: that one is read by the restore itself."""
         if record.is_in_memory(self._repository, state.uid):
-            self.source = "memory"
+            self.source = CAPTURED
             return
         self.source = "disk"
         if self._share is not None:

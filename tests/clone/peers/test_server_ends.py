@@ -96,8 +96,8 @@ def test_a_clone_under_way_ends_with_either_side(made: Made, url: str, who: str)
 
 def pins(repo: Repository) -> int:
     """Readers that hold states in memory."""
-    assert repo.core.memory is not None
-    return sum(state.readers for state in repo.core.memory._states.values())
+    assert repo.core.tiers.captured is not None
+    return sum(state.readers for state in repo.core.tiers.captured._states.values())
 
 
 def lasting() -> Counter[str]:
