@@ -6,9 +6,11 @@ A hook of mkdocs (see mkdocs.yml). ``pages`` is what it adds, by its place in th
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +26,6 @@ PACKAGES = {
     "datastates": ("reference/datastates.md", "What a training script uses, as `import datastates`."),
     "datastates.workflows": ("reference/workflows.md", "Studies: plans of variants, and what runs and reads them."),
     "datastates.api": ("reference/api.md", "The web server, and a client of one."),
-    "datastates.store": ("reference/store.md", "What a tier of your own is made of."),
     "datastates.store": ("reference/store.md", "What a tier of your own is made of."),
     "datastates.testing": ("reference/testing.md", "Help for tests of your own."),
 }
@@ -78,12 +79,19 @@ def names(package: str) -> list[str]:
     return list(importlib.import_module(package).__all__)
 
 
+def identifier(package: str, name: str) -> str:
+    """What the site knows a public name by: itself, or where it is defined, if a folder of the package has the same name."""
+    value = getattr(importlib.import_module(package), name)
+    is_hidden = importlib.util.find_spec(f"{package}.{name}") is not None and not isinstance(value, ModuleType)
+    return f"{value.__module__}.{value.__qualname__}" if is_hidden else f"{package}.{name}"
+
+
 def index() -> str:
     """Every public name, with a link to what is said of it."""
     lines = ["# Every public name", ""]
     for package, (place, purpose) in PACKAGES.items():
         lines += [f"## `{package}`", "", purpose, ""]
-        lines += [f"- [`{name}`]({place.removeprefix('reference/')}#{package}.{name})" for name in names(package)]
+        lines += [f"- [`{name}`]({place.removeprefix('reference/')}#{identifier(package, name)})" for name in names(package)]
         lines.append("")
     return "\n".join(lines)
 
@@ -93,7 +101,7 @@ def reference(package: str, purpose: str) -> str:
     parts = [f"# `{package}`", purpose]
     listed = names(package)
     errors = [name for name in listed if _is_error(package, name)]
-    parts += [f"::: {package}.{name}" for name in listed if name not in errors]
+    parts += [f"::: {identifier(package, name)}" for name in listed if name not in errors]
     if errors:
         parts += ["# Errors", "Every error is a `DatastatesError` and has a stable `kind`.", *(f"::: {package}.{name}" for name in errors)]
     return "\n\n".join(parts) + "\n"

@@ -136,7 +136,8 @@ def hook() -> ModuleType:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    made = dict(hook().pages())
+    site = hook()
+    made = dict(site.pages())
     for package, place in (
         ("datastates", "reference/datastates.md"),
         ("datastates.workflows", "reference/workflows.md"),
@@ -145,8 +146,10 @@ def test_every_public_name_is_in_the_reference() -> None:
         ("datastates.testing", "reference/testing.md"),
     ):
         for name in importlib.import_module(package).__all__:
-            assert f"::: {package}.{name}\n" in made[place], f"{package}.{name}"
-            assert f"#{package}.{name})" in made["reference/index.md"]
+            known = site.identifier(package, name)
+            assert f"::: {known}\n" in made[place], f"{package}.{name}"
+            assert f"[`{name}`]({Path(place).name}#{known})" in made["reference/index.md"]
+            assert known == f"{package}.{name}" or known.endswith(f".{name}.study.{name}") or known.endswith(f".{name}.training.{name}")
 
 
 def test_every_command_is_in_the_reference() -> None:
