@@ -12,6 +12,7 @@ from .edits import Edits
 from .handle import Progress
 from .plan import Layout
 from .stage import CopyJob
+from .uids import Drawn, Uids
 
 if TYPE_CHECKING:
     import msgspec
@@ -25,7 +26,8 @@ class Line:
 
     ``has_placed`` says whether ``base`` is a capture of this line: another state, wherever it came from, may hold other bytes under the
     same digests. ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them
-    writes first the other's first write refers to. Owned by the engine thread while captures are in flight.
+    writes first the other's first write refers to. ``uids`` say what its captures are called. Owned by the engine thread while captures
+    are in flight.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Line:
     error: BaseException | None = None
     edits: Edits = field(default_factory=Edits, repr=False)
     kin: Line | None = field(default=None, repr=False)
+    uids: Uids = field(default_factory=Drawn, repr=False)
 
     def related(self) -> Manifest | None:
         """A manifest on disk that shares as much as is known."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -189,6 +188,7 @@ class Tracker:
         noted = _Noted.of(metrics, attributes, message)
         self.micro_step = checks.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
         self.step = self._step_of(step)
+        uid = training.line.uids.next(training.branch, self.step, self.micro_step)
         training.raise_background_error()
         training.heed_edits()
         training.oversights.look()
@@ -199,7 +199,7 @@ class Tracker:
         if dirty.is_any():
             dirty.check(leaf.tensor for leaf in flat.tensors)
         plan = training.plan_for(flat)
-        progress = Progress(secrets.token_hex(12))
+        progress = Progress(uid)
         handle = Capture(progress, self.step, want=self._runner.want, hurry=self._runner.hurry)
         slots = self._runner.acquire(plan.slot_count, self._back_pressure, line=training.line)
         if slots is None:
