@@ -144,7 +144,7 @@ class State:
         )
 
     def _repr_html_(self) -> str:
-        from .show.html import state_html  # only notebooks ask
+        from .show.card import state_html  # only notebooks ask
 
         return state_html(self)
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
-import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"datastates": "datastates", "lineage": "datastates.lineage", "transport": "datastates.transport", "api": "datastates.api"}
@@ -25,8 +24,21 @@ def _sources() -> Iterator[tuple[str, Path]]:
 MODULES = {name: (path, ast.parse(path.read_text(encoding="utf-8"))) for name, path in _sources()}
 
 
+TORCHS = {
+    "datastates.content.layouts": {"_indices", "_values"},  # of sparse tensors
+    "datastates.content.tree": {"_metadata"},  # as nn.Module.state_dict sets it
+    "datastates.objects.model_restore": {"_metadata"},
+    "datastates.objects.own_loading": {"_metadata"},
+    "datastates.objects.report": {"_metadata"},
+    "datastates.objects.names": {"_modules"},  # of nn.Module
+    "datastates.objects.oversights": {"_version"},  # of tensors
+    "datastates.lineage.show.stats": {"_mapping"},  # of SQLAlchemy's rows
+}
+"""Private names of torch and SQLAlchemy that these modules take, and that others of ours happen to use too."""
+
+
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return name.startswith("_") and not name.startswith("__") and not name.endswith("_")  # ctypes' own end with one
 
 
 def _defined(tree: ast.Module) -> set[str]:
@@ -50,6 +62,8 @@ def _reaches(name: str, tree: ast.Module, owners: dict[str, set[str]]) -> Iterat
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls" | "super")):
                 continue
+            case ast.Attribute(attr=attr) if attr in TORCHS.get(name, ()):
+                continue
             case ast.Attribute(attr=attr, lineno=line) if _is_private(attr) and attr not in own and owners.get(attr, set()) - {name}:
                 yield f"{name}:{line} takes .{attr}, which is private to {' or '.join(sorted(owners[attr] - {name})[:3])}"
             case ast.ImportFrom(module=module, names=names, lineno=line, level=level) if level or (module or "").startswith("datastates"):
@@ -72,7 +86,6 @@ def _imports(name: str, path: Path, tree: ast.Module) -> Iterator[str]:
                     yield from [f"{base}.{alias.name}"] if f"{base}.{alias.name}" in MODULES else [base] if base in MODULES else []
 
 
-@pytest.mark.xfail(reason="the house is being rebuilt: docs/design/010-house.md", strict=True)
 def test_no_module_reaches_into_the_private_names_of_another() -> None:
     owners: dict[str, set[str]] = {}
     for name, (_, tree) in MODULES.items():
@@ -82,7 +95,6 @@ def test_no_module_reaches_into_the_private_names_of_another() -> None:
     assert not reaches, f"{len(reaches)} reaches:\n" + "\n".join(reaches)
 
 
-@pytest.mark.xfail(reason="the house is being rebuilt: docs/design/010-house.md", strict=True)
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = nx.DiGraph((name, other) for name, (path, tree) in MODULES.items() for other in _imports(name, path, tree) if other != name)
     circles = [sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1]

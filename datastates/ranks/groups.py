@@ -5,23 +5,39 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
 from datastates.clone.peer import connect
 from datastates.clone.transfer import Cloned
 from datastates.errors import InvalidInput, Unavailable
+from datastates.opening.core import Opened
 from datastates.transport.clone import groups as meeting
 from datastates.transport.failures import describe, revive
 from datastates.transport.protocol import Failure
 
-if TYPE_CHECKING:
-    from datastates.repository import Repository
-
 __all__ = ["MPIGroup", "SoloGroup"]
 
 _LOOPBACK = "127.0.0.1"
+
+
+class Closes(Protocol):
+    """What serves a state while the others take it."""
+
+    @property
+    def url(self) -> str:
+        """Where."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Serving(Opened, Protocol):
+    """A repository, as ``datastates.open`` returns it, which can serve its states."""
+
+    def serve(self, url: str, *, token: str, timeout_s: float, data: str | None) -> Closes:
+        """Serve."""
 
 
 class _Invitation(msgspec.Struct, frozen=True):
@@ -38,7 +54,7 @@ class _Broadcasting(meeting.Group):
 
     def broadcast(
         self,
-        repo: Repository,
+        repo: Serving,
         rev: str,
         *,
         into: Mapping[str, object] | None = None,
@@ -62,10 +78,10 @@ class _Broadcasting(meeting.Group):
             return None
         return self._take(repo, into, root=root, timeout_s=timeout_s, data=data)
 
-    def _give(self, repo: Repository, rev: str, *, is_one_host: bool, root: int, timeout_s: float, data: str | None) -> None:
+    def _give(self, repo: Serving, rev: str, *, is_one_host: bool, root: int, timeout_s: float, data: str | None) -> None:
         token, server = secrets.token_urlsafe(32), None
         try:
-            uid = repo.state(rev).uid
+            uid = repo.core.state(rev).uid
             host = _LOOPBACK if is_one_host else _address()
             server = repo.serve(f"ucx://{host}:0", token=token, timeout_s=timeout_s, data=data) if self.size > 1 else None
             invitation = _Invitation(server.url if server is not None else "", token, uid)
@@ -79,7 +95,7 @@ class _Broadcasting(meeting.Group):
             if server is not None:
                 server.close()
 
-    def _take(self, repo: Repository, into: Mapping[str, object] | None, *, root: int, timeout_s: float, data: str | None) -> Cloned | None:
+    def _take(self, repo: Serving, into: Mapping[str, object] | None, *, root: int, timeout_s: float, data: str | None) -> Cloned | None:
         invitation = msgspec.msgpack.decode(self.exchange(b"")[root], type=_Invitation)
         if invitation.failure is not None:
             raise revive(invitation.failure)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datastates.lineage.show.html import code, graph_html, table_html, text
+from datastates.lineage.show.cells import code, table_html, text
+from datastates.lineage.show.html import graph_html
 from datastates.lineage.show.summary import Summary, summary
 from datastates.lineage.show.texts import age_text, metrics_text, short, step_text
 from datastates.lineage.states import Ref, State

@@ -90,7 +90,7 @@ def check(new: NewState) -> None:
     """
     _check(new)
     for key, value in new.facts.attributes.items():
-        _attribute_row(key, value)
+        attribute_row(key, value)
 
 
 # The steps of record_all
@@ -294,7 +294,7 @@ class _Rows:
             edges.append({"child_id": id_, "parent_id": parent, "kind": edge.kind.value, "position": position, "weight": edge.weight})
         for key, value in facts.metrics.items():
             metrics.append({"state_id": id_, "key": key, "value": None if math.isnan(value) else value})
-        attributes += [{"state_id": id_, **_attribute_row(key, value)} for key, value in facts.attributes.items()]
+        attributes += [{"state_id": id_, **attribute_row(key, value)} for key, value in facts.attributes.items()]
         if new.status.is_restorable:
             replicas.append({"state_id": id_, "rank": 0, "tier": new.tier, "node": new.node, "status": "ok", "bytes": new.bytes_new})
 
@@ -310,7 +310,7 @@ class _Rows:
                 connection.execute(statement, rows)
 
 
-def _attribute_row(key: str, value: Value) -> dict[str, object]:
+def attribute_row(key: str, value: Value) -> dict[str, object]:
     type_, number, text = "none", None, None
     match value:
         case str():

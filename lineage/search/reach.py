@@ -15,7 +15,7 @@ from sqlalchemy import CTE, Select, lateral, select, true, union_all
 
 from datastates.lineage.schema import EdgeRow, StateRow, table
 
-from .walk import _chain
+from .walk import first_parents
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -82,8 +82,8 @@ def difference(session: Session, left: int, right: int) -> tuple[list[int], list
             heapq.heappush(heap, (-id_, next(serial), side, further, steps))
             return
 
-    push(_chain(session, left, 0), _LEFT)
-    push(_chain(session, right, 0), _RIGHT)
+    push(first_parents(session, left, 0), _LEFT)
+    push(first_parents(session, right, 0), _RIGHT)
     while any(entry[2] != _LEFT | _RIGHT for entry in heap):
         id_ = -heap[0][0]
         same = []
@@ -97,5 +97,5 @@ def difference(session: Session, left: int, right: int) -> tuple[list[int], list
         _, _, _, further, steps = same[0]
         push(steps, side)
         for parent in further:
-            push(_chain(session, parent, 0), side)
+            push(first_parents(session, parent, 0), side)
     return only[_LEFT], only[_RIGHT]

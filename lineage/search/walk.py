@@ -306,7 +306,7 @@ def _walk(session: Session, start: int, *, bottom: int = 0) -> Iterator[int]:
             return
 
     seen: set[int] = set()
-    push(_chain(session, start, bottom))
+    push(first_parents(session, start, bottom))
     while heap:
         negative, _, chain, further = heapq.heappop(heap)
         if -negative in seen:
@@ -316,10 +316,10 @@ def _walk(session: Session, start: int, *, bottom: int = 0) -> Iterator[int]:
         push(chain)
         for parent in further:
             if parent not in seen:
-                push(_chain(session, parent, bottom))
+                push(first_parents(session, parent, bottom))
 
 
-def _chain(session: Session, start: int, bottom: int) -> Iterator[tuple[int, list[int]]]:
+def first_parents(session: Session, start: int, bottom: int) -> Iterator[tuple[int, list[int]]]:
     """The first parents from ``start`` on, each with its further parents."""
     for ids, further in _pages(session, start, bottom):
         for id_ in ids:

@@ -1,4 +1,4 @@
-"""States as HTML for notebooks: one state, a table of many, and a small graph. Pure functions.
+"""States as HTML for notebooks: a table of many, and a small graph. Pure functions.
 
 Text that others wrote (names, messages, keys) is escaped here and nowhere else. Text takes the notebook's own colour, lines are of
 middling lightness, so that both look right on light and on dark.
@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from html import escape
 
-from datastates.lineage.states import Ref, RefKind, State, Status
+from datastates.lineage.states import Ref, RefKind, State
 
+from .cells import MONO, code, status_html, table_html, text
 from .lanes import Row, lanes
-from .texts import age_text, clean, common_keys, first_line, metrics_text, short, size_text, step_text, time_text
+from .texts import age_text, clean, common_keys, first_line, metrics_text, short, step_text, time_text
 
-__all__ = ["code", "facts_html", "graph_html", "state_html", "states_html", "table_html", "text"]
+__all__ = ["graph_html", "states_html"]
 
 _ROWS = 50
 """How many states a table shows: a notebook keeps what it shows, in the file too."""
@@ -25,37 +26,6 @@ _LANES = 12
 _MESSAGE = 80
 _ROW_PX, _LANE_PX, _DOT_PX = 22, 14, 4
 _STROKES = ("#3b8eea", "#d2691e", "#2e9e5b", "#b05ac8", "#c08a00", "#d0486a")
-_STATUS_COLOURS = {Status.CAPTURED: "#2a9fb5", Status.EVICTED: "#8a8a8a", Status.LOST: "#d9534f"}
-_DURABLE = "#2e9e5b"
-_MONO = "font-family:ui-monospace,monospace"
-
-
-def text(value: object, *, most: int | None = None) -> str:
-    """Escape a text, on one line; cut after ``most`` letters, with the whole of it to be seen on hovering."""
-    shown = clean(str(value))
-    if most is None or len(shown) <= most:
-        return escape(shown)
-    return f'<span title="{escape(shown)}">{escape(shown[: most - 1])}…</span>'
-
-
-def code(value: object) -> str:
-    """A uid, a command: escaped, in letters of one width."""
-    return f'<code style="{_MONO}">{escape(clean(str(value)))}</code>'
-
-
-def state_html(state: State, *, now: datetime | None = None) -> str:
-    """Everything that a state says of itself."""
-    facts = [("state", code(state.uid)), ("step", text(step_text(state))), ("status", _status(state.status))]
-    facts.append(("captured", text(f"{time_text(state.created_at)}, {age_text(state.created_at, now)}")))
-    facts += [("message", "<br>".join(map(text, state.message.splitlines())))] if state.message else []
-    facts += [(f"metrics.{key}", text(f"{value:.9g}")) for key, value in sorted(state.metrics.items())]
-    facts += [(f"attr.{key}", text(repr(value), most=_MESSAGE)) for key, value in sorted(state.attributes.items())]
-    kinds = {edge.parent: f" {edge.kind.value}, weight {edge.weight:g}" for edge in state.edges}
-    facts += [("parent", code(short(parent)) + text(kinds.get(parent, ""))) for parent in state.parents]
-    facts.append(("size", text(f"{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new")))
-    facts += [("ranks", text(state.world_size))] if state.world_size > 1 else []
-    facts += [("run", code(short(state.run)))] if state.run else []
-    return facts_html(facts)
 
 
 def states_html(states: Sequence[State], *, now: datetime | None = None) -> str:
@@ -67,7 +37,7 @@ def states_html(states: Sequence[State], *, now: datetime | None = None) -> str:
             code(short(state.uid)),
             text(step_text(state)),
             *(text(f"{state.metrics[key]:.6g}") if key in state.metrics else "" for key in keys),
-            _status(state.status),
+            status_html(state.status),
             f'<span title="{escape(time_text(state.created_at))}">{escape(age_text(state.created_at, now))}</span>',
             text(first_line(state.message or ""), most=_MESSAGE),
         )
@@ -95,26 +65,8 @@ def graph_html(states: Sequence[State], refs: Iterable[Ref]) -> str:
     size = f'width="{left + 640}" height="{len(rows) * _ROW_PX}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="the newest {len(rows)} states" '
-        f'style="{_MONO};font-size:12px;max-width:none" fill="currentColor">{"".join([*lines, *dots, *said])}</svg>'
+        f'style="{MONO};font-size:12px;max-width:none" fill="currentColor">{"".join([*lines, *dots, *said])}</svg>'
     )
-
-
-def facts_html(facts: Iterable[tuple[str, str]]) -> str:
-    """Names, which are escaped here, and values, which are HTML already, below each other."""
-    cell = "text-align:left;vertical-align:top"
-    rows = (f'<tr><th style="{cell}">{text(name)}</th><td style="{cell}">{value}</td></tr>' for name, value in facts)
-    return f"<table><tbody>{''.join(rows)}</tbody></table>"
-
-
-def table_html(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table whose header is escaped here and whose cells are HTML already."""
-    head = "".join(f'<th style="text-align:left">{text(name)}</th>' for name in header)
-    body = ("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-
-
-def _status(status: Status) -> str:
-    return f'<span style="color:{_STATUS_COLOURS.get(status, _DURABLE)}">{status.value}</span>'
 
 
 def _lines(row: Row, index: int, columns: int) -> Iterator[str]:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-
-from datastates.lineage.states import State
+from typing import Protocol
 
 __all__ = ["age_text", "clean", "common_keys", "first_line", "metrics_text", "short", "size_text", "step_text", "time_text"]
 
 _SHORT = 10
+
+
+class Stepped(Protocol):
+    """What has a step."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def micro_step(self) -> int: ...
 
 
 def short(uid: str | None) -> str:
@@ -52,7 +61,7 @@ def age_text(moment: datetime, now: datetime | None = None) -> str:
     return f"{seconds} second{'s' if seconds != 1 else ''} ago"
 
 
-def step_text(state: State) -> str:
+def step_text(state: Stepped) -> str:
     """The step, with the batch of an accumulation that is not complete."""
     return f"{state.step}+{state.micro_step}" if state.micro_step else str(state.step)
 

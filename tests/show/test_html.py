@@ -16,7 +16,8 @@ import datastates
 from datastates import Ref, Repository, State, Status
 from datastates.lineage import Edge, EdgeKind, RefKind
 from datastates.lineage.change import record
-from datastates.lineage.show.html import graph_html, state_html, states_html
+from datastates.lineage.show.card import state_html
+from datastates.lineage.show.html import graph_html, states_html
 from datastates.show.frames import States
 from tests.support.lineages import told
 

@@ -1,6 +1,7 @@
 """Outliers: the samples of which a training could not make sense."""
 
-from .report import OutlierReport, SampleScore
+from .ranking import SampleScore
+from .report import OutlierReport
 from .study import outliers
 
 __all__ = ["OutlierReport", "SampleScore", "outliers"]

@@ -9,16 +9,14 @@ from html import escape
 import numpy as np
 
 from .picture import thumbnail
-from .report import OutlierReport, SampleScore
+from .ranking import Ranking, SampleScore
 from .style import LEGEND, POLICY, STYLE
 from .table import losses_of, number
 
 __all__ = ["page"]
 
 
-def page(
-    report: OutlierReport, *, title: str, show: Callable[[int], object] | None, describe: Callable[[int], str] | None, most: int
-) -> str:
+def page(report: Ranking, *, title: str, show: Callable[[int], object] | None, describe: Callable[[int], str] | None, most: int) -> str:
     """The page. ``show`` and ``describe`` are asked for the ``most`` highest ranked samples."""
     top = report.top(most)
     parts = [
@@ -44,7 +42,7 @@ def page(
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
-def _facts(report: OutlierReport) -> str:
+def _facts(report: Ranking) -> str:
     selection, cost = report.selection, report.cost
     facts = {
         "samples": f"{len(report):,}",
@@ -56,7 +54,7 @@ def _facts(report: OutlierReport) -> str:
     return "<dl>" + "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items()) + "</dl>"
 
 
-def _histogram(report: OutlierReport, width: int = 900, height: int = 190, bins: int = 60) -> str:
+def _histogram(report: Ranking, width: int = 900, height: int = 190, bins: int = 60) -> str:
     """Bars of all samples, the suspects at their foot. Heights are square roots: a bar of a few is seen beside one of thousands."""
     known = ~np.isnan(report.scores.strength)
     strength, suspects = report.scores.strength[known], report.selection.suspects[known]
@@ -103,7 +101,7 @@ def _samples(samples: Sequence[SampleScore], losses: Sequence[tuple[str, str]], 
     return _table([*names, *(["what"] if describe is not None else [])], rows, text={"what"}, hot={"suspect"})
 
 
-def _subsets(report: OutlierReport) -> str:
+def _subsets(report: Ranking) -> str:
     rows = [
         [
             subset.name,
@@ -117,7 +115,7 @@ def _subsets(report: OutlierReport) -> str:
     return _table(["subset", "samples", "mean percentile", "± error", "suspects"], rows, text={"subset"})
 
 
-def _sources(report: OutlierReport) -> str:
+def _sources(report: Ranking) -> str:
     rows = []
     for source in report.sources:
         held = "" if source.held_out is None else str(len(source.held_out))
@@ -126,7 +124,7 @@ def _sources(report: OutlierReport) -> str:
     return _table(["branch", "states read", "bytes gone", "steps", "samples held out"], rows, text={"branch"})
 
 
-def _skipped(report: OutlierReport) -> str:
+def _skipped(report: Ranking) -> str:
     rows = [[skipped.branch, "" if skipped.step is None else str(skipped.step), skipped.reason] for skipped in report.skipped]
     return _table(["branch", "step", "why"], rows, text={"branch", "why"})
 

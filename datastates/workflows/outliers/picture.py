@@ -13,7 +13,7 @@ from torch import Tensor
 
 from datastates.errors import InvalidInput, Unsupported
 
-from .report import SampleScore
+from .ranking import SampleScore
 from .scores import Floats
 
 __all__ = ["sheet", "thumbnail"]

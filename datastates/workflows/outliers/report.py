@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datastates.errors import InvalidInput
 
-from .cost import OutlierCost
-from .scores import Scores
-from .sources import Skipped, Source
-from .subset_scores import SubsetScore
-from .suspects import Selection
+from .ranking import Ranking, SampleScore, known
+from .sources import Source
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -27,62 +23,12 @@ __all__ = ["OutlierReport", "SampleScore"]
 FORMAT = "datastates-outliers/1"
 
 
-@dataclass(frozen=True, slots=True)
-class SampleScore:
-    """One sample; ``rank`` 1 is the most suspicious. None: not known. The rest is as in ``Scores``."""
-
-    index: int
-    rank: int
-    score: float | None
-    strength: float | None
-    lineage_loss: float | None
-    held_out_loss: float | None
-    spread: float | None
-    sources: int
-    is_suspect: bool
-
-
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class OutlierReport:
+class OutlierReport(Ranking):
     """Printed by rich, it is a table. ``sources`` are the branches that were read, ``skipped`` what could not be."""
-
-    scores: Scores
-    selection: Selection
-    subsets: tuple[SubsetScore, ...]
-    sources: tuple[Source, ...]
-    skipped: tuple[Skipped, ...]
-    cost: OutlierCost
-
-    def __len__(self) -> int:
-        return len(self.scores.score)
 
     def __repr__(self) -> str:
         return f"<OutlierReport: {int(self.selection.suspects.sum())} suspects among {len(self)} samples>"
-
-    def samples(self) -> Iterator[SampleScore]:
-        """Every sample, the most suspicious first."""
-        scores, suspects = self.scores, self.selection.suspects
-        for rank, index in enumerate(scores.order().tolist(), 1):
-            yield SampleScore(
-                index=index,
-                rank=rank,
-                score=_known(scores.score[index]),
-                strength=_known(scores.strength[index]),
-                lineage_loss=_known(scores.lineage[index]),
-                held_out_loss=_known(scores.held_out[index]),
-                spread=_known(scores.spread[index]),
-                sources=int(scores.sources[index]),
-                is_suspect=bool(suspects[index]),
-            )
-
-    def suspects(self) -> list[SampleScore]:
-        """The samples that are selected at the noise rate, the most suspicious first."""
-        count = int(self.selection.suspects.sum())
-        return [sample for sample, _ in zip(self.samples(), range(count), strict=False)]
-
-    def top(self, most: int) -> list[SampleScore]:
-        """The ``most`` highest ranked, suspects or not."""
-        return [sample for sample, _ in zip(self.samples(), range(most), strict=False)]
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """One line a sample, by rank; what is not known is empty."""
@@ -103,7 +49,7 @@ class OutlierReport:
             "cost_epochs": {**asdict(self.cost), "unrecorded": list(self.cost.unrecorded), "total": self.cost.total},
             "sources": [_source(source) for source in self.sources],
             "skipped": [asdict(skipped) for skipped in self.skipped],
-            "subsets": [{key: _known(value) for key, value in asdict(subset).items()} for subset in self.subsets],
+            "subsets": [{key: known(value) for key, value in asdict(subset).items()} for subset in self.subsets],
             "samples": [asdict(sample) for sample in self.samples()],
         }
 
@@ -166,13 +112,6 @@ class OutlierReport:
 def _check_most(most: int) -> None:
     if most < 1:
         raise InvalidInput(f"most is {most}: it counts samples, from 1")
-
-
-def _known(value: Any) -> Any:
-    """None for NaN; a plain number for one of NumPy's."""
-    if not isinstance(value, float):
-        return value
-    return None if math.isnan(value) else float(value)
 
 
 def _source(source: Source) -> dict[str, Any]:

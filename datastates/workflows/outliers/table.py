@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from .report import OutlierReport, SampleScore
+from .ranking import Ranking, SampleScore
 from .subset_scores import SubsetScore
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ __all__ = ["losses_of", "number", "summary", "tables"]
 TOP = 15
 
 
-def tables(report: OutlierReport, *, most: int = TOP, describe: Callable[[int], str] | None = None) -> Iterator[RenderableType]:
+def tables(report: Ranking, *, most: int = TOP, describe: Callable[[int], str] | None = None) -> Iterator[RenderableType]:
     """The summary, the highest ranked samples, the subsets. ``describe(index)`` adds a line to each sample."""
     yield Text("\n".join(summary(report)))
     yield _samples(report.top(most), losses_of(report), describe)
@@ -27,7 +27,7 @@ def tables(report: OutlierReport, *, most: int = TOP, describe: Callable[[int], 
         yield _subsets(report.subsets[:most])
 
 
-def summary(report: OutlierReport) -> list[str]:
+def summary(report: Ranking) -> list[str]:
     """A few lines about what was read, selected, spent and skipped."""
     selection = report.selection
     rate = f"{100 * selection.noise_rate:.1f} % ({'estimated' if selection.is_estimated else 'given'})"
@@ -50,7 +50,7 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _read(report: OutlierReport) -> str:
+def _read(report: Ranking) -> str:
     parts = []
     for kind, held in (("along the lineage", False), ("of variants that held samples out", True)):
         sources = [source for source in report.sources if (source.held_out is not None) is held]
@@ -61,7 +61,7 @@ def _read(report: OutlierReport) -> str:
     return ", ".join(parts) + (f"; {gone} have no bytes any more" if gone else "")
 
 
-def losses_of(report: OutlierReport) -> list[tuple[str, str]]:
+def losses_of(report: Ranking) -> list[tuple[str, str]]:
     """The kinds of loss that the report has, as heading and field of a sample."""
     held = any(source.held_out is not None for source in report.sources)
     along = any(source.held_out is None for source in report.sources)
