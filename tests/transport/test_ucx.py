@@ -26,7 +26,6 @@ pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastat
 
 PEER = """
 import asyncio, sys
-from datastates.testing import TransportSuite
 from datastates.transport import loop
 from datastates.transport.wire.registry import transport_for
 
@@ -192,8 +191,7 @@ def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[s
     """In a process of its own, with ``echo`` and ``loop`` at hand; what it prints."""
     start = textwrap.dedent("""
         import asyncio, os, sys, time
-        from datastates.testing import TransportSuite
-from datastates.transport import loop
+        from datastates.transport import loop
         from datastates.transport.wire.registry import transport_for
         from tests.transport.test_ucx import echo
     """)
