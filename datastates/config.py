@@ -149,6 +149,8 @@ def _checked(modules: object) -> tuple[Module, ...]:
                     f"modules has {what}: give an object with a method {method}, such as one of a subclass of datastates.Module"
                 )
         names.append(values.text(getattr(module, "name", None), f"the name of the module {what}"))
+        if not names[-1]:
+            raise InvalidInput(f"the name of the module {what} is empty: say one that messages can use")
         values.integer(getattr(module, "priority", None), f"the priority of the module {names[-1]!r}")
     if len(set(names)) < len(names):
         raise InvalidInput(f"modules are named {', '.join(names)}: give each a name of its own")

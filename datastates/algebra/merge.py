@@ -243,6 +243,7 @@ def _commit(core: Core, blend: Blend, facts: StateFacts, manifest: Manifest, slo
         memory.remove(facts.uid)
         raise
     runner.adopt(state.uid, core.tiers.placed(blend.states[0].uid))
+    runner.hand_on(state, facts.branch)
     return state
 
 

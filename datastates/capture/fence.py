@@ -19,7 +19,7 @@ import torch
 from datastates.objects.optimizers import has_hooks, with_inner
 
 if TYPE_CHECKING:
-    from .stage import CopyJob, Stager
+    from .stage import CopyJob
 
 __all__ = ["Fence", "Pending"]
 
@@ -36,15 +36,15 @@ _fences: weakref.WeakSet[Fence] = weakref.WeakSet()
 class Pending:
     """The copy that a fence waits for: that of the newest capture, while it reads. It keeps no tracker alive."""
 
-    def __init__(self, stager: Stager) -> None:
+    def __init__(self, fence: Callable[[CopyJob], None]) -> None:
         self.job: CopyJob | None = None
-        self._stager, self._pid = stager, os.getpid()
+        self._fence, self._pid = fence, os.getpid()
 
     def wait(self) -> None:
         """Wait until nothing is read any more. In a forked child nothing copies, and what is changed is its own."""
         job = self.job
         if job is not None and self._pid == os.getpid():
-            self._stager.fence(job)
+            self._fence(job)
             if job.is_copied.is_set():
                 self.job = None
 

@@ -142,18 +142,10 @@ class Runner:
 
     # --- the training thread -------------------------------------------------------------------------------------------
 
-    def open_line(self, line: Line, cadence: Cadence) -> None:
-        """A tracker begins."""
-        self._post(LineOpened(line.name, cadence, line.branch))
-
-    def drop_line(self, line: Line) -> None:
-        """A tracker never began: it has captured nothing."""
-        self._post(Closing(line.name))
-        self._warmer.forget(line.name)
-
-    def expect(self, line: Line, size_bytes: int) -> None:
-        """Captures of about this size are to come: memory for them is made warm meanwhile."""
+    def open_line(self, line: Line, cadence: Cadence, size_bytes: int) -> None:
+        """Begin a tracker; memory for captures of about this size is made warm meanwhile."""
         self._room.expect(line, size_bytes)
+        self._post(LineOpened(line.name, cadence, line.branch))
 
     def close_line(self, line: Line) -> None:
         """A tracker ends: its head becomes durable (``drain`` waits for it)."""
@@ -205,6 +197,10 @@ class Runner:
         if isinstance(job.error, Torn):
             staged.line.edits.note(staged.facts.step, job.error, is_taught=job.plan.is_taught)
         self._rounds.put(staged)
+
+    def fence(self, job: CopyJob) -> None:
+        """Wait until a copy reads nothing any more: the host for host memory, the current stream for device memory."""
+        self.stager.fence(job)
 
     def hurry(self) -> None:
         """Somebody waits for the captures so far."""
@@ -348,7 +344,7 @@ class Runner:
         self._register.give_up_all("state {uid} was in memory only when its repository was closed: wait for it before that, or tag it")
         self._rounds.close()
         self._writes.put(None)
-        self._own.close()
+        self._own.close(is_giving_up=self._is_abandoned)
         self._copies.close()
         self._warmer.close()
 

@@ -91,7 +91,7 @@ class Module(Protocol):
     """How messages name it; unique among the modules of a repository."""
 
     priority: int = Priority.OWN
-    """Its place among the modules, larger than ``Priority.RECORD``."""
+    """Its place among the modules of a repository. All of them come after the engine's own steps up to ``record``."""
 
     def process(self, item: Item, /) -> None:
         """Do something with a recorded state.
@@ -103,3 +103,4 @@ class Module(Protocol):
 
     def close(self) -> None:
         """The repository is closed: the last state was processed. Called once, on the same thread."""
+        return  # a subclass may do without it

@@ -40,6 +40,7 @@ class Own:
         self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
         self._put = self._done = 0  # each is written by one thread at a time
         self._failed: set[str] = set()
+        self._has_given_up = False
         self._thread: threading.Thread | None = None
         if self._modules:
             self._thread = threading.Thread(target=self._run, name="datastates-modules", daemon=True)
@@ -56,8 +57,14 @@ class Own:
             self._turns.put(_Turn(HeldItem(self._memory, current, branch), on_failed))
             self._put += 1
 
-    def close(self) -> None:
-        """Close the modules, once they have seen what was put; ``join`` waits for it. Idempotent."""
+    def close(self, *, is_giving_up: bool = False) -> None:
+        """Close the modules, once they have seen what was put; ``join`` waits for it. Idempotent.
+
+        ``is_giving_up``: nobody waits for what they have not seen, whose memory is about to go.
+        """
+        if is_giving_up and self.backlog:
+            self._has_given_up = True
+            _log.warning("%d states were given up before every module had seen them", self.backlog)
         self._turns.put(None)
 
     def join(self) -> None:
@@ -80,7 +87,7 @@ class Own:
                 _log.warning("closing module %r failed", module.name, exc_info=True)
 
     def _take(self, turn: _Turn) -> None:
-        for module in self._modules:
+        for module in () if self._has_given_up else self._modules:
             try:
                 module.process(turn.item)
             except BaseException as exc:

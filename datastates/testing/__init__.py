@@ -1,4 +1,4 @@
-"""What tests of your own parts need: suites that a tier or a transport has to pass, and faults to test against.
+"""What tests of your own parts need: suites that a tier, a transport or a module has to pass, and faults to test against.
 
     from datastates.testing import TierSuite
 
@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 from .faults import FullDiskTier, SlowTier, TornTier, WrappedTier, crash_at, fail_at
 
 if TYPE_CHECKING:
+    from .modules import ModuleSuite
     from .tiers import TierSuite
     from .transports import TransportSuite
 
-__all__ = ["FullDiskTier", "SlowTier", "TierSuite", "TornTier", "TransportSuite", "WrappedTier", "crash_at", "fail_at"]
+__all__ = ["FullDiskTier", "ModuleSuite", "SlowTier", "TierSuite", "TornTier", "TransportSuite", "WrappedTier", "crash_at", "fail_at"]
 
-_SUITES = {"TierSuite": "tiers", "TransportSuite": "transports"}
+_SUITES = {"ModuleSuite": "modules", "TierSuite": "tiers", "TransportSuite": "transports"}
 """The modules that need pytest."""
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from datastates import values as checks
 from datastates.capture.handle import Capture, Progress
+from datastates.capture.host import Host
 from datastates.capture.line import Staged
 from datastates.capture.stage import CopyJob
 from datastates.config import BackPressure
@@ -44,7 +45,8 @@ class Tracker:
     """
 
     def __init__(self, training: Training, *, back_pressure: BackPressure, is_deferring: bool) -> None:
-        self._training, self._runner = training, training.runner
+        self._training = training
+        self._host: Host = training.runner
         self._back_pressure, self._is_deferring = back_pressure, is_deferring
 
     @property
@@ -200,8 +202,8 @@ class Tracker:
             dirty.check(leaf.tensor for leaf in flat.tensors)
         plan = training.plan_for(flat)
         progress = Progress(uid)
-        handle = Capture(progress, self.step, want=self._runner.want, hurry=self._runner.hurry)
-        slots = self._runner.acquire(plan.slot_count, self._back_pressure, line=training.line)
+        handle = Capture(progress, self.step, want=self._host.want, hurry=self._host.hurry)
+        slots = self._host.acquire(plan.slot_count, self._back_pressure, line=training.line)
         if slots is None:
             progress.skip()
             return handle
@@ -226,10 +228,10 @@ class Tracker:
             )
             job = staged.job = CopyJob(plan, slots, on_done=lambda _: None)
         except BaseException:
-            self._runner.release(slots)
+            self._host.release(slots)
             raise
         try:
-            self._runner.submit(staged, is_deferring=self._is_deferring and not training.line.edits.are_anywhere)
+            self._host.submit(staged, is_deferring=self._is_deferring and not training.line.edits.are_anywhere)
         finally:
             if not job.is_copied.is_set():
                 training.pending.job = job
@@ -251,7 +253,7 @@ class Tracker:
         training = self._training
         training.check_usable()
         training.fence()
-        self._runner.flush()
+        self._host.flush()
         return training.go_back(training.core.state(rev), only=only, strict=strict)
 
     @checks.takes(

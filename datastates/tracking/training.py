@@ -28,7 +28,7 @@ from datastates.system.interrupts import undisturbed
 from datastates.upkeep.loading import restore
 
 if TYPE_CHECKING:
-    from datastates.capture.runner import Runner
+    from datastates.capture.host import Host
 
 __all__ = ["Training"]
 
@@ -51,7 +51,7 @@ class Training:
         outlook = self.adapted.outlook()
         flatten({**outlook, **values})  # what no state can hold is refused here
         self.runner = core.runner()
-        self.pending = Pending(self.runner.stager)
+        self.pending = Pending(self.runner.fence)
         self.newest: str | None = None
         self.is_driven = self.is_resumed = False
         self.loops = Loops(partial(_found, self.objects))  # and not what knows this training: it would outlive its last name
@@ -64,8 +64,7 @@ class Training:
         self._fence = Fence(self.pending.wait)
         self._fence.install(self.adapted.optimizers, self.adapted.modules)
         self.oversights = Oversights(self.adapted.objects, outlook, self._fence.has_stepped)
-        self.runner.expect(line, self.adapted.size_bytes())
-        self.runner.open_line(line, cadence)  # the last that may fail
+        self.runner.open_line(line, cadence, self.adapted.size_bytes())  # the last that may fail
         self._finalizer = weakref.finalize(self, _end_dropped, self.runner, line, self._fence, self._pid)
         self._finalizer.atexit = False  # the repository is closed then
 
@@ -212,14 +211,14 @@ class Training:
     def give_up(self) -> None:
         """It never began: nothing was captured."""
         self._fence.remove()
-        self.runner.drop_line(self.line)
+        self.runner.close_line(self.line)
 
 
 def _found(objects: Mapping[str, object]) -> list[object]:
     return [found for _, found in parts(objects)]
 
 
-def _end_dropped(runner: Runner, line: Line, fence: Fence, pid: int) -> None:
+def _end_dropped(host: Host, line: Line, fence: Fence, pid: int) -> None:
     """Ends a training that was dropped without a close; runs wherever it was collected."""
     fence.is_over = True
-    end_later(partial(runner.close_line, line), pid)
+    end_later(partial(host.close_line, line), pid)

@@ -59,6 +59,15 @@ def test_find_outliers_finds_labels_that_were_made_wrong_and_is_not_trained_twic
     assert all((tmp_path / "found" / f"outliers.{suffix}").stat().st_size > 1000 for suffix in ("html", "png", "csv"))
 
 
+def test_own_module_finds_the_state_whose_weight_is_not_finite_and_is_short(tmp_path: Path) -> None:
+    said = run("own_module.py", tmp_path / "runs", cwd=tmp_path).splitlines()
+
+    assert said[0] == "step 1: finite"
+    assert re.fullmatch(r"step 2: module 'finite-check' failed on state \w+ \(step 2\): ValueError\('weight is not finite'\); .*", said[1])
+    assert len(said) == 2
+    assert len((EXAMPLES / "own_module.py").read_text().splitlines()) < 40
+
+
 def test_demo_example_is_the_code_that_the_demo_command_runs() -> None:
     assert (EXAMPLES / "demo.py").resolve() == Path(datastates.demo.main_job.__file__).resolve()
 

@@ -1,0 +1,136 @@
+"""What every module must do, whatever it is for. A module inherits the suite and gives it a ``module``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import UTC, datetime
+
+import msgspec
+import pytest
+import torch
+
+from datastates.config import Config
+from datastates.content.digest import chunk_digest, state_digest
+from datastates.content.tree import encode_skeleton, encode_values, flatten
+from datastates.errors import ModuleFailed
+from datastates.lineage.states import State, Status
+from datastates.modules.contract import Module
+from datastates.modules.own import Own
+from datastates.store.arena import Arena
+from datastates.store.memory import MemoryTier
+from datastates.store.tier import Payload
+
+from .states import payload
+
+__all__ = ["ModuleSuite"]
+
+_ARENA_BYTES = 64 << 20
+
+
+def of(uid: str, tree: dict[str, object]) -> Payload:
+    """A state of this tree, as a capture lays it out: each tensor in chunks of its own."""
+    flat = flatten(tree)
+    made = payload(uid, *({leaf.path: leaf.tensor} for leaf in flat.tensors))
+    content = msgspec.structs.replace(
+        made.manifest.content, skeleton=msgspec.Raw(encode_skeleton(flat.skeleton)), values=msgspec.Raw(encode_values(flat.values))
+    )
+    manifest = msgspec.structs.replace(made.manifest, digest=state_digest(content, ()), content=content)
+    return Payload(manifest, made.chunks)
+
+
+class ModuleSuite(ABC):
+    """Inherit it as ``class TestMyModule(ModuleSuite)`` with a fixture ``module``: a new one, that has seen nothing."""
+
+    @pytest.fixture
+    @abstractmethod
+    def module(self) -> Module:
+        """A new module."""
+
+    @pytest.fixture
+    def memory(self) -> MemoryTier:
+        """The memory that the states lie in."""
+        return MemoryTier(Arena(_ARENA_BYTES))
+
+    def test_a_configuration_takes_it(self, module: Module) -> None:
+        assert Config(modules=[module]).modules == (module,)
+
+    def test_it_may_be_closed_before_it_has_seen_anything(self, module: Module, memory: MemoryTier) -> None:
+        assert _run(module, memory, []) == []
+
+    @pytest.mark.parametrize(
+        "state",
+        [
+            of("empty", {}),
+            of("values", {"epoch": 3, "name": "a", "nested": [{"x": None}]}),
+            of("half", {"model": {"w": torch.ones(3, 5, dtype=torch.bfloat16)}}),
+            of("whole", {"model": {"count": torch.tensor(7), "mask": torch.ones(4, dtype=torch.bool), "none": torch.empty(0)}}),
+            of("plain", {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "optimizer": {"lr": 0.1, "state": {"w": torch.zeros(3, 4)}}}),
+        ],
+        ids=lambda state: state.manifest.origin.uid,
+    )
+    def test_it_takes_states_of_any_content(self, module: Module, memory: MemoryTier, state: Payload) -> None:
+        assert _run(module, memory, [state]) == []
+
+    def test_it_takes_a_state_of_no_branch_without_metrics_and_one_with_both(self, module: Module, memory: MemoryTier) -> None:
+        states = [of("one", {"model": {"w": torch.zeros(2)}}), of("two", {"model": {"w": torch.ones(2)}})]
+        assert _run(module, memory, states, branches=[None, "main"], metrics=[{}, {"loss": 0.5, "é": 1.0}]) == []
+
+    def test_it_changes_no_byte_of_a_state(self, module: Module, memory: MemoryTier) -> None:
+        state = of("kept", {"model": {"w": torch.arange(1000.0)}})
+        _run(module, memory, [state])
+        with memory.open("kept") as reader:
+            assert [chunk_digest(reader.chunk(0))] == [chunk.digest for chunk in state.manifest.content.chunks]
+
+    def test_it_keeps_no_state_in_memory(self, module: Module, memory: MemoryTier) -> None:
+        _run(module, memory, [of(f"state{index}", {"model": {"w": torch.full((100,), float(index))}}) for index in range(4)])
+        for uid in list(memory.uids()):
+            memory.remove(uid)
+        assert memory.slots_held == 0
+
+    def test_a_state_whose_bytes_are_gone_does_not_end_it(self, module: Module, memory: MemoryTier) -> None:
+        gone, here = of("gone", {"model": {"w": torch.zeros(3)}}), of("here", {"model": {"w": torch.ones(3)}})
+        failed = _run(module, memory, [gone, here], without=("gone",))
+        assert [error for error in failed if "on state here " in str(error)] == []
+
+
+def _run(
+    module: Module,
+    memory: MemoryTier,
+    states: list[Payload],
+    *,
+    branches: list[str | None] | None = None,
+    metrics: list[dict[str, float]] | None = None,
+    without: tuple[str, ...] = (),
+) -> list[ModuleFailed]:
+    """Hand states to the module as the engine does, then close it; what it raised. ``without`` are not in memory."""
+    failed: list[ModuleFailed] = []
+    own = Own([module], memory, lambda: None)
+    for index, state in enumerate(states):
+        if state.manifest.origin.uid not in without:
+            memory.put(state)
+        known = _state(state, metrics[index] if metrics is not None else {"loss": 1.0})
+        own.put(lambda known=known: known, "main" if branches is None else branches[index], failed.append)  # type: ignore[misc]  # mypy takes the default for a parameter
+    own.close()
+    own.join()
+    return failed
+
+
+def _state(state: Payload, metrics: dict[str, float]) -> State:
+    origin = state.manifest.origin
+    return State(
+        uid=origin.uid,
+        digest=state.manifest.digest,
+        step=1,
+        micro_step=0,
+        metrics=metrics,
+        attributes={},
+        message=None,
+        created_at=datetime.now(UTC),
+        status=Status.CAPTURED,
+        parents=(),
+        edges=(),
+        run=None,
+        generation=0,
+        bytes_total=sum(view.nbytes for view in state.chunks),
+        bytes_new=0,
+    )

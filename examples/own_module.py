@@ -1,0 +1,35 @@
+"""A module of one's own: it looks for numbers that are not finite in every state, in the background.
+
+python examples/own_module.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import datastates
+
+
+class FiniteCheck(datastates.Module):
+    """Raises for a state whose model holds NaN or infinity: its handle then says so, and the training goes on."""
+
+    name = "finite-check"
+
+    def process(self, item: datastates.Item) -> None:
+        """Runs on the thread of the modules, with copies of the tensors."""
+        for key, tensor in item.tree("model")["model"].items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{key} is not finite")
+
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 1)
+    config = datastates.Config(modules=[FiniteCheck()])
+    with datastates.open(sys.argv[1] if len(sys.argv) > 1 else "runs", config=config) as repo, repo.track(model=model) as run:
+        captures = [run.capture()]
+        model.weight.data[0, 2] = torch.nan
+        captures.append(run.capture())
+    for capture in captures:
+        sys.stdout.write(f"step {capture.step}: {capture.error or 'finite'}\n")
