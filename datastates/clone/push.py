@@ -11,6 +11,7 @@ from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.search import walk
 from datastates.lineage.states import Ref, RefKind, State
 from datastates.opening.core import Core
+from datastates.store.parts import refuse_parts
 from datastates.store.tier import Reader
 from datastates.transport.clone.fetch import Fetched
 from datastates.transport.protocol import Offer, StateRecord
@@ -30,6 +31,7 @@ class Push(Move):
 
     def __init__(self, sources: Sources, core: Core, state: State, *, tags: bool) -> None:
         self.state, self._sources, self._core, self._tags = state, sources, core, tags
+        refuse_parts(state, "a push")
         self._source = _CountedSource(core.open_payload(state, verify=False), partial(core.tiers.reopen, state, verify=False))
         self.bytes_total = sum(self._source.lengths)
         self._landed: StateRecord | None = None

@@ -25,6 +25,7 @@ from datastates.lineage.search import pages as search
 from datastates.lineage.search import revision, walk
 from datastates.lineage.states import Ref, State
 from datastates.opening.core import Core
+from datastates.store.parts import refuse_parts
 from datastates.store.tier import Reader
 from datastates.transport import loop
 from datastates.transport.clone.chain import Chains
@@ -147,6 +148,7 @@ class RepositoryStore:
         """Pin a state: in memory if it is there, else on disk."""
         with deadline.within(ANSWER_S):
             state = self._core.state(uid)
+        refuse_parts(state, "a clone")
         reopen = partial(self._core.tiers.reopen, state, verify=False)
         return StateSource(self._core.open_payload(state, verify=False), reopen)
 

@@ -32,6 +32,7 @@ from datastates.opening.core import Core, Opened, core_of
 from datastates.store.comparing import are_equal
 from datastates.store.local import LocalTier, Staged
 from datastates.store.mapped import MappedReader
+from datastates.store.parts import refuse_parts
 from datastates.store.placing import own_bytes
 from datastates.store.seal import SealedChunks
 from datastates.store.tier import Payload, Placed
@@ -131,6 +132,7 @@ def _write_packs(core: Core, states: Sequence[State], root: Path) -> tuple[dict[
     tier, base, written = LocalTier(root / PACKS, direct=core.config.direct_io), None, 0
     found: dict[str, str] = {}
     for state in states:
+        refuse_parts(state, "a bundle")
         with core.open_payload(state, verify=True) as reader:
             chunks = SealedChunks(reader)
             chunks.check()

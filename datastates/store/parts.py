@@ -9,11 +9,23 @@ from typing import ClassVar
 
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.content.parts import first_chunks, join
-from datastates.errors import NotFound, Unavailable
+from datastates.errors import NotFound, Unavailable, Unsupported
+from datastates.lineage.states import State
 
 from .tier import Reader
 
-__all__ = ["PartsReader", "open_parts"]
+__all__ = ["PartsReader", "open_parts", "refuse_parts"]
+
+
+def refuse_parts(state: State, what: str) -> None:
+    """Raise if a state has several parts, of which ``what`` knows nothing.
+
+    :raises Unsupported: it has.
+    """
+    if state.world_size > 1:
+        raise Unsupported(
+            f"state {state.uid} has {state.world_size} parts, and {what} takes states of one part: load it here, and capture that"
+        )
 
 
 def open_parts(openers: Sequence[Callable[[], Reader]], uid: str, *, rank: int = 0) -> Reader:

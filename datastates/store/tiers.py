@@ -121,7 +121,8 @@ def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
 def _open(tiers: Iterable[Tier], state: State, *, verify: bool) -> Reader:
     if state.world_size == 1:
         return _open_first(tiers, state.uid, lambda tier: of_state(tier.open(state.uid, verify=verify), state))
-    parts = [partial(_open_part, tuple(tiers), state.uid, rank, verify) for rank in range(state.world_size)]
+    each = tuple(tiers)
+    parts = [partial(_open_part, each, state.uid, rank, verify) for rank in range(state.world_size)]
     return of_state(open_parts(parts, state.uid), state)
 
 
