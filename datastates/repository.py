@@ -29,7 +29,7 @@ from .opening.location import Location, locate
 from .policy.cadence import Cadence
 from .show.frames import States
 from .system.interrupts import undisturbed
-from .tracking.start import Terms, follow
+from .tracking.start import Terms, follow, together
 from .tracking.tracker import Tracker
 from .upkeep.loading import load, restore, verify
 
@@ -100,19 +100,6 @@ def _tls(value: object, what: str) -> Tls:
     return tls_of(value, what)
 
 
-def _together(more: Mapping[str, object], objects: Mapping[str, object]) -> dict[str, object]:
-    """Everything that is tracked, by name.
-
-    :raises InvalidInput: a name is taken, or given twice.
-    """
-    twice = sorted(more.keys() & objects.keys())
-    if twice:
-        raise InvalidInput(f"{', '.join(twice)}: given by keyword and in objects=; give each of them once")
-    if "rng" in objects:
-        raise InvalidInput("the name 'rng' is taken by the random number generators: rename what you track")
-    return {values.text(name, "the name of what is tracked"): found for name, found in {**more, **objects}.items()}
-
-
 class Repository:
     """A lineage and the tiers that hold its states. Reading is safe from any thread; tracking belongs to the training thread."""
 
@@ -179,7 +166,7 @@ class Repository:
         self.core.home.check_writable()
         if not isinstance(rng, bool):
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
-        tracked = _together(more, {} if objects is None else values.named(objects, "objects"))
+        tracked = together(more, {} if objects is None else values.named(objects, "objects"))
         told: dict[str, Any] = {"durable_every": durable_every, "durable_interval_s": durable_interval_s, "back_pressure": back_pressure}
         config = replace(self.config, **{name: value for name, value in told.items() if value is not None})  # which checks them
         if LOOPS in tracked:

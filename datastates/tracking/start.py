@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from datastates import values
 from datastates.capture.line import Line
 from datastates.capture.shutdown import settle
 from datastates.config import BackPressure
+from datastates.errors import InvalidInput
 from datastates.lineage.change import refs
 from datastates.opening.core import Core
 from datastates.policy.cadence import Cadence
@@ -20,7 +22,7 @@ from .succession import enter, take_over
 from .tracker import Tracker
 from .training import Training
 
-__all__ = ["Terms", "follow"]
+__all__ = ["Terms", "follow", "together"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,20 @@ class Terms:
     back_pressure: BackPressure
 
 
-def follow(core: Core, objects: Mapping[str, object], values: dict[str, object], terms: Terms) -> Tracker:
+def together(more: Mapping[str, object], objects: Mapping[str, object]) -> dict[str, object]:
+    """Everything that is tracked, by name.
+
+    :raises InvalidInput: a name is taken, or given twice.
+    """
+    twice = sorted(more.keys() & objects.keys())
+    if twice:
+        raise InvalidInput(f"{', '.join(twice)}: given by keyword and in objects=; give each of them once")
+    if "rng" in objects:
+        raise InvalidInput("the name 'rng' is taken by the random number generators: rename what you track")
+    return {values.text(name, "the name of what is tracked"): found for name, found in {**more, **objects}.items()}
+
+
+def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], terms: Terms) -> Tracker:
     """Captures of these objects from now on; see ``Repository.track``."""
     branch, start = terms.branch, terms.start
     settle()
@@ -48,7 +63,7 @@ def follow(core: Core, objects: Mapping[str, object], values: dict[str, object],
         begin = origin.state
         only = None if origin.is_beyond and start is not None else terms.only  # of its start; what the fork captured is all its own
         line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
-        training = Training(core, line=line, objects=objects, values=values, cadence=terms.cadence, gradients=terms.gradients)
+        training = Training(core, line=line, objects=objects, values=plain, cadence=terms.cadence, gradients=terms.gradients)
         try:
             if begin is not None:
                 set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond)
