@@ -12,12 +12,13 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
 import uvicorn
 
-from datastates.clone.serving import Server, ServerStats
+from datastates.clone.serving import ServerStats
 from datastates.errors import InvalidInput, Unavailable, Unsupported
 from datastates.opening.core import Opened, core_of
 from datastates.opening.environment import node_name
@@ -42,7 +43,7 @@ _BACKLOG = 512
 _AT_ONCE = 32  # connections that are taken from the backlog before the first of them is counted
 
 
-class WebServer(Server):
+class WebServer:
     """Repositories by name, served over HTTP until ``close``. Safe from any thread.
 
     ``url`` is ``http://HOST:PORT``; port 0 takes any that is free. The other arguments are those of ``create_app``;
@@ -105,6 +106,15 @@ class WebServer(Server):
         self._uvicorn.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._uvicorn.should_exit = True
         self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<WebServer {self.url}{' (closed)' if self._is_closed else ''}>"
 
     def _run(self) -> None:
         try:

@@ -517,7 +517,7 @@ class Repository:
         :raises Unavailable: the address is taken.
         :raises Unsupported: ``data="ucx"``, and UCXX is not installed.
         """
-        from .clone.serving import Server  # the transport takes a while to import, and few serve
+        from .clone.serving import PeerServer  # the transport takes a while to import, and few serve
         from .transport.session.handshake import read_token
 
         self.core.check_open()
@@ -532,7 +532,7 @@ class Repository:
 
             server: Server = serve_repository(self, url, token=secret, tls=tls, is_writable=is_writable)
         else:
-            server = Server(
+            server = PeerServer(
                 self.core,
                 url,
                 token=secret,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import msgspec
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 
-__all__ = ["RepositoryStore", "Server", "ServerStats"]
+__all__ = ["PeerServer", "RepositoryStore", "Server", "ServerStats"]
 
 _PAGE = 1000  # states; whoever wants more asks again
 _TAGS = 1000  # each is a transaction of its own
@@ -232,7 +232,26 @@ class ServerStats:
     pins_revoked: int = 0
 
 
-class Server:
+@runtime_checkable
+class Server(Protocol):
+    """What ``Repository.serve`` returns, whatever it serves by. A context manager; safe from any thread."""
+
+    @property
+    def url(self) -> str:
+        """Where to connect, with the port that was taken."""
+
+    def stats(self) -> ServerStats:
+        """Counts of what the server has done so far."""
+
+    def close(self, *, grace_s: float = ...) -> None:
+        """Take nobody more, let what is on its way arrive for so long, and end every connection; idempotent."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+class PeerServer:
     """States of a repository, served while training goes on; made by ``Repository.serve``. Safe from any thread.
 
     What a peer clones is pinned: its memory is used for new captures only once the peer is done, or silent for ``timeout_s``; or at once,
