@@ -21,6 +21,7 @@ from .errors import InvalidInput
 __all__ = [
     "KEY_LENGTH",
     "Check",
+    "attribute",
     "attributes",
     "callback",
     "choice",
@@ -64,6 +65,14 @@ _BYTES = 2**62
 _PART_BYTES = 255
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _Choice = TypeVar("_Choice", bound=Enum)
+
+
+def attribute(value: object, name: str) -> object:
+    """An attribute of whatever a user gave; None where it has none, or fails when it is asked."""
+    try:
+        return None if isinstance(value, type) else getattr(value, name, None)
+    except Exception:  # a property of an object that we know nothing of
+        return None
 
 
 def metrics(given: object) -> dict[str, float]:

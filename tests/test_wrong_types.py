@@ -274,7 +274,7 @@ CASES: dict[str, Callable[[World], Case]] = {
 """A right call for each entry point that takes arguments."""
 
 HANDED_OUT = {
-    *("Cloned", "Prediction", "Ref", "RefEvent", "RestoreReport", "Rewind", "Run", "State", "Status", "BackPressure", "Tls"),
+    *("Cloned", "Prediction", "Ref", "RefEvent", "RestoreReport", "Rewind", "Run", "State", "Status", "BackPressure", "Tls", "Item"),
 }
 """Plain values that are read and not asked for anything."""
 
@@ -283,6 +283,9 @@ OTHERWISE = {
     "Ensemble": "made by Repository.ensemble",
     "Ensemble.each": "takes what the user's module takes",
     "Guard": "made by Tracker.guard",
+    "Item.tree": "takes nothing",
+    "Module": "written by users",
+    "Module.process": "called by us",
     "Peer": "made by connect",
     "Repository": "made by open",
     "RngState": "takes nothing",

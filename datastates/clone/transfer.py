@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 from datastates import values
 from datastates.errors import Cancelled, Closed, DatastatesError, InvalidInput
@@ -41,7 +41,6 @@ class Cloned:
     by_source: Mapping[str, int]
 
 
-@runtime_checkable
 class Connected(Protocol):
     """What ``Transfer.resume`` needs of a peer."""
 
@@ -51,7 +50,7 @@ class Connected(Protocol):
 
 
 def _peer(value: object, what: str) -> object:
-    if not isinstance(value, Connected):
+    if not isinstance(values.attribute(value, "sources"), Sources):
         raise InvalidInput(f"{what} is {values.shown(value)}: give the peer that datastates.connect returned")
     return value
 

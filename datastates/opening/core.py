@@ -310,7 +310,7 @@ def core_of(value: object, what: str = "repo") -> Core:
 
     :raises InvalidInput: it is not a repository.
     """
-    core = None if isinstance(value, type) else getattr(value, "core", None)
+    core = values.attribute(value, "core")
     if not isinstance(core, Core):
         raise InvalidInput(f"{what} is {values.shown(value)}: give the repository that datastates.open returned")
     return core
