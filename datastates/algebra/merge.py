@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
-from datastates.capture.commit import manifest_of
+from datastates.capture.commit import Coming
 from datastates.capture.runner import Runner
 from datastates.config import BackPressure
 from datastates.content.digest import chunk_digest
@@ -26,8 +26,8 @@ from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, OverBud
 from datastates.lineage.change import record
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.search import walk
-from datastates.lineage.search.holders import holder
-from datastates.lineage.states import Edge, NewState, RefKind, State, StateFacts, Value
+from datastates.lineage.states import Edge, RefKind, State, StateFacts, Value
+from datastates.modules.digest import manifest_of
 from datastates.opening.core import Core
 from datastates.system.interrupts import undisturbed
 
@@ -205,44 +205,26 @@ def _even(states: Sequence[State]) -> tuple[float, ...]:
 
 
 def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, attributes: dict[str, Value]) -> State:
-    """Fill slots and digest them, then adopt and record without interruption: what a capture's second half does."""
+    """Fill slots and digest them, then let the state in: what a capture's second half does."""
     engaged = core.engage()
-    runner, arena = engaged.runner, engaged.arena
+    runner, arena, memory = engaged.runner, engaged.arena, engaged.memory
     lengths = blend.carved.chunk_lengths
-    slots = _acquire(runner, len(lengths))
+    slots: list[int] = []
     try:
+        with undisturbed():
+            slots += _acquire(runner, len(lengths))
         _fill(arena, slots, blend)
         chunks = tuple(Chunk(chunk_digest(arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
-        carved = blend.carved
-        content = Content(carved.skeleton, carved.values, carved.tensors, chunks)
+        content = Content(blend.carved.skeleton, blend.carved.values, blend.carved.tensors, chunks)
         facts = _facts(blend, engaged.run_uid, into, message, attributes)
         manifest = manifest_of(facts, content, tuple(state.digest for state in blend.states))
+        base = core.tiers.placed(blend.states[0].uid)
+        coming = Coming(facts, manifest.digest, sum(lengths), lambda: memory.adopt(manifest, slots), base)
+        state = runner.commits.take_in(coming, record.record)
     except BaseException:
-        runner.release(slots)
+        runner.release(slots)  # those that memory did not take
         raise
-    with undisturbed():
-        return _commit(core, blend, facts, manifest, slots)
-
-
-def _commit(core: Core, blend: Blend, facts: StateFacts, manifest: Manifest, slots: list[int]) -> State:
-    """The slots are the memory tier's from here on; the state is in memory, in the lineage and known to the engine, or nowhere."""
-    engaged = core.engage()
-    runner, memory = engaged.runner, engaged.memory
-    try:
-        placed = memory.adopt(manifest, slots)
-    except BaseException:
-        runner.release(slots)
-        raise
-    try:
-        with core.database.write(durable=True) as session:  # nobody would tell it again
-            node = holder(core.node, engaged.run_uid)
-            total = sum(blend.carved.chunk_lengths)
-            new = NewState(facts, manifest.digest, bytes_total=total, bytes_new=placed.bytes_new, tier=memory.name, node=node)
-            state = record.record(session, new)
-    except BaseException:
-        memory.remove(facts.uid)
-        raise
-    runner.adopt(state.uid, core.tiers.placed(blend.states[0].uid))
+    runner.refs_changed()
     runner.hand_on(state, facts.branch)
     return state
 

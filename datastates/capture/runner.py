@@ -36,6 +36,7 @@ from datastates.store.tier import Tier
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex, undisturbed
 
+from .commit import Commits
 from .engine import (
     MOST_HELD,
     Action,
@@ -109,6 +110,7 @@ class Runner:
             changed=self._changed,
             on_marked=self._on_marked,
         )
+        self.commits = Commits(books.database, memory, self._register.journal, books.holder, announce=self._adopt)
         self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local)
         self.stager = Stager(arena)
         self._rounds = Rounds()
@@ -211,8 +213,8 @@ class Runner:
         self._is_abandoned = False
         self._post(Wanted(uid))
 
-    def adopt(self, uid: str, base: Manifest | None = None) -> None:
-        """A state that was cloned is in the memory tier and in the lineage; ``base`` is the manifest of a relative on disk.
+    def _adopt(self, uid: str, base: Manifest | None = None) -> None:
+        """A state that no line captured is in the memory tier and in the lineage; ``base`` is the manifest of a relative on disk.
 
         It stays in memory until it is durable, and becomes so when memory runs short, or when a ref names it.
         """
@@ -220,7 +222,6 @@ class Runner:
             self._raise_if_closed()
             self._register.adopt(uid, base)
         self._post(Adopted(uid))
-        self.refs_changed()
 
     def hand_on(self, state: State, branch: str | None) -> None:
         """The user's modules are to see a state that was made here and adopted: a merge. Captures are handed on by themselves."""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
+from datastates.capture.commit import Coming
 from datastates.config import BackPressure
 from datastates.content.manifest import Manifest
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from datastates.lineage.change import clones, refs
-from datastates.lineage.states import Ref, RefKind, State
+from datastates.lineage.states import NewState, Ref, RefKind, State
 from datastates.opening.core import Core
 from datastates.store.comparing import are_equal
 from datastates.system.interrupts import undisturbed
 
 from .landing import StateSink
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
 
 __all__ = ["abandon", "lacks_parents", "land", "make_room", "make_tags", "missing_ancestry"]
 
@@ -49,9 +54,10 @@ def make_room(
 
 def abandon(core: Core, sink: StateSink) -> None:
     """A clone ended without landing: its memory is free again."""
-    sink.abandon()
-    if core.running is not None:
-        core.running.release([])  # tells captures that wait for room
+    with undisturbed():
+        sink.abandon()
+        if core.running is not None:
+            core.running.release([])  # tells captures that wait for room
 
 
 def missing_ancestry(core: Core, states: Sequence[State]) -> list[State]:
@@ -85,41 +91,28 @@ def land(
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
-    with undisturbed():
-        now = _arrive(core, sink, state, ancestry, source, source_repository, bytes_moved)
-    make_tags(core, tags)
-    if tags:
-        core.runner().refs_changed()
-    return now
-
-
-def _arrive(
-    core: Core, sink: StateSink, state: State, ancestry: Sequence[State], source: str, source_repository: str, bytes_moved: int
-) -> State:
     engaged = core.engage()
-    memory = engaged.memory
-    was_here = state.uid in set(memory.uids())
-    _check_on_disk(core, sink)
-    placed = sink.adopt()
-    try:
-        with core.database.write(durable=True) as session:  # nobody would tell it again
-            clones.import_ancestry(session, ancestry)
-            now = clones.arrive(
-                session,
-                state,
-                run=engaged.run_uid,
-                tier=memory.name,
-                node=core.node,
-                bytes_new=placed.bytes_new,
-                source=source,
-                source_repository=source_repository,
-                bytes_moved=bytes_moved,
-            )
-    except BaseException:
-        if not was_here:
-            memory.remove(state.uid)
-        raise
-    engaged.runner.adopt(state.uid)
+    runner, run = engaged.runner, engaged.run_uid
+
+    def record(session: Session, new: NewState) -> State:
+        clones.import_ancestry(session, ancestry)
+        return clones.arrive(
+            session,
+            state,
+            run=run,
+            tier=new.tier,
+            node=core.node,
+            bytes_new=new.bytes_new,
+            source=source,
+            source_repository=source_repository,
+            bytes_moved=bytes_moved,
+        )
+
+    with undisturbed():
+        _check_on_disk(core, sink)
+        now = runner.commits.take_in(Coming(state.facts, state.digest, state.bytes_total, sink.adopt), record)
+    make_tags(core, tags)
+    runner.refs_changed()
     return now
 
 

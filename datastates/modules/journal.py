@@ -146,6 +146,10 @@ class Journal:
         with self._evicting:
             self._evicted += uids
 
+    def is_leaving(self, uid: str) -> bool:
+        """Whether a state left this process's memory, and that was not told yet."""
+        return uid in self._evicted
+
     def tell_evictions(self) -> None:
         """Tell now of what left memory.
 

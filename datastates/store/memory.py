@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -82,11 +82,11 @@ class MemoryTier(Tier):
         self._is_closed = False
         self._lock = Mutex()
 
-    def adopt(self, manifest: Manifest, slots: Sequence[int]) -> Placed:
+    def adopt(self, manifest: Manifest, slots: list[int]) -> Placed:
         """Take over slots that were acquired and filled here, one for each chunk in order; they are not to be written again.
 
-        Those whose chunk is held already, by another state or earlier in this one, go back to the arena at once. A state
-        that is here already gives all of them back.
+        The list is empty afterwards: whoever gives back what is in it gives nothing back that is the tier's. Those whose chunk is held
+        already, by another state or earlier in this one, go back to the arena at once. A state that is here already gives all of them back.
 
         :raises InvalidInput: not one slot for each chunk; the slots then stay the caller's.
         """
@@ -98,9 +98,12 @@ class MemoryTier(Tier):
             placed = self._find(manifest)
             if placed is not None:
                 self._arena.release(slots)
+                slots.clear()
                 return placed
             chunks = tuple(self._place(key, slot, OURS) for key, slot in zip(keys, slots, strict=True))
-            return self._enter(manifest, chunks, slots)
+            placed = self._enter(manifest, chunks, slots)
+            slots.clear()
+            return placed
 
     def hold(self, keys: Iterable[tuple[bytes, int]], party: str = OURS) -> dict[tuple[bytes, int], Held]:
         """Hold those of these chunks, by digest and length, that are ours or the party's: they stay until ``settle`` or ``let_go``."""
@@ -120,12 +123,13 @@ class MemoryTier(Tier):
     def settle(
         self,
         manifest: Manifest,
-        held: Mapping[tuple[bytes, int], Held],
-        filled: Mapping[tuple[bytes, int], int],
+        held: dict[tuple[bytes, int], Held],
+        filled: dict[tuple[bytes, int], int],
         party: str = OURS,
     ) -> Placed:
         """Take over a state whose distinct chunks are ``held``, or in slots that were acquired and filled, which are not written again.
 
+        Both are empty afterwards, as the list of ``adopt``.
         ``party`` is the source of the filled ones. Those that are equal, byte by byte, to what somebody else brought give their
         slots back.
 
@@ -138,7 +142,10 @@ class MemoryTier(Tier):
             raise InvalidInput(f"state {manifest.origin.uid} came without {len(left)} of its {len(set(keys))} chunks")
         with self._lock:
             self._check_open()
-            return self._settle(manifest, keys, held, filled, party)
+            placed = self._settle(manifest, keys, held, filled, party)
+            held.clear()
+            filled.clear()
+            return placed
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
         """Copy a state of ours into the arena; only chunks that no state of ours has take memory. ``base`` is not needed here.

@@ -16,7 +16,7 @@ from datastates.lineage.states import Status
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["SAFETY", "evict", "hold", "mark", "unheld"]
+__all__ = ["SAFETY", "evict", "held", "hold", "mark", "unheld"]
 
 SAFETY = {Status.LOST: 0, Status.EVICTED: 0, Status.CAPTURED: 1, Status.DURABLE: 2, Status.REPLICATED: 3, Status.EXTERNAL: 4}
 _GONE = [status.value for status in Status if not status.is_restorable]
@@ -84,6 +84,11 @@ def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> lis
     return evicted
 
 
+def held(session: Session, uids: Iterable[str], *, tier: str, node: str) -> set[str]:
+    """Those of these states that a tier of a node holds, as far as it is known here."""
+    return set(session.execute(_HELD, {"uids": list(uids), "on_tier": tier, "on_node": node}).scalars())
+
+
 # The statements
 
 _state, _replica = table(StateRow), table(ReplicaRow)
@@ -113,4 +118,10 @@ _DROP_REPLICAS = delete(_replica).where(
     _replica.c.state_id.in_(_ids), _replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node")
 )
 _UNHELD = select(_state.c.id, _state.c.uid).where(_state.c.id.in_(_ids), _state.c.status.not_in(_GONE), unheld()).order_by(_state.c.id)
+_HELD = (
+    select(_state.c.uid)
+    .join_from(_replica, _state, _state.c.id == _replica.c.state_id)
+    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+    .where(_replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"))
+)
 _EVICT = update(_state).where(_state.c.id.in_(_ids)).values(status=Status.EVICTED.value)

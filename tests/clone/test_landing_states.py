@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
 
 import datastates
+from datastates.capture.commit import Coming
 from datastates.clone.landing import StateSink
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed, Conflict, OverBudget, Unavailable
 from datastates.lineage.change import record
-from datastates.lineage.search.holders import holder
+from datastates.lineage.states import StateFacts
 from datastates.store.arena import Arena
 from datastates.store.local import LocalTier
 from datastates.store.memory import MemoryTier
@@ -23,7 +23,6 @@ from datastates.store.reading import read_tree
 from datastates.store.tier import Payload
 from datastates.testing import fail_at
 from tests.support.cloning import Sent, feed, fill, sent
-from tests.support.lineages import told
 
 torch.set_num_threads(1)
 
@@ -233,28 +232,9 @@ def adopted(repo: datastates.Repository, source: Sent) -> None:
     assert arena is not None
     sink = StateSink(source.manifest, memory, arena, lambda count: runner.acquire(count, datastates.BackPressure.WAIT))
     feed(sink, source.chunks)
-    placed = sink.adopt()
-    origin = source.manifest.origin
-    new = told(
-        uid=origin.uid,
-        digest=source.manifest.digest,
-        parent=None,
-        branch=None,
-        run=repo.core.run_uid,
-        step=origin.step,
-        micro_step=0,
-        metrics={},
-        attributes={},
-        message=None,
-        created_at=datetime.now(UTC),
-        edges=(),
-        bytes_total=sum(map(len, source.chunks)),
-        bytes_new=placed.bytes_new,
-        node=holder(repo.node, repo.core.run_uid),
-    )
-    with repo.core.database.write() as session:
-        record.record(session, new)
-    runner.adopt(origin.uid)
+    facts = StateFacts(source.manifest.origin.uid, None, None, repo.core.run_uid, source.manifest.origin.step)
+    runner.commits.take_in(Coming(facts, source.manifest.digest, sum(map(len, source.chunks)), sink.adopt), record.record)
+    runner.refs_changed()
 
 
 def test_a_clone_stays_through_captures_and_ends_with_the_process_unless_it_is_named(tmp_path: Path) -> None:

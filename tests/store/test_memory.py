@@ -190,7 +190,7 @@ def test_damage_in_memory_names_the_chunk(arena: Arena) -> None:
     tier = MemoryTier(arena)
     state = small("a", 1, 2)
     slots = fill(arena, state)
-    tier.adopt(state.manifest, slots)
+    tier.adopt(state.manifest, list(slots))
     arena.tensor(slots[1])[5] ^= 4
     with tier.open("a") as reader, pytest.raises(Corrupt, match="state a: chunk 1"):
         reader.verify()

@@ -31,14 +31,14 @@ def made(tmp_path: Path) -> Iterator[Made]:
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whoever tells the engine of a state is interrupted just before; the uids of those that it was told of all the same."""
-    adopt, told = Runner.adopt, list[str]()
+    adopt, told = Runner._adopt, list[str]()
 
     def late(self: Runner, uid: str, *options: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         adopt(self, uid, *options)
         told.append(uid)
 
-    monkeypatch.setattr(Runner, "adopt", late)
+    monkeypatch.setattr(Runner, "_adopt", late)
     return told
 
 

@@ -108,7 +108,7 @@ class StateSink:
             return None if self._is_ended or key in self._pending else [self._slot(index).toreadonly()]
 
     def adopt(self) -> Placed:
-        """Make the state, whose chunks are all here, one of the memory tier's.
+        """Make the state, whose chunks are all here, one of the memory tier's. What it did not take is given back by ``abandon``.
 
         :raises Unavailable: chunks are missing.
         :raises Conflict: a state of the same uid and another content is there.
