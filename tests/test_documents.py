@@ -21,9 +21,6 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NOT_HERE = {"api/static", "docs/design/NNN-title.md"}
 """Paths that documents name, and that a build or a reader makes."""
 
-PLANNED = {"capture/commit.py", "opening/core.py"}
-"""Paths that docs/design/010-house.md plans."""
-
 
 def blocks(path: Path) -> list[str]:
     """The Python that a document shows, one text a fenced block."""
@@ -96,7 +93,7 @@ def is_there(name: str) -> bool:
             stem, dot, _ = stem.rpartition(".")
             if not dot or "/" not in stem:
                 break
-    return path in NOT_HERE | PLANNED
+    return path in NOT_HERE
 
 
 def rooms() -> list[str]:
