@@ -1,6 +1,6 @@
 """Every example runs as a user runs it: as a script, in its own process.
 
-``demo.py`` in test_demo, the clone in test_clone_example, the soup in test_soup_example.
+``demo.py`` in test_demo, the clone in test_clone_example, the soup in test_soup_example, the tier in test_own_tier.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def test_every_example_is_run_here() -> None:
         "demo.py",
         "find_outliers.py",
         "leave_out_tree.py",
+        "own_module.py",
+        "own_tier.py",
         "pbt.py",
         "resume.py",
         "rewind.py",

@@ -110,6 +110,7 @@ def downgrade(path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("DROP TABLE folder")
     connection.execute("DROP TABLE seal")
+    connection.execute("DROP TABLE part")
     connection.execute("CREATE TABLE pack (id INTEGER PRIMARY KEY)")
     connection.execute("CREATE TABLE pack_ref (pack_id INTEGER PRIMARY KEY)")
     connection.execute("UPDATE alembic_version SET version_num = 'datastates_0002'")
