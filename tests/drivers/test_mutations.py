@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import lzma
+import sys
 import tarfile
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 
 from tests.drivers.mutations import Tally, kept_bundles, kept_manifests, opened, take_bundle, take_manifest, try_bundles, try_manifests
 from tests.support.effort import seeds
+from tests.support.warm import run
 
 
 @pytest.mark.parametrize("path", kept_manifests(), ids=lambda path: path.stem)
@@ -47,16 +48,22 @@ def test_changed_bundles_are_answered_or_refused(seed: int) -> None:
 
 
 def test_what_takes_too_long_or_too_much_or_fails_is_found() -> None:
-    tally = Tally()
-    held: list[bytearray] = []
+    ended = run([sys.executable, "-c", _BAD_CASES], capture_output=True, timeout=120)  # where nobody else gives memory back meanwhile
+    assert ended.stdout.split() == ["large", "slow", "bare"], ended.stderr
 
-    def grow() -> None:
-        held.append(bytearray(b"1") * (160 << 20))
 
-    def fail() -> None:
-        raise OverflowError
+_BAD_CASES = """
+import time
+from tests.drivers.mutations import MOST_S, Tally
 
-    gc.collect()  # what earlier tests left is not to go in the middle
-    tally.judge(grow, lambda: "large")
-    tally.judge(fail, lambda: "bare")
-    assert [each.split(":")[0] for each in tally.found] == ["large", "bare"]
+def grow(): held.append(bytearray(b"1") * (160 << 20))
+def wait():
+    began = time.process_time()
+    while time.process_time() - began < 1.1 * MOST_S: pass
+def fail(): raise OverflowError
+
+tally, held = Tally(), []
+for name, act in {"large": grow, "slow": wait, "bare": fail, "good": int}.items():
+    tally.judge(act, lambda: name)
+print(*(each.split(":")[0] for each in tally.found))
+"""

@@ -44,6 +44,7 @@ class PairedTransport(TcpTransport):
         self.server, self.client = server, client
         self.listener: tcp.TcpListener | None = None
         self.halves: dict[asyncio.Task[Any] | None, Lanes] = {}
+        self.listening = asyncio.Lock()
 
     async def address(self) -> bytes:
         return PLACE
@@ -54,8 +55,9 @@ class PairedTransport(TcpTransport):
         task = asyncio.current_task()
         if task in self.halves:
             return await self.halves.pop(task).link(b"lanes")
-        if self.listener is None:
-            self.listener = await tcp.listen("tcp://127.0.0.1:0", _refuse, tls=self.server, join=self._join)
+        async with self.listening:  # many begin at once, and one listener is enough
+            if self.listener is None:
+                self.listener = await tcp.listen("tcp://127.0.0.1:0", _refuse, tls=self.server, join=self._join)
         name, key = secrets.token_bytes(16), secrets.token_bytes(32)
         theirs = self.end("tcp", Terms(name, key, "client:1"), lambda: 0)
         assert isinstance(theirs, Lanes)
