@@ -18,6 +18,7 @@ from .errors import Conflict, DatastatesError, InvalidInput
 from .lineage.change import refs as lineage_refs
 from .lineage.search import pages as search
 from .lineage.search import walk
+from .lineage.search.names import check_names
 from .lineage.states import Ref, RefEvent, RefKind, State
 from .objects.handed import split_values
 from .objects.loops import LOOPS
@@ -328,9 +329,10 @@ class Repository:
 
             best = repo.find("branch = main and metrics.loss < 100 order by metrics.loss limit 5")
 
-        :raises SyntaxProblem: it does not parse; points at the column.
+        :raises SyntaxProblem: it does not parse, or compares a metric or an attribute that no state has; points at the column.
         """
         with self.core.reading() as session:
+            check_names(session, query)
             return States(search.find_all(session, query))
 
     @values.takes(rev=values.revision, limit=values.optional(values.count))

@@ -16,6 +16,7 @@ from datastates.api.served import Chosen, Uid
 from datastates.lineage import lookup
 from datastates.lineage.search import pages as search
 from datastates.lineage.search import revision
+from datastates.lineage.search.names import check_names
 from datastates.lineage.show.detail import first_parents
 
 __all__ = ["routes"]
@@ -45,6 +46,7 @@ def find_states(
 ) -> Response:
     """The states for which a search holds, in its order."""
     with served.reading() as session:
+        check_names(session, q)
         found = search.find(session, q, after=after, limit=limit)
     page = Page(tuple(found.states), found.next)
     return reply(page, request=request, fields=fields, etag=True)

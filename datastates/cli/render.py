@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from datastates.lineage import Ref, RefEvent, RefKind, State, Status
-from datastates.lineage.show.texts import age_text, clean, common_keys, first_line, metrics_text, short, size_text, step_text, time_text
+from datastates.lineage.show.relevance import relevant_keys
+from datastates.lineage.show.texts import age_text, clean, first_line, metrics_text, short, size_text, step_text, time_text
 
 __all__ = [
     "age_text",
@@ -84,7 +85,7 @@ def table(*columns: str) -> Table:
 
 def states_table(states: Sequence[State], refs: Mapping[str, Sequence[Ref]]) -> Table:
     """One state a row; the metrics that most of them have are columns."""
-    keys = common_keys((state.metrics for state in states), _METRIC_COLUMNS)
+    keys = relevant_keys((state.metrics for state in states), _METRIC_COLUMNS)
     made = table("state", "step", *keys, "status", "captured", "refs", "message")
     for state in states:
         made.add_row(

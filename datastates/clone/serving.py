@@ -23,6 +23,7 @@ from datastates.lineage.change import clones
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.search import pages as search
 from datastates.lineage.search import revision, walk
+from datastates.lineage.search.names import check_names
 from datastates.lineage.states import Ref, State
 from datastates.opening.core import Core
 from datastates.store.parts import refuse_parts
@@ -128,6 +129,7 @@ class RepositoryStore:
     def find(self, query: str, limit: int, after: str | None) -> StatePage:
         """A page of what a query finds."""
         with self._asked() as session:
+            check_names(session, query)
             page = search.find(session, query, after=after, limit=min(limit, _PAGE))
         return StatePage(tuple(map(record_of, page.states)), page.next)
 

@@ -9,7 +9,7 @@ Values are numbers, true and false, dates, and texts, whose quotes may be left o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
 from enum import StrEnum
@@ -91,11 +91,15 @@ _OPERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``name`` is one of the known ones; ``key`` the rest of ``metrics.…``, ``attr.…`` and ``run.config.…``."""
+    """``name`` is one of the known ones; ``key`` the rest of ``metrics.…``, ``attr.…`` and ``run.config.…``.
+
+    ``column`` is where it stands in the text, from 1.
+    """
 
     name: str
     kind: Kind
     key: str = ""
+    column: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,18 @@ class Query:
         if isinstance(self.condition, AllOf):
             return self.condition.items
         return () if self.condition is None else (self.condition,)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """What it asks about: first what it orders by, then what it filters by, each once."""
+        filtered = () if self.condition is None else _fields(self.condition)
+        return tuple(dict.fromkeys((*(one.field for one in self.order), *filtered)))
+
+    @property
+    def presumed(self) -> tuple[Field, ...]:
+        """The fields that it compares or orders by, and so takes to be there; ``exists`` asks whether they are."""
+        filtered = () if self.condition is None else _fields(self.condition, is_sure=True)
+        return (*filtered, *(one.field for one in self.order))
 
 
 @lru_cache(maxsize=256)
@@ -271,15 +287,15 @@ class _Named:
 
 def _field(token: Token) -> Field:
     """The field of a name whose parts may be quoted."""
-    text = str(token)
+    text, column = str(token), _column(token)
     if text in _FIELDS:
-        return Field(text, _FIELDS[text])
+        return Field(text, _FIELDS[text], column=column)
     for prefix, kind in _KEYED.items():
         if text.startswith(f"{prefix}."):
             key = ".".join(_parts(text[len(prefix) + 1 :]))
             if prefix == "run.config" and is_secret(key):
                 raise problem_at(token, f"{key!r} names a secret: none is searched for")
-            return Field(prefix, kind, key)
+            return Field(prefix, kind, key, column)
     close = get_close_matches(text, _FIELDS, n=1)
     hint = f", did you mean {close[0]}?" if close else ""
     raise problem_at(token, f"there is no field {text!r}{hint}", _KNOWN)
@@ -362,6 +378,20 @@ def _values(node: Node) -> Iterator[None]:
             yield from (None for _ in values)
         case _:
             yield None
+
+
+def _fields(node: Node, *, is_sure: bool = False) -> Iterator[Field]:
+    """The fields of a condition; with ``is_sure`` those that it compares with something."""
+    match node:
+        case Not(item):
+            yield from _fields(item, is_sure=is_sure)
+        case AllOf(items) | AnyOf(items):
+            for item in items:
+                yield from _fields(item, is_sure=is_sure)
+        case Compare() | Among():
+            yield node.field
+        case Exists() if not is_sure:
+            yield node.field
 
 
 def _walks(node: Node) -> int:

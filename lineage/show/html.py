@@ -14,7 +14,8 @@ from datastates.lineage.states import Ref, RefKind, State
 
 from .cells import MONO, code, status_html, table_html, text
 from .lanes import Row, lanes
-from .texts import age_text, clean, common_keys, first_line, metrics_text, short, step_text, time_text
+from .relevance import relevant_keys
+from .texts import age_text, clean, first_line, metrics_text, short, step_text, time_text
 
 __all__ = ["graph_html", "states_html"]
 
@@ -29,9 +30,9 @@ _STROKES = ("#3b8eea", "#d2691e", "#2e9e5b", "#b05ac8", "#c08a00", "#d0486a")
 
 
 def states_html(states: Sequence[State], *, now: datetime | None = None) -> str:
-    """One state a row, the first fifty; the metrics that most of those have are columns."""
+    """One state a row, the first fifty; their metrics are columns, by relevance."""
     shown = states[:_ROWS]
-    keys = common_keys((state.metrics for state in shown), _METRIC_COLUMNS)
+    keys = relevant_keys((state.metrics for state in shown), _METRIC_COLUMNS)
     rows = [
         (
             code(short(state.uid)),

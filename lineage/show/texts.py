@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Protocol
 
-__all__ = ["age_text", "clean", "common_keys", "first_line", "metrics_text", "short", "size_text", "step_text", "time_text"]
+from .relevance import by_relevance
+
+__all__ = ["age_text", "clean", "first_line", "metrics_text", "short", "size_text", "step_text", "time_text"]
 
 _SHORT = 10
 
@@ -67,14 +69,5 @@ def step_text(state: Stepped) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """``loss=0.31 val_loss=0.4``, by name."""
-    return clean(" ".join(f"{key}={value:.6g}" for key, value in sorted(metrics.items())))
-
-
-def common_keys(values: Iterable[Mapping[str, object]], most: int) -> list[str]:
-    """The ``most`` keys that most of them have, by name: what a table has columns for."""
-    counts: dict[str, int] = {}
-    for each in values:
-        for key in each:
-            counts[key] = counts.get(key, 0) + 1
-    return sorted(sorted(counts, key=lambda key: (-counts[key], key))[:most])
+    """``loss=0.31 val_loss=0.4``, by relevance."""
+    return clean(" ".join(f"{key}={metrics[key]:.6g}" for key in by_relevance(metrics)))

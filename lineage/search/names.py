@@ -1,0 +1,149 @@
+"""The names that a lineage knows: its metrics, its attributes, the settings of its runs; and what to say of a name that it does not.
+
+A kind of names is called as in a query: ``metrics``, ``attr``, ``run.config``. Whoever adds a kind adds a line to ``_KINDS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, String, Table, bindparam, func, select
+
+from datastates.errors import SyntaxProblem
+from datastates.lineage.schema import AttributeRow, MetricRow, RunRow, StateRow, table
+from datastates.system.masking import is_secret
+
+from .query import Field, Kind, Query, parse_query
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["check_names", "field_of", "names", "unknown", "written"]
+
+_LISTED = 12
+
+_state, _metric, _attribute, _run = (table(row) for row in (StateRow, MetricRow, AttributeRow, RunRow))
+_ANY_STATE = select(_state.c.id).limit(1)
+_CONFIGS = select(_run.c.config)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """One kind of names: ``word`` is what people call one of them."""
+
+    word: str
+    kind: Kind
+    every: Callable[[Session], list[str]]
+    has: Callable[[Session, str], bool]
+
+
+def names(session: Session, kind: str) -> list[str]:
+    """Every name of a kind, by the alphabet; the cost is that of the names, however many states have them."""
+    return _KINDS[kind].every(session)
+
+
+def check_names(session: Session, query: Query | str, text: str | None = None) -> None:
+    """Check that the lineage knows what a query compares and orders by; a lineage without states may be asked for anything.
+
+    ``text`` is what messages point into: that of the query, unless it says otherwise. What ``exists`` asks for may be missing.
+
+    :raises SyntaxProblem: no state has such a metric or attribute, or no run such a setting: names close ones, and points at the column.
+    """
+    text = query if isinstance(query, str) else text
+    query = parse_query(query) if isinstance(query, str) else query
+    for field in query.presumed:
+        kind = _KINDS.get(field.name)
+        if kind is not None and not kind.has(session, field.key) and _has_states(session):
+            raise unknown(session, field, written(field) if text is None else text)
+
+
+def field_of(session: Session, text: str) -> Field:
+    """The field that a column or a sort key names: as in a query, or a metric, an attribute or a setting by its bare name.
+
+    :raises SyntaxProblem: nothing is called so; names what is close.
+    """
+    for name, kind in _KINDS.items():
+        if kind.has(session, text):
+            return Field(name, kind.kind, text)
+    try:
+        (order,) = parse_query(f"order by {text}").order
+    except (SyntaxProblem, ValueError):
+        raise unknown(session, Field("metrics", Kind.METRIC, text), text) from None
+    known = _KINDS.get(order.field.name)
+    if known is not None and not known.has(session, order.field.key) and _has_states(session):
+        raise unknown(session, Field(order.field.name, order.field.kind, order.field.key), text)
+    return order.field
+
+
+def unknown(session: Session, field: Field, text: str) -> SyntaxProblem:
+    """The error for a name that nothing in the lineage has; ``text`` is where it stands, at the field's column."""
+    kind = _KINDS[field.name]
+    known = {written(Field(name, each.kind, key)): key for name, each in _KINDS.items() for key in each.every(session)}
+    own = [name for name in known if name.startswith(f"{field.name}.")]
+    close = _close(field, known)
+    hint = f", did you mean {' or '.join(close)}?" if close else "" if own else f": no state has any {kind.word}"
+    listed = own[:_LISTED] + ["…"] * (len(own) > _LISTED)
+    return SyntaxProblem(f"there is no {kind.word} {field.key!r}{hint}", text=text, column=field.column, expected=tuple(listed))
+
+
+def written(field: Field) -> str:
+    """The field as a query has it."""
+    return f"{field.name}.{_quoted(field.key)}" if field.key else field.name
+
+
+def _quoted(key: str) -> str:
+    parts = key.split(".")
+    if all(part and all(letter.isalnum() or letter in "_-/" for letter in part) for part in parts):
+        return key
+    escaped = key.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _close(field: Field, known: dict[str, str]) -> list[str]:
+    """The same name of any kind, else the most like it, of its own kind if there is one."""
+    same = [name for name, key in known.items() if key.casefold() == field.key.casefold()]
+    own = [name for name in known if name.startswith(f"{field.name}.")]
+    for names_ in () if same else (own, list(known)):
+        for key in get_close_matches(field.key, [known[name] for name in names_], n=1):
+            return [next(name for name in names_ if known[name] == key)]
+    return same
+
+
+def _has_states(session: Session) -> bool:
+    return session.execute(_ANY_STATE).first() is not None
+
+
+# One kind after the other
+
+
+def _keys(belongs: Table) -> Select[Any]:
+    """The different keys of a table by jumping over its index from one to the next."""
+    walk = select(func.min(belongs.c.key).label("key")).cte("names", recursive=True)
+    following = select(func.min(belongs.c.key)).where(belongs.c.key > walk.c.key).scalar_subquery()
+    walk = walk.union_all(select(following).select_from(walk).where(walk.c.key.is_not(None)))
+    return select(walk.c.key).where(walk.c.key.is_not(None))
+
+
+def _of_table(word: str, kind: Kind, belongs: Table) -> _Names:
+    every, one = _keys(belongs), select(belongs.c.key).where(belongs.c.key == bindparam("key", type_=String)).limit(1)
+    return _Names(
+        word,
+        kind,
+        every=lambda session: sorted(session.execute(every).scalars()),
+        has=lambda session, key: session.execute(one, {"key": key}).first() is not None,
+    )
+
+
+def _settings(session: Session) -> list[str]:
+    found = {str(key) for config in session.execute(_CONFIGS).scalars() for key in config}
+    return sorted(key for key in found if not is_secret(key))
+
+
+_KINDS = {
+    "metrics": _of_table("metric", Kind.METRIC, _metric),
+    "attr": _of_table("attribute", Kind.ANY, _attribute),
+    "run.config": _Names("setting", Kind.ANY, every=_settings, has=lambda session, key: key in _settings(session)),
+}
