@@ -90,6 +90,7 @@ def test_a_killed_source_is_found_at_once(start: Start, is_atomic: bool) -> None
         peer.clone("main", into={"weights": mine}, atomic=is_atomic, on_progress=at(4, lambda: source.signal(signal.SIGKILL)))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("is_atomic", [True, False])
 def test_a_stopped_source_is_found_in_time_and_writes_nothing_when_it_goes_on(start: Start, is_atomic: bool) -> None:
     source, mine = start(pace_s=PACE_S), make(7, CHUNKS)
@@ -194,6 +195,7 @@ def framed(body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + body
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("sent", "within_s"),
     [

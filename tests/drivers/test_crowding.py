@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from tests.drivers.crowding import DESCRIPTORS, measure
+from tests.support.effort import effort
 
 
 def test_a_crowd_that_only_connects_stops_neither_a_training_nor_an_honest_client() -> None:
-    outcome = measure(connections=300, seconds=3.0, rounds=1, again_s=2.0)
+    outcome = measure(connections=300, seconds=effort(3, 1), rounds=1, again_s=effort(2, 1))
 
     (quiet,), (crowded,) = outcome.quiet, outcome.crowded
     assert crowded.steps > 0

@@ -135,6 +135,7 @@ def promised(folder: Path, wanted: Losses) -> int:
         return head.step
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_script_that_ends_goes_on_where_it_stopped(folder: Path, unbroken: Losses, ending: str) -> None:
     codes = {"an error": 1, "SIGTERM": 128 + signal.SIGTERM, "SIGHUP": 128 + signal.SIGHUP, "Ctrl-C": -signal.SIGINT}
@@ -145,6 +146,7 @@ def test_a_script_that_ends_goes_on_where_it_stopped(folder: Path, unbroken: Los
     assert {**first, **second}.items() <= unbroken.items()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("script", ["in a function", "a cell that is run again", "forks", "spawns a reader"])
 def test_a_script_of_any_shape_loses_nothing(folder: Path, unbroken: Losses, script: str) -> None:
     said = run(folder, SCRIPTS[script], 10)
@@ -168,6 +170,7 @@ def test_a_killed_script_goes_on_from_what_was_durable(folder: Path, unbroken: L
     assert promised(folder, unbroken) == 14
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("change", ["host name", "machine", "mount", "moved"])
 @pytest.mark.parametrize("first", ["plain", "killed"])
 def test_a_script_goes_on_elsewhere(folder: Path, unbroken: Losses, first: str, change: str) -> None:
@@ -193,6 +196,7 @@ def test_a_script_goes_on_elsewhere(folder: Path, unbroken: Losses, first: str, 
     assert promised(there, unbroken) == 14
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("change", ["mount", "host name", "machine"])
 def test_a_living_training_is_not_declared_dead_from_elsewhere(folder: Path, unbroken: Losses, change: str) -> None:
     where = folder / "mounted"
@@ -239,6 +243,7 @@ def test_users_share_a_folder(folder: Path, unbroken: Losses) -> None:
     assert promised(folder, unbroken) == 10
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("by", ["a read-only mount", "another user"])
 def test_what_cannot_be_written_can_be_read(folder: Path, unbroken: Losses, by: str) -> None:
     run(folder, SCRIPTS["plain"], 10)
@@ -262,6 +267,7 @@ except datastates.DatastatesError as error:
     assert promised(folder, unbroken) == 10
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("memory", "every"), [(36, 1), (36, None), (256, 1)])
 def test_a_full_disk_is_said_and_what_was_durable_goes_on_when_there_is_room(folder: Path, memory: int, every: int | None) -> None:
     script = SCRIPTS["larger than the disk"].replace("MEMORY", str(memory << 20)).replace("EVERY", str(every))

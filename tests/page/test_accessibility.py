@@ -24,6 +24,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 PANELS = ("table", "detail", "tensors", "curves", "diff", "help", "ref", "edit-ref", "token")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("look", LOOKS)
 def test_axe_finds_nothing_serious(shared: Site, grown: Grown, browser: Browser, look: str) -> None:
     with new_page(browser, **LOOKS[look], reduced_motion="reduce") as page:

@@ -88,6 +88,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
+@pytest.mark.in_turn
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
 @pytest.mark.parametrize(("code", "workers"), VARIANTS, ids=[f"{RECIPES.index(code)}-{workers}" for code, workers in VARIANTS])
 def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(code: str, workers: int, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
         yield opened
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_weights_are_those_of_the_training_that_never_stopped(smith: Forge, tmp_path: Path, kind: str) -> None:
     never = [line.split() for line in smith.run("tests.support.resuming:start", folder=str(tmp_path), kind=kind, batches=LENGTH)]

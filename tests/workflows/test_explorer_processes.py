@@ -149,6 +149,7 @@ def test_a_pool_that_breaks_without_a_recipe_is_reported_and_the_rest_goes_on_wi
     assert essence(repo, "s", PLAN) == expected
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["own", "pool"])
 def test_after_the_explorer_was_killed_nothing_finished_is_repeated(
     repo: Repository, tmp_path: Path, expected: dict[str, Any], start: Callable[..., Exploring], kind: str

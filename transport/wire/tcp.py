@@ -26,6 +26,7 @@ JOIN = b"Datum\0\0\2"
 """What a connection for data begins with. A frame begins with a zero, TLS with 22."""
 
 _LENGTH_BYTES = 4
+_TLS_FIRST = b"\x16"
 _TLS_HEAD_BYTES = 5  # type, version, and in two bytes the length of the first record
 _WORD_BYTES = 16 << 10  # as much as a record of TLS may have
 _BUFFER_BYTES = 256 << 10
@@ -236,7 +237,7 @@ async def _first_word(connection: socket.socket, is_tls: bool) -> bytes:
     """
     connection.setblocking(False)
     first = await _peek(connection, 1)
-    if first != JOIN[:1]:
+    if first != JOIN[:1] and (not is_tls or first == _TLS_FIRST):  # whoever speaks no TLS where it is spoken hears so at once
         known = _TLS_HEAD_BYTES if is_tls else _LENGTH_BYTES
         head = await _peek(connection, known)
         size = int.from_bytes(head[-2:] if is_tls else head)
