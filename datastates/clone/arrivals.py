@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from datastates.capture.commit import Coming
 from datastates.config import BackPressure
-from datastates.content.manifest import Manifest
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from datastates.lineage.change import clones, refs
 from datastates.lineage.states import NewState, Ref, RefKind, State
@@ -16,7 +15,7 @@ from datastates.opening.core import Core
 from datastates.store.comparing import are_equal
 from datastates.system.interrupts import undisturbed
 
-from .landing import StateSink
+from .landing import CheckedManifest, StateSink
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -28,7 +27,7 @@ _log = logging.getLogger("datastates")
 
 def make_room(
     core: Core,
-    manifest: Manifest,
+    checked: CheckedManifest,
     *,
     party: str,
     relatives: Iterable[str] = (),
@@ -42,14 +41,14 @@ def make_room(
     :raises OverBudget: it can never fit.
     """
     with core.database.read() as session:
-        sound = clones.trusted(session, dict.fromkeys((*manifest.origin.parents, *relatives)), party=party)
+        sound = clones.trusted(session, dict.fromkeys((*checked.manifest.origin.parents, *relatives)), party=party)
     engaged = core.engage()
     runner, memory, arena = engaged.runner, engaged.memory, engaged.arena
 
     def wait(count: int) -> Sequence[int] | None:
         return runner.acquire(count, BackPressure.WAIT)
 
-    return StateSink(manifest, memory, arena, acquire or wait, party=party, lender=core.tiers.durable, relatives=sound)
+    return StateSink(checked, memory, arena, acquire or wait, party=party, lender=core.tiers.durable, relatives=sound)
 
 
 def abandon(core: Core, sink: StateSink) -> None:

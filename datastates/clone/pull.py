@@ -70,7 +70,7 @@ class IntoObjects(Arrival):
         shadows: Shadows,
     ) -> None:
         if atomic is None:
-            atomic = not skip_equal and available_memory_bytes() > _SPARE * sum(chunk.length for chunk in opened.manifest.content.chunks)
+            atomic = not skip_equal and available_memory_bytes() > _SPARE * sum(opened.manifest.lengths)
         self._names, self._uid = tuple(into), opened.state.uid
         self._sink = self.sink = ObjectsSink(
             opened.manifest,

@@ -38,7 +38,7 @@ from datastates.transport.store import Source
 from datastates.transport.wire.near import address_of
 
 from . import arrivals
-from .landing import StateSink
+from .landing import StateSink, read_manifest
 from .pushroom import PushRoom, Room
 from .records import record_of, record_of_ref, ref_of, state_of
 
@@ -162,7 +162,8 @@ class RepositoryStore:
     def receive(self, offer: Offer) -> Sink:
         """Check what a peer says of a state, all of it; then make room for its bytes."""
         self.check_writable()
-        manifest = digest.decode(offer.manifest, source=f"the pushed state {offer.state.uid}")
+        checked = read_manifest(offer.manifest, source=f"the pushed state {offer.state.uid}")
+        manifest = checked.manifest
         if (manifest.origin.uid, manifest.digest) != (offer.state.uid, offer.state.digest):
             raise InvalidInput(f"the manifest of the pushed state {offer.state.uid} is another state's: push again")
         state, ancestry, tags = _told(offer)
@@ -171,7 +172,7 @@ class RepositoryStore:
         room = self._room.share()
         relatives = [state.uid for state in offer.ancestry[:10]]
         try:
-            sink = arrivals.make_room(self._core, manifest, party=_PUSHERS, relatives=relatives, acquire=room.acquire)
+            sink = arrivals.make_room(self._core, checked, party=_PUSHERS, relatives=relatives, acquire=room.acquire)
         except BaseException:
             room.close()
             raise

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from datastates.config import Data
-from datastates.content import digest
-from datastates.content.manifest import Manifest
 from datastates.errors import Closed, DatastatesError, Disconnected, PeerFault
 from datastates.lineage.states import State
 from datastates.transport.clone.forward import Forwarder
@@ -21,6 +19,7 @@ from datastates.transport.session.feed import Feed
 from datastates.transport.session.session import Session
 from datastates.transport.wire.registry import transport_for
 
+from .landing import CheckedManifest, read_manifest
 from .records import state_of
 
 __all__ = ["OpenState", "Sources"]
@@ -35,7 +34,7 @@ class OpenState:
     """A state that sources hold open for us: each by a feed of its own, or all by the chain that ``forwarder`` is a link of."""
 
     state: State
-    manifest: Manifest
+    manifest: CheckedManifest
     feeds: list[Feed]
     repository: str
     source: str
@@ -60,7 +59,7 @@ class _Found:
     """What one source says of a state that it opened."""
 
     url: str
-    manifest: Manifest
+    manifest: CheckedManifest
     feed: Feed
     repository: str
 
@@ -166,7 +165,7 @@ class Sources:
         try:
             session = await self.connected(url)
             opened, feed = await session.open(state.uid)
-            manifest = await asyncio.to_thread(_decode, opened.manifest, state, url)
+            manifest = await asyncio.to_thread(_read, opened.manifest, state, url)
         except BaseException as exc:
             if session is not None:
                 await session.close()
@@ -195,7 +194,7 @@ class Sources:
             url, state.uid, connect=self.connected, transport=transport_for(url), token=self._token, tls=self._tls, data=self._data
         )
         try:
-            manifest = await asyncio.to_thread(_decode, forwarder.manifest, state, url)
+            manifest = await asyncio.to_thread(_read, forwarder.manifest, state, url)
         except BaseException:
             await forwarder.close()
             raise
@@ -223,25 +222,27 @@ class _Ending(Feed):
     """A feed whose session ends with it: a clone that is cut off disturbs no other."""
 
     def __init__(self, feed: Feed, session: Session) -> None:
-        super().__init__(
-            feed.name,
-            feed.manifest,
-            feed.lengths,
-            receive=feed.receive,
-            release=session.close,
-            digests=feed.digests,
-            is_bound=feed.is_bound,
-        )
-        self._inner = feed
+        super().__init__(feed.name, feed.manifest, feed.lengths, is_bound=feed.is_bound)
+        self._inner, self._session = feed, session
+
+    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
+        return await self._inner.digests(indexes)
 
     async def close(self) -> None:
         """Let go of the state, and of the connection."""
         await self._inner.close()
         await super().close()
 
+    async def _receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        return await self._inner.receive(index, buffers)
 
-def _decode(raw: bytes, state: State, url: str) -> Manifest:
-    manifest = digest.decode(raw, source=f"the manifest of {state.uid[:10]} from {url}")
+    async def _release(self) -> None:
+        await self._session.close()
+
+
+def _read(raw: bytes, state: State, url: str) -> CheckedManifest:
+    checked = read_manifest(raw, source=f"the manifest of {state.uid[:10]} from {url}")
+    manifest = checked.manifest
     if (manifest.origin.uid, manifest.digest) != (state.uid, state.digest):
         raise PeerFault(f"{url} sent the manifest of state {manifest.origin.uid[:10]} when {state.uid[:10]} was asked for")
-    return manifest
+    return checked

@@ -40,8 +40,8 @@ def tensors_of(content: Content, *, source: str = "the manifest") -> tuple[Tenso
         raise Corrupt(f"{source} lists tensors that do not decode: {exc}") from exc
 
 
-def check(manifest: Manifest, source: str) -> None:
-    """Raise unless lengths, ranges, indices and names agree.
+def check(manifest: Manifest, source: str) -> tuple[TensorSpec, ...]:
+    """The tensors of a manifest whose lengths, ranges, indices and names agree.
 
     :raises Corrupt: they do not; names ``source`` and the contradiction.
     :raises Unavailable: a tensor has a dtype that this torch does not know.
@@ -50,11 +50,13 @@ def check(manifest: Manifest, source: str) -> None:
         _check_origin(manifest.origin)
         _check_chunks(manifest.content.chunks)
         _check_places(manifest)
-        _check_tensors(manifest, tensors_of(manifest.content, source=source))
+        specs = tensors_of(manifest.content, source=source)
+        _check_tensors(manifest, specs)
     except _Contradiction as exc:
         raise Corrupt(f"{source} contradicts itself: {exc}") from exc
     except InvalidInput as exc:
         raise Unavailable(f"{source} cannot be read here: {exc}") from exc
+    return specs
 
 
 class _Contradiction(Exception):

@@ -10,6 +10,7 @@ A state of one part has the digest of that part. A state of several parts, one a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import xxhash
@@ -19,10 +20,10 @@ from datastates.errors import Corrupt, InvalidInput
 
 from .check import check
 from .frame import frame, unframed
-from .manifest import VERSION, Content, Manifest
+from .manifest import VERSION, Content, Manifest, TensorSpec
 from .root import root_digest
 
-__all__ = ["chunk_digest", "decode", "encode", "pieces_digest", "root_digest", "state_digest"]
+__all__ = ["Sound", "chunk_digest", "decode", "decode_sound", "encode", "pieces_digest", "root_digest", "state_digest"]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -62,8 +63,24 @@ def encode(manifest: Manifest) -> bytes:
     return frame(VERSION, body)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sound:
+    """A manifest as it was read: its digest is right, it agrees with itself, and ``specs`` are its tensors. Made by ``decode_sound``."""
+
+    manifest: Manifest
+    specs: tuple[TensorSpec, ...]
+
+
 def decode(data: bytes | memoryview, *, source: str) -> Manifest:
     """The manifest in ``data``, digest and consistency checked; ``source`` says in errors where it was read.
+
+    :raises DatastatesError: as ``decode_sound``.
+    """
+    return decode_sound(data, source=source).manifest
+
+
+def decode_sound(data: bytes | memoryview, *, source: str) -> Sound:
+    """``decode``, for whoever goes on to look at the tensors.
 
     :raises Corrupt: a byte is wrong or missing, or the manifest contradicts itself.
     :raises Unavailable: it is whole, but of a version that this code, or with a dtype that this torch, does not know.
@@ -75,8 +92,7 @@ def decode(data: bytes | memoryview, *, source: str) -> Manifest:
         raise Corrupt(f"{source} is no manifest: {exc}") from exc
     if manifest.digest != expected:
         raise Corrupt(f"{source} holds a state whose digest is {expected}, but claims {manifest.digest[:64]}")
-    check(manifest, source)
-    return manifest
+    return Sound(manifest, check(manifest, source))
 
 
 def _parts(content: Content, parent_digests: Sequence[str]) -> Iterator[bytes | memoryview]:

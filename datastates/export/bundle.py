@@ -20,6 +20,7 @@ import msgspec
 from datastates.clone.arrivals import make_tags
 from datastates.clone.landing.untrusted import check_manifest
 from datastates.clone.records import record_of, record_of_ref, ref_of, state_of
+from datastates.content.digest import Sound
 from datastates.content.manifest import Manifest, PackInfo
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, PeerFault, Unavailable
 from datastates.lineage.change import clones, seals
@@ -192,10 +193,10 @@ def _stage(
     known: dict[tuple[bytes, int, bytes], tuple[PackInfo, int]] = {}
     for uid in lineage.held:
         try:
-            manifest = source.manifest(uid)
+            sound = source.sound(uid)
         except NotFound as exc:
             raise Corrupt(f"the bundle says that it has the bytes of state {uid}, and has not: {exc}") from exc
-        _check_manifest(manifest, states[uid], states)
+        manifest = _checked(sound, states[uid], states)
         check_places(manifest)
         digests = None if lineage.version == 1 else read_chunks(root, manifest, lineage.seals)
         reader = stack.enter_context(MappedReader(folder, manifest, verify=True))  # without a lock, which others could hold for ever
@@ -262,9 +263,10 @@ def _commit(
     return placed
 
 
-def _check_manifest(manifest: Manifest, state: State, states: dict[str, State]) -> None:
-    """The manifest is sound, and says of its parents what the lineage does: its digest covers theirs."""
-    check_manifest(msgspec.structs.replace(manifest, packs=(), refs=()))
+def _checked(sound: Sound, state: State, states: dict[str, State]) -> Manifest:
+    """The manifest of a state, which can be relied on, and says of its parents what the lineage does: its digest covers theirs."""
+    manifest = check_manifest(sound).manifest
     parents = {uid: digest for uid, digest in zip(manifest.origin.parents, manifest.origin.parent_digests, strict=True) if uid in states}
     if manifest.digest != state.digest or parents != {uid: states[uid].digest for uid in state.parents}:
         raise Corrupt(f"state {state.uid} has another digest, or other parents, in its manifest than in the lineage of the bundle")
+    return manifest

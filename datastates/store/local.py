@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from datastates.content.digest import decode, encode
+from datastates.content.digest import Sound, decode, decode_sound, encode
 from datastates.content.manifest import Manifest, PackInfo
 from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.lineage.states import Status
@@ -132,7 +132,7 @@ class LocalTier(Tier):
             raise Unavailable(f"state {uid} cannot be read: {self._gone()}", trouble=f"gone: {self.root}")
         try:
             with locked(self.root, is_shared=True, is_needed=False):
-                return MappedReader(self.root, self._manifest(uid, rank), verify=verify)
+                return MappedReader(self.root, self._sound(uid, rank).manifest, verify=verify)
         except OSError as exc:
             raise Unavailable(f"state {uid} cannot be read in {self.root} ({exc})") from exc
 
@@ -142,7 +142,11 @@ class LocalTier(Tier):
         :raises NotFound: it is not here.
         :raises Corrupt: it is damaged, or another state's.
         """
-        return self._manifest(uid, self._rank)
+        return self.sound(uid).manifest
+
+    def sound(self, uid: str) -> Sound:
+        """``manifest``, for whoever goes on to look at the tensors."""
+        return self._sound(uid, self._rank)
 
     def packs(self, uid: str) -> tuple[PackInfo, ...]:
         """The packs that a state needs, as its manifest says, which is all that says so; none where it is not here, or is damaged."""
@@ -239,7 +243,7 @@ class LocalTier(Tier):
             with self._written(plan, payload, file, borrowed.stamps) as staged:
                 yield staged
 
-    def _manifest(self, uid: str, rank: int) -> Manifest:
+    def _sound(self, uid: str, rank: int) -> Sound:
         path = self.root / manifest_name(uid, rank)
         if uid_of(path.name, "manifest") is None:
             raise NotFound(f"{uid!r} is no uid")
@@ -249,12 +253,13 @@ class LocalTier(Tier):
             raise NotFound(f"state {uid} is not in {self.root}") from None
         except OSError as exc:
             raise Unavailable(f"{path} cannot be read ({exc})") from exc
-        manifest = decode(data, source=str(path))
+        sound = decode_sound(data, source=str(path))
+        manifest = sound.manifest
         if (manifest.origin.uid, manifest.origin.rank) != (uid, rank):
             raise Corrupt(f"{path} is the manifest of state {manifest.origin.uid}, rank {manifest.origin.rank}: it was renamed or swapped")
         if len(manifest.refs) != len(manifest.content.chunks):
             raise Corrupt(f"{path} says of {len(manifest.content.chunks)} chunks where {len(manifest.refs)} lie")
-        return manifest
+        return sound
 
     def _put(self, payload: Payload, base: Manifest | None, *, is_of_base: bool) -> Placed:
         places = places_of(base)

@@ -25,7 +25,7 @@ Objects = dict[str, Any]
 
 
 def begun(here: Objects, state: Sent) -> ObjectsSink:
-    sink = ObjectsSink(state.manifest, here, atomic=False)
+    sink = ObjectsSink(state.checked, here, atomic=False)
     feed(sink, state.chunks, list(sink.missing())[:1])
     return sink
 
@@ -50,7 +50,7 @@ def test_a_clone_in_place_that_does_not_end_leaves_dirty_objects_that_no_tracker
 def test_a_clone_that_ends_before_the_first_buffer_leaves_nothing_dirty() -> None:
     state, here = sent(mlp(1)), mlp(2)
     before = digest(here)
-    sink = ObjectsSink(state.manifest, here, atomic=False)
+    sink = ObjectsSink(state.checked, here, atomic=False)
     with pytest.raises(Dirty):
         sink.refuse_dirty()
     sink.close()
@@ -66,7 +66,7 @@ def test_a_clone_in_place_waits_for_captures_that_still_read(tmp_path: Path, mon
         before = sent({**here}).manifest.content.chunks
         gate.hold()
         capture = run.capture()
-        sink = ObjectsSink(state.manifest, here, atomic=False)  # opens the gate
+        sink = ObjectsSink(state.checked, here, atomic=False)  # opens the gate
         feed(sink, state.chunks)
         sink.commit()
         tree = repo.load(capture.wait().uid)
@@ -77,7 +77,7 @@ def test_a_clone_in_place_waits_for_captures_that_still_read(tmp_path: Path, mon
 def test_another_clone_makes_dirty_objects_whole() -> None:
     state, here = sent(mlp(1)), mlp(2)
     first = begun(here, state)
-    second = ObjectsSink(state.manifest, here)
+    second = ObjectsSink(state.checked, here)
     feed(second, state.chunks)
     assert first.is_dirty
     assert second.commit()

@@ -127,7 +127,7 @@ def digest(objects: Objects) -> str:
 def test_every_bit_arrives(make: Callable[[int], Objects], options: Any) -> None:
     there, here = make(1), make(2)
     state = sent(there)
-    sink = ObjectsSink(state.manifest, here, **options)
+    sink = ObjectsSink(state.checked, here, **options)
     assert sorted(feed(sink, state.chunks)) == list(range(len(state.chunks)))
     assert sink.missing() == []
     for index, chunk in enumerate(state.chunks) if options.get("keep") else ():
@@ -145,7 +145,7 @@ def test_every_bit_arrives(make: Callable[[int], Objects], options: Any) -> None
 def test_training_goes_on_bit_for_bit_after_a_clone_into_a_fresh_optimizer(options: Any, how: str) -> None:
     there, here = mlp(1, **{how: True}), mlp(2, steps=0, **{how: True})
     state = sent(there)
-    sink = ObjectsSink(state.manifest, here, **options)
+    sink = ObjectsSink(state.checked, here, **options)
     feed(sink, state.chunks)
     assert sink.commit()
     sink.close()
@@ -156,7 +156,7 @@ def test_training_goes_on_bit_for_bit_after_a_clone_into_a_fresh_optimizer(optio
 def test_the_state_of_a_fresh_optimizer_is_not_copied_and_stays_after_the_sink_is_gone() -> None:
     there, here = mlp(1), mlp(2, steps=0)
     state = sent(there)
-    sink = ObjectsSink(state.manifest, here)
+    sink = ObjectsSink(state.checked, here)
     lies = {tensor.data_ptr() for tensor in sink._tensors if tensor is not None}
     feed(sink, state.chunks)
     sink.commit()
@@ -174,7 +174,7 @@ def test_in_place_what_is_large_is_received_where_it_belongs() -> None:
     state = sent(there)
     weight = here["model"][3].weight
     begin = weight.data_ptr()
-    sink = ObjectsSink(state.manifest, here, atomic=False)
+    sink = ObjectsSink(state.checked, here, atomic=False)
     inside = 0
     for index in sink.missing():
         for buffer in sink.buffers(index) or ():
@@ -189,7 +189,7 @@ def test_in_place_what_is_large_is_received_where_it_belongs() -> None:
 def test_atomic_nothing_is_touched_before_the_commit() -> None:
     state, here = sent(mlp(1)), mlp(2)
     before = digest(here)
-    sink = ObjectsSink(state.manifest, here)
+    sink = ObjectsSink(state.checked, here)
     feed(sink, state.chunks)
     assert digest(here) == before
     assert not sink.is_dirty
@@ -204,7 +204,7 @@ def test_only_the_chunks_of_what_is_asked_for_are_fetched(options: Any) -> None:
     there, here = mlp(1), mlp(2)
     state = sent(there)
     kept = sent({"optimizer": here["optimizer"]}).chunks
-    sink = ObjectsSink(state.manifest, here, only="model", **options)
+    sink = ObjectsSink(state.checked, here, only="model", **options)
     fetched = feed(sink, state.chunks)
     assert 0 < len(fetched) < len(state.chunks)
     report = sink.commit()
@@ -220,9 +220,9 @@ def test_a_misfit_is_refused_before_any_byte_is_fetched(atomic: bool) -> None:
     state, here = sent(mlp(1)), mlp(2, width=512)
     before = digest(here)
     with pytest.raises(InvalidInput, match="nothing was changed"):
-        ObjectsSink(state.manifest, here, atomic=atomic)
+        ObjectsSink(state.checked, here, atomic=atomic)
     with pytest.raises(InvalidInput, match="selects nothing"):
-        ObjectsSink(state.manifest, mlp(2), only="modle", atomic=atomic)
+        ObjectsSink(state.checked, mlp(2), only="modle", atomic=atomic)
     assert digest(here) == before
 
 
@@ -232,7 +232,7 @@ def test_without_strict_what_fits_is_cloned(options: Any) -> None:
     here["model"][4] = nn.Linear(1024, 9)
     here["model"][3].to(torch.float64)
     state = sent({"model": there["model"]})
-    sink = ObjectsSink(state.manifest, here, strict=False, only="model", **options)
+    sink = ObjectsSink(state.checked, here, strict=False, only="model", **options)
     feed(sink, state.chunks)
     report = sink.commit()
     sink.close()
@@ -245,7 +245,7 @@ def test_without_strict_what_fits_is_cloned(options: Any) -> None:
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_a_chunk_of_wrong_bytes_is_refused_and_asked_for_again(options: Any) -> None:
     state, here = sent(mlp(1)), mlp(2)
-    sink = ObjectsSink(state.manifest, here, **options)
+    sink = ObjectsSink(state.checked, here, **options)
     for index in sink.missing():
         wrong = bytearray(state.chunks[index])
         wrong[-1] ^= 1
@@ -267,7 +267,7 @@ def test_a_chunk_of_wrong_bytes_is_refused_and_asked_for_again(options: Any) -> 
 def test_wrong_bytes_are_not_spread_over_small_tensors() -> None:
     there, here = {"box": [torch.ones(10), torch.ones(20)]}, {"box": [torch.zeros(10), torch.zeros(20)]}
     state = sent(there)
-    sink = ObjectsSink(state.manifest, here, atomic=False)
+    sink = ObjectsSink(state.checked, here, atomic=False)
     fill(sink.buffers(0) or (), b"\x01" * len(state.chunks[0]))
     assert not sink.accept(0)
     assert not any(map(torch.any, here["box"]))
@@ -275,7 +275,7 @@ def test_wrong_bytes_are_not_spread_over_small_tensors() -> None:
 
 def test_a_clone_goes_on_after_half_of_its_chunks() -> None:
     state, here = sent(mlp(1)), mlp(2)
-    sink = ObjectsSink(state.manifest, here, atomic=False)
+    sink = ObjectsSink(state.checked, here, atomic=False)
     half = list(sink.missing())[::2]
     feed(sink, state.chunks, half)
     lost = sink.missing()[0]
@@ -294,13 +294,13 @@ def test_chunks_that_the_objects_hold_already_are_not_fetched() -> None:
         there["model"][3].weight[-1, -1] += 1
     state = sent(there)
     for keep in (False, True):
-        sink = ObjectsSink(state.manifest, here, atomic=False, skip_equal=True, keep=keep)
+        sink = ObjectsSink(state.checked, here, atomic=False, skip_equal=True, keep=keep)
         missing = sink.missing()
         assert len(missing) == 1
         for index in set(range(len(state.chunks))) - set(missing) if keep else ():
             assert b"".join(sink.pieces(index) or ()) == state.chunks[index]
         sink.close()
-    sink = ObjectsSink(state.manifest, here, atomic=False, skip_equal=True)
+    sink = ObjectsSink(state.checked, here, atomic=False, skip_equal=True)
     feed(sink, state.chunks)
     assert sink.commit()
     assert digest(here) == state.manifest.digest
@@ -310,7 +310,7 @@ def test_as_many_scratch_buffers_as_were_asked_for_are_used_again_and_again() ->
     there = {"box": {str(i): torch.full((50_000,), float(i)) for i in range(200)}}
     here = {"box": {str(i): torch.zeros(50_000) for i in range(200)}}
     state = sent(there)
-    sink = ObjectsSink(state.manifest, here, atomic=False, scratch=2)
+    sink = ObjectsSink(state.checked, here, atomic=False, scratch=2)
     first, second, third = list(sink.missing())[:3]
     assert sink.buffers(first) is not None
     assert sink.buffers(second) is not None
@@ -332,7 +332,7 @@ def test_ten_thousand_tiny_tensors_arrive(options: Any) -> None:
     here = {"box": {str(i): torch.zeros(10) for i in range(10_000)}}
     held = [id(tensor) for tensor in here["box"].values()]
     state = sent(there)
-    sink = ObjectsSink(state.manifest, here, **options)
+    sink = ObjectsSink(state.checked, here, **options)
     feed(sink, state.chunks)
     assert sink.commit()
     sink.close()
@@ -342,7 +342,7 @@ def test_ten_thousand_tiny_tensors_arrive(options: Any) -> None:
 
 def test_chunks_may_be_accepted_by_several_threads_at_once() -> None:
     state, here = sent(mlp(1)), mlp(2)
-    sink = ObjectsSink(state.manifest, here, atomic=False)
+    sink = ObjectsSink(state.checked, here, atomic=False)
     indices = list(sink.missing())
     threads = [threading.Thread(target=feed, args=(sink, state.chunks, indices[part::4])) for part in range(4)]
     for thread in threads:
@@ -357,14 +357,14 @@ def test_the_memory_of_one_clone_serves_the_next() -> None:
     shadows, here, addresses = Shadows(), mlp(9), set()
     for seed in (1, 2, 3):
         state = sent(mlp(seed))
-        sink = ObjectsSink(state.manifest, here, shadows=shadows)
+        sink = ObjectsSink(state.checked, here, shadows=shadows)
         addresses.add(sink._shadow.tensor(0, 1).data_ptr())
         feed(sink, state.chunks)
         assert sink.commit()
         assert digest(here) == state.manifest.digest
     assert len(addresses) == 1
     fresh = mlp(5, steps=0)
-    sink = ObjectsSink(state.manifest, fresh, shadows=shadows)
+    sink = ObjectsSink(state.checked, fresh, shadows=shadows)
     feed(sink, state.chunks)
     sink.commit()  # gives its memory to the optimizer
     assert sink._shadow is not shadows.take(1)
@@ -384,7 +384,7 @@ def test_live_tensors_over_each_other_are_written_in_the_order_of_a_restore(opti
     there["box"]["part"] = torch.full((100_000,), 5.0)
     state = sent(there)
     here = make(2)
-    sink = ObjectsSink(state.manifest, here, **options)
+    sink = ObjectsSink(state.checked, here, **options)
     feed(sink, state.chunks)
     sink.commit()
     sink.close()
@@ -404,14 +404,14 @@ def test_tied_weights_arrive_in_untied_ones_and_differing_ones_are_refused_by_ti
 
     tied, free = heads(1, is_tied=True), heads(2, is_tied=False)
     state = sent(tied)
-    sink = ObjectsSink(state.manifest, free, **options)
+    sink = ObjectsSink(state.checked, free, **options)
     feed(sink, state.chunks)
     assert sink.commit()
     sink.close()
     assert torch.equal(free["model"][0].weight, tied["model"][0].weight)
     assert torch.equal(free["model"][1].weight, tied["model"][0].weight)
     state = sent(heads(3, is_tied=False))
-    sink = ObjectsSink(state.manifest, tied, **options)
+    sink = ObjectsSink(state.checked, tied, **options)
     before = digest(tied)
     feed(sink, state.chunks)
     with pytest.raises(InvalidInput, match="one tensor for"):
@@ -432,7 +432,7 @@ class Swapping(nn.Linear):
 def test_a_module_that_changes_what_it_loads_gets_what_is_stored(options: Any) -> None:
     there, here = Swapping(400, 400, bias=False), Swapping(400, 400, bias=False)
     state = sent({"model": there})
-    sink = ObjectsSink(state.manifest, {"model": here}, **options)
+    sink = ObjectsSink(state.checked, {"model": here}, **options)
     feed(sink, state.chunks)
     sink.commit()
     sink.close()
@@ -444,7 +444,7 @@ def test_another_order_in_memory_is_converted(options: Any) -> None:
     there, here = images(1), images(2)
     here["model"].to(memory_format=torch.contiguous_format)
     state = sent(there)
-    sink = ObjectsSink(state.manifest, here, **options)
+    sink = ObjectsSink(state.checked, here, **options)
     feed(sink, state.chunks)
     sink.commit()
     sink.close()
@@ -464,7 +464,7 @@ def test_what_the_objects_do_not_have_is_theirs_afterwards(options: Any) -> None
     }
     here: Objects = {"ema": OrderedDict(), "wide": {}, "step": 0, "pair": (0, torch.zeros(1))}
     state = sent(there)
-    sink = ObjectsSink(state.manifest, here, **options)
+    sink = ObjectsSink(state.checked, here, **options)
     feed(sink, state.chunks)
     report = sink.commit()
     sink.close()
@@ -482,7 +482,7 @@ def test_gradients_arrive(options: Any) -> None:
     for parameter in list(here["model"].parameters())[:2]:
         parameter.grad = None
     state = sent(there, gradients=True)
-    sink = ObjectsSink(state.manifest, here, **options)
+    sink = ObjectsSink(state.checked, here, **options)
     feed(sink, state.chunks)
     assert sink.commit()
     sink.close()
@@ -495,7 +495,7 @@ def test_gradients_arrive(options: Any) -> None:
 def test_a_meta_tensor_takes_no_state() -> None:
     state = sent({"model": nn.Linear(500, 500)})
     with pytest.raises(InvalidInput, match="meta"):
-        ObjectsSink(state.manifest, {"model": nn.Linear(500, 500, device="meta")}, atomic=False)
+        ObjectsSink(state.checked, {"model": nn.Linear(500, 500, device="meta")}, atomic=False)
 
 
 @pytest.mark.gpu
@@ -512,7 +512,7 @@ def test_a_clone_into_a_device_goes_on_bit_for_bit(options: Any, steps: int) -> 
 
     there, here = on_device(1, 2), on_device(2, steps)
     state = sent(there)
-    sink = ObjectsSink(state.manifest, here, **options)
+    sink = ObjectsSink(state.checked, here, **options)
     feed(sink, state.chunks)
     assert sink.commit()
     sink.close()
@@ -522,7 +522,7 @@ def test_a_clone_into_a_device_goes_on_bit_for_bit(options: Any, steps: int) -> 
 
 def test_a_chunk_is_asked_for_in_few_pieces() -> None:
     state, here = sent(mlp(1)), mlp(2)
-    sink = ObjectsSink(state.manifest, here, atomic=False)
+    sink = ObjectsSink(state.checked, here, atomic=False)
     for index in sink.missing():
         pieces = sink.buffers(index)
         assert pieces is not None

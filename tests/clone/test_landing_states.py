@@ -42,7 +42,7 @@ class Room:
         self.memory = MemoryTier(self.arena)
 
     def sink(self, source: Sent, **options: object) -> StateSink:
-        return StateSink(source.manifest, self.memory, self.arena, self.arena.acquire, **options)  # type: ignore[arg-type]  # for lender and relatives
+        return StateSink(source.checked, self.memory, self.arena, self.arena.acquire, **options)  # type: ignore[arg-type]  # for lender and relatives
 
     def clone(self, source: Sent) -> list[int]:
         sink = self.sink(source)
@@ -230,7 +230,7 @@ def adopted(repo: datastates.Repository, source: Sent) -> None:
     runner, memory, arena = repo.core.runner(), repo.core.tiers.captured, repo.core.arena
     assert memory is not None
     assert arena is not None
-    sink = StateSink(source.manifest, memory, arena, lambda count: runner.acquire(count, datastates.BackPressure.WAIT))
+    sink = StateSink(source.checked, memory, arena, lambda count: runner.acquire(count, datastates.BackPressure.WAIT))
     feed(sink, source.chunks)
     facts = StateFacts(source.manifest.origin.uid, None, None, repo.core.run_uid, source.manifest.origin.step)
     runner.commits.take_in(Coming(facts, source.manifest.digest, sum(map(len, source.chunks)), sink.adopt), record.record)

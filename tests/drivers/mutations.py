@@ -33,7 +33,7 @@ from blake3 import blake3
 
 import datastates
 from datastates import Config, DatastatesError, Repository
-from datastates.clone.landing import check_manifest
+from datastates.clone.landing import read_manifest
 from datastates.content.digest import decode, state_digest
 from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
 from datastates.content.tree import unflatten
@@ -204,8 +204,7 @@ def changed_manifest(plain: dict[str, Any], random: Random) -> bytes:
 
 def take_manifest(data: bytes) -> None:
     """What is done with a manifest before a byte of its state is there, and what a restore makes of it."""
-    manifest = decode(data, source="a stranger")
-    parts = check_manifest(manifest)
+    parts = read_manifest(data, source="a stranger")
     unflatten(parts.skeleton, parts.values, [None] * len(parts.specs), is_sketch=True)
     unflatten(parts.skeleton, parts.values, [None] * len(parts.specs))
 

@@ -9,7 +9,8 @@ import msgspec
 
 from datastates.capture.plan import compile_plan
 from datastates.capture.stage import CopyJob, Stager
-from datastates.content.digest import chunk_digest, decode, encode, state_digest
+from datastates.clone.landing import CheckedManifest, read_manifest
+from datastates.content.digest import chunk_digest, encode, state_digest
 from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
 from datastates.content.tree import encode_values, flatten
 from datastates.objects.adapters import Adapted
@@ -23,8 +24,12 @@ __all__ = ["Sent", "feed", "sent"]
 class Sent:
     """A state on the sending side."""
 
-    manifest: Manifest
+    checked: CheckedManifest
     chunks: list[bytes]
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.checked.manifest
 
 
 def sent(objects: Mapping[str, object], uid: str = "sent", *, gradients: bool = False, parents: Sequence[str] = ()) -> Sent:
@@ -46,7 +51,7 @@ def sent(objects: Mapping[str, object], uid: str = "sent", *, gradients: bool = 
     digests = ("0" * 64,) * len(parents)
     origin = Origin(uid, tuple(parents), digests, None, None, 1, 0, 0, None, {}, {})
     manifest = Manifest(1, state_digest(content, digests), origin, content)
-    return Sent(decode(encode(manifest), source="the test"), chunks)
+    return Sent(read_manifest(encode(manifest), source="the test"), chunks)
 
 
 def feed(sink: Sink, chunks: Sequence[bytes], indices: Iterable[int] | None = None) -> list[int]:

@@ -181,8 +181,7 @@ def test_a_plane_that_was_reset_is_made_anew() -> None:
             feed = await opened(session)
             for round_ in range(3):
                 assert await receive(feed, round_) == STATE[round_]
-                for connection in _lanes_of(near if round_ % 2 else far):
-                    connection.shutdown(socket.SHUT_RDWR)
+                assert (near if round_ % 2 else far).cut()
                 assert await asyncio.gather(*(receive(feed, n) for n in range(8))) == STATE[:8]
             await session.close()
 

@@ -20,7 +20,7 @@ async def answered_by_hand(world: World, peer: Session) -> tuple[Session, asynci
     """The server's end, and a question to it that it leaves to the test to answer."""
     await until(lambda: bool(world.server.sessions))
     far = world.server.sessions[0]
-    far._asked_by_peer = lambda number, question: None  # type: ignore[method-assign] # the test answers
+    far._asked.take = lambda number, question: None  # type: ignore[method-assign] # the test answers
     return far, asyncio.create_task(peer.ask(Refs()))
 
 
@@ -85,8 +85,8 @@ def test_a_peer_that_wants_the_same_chunk_for_ever_does_not_take_a_push_for_ever
         async with session(world) as peer:
             await until(lambda: bool(world.server.sessions))
             far = world.server.sessions[0]
-            far._asked_by_peer = lambda number, question: None  # type: ignore[method-assign] # it takes the push and records nothing
-            far._part = lambda number, data: None  # type: ignore[method-assign] # as above
+            far._asked.take = lambda number, question: None  # type: ignore[method-assign] # it takes the push and records nothing
+            far._asked.part = lambda number, data: None  # type: ignore[method-assign] # as above
             far._receiving.bytes_wanted = 1 << 40
 
             async def want() -> None:
@@ -120,8 +120,8 @@ def test_a_push_that_nobody_takes_is_refused_before_its_body_comes() -> None:
             for _ in range(3):
                 await peer._post(Part(7, bytes(PART_BYTES)))
             assert await peer.refs()  # which comes behind: all of it was dropped
-            assert not far._uploads
-            assert not far._questions
+            assert not far._asked._uploads
+            assert not far._asked._questions
             source = MemorySource(STATE)
             with pytest.raises(InvalidInput, match="takes no pushes"):
                 await peer.push(source, UID, offer(refs=2000))
@@ -137,7 +137,7 @@ def test_a_client_takes_no_body_of_what_a_server_pushes() -> None:
             await until(lambda: bool(world.server.sessions))
             with pytest.raises(PeerFault, match="serves nothing"):
                 await world.server.sessions[0].push(MemorySource(STATE), UID, offer(refs=500))
-            assert not peer._uploads
+            assert not peer._asked._uploads
 
     run(test)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,25 +33,14 @@ class _Broken(Exception):
         self.error = error
 
 
-class Feed:
-    """One state, opened on one session. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks.
+class Feed(ABC):
+    """One state that a peer holds open. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks.
 
     With ``is_bound`` chunks come, mostly, in a way that proves whose they are.
     """
 
-    def __init__(
-        self,
-        name: str,
-        manifest: bytes,
-        lengths: tuple[int, ...],
-        *,
-        receive: Callable[[int, Sequence[memoryview]], Awaitable[bool]],
-        release: Callable[[], Awaitable[None]],
-        digests: Callable[[Sequence[int]], Awaitable[Sequence[bytes]]],
-        is_bound: bool = False,
-    ) -> None:
+    def __init__(self, name: str, manifest: bytes, lengths: tuple[int, ...], *, is_bound: bool = False) -> None:
         self.name, self.manifest, self.lengths, self.is_bound = name, manifest, lengths, is_bound
-        self._receive, self._release, self._digests = receive, release, digests
         self._is_closed = False
 
     async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
@@ -68,9 +58,9 @@ class Feed:
             raise InvalidInput(f"{wanted} bytes were asked for as chunk {index} of a state that has {had} at {self.name}")
         return not wanted or await self._receive(index, [buffer for buffer in buffers if buffer.nbytes])
 
+    @abstractmethod
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
         """BLAKE3 of these chunks, as the peer has them."""
-        return await self._digests(indexes)
 
     async def close(self) -> None:
         """Let the peer unpin the state; idempotent, and silent when the session is over."""
@@ -78,6 +68,14 @@ class Feed:
             self._is_closed = True
             with suppress(DatastatesError):
                 await self._release()
+
+    @abstractmethod
+    async def _receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        """See ``receive``; the buffers have the right size, and none is empty."""
+
+    @abstractmethod
+    async def _release(self) -> None:
+        """See ``close``."""
 
 
 class Receiving:

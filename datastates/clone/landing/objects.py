@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from datastates.content.digest import pieces_digest
-from datastates.content.manifest import CHUNK_BYTES, Manifest
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.content.shards import is_whole
 from datastates.content.tree import unflatten
 from datastates.errors import Closed, Conflict, Corrupt, Unavailable
@@ -23,7 +23,7 @@ from .routes import DIRECT_BYTES, Piece, Segment, Stretch, route
 from .scatter import scatter
 from .scratch import Scratch
 from .shadow import Shadow, Shadows
-from .untrusted import check_manifest, distrusting
+from .untrusted import CheckedManifest, distrusting
 
 if TYPE_CHECKING:
     import torch
@@ -50,12 +50,12 @@ class ObjectsSink:
     keep the memory of one clone for the next.
 
     :raises InvalidInput: the state does not fit the objects.
-    :raises Corrupt: the manifest is no good (or PeerFault, Unavailable).
+    :raises Corrupt: the manifest's tree is none of named objects.
     """
 
     def __init__(
         self,
-        manifest: Manifest,
+        checked: CheckedManifest,
         objects: Mapping[str, object],
         *,
         only: str | Sequence[str] | None = None,
@@ -66,9 +66,9 @@ class ObjectsSink:
         scratch: int = 16,
         shadows: Shadows | None = None,
     ) -> None:
-        self.manifest = manifest
-        self.lengths = tuple(chunk.length for chunk in manifest.content.chunks)
-        self._parts = check_manifest(manifest)
+        self.manifest = checked.manifest
+        self.lengths = checked.lengths
+        self._parts = checked
         self._objects, self._only, self._strict, self._keeps = objects, only, strict, keep
         wants = reads(objects, only)
         self._wanted = holders(self._parts.specs, [wants(spec.path) for spec in self._parts.specs])

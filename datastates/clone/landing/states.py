@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from datastates.content.digest import chunk_digest
-from datastates.content.manifest import CHUNK_BYTES, Chunk, Manifest
+from datastates.content.manifest import CHUNK_BYTES, Chunk
 from datastates.errors import Closed, Corrupt, DatastatesError, NotFound, OverBudget, Unavailable
 from datastates.store.arena import Arena
 from datastates.store.memory import MemoryTier
 from datastates.store.tier import Placed, Reader, Tier
 
-from .untrusted import check_manifest
+from .untrusted import CheckedManifest
 
 __all__ = ["StateSink"]
 
@@ -31,12 +31,11 @@ class StateSink:
     asked for once.
 
     :raises OverBudget: the state can never fit.
-    :raises Corrupt: the manifest is no good (or PeerFault, Unavailable).
     """
 
     def __init__(
         self,
-        manifest: Manifest,
+        checked: CheckedManifest,
         memory: MemoryTier,
         arena: Arena,
         acquire: Callable[[int], Sequence[int] | None],
@@ -45,9 +44,8 @@ class StateSink:
         lender: Tier | None = None,
         relatives: Iterable[str] = (),
     ) -> None:
-        check_manifest(manifest)
-        self.manifest = manifest
-        self.lengths = tuple(chunk.length for chunk in manifest.content.chunks)
+        self.manifest = manifest = checked.manifest
+        self.lengths = checked.lengths
         self._memory, self._arena = memory, arena
         first: dict[_Key, int] = {}
         for index, chunk in enumerate(manifest.content.chunks):

@@ -10,16 +10,15 @@ from math import prod
 from typing import Any
 
 from datastates.content.arrays import MAX_DEPTH
-from datastates.content.check import check, tensors_of
-from datastates.content.digest import state_digest
+from datastates.content.digest import Sound, decode_sound
 from datastates.content.encoding import Packed
 from datastates.content.geometry import dtype_of
-from datastates.content.manifest import VERSION, Content, Manifest, TensorSpec
+from datastates.content.manifest import Content, Manifest, TensorSpec
 from datastates.content.skeleton import TENSOR, VALUE, path_lengths, paths
 from datastates.content.tree import Skeleton, decode_skeleton, decode_values
 from datastates.errors import Corrupt, DatastatesError, PeerFault
 
-__all__ = ["Parts", "check_manifest", "distrusting"]
+__all__ = ["CheckedManifest", "check_manifest", "distrusting", "read_manifest"]
 
 _SOURCE = "the manifest that the peer sent"
 
@@ -34,37 +33,48 @@ _FOREIGN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
-    """The decoded parts of a manifest."""
+class CheckedManifest:
+    """A manifest from outside that can be relied on, and its decoded parts: every tensor lies inside the stream, apart from others, under
+    one path. Made by ``read_manifest`` and ``check_manifest`` alone, so that whoever is given one checks nothing again."""
 
+    manifest: Manifest
     specs: tuple[TensorSpec, ...]
     skeleton: Skeleton
     values: list[Any]
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The bytes of each chunk."""
+        return tuple(chunk.length for chunk in self.manifest.content.chunks)
 
-def check_manifest(manifest: Manifest) -> Parts:
-    """The parts of a manifest that can be relied on: every tensor lies inside the stream, apart from others, under one path.
 
-    :raises Corrupt: it contradicts itself.
-    :raises PeerFault: it asks for far more memory than it brings bytes, or is one part of a state of several ranks.
+def read_manifest(raw: bytes | memoryview, *, source: str) -> CheckedManifest:
+    """The manifest in what a peer sent; ``source`` says in errors whose it is.
+
+    :raises Corrupt: a byte is wrong or missing, or it contradicts itself.
+    :raises PeerFault: as ``check_manifest``.
     :raises Unavailable: it has a dtype, or is of a version, that is not known here.
     """
+    return check_manifest(decode_sound(raw, source=source))
+
+
+def check_manifest(sound: Sound) -> CheckedManifest:
+    """What a manifest that agrees with itself must be as well when others have made it.
+
+    :raises Corrupt: its tensors overlap, or its tree has others.
+    :raises PeerFault: it asks for far more memory than it brings bytes, or is one part of a state of several ranks.
+    """
+    manifest, specs = sound.manifest, sound.specs
     with distrusting():
-        if manifest.version != VERSION:
-            raise PeerFault(f"{_SOURCE} is of version {manifest.version}, this datastates reads version {VERSION}: upgrade it")
         if manifest.origin.world_size != 1:
             raise PeerFault(f"{_SOURCE} is one of {manifest.origin.world_size} ranks' parts of a state: only whole states are cloned")
-        if manifest.digest != state_digest(manifest.content, manifest.origin.parent_digests):
-            raise Corrupt(f"{_SOURCE} claims the digest {manifest.digest[:64]!r}, and its content has another")
-        check(manifest, _SOURCE)
-        specs = tensors_of(manifest.content, source=_SOURCE)
         skeleton = decode_skeleton(manifest.content.skeleton, source=_SOURCE)
         values = decode_values(manifest.content.values, source=_SOURCE)
         _check_spread(manifest.content, skeleton, values)
         _check_paths(specs, skeleton)
         _check_shards(specs)
         _check_expansion(manifest, specs)
-        return Parts(specs, skeleton, values)
+        return CheckedManifest(manifest, specs, skeleton, values)
 
 
 @contextmanager
