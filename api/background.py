@@ -16,7 +16,7 @@ SHARE = 0.05
 """How much of the time work in the background may take."""
 
 _SLICE_S = 0.002  # requests wait so long for the interpreter at most
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 class Background:
@@ -76,9 +76,9 @@ class Background:
         except Closed:
             pass
         except Unavailable as error:  # the database is away: whoever asks again tries again
-            _log.warning("%s failed: %s", self._name, error)
+            _logger.warning("%s failed: %s", self._name, error)
         except Exception:
-            _log.exception("%s failed", self._name)
+            _logger.exception("%s failed", self._name)
         finally:
             with self._lock:
                 del self._threads[task]

@@ -27,8 +27,8 @@ REQUEST_S = 10.0
 ANSWER_S = 30.0
 """Of an answer that waits to be taken some must leave in so long."""
 
-_log = logging.getLogger("datastates.api.connections")
-_log.setLevel(logging.ERROR)  # of what strangers send, nothing is told: that would fill a disk
+_logger = logging.getLogger(__name__)
+_logger.setLevel(logging.ERROR)  # of what strangers send, nothing is told: that would fill a disk
 
 
 class Connections(ServerState):
@@ -44,7 +44,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.logger = _log
+        self.logger = _logger
         self._place: Place | None = None
         self._request_timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None

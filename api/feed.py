@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Feed", "Listener"]
 
-_log = logging.getLogger("datastates.api")
+_logger = logging.getLogger(__name__)
 
 _KEPT = 1000
 _PAGE = 200
@@ -155,11 +155,11 @@ class Feed:
                 self.close()
             except DatastatesError as error:
                 if not has_failed:
-                    _log.warning("the events of %r cannot be read: %s", self._name, error)
+                    _logger.warning("the events of %r cannot be read: %s", self._name, error)
                 has_failed, pause_s = True, _AGAIN_S
             except Exception:
                 if not has_failed:
-                    _log.exception("the events of %r cannot be read", self._name)
+                    _logger.exception("the events of %r cannot be read", self._name)
                 has_failed = True
                 pause_s = _AGAIN_S
             self._look.wait(pause_s)

@@ -32,7 +32,7 @@ MEDIA_TYPE = "application/problem+json"
 _SHOWN = 100
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-_log = logging.getLogger("datastates.api")
+_logger = logging.getLogger(__name__)
 
 STATUSES = {
     "ambiguous": 404,
@@ -103,7 +103,8 @@ def respond(error: Exception, scope: Scope) -> Response:
         is_known = scope.get("state", {}).get("is_known", False)
         problem = problem if not is_known else _with(problem, 403)
     if problem.status >= 500:
-        _log.error("%s %s: %s", scope["method"], scope["path"], masking.text(str(error)), exc_info=error if problem.status == 500 else None)
+        trace = error if problem.status == 500 else None
+        _logger.error("%s %s: %s", scope["method"], scope["path"], masking.text(str(error)), exc_info=trace)
     return _response(problem)
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BODY_BYTES", "OPEN", "QUERY_BYTES", "Guard", "Hosts", "Origins", "Shield", "Tokens", "is_open"]
 
-_log = logging.getLogger("datastates.api")
+_logger = logging.getLogger(__name__)
 
 BODY_BYTES = 64 << 10
 QUERY_BYTES = 32 << 10
@@ -147,7 +147,7 @@ class Shield:
             if not has_begun:
                 await respond(error, scope)(scope, receive, guarded)
             elif not isinstance(error.__cause__ or error, DatastatesError):  # those were logged where they came
-                _log.exception("%s %s broke off", scope["method"], scope["path"])
+                _logger.exception("%s %s broke off", scope["method"], scope["path"])
 
 
 class Guard:

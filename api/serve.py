@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_URL", "WebServer", "name_of", "serve_in_thread", "serve_repository"]
 
+_logger = logging.getLogger(__name__)
+
 DEFAULT_URL = "http://127.0.0.1:8642"
 _GRACE_S = 5
 _HEADER_BYTES = 64 << 10
@@ -120,7 +122,7 @@ class WebServer:
         try:
             self._uvicorn.run(sockets=[self._socket])
         except Exception:
-            logging.getLogger("datastates.api").exception("the server at %s ended", self._shown)
+            _logger.exception("the server at %s ended", self._shown)
         finally:
             self._socket.close()
             self._uvicorn.is_ready.set()

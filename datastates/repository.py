@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Repository", "open"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 2.0
 
@@ -570,7 +570,7 @@ class Repository:
             if error is None:
                 raise
             if not (isinstance(exc, DatastatesError) and exc.repeats(error)):
-                _log.exception("closing the repository failed")
+                _logger.exception("closing the repository failed")
 
     def __repr__(self) -> str:
         return f"<Repository {self.location}>"

@@ -1,6 +1,8 @@
 """The structure of the source: nobody reaches into another module's private names, and no modules import each other in a circle."""
 
 import ast
+import importlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,3 +139,36 @@ def test_nobody_outside_the_store_names_a_tier() -> None:
     assert not outside, "ask the tier for its name, or take it from store/tiers.py"
     assert named.keys() >= NOT_TIERS.keys(), "take out those that say it no more"
     assert {name for name in named if name.startswith("datastates.store.")} == {"datastates.store.local", "datastates.store.memory"}
+
+
+FOREIGN_LOGGERS = {"uvicorn.access"}
+"""Loggers of others, whose level or handler we set."""
+
+
+def _odd_loggers(name: str, tree: ast.Module) -> Iterator[str]:
+    """Loggers that a module gets in another way than ``_logger = logging.getLogger(__name__)``."""
+    usual = {id(node.value) for node in tree.body if isinstance(node, ast.Assign) and [*map(ast.unparse, node.targets)] == ["_logger"]}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger")):
+            continue
+        given = ast.unparse(node.args[0]) if node.args else ""
+        is_foreign = given.strip("'") in FOREIGN_LOGGERS
+        if not is_foreign and not (id(node) in usual and given == "__name__"):
+            yield f"{name}:{node.lineno} gets the logger {given or 'of the root'}"
+
+
+def test_a_module_logs_under_its_own_name() -> None:
+    """Users silence or follow a part of us by its name: ``datastates.transport``, ``datastates.api.security``."""
+    odd = [said for name, (_, tree) in MODULES.items() for said in _odd_loggers(name, tree)]
+    assert not odd, "\n".join(odd)
+    logging_ones = [name for name, (_, tree) in MODULES.items() if "_logger" in _defined(tree)]
+    loggers: dict[str, logging.Logger] = {name: vars(importlib.import_module(name))["_logger"] for name in logging_ones}
+    assert {name: logger.name for name, logger in loggers.items()} == {name: name for name in loggers}
+    assert len(loggers) > 30
+
+
+def test_an_odd_logger_is_seen() -> None:
+    tree = ast.parse(
+        "_logger = logging.getLogger('datastates')\ndef f():\n    logging.getLogger().info('x')\n    getLogger('uvicorn.access')"
+    )
+    assert [*_odd_loggers("here", tree)] == ["here:1 gets the logger 'datastates'", "here:3 gets the logger of the root"]

@@ -26,7 +26,7 @@ __all__ = ["routes"]
 
 DIGESTED_BYTES = 16 << 20
 MEDIA_TYPE = "application/octet-stream"
-_log = logging.getLogger("datastates.api")
+_logger = logging.getLogger(__name__)
 
 _FILE = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 _ANSWERS: dict[int | str, dict[str, object]] = {
@@ -133,5 +133,5 @@ async def _body(first: bytes, pieces: Iterator[bytes], state: State) -> AsyncGen
             yield piece
             piece = await run_in_threadpool(next, pieces, b"")
     except DatastatesError as error:
-        _log.error("the download of state %s was broken off: %s", state.uid, error)  # no trace of the web's own
+        _logger.error("the download of state %s was broken off: %s", state.uid, error)  # noqa: TRY400 # no trace of the web's own
         raise

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Coming", "Commits"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,5 +112,5 @@ class Commits:
             with self._database.read() as session:
                 return uid in held(session, [uid], tier=self._memory.name, node=self.holder)
         except DatastatesError:
-            _log.warning("whether state %s was recorded is not known: it left memory", uid, exc_info=True)
+            _logger.warning("whether state %s was recorded is not known: it left memory", uid, exc_info=True)
             return None

@@ -11,7 +11,7 @@ from datastates.errors import Torn
 
 __all__ = ["Edits", "named"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Edits:
         torn = {path for tear in tears for path in tear.error.paths}
         steps = f"step{'s' * (len(tears) > 1)} {', '.join(str(tear.step) for tear in tears)}"
         if self.are_anywhere or torn <= self.paths:
-            _log.warning("branch %s has no state of %s either, for the same reason", branch, steps)  # they had begun before it was known
+            _logger.warning("branch %s has no state of %s either, for the same reason", branch, steps)  # they had begun before it was known
             return False
         self.paths |= torn
         self.are_anywhere = any(tear.is_taught for tear in tears)
-        _log.warning(
+        _logger.warning(
             "branch %s has no state of %s: %s changed between capture() and the end of its copy, outside a tracked optimizer's step. "
             "From now on %s copied before capture() returns, so that no further state is lost; run.fence() before the edit, or "
             "track(defer=False), would have kept this one",

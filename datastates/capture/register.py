@@ -25,7 +25,7 @@ from .line import Line, Staged
 
 __all__ = ["Books", "Register"]
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Register:
 
     def fail(self, staged: Staged, error: BaseException) -> None:
         """A capture did not come about."""
-        _log.debug("capture of step %s failed", staged.facts.step, exc_info=error)
+        _logger.debug("capture of step %s failed", staged.facts.step, exc_info=error)
         with self._lock:
             self._progress.pop(staged.progress.uid, None)
             # An interrupt was raised where it came; a torn capture is its handle's, and the next one is not to tear.
@@ -127,7 +127,7 @@ class Register:
         if progress is not None:
             progress.fail(error)
         elif line is not None and not line.branch:  # a clone, which nobody asks for errors
-            _log.warning("the cloned state %s was not written and is in memory only: %s", uid, error)
+            _logger.warning("the cloned state %s was not written and is in memory only: %s", uid, error)
 
     def take_write_error(self, line: Line | None) -> BaseException | None:
         """Why writing failed last; the line, which is told with it, does not say it again."""

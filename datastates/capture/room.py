@@ -23,7 +23,7 @@ from .warming import Warmer
 
 __all__ = ["Room"]
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.1
 """How often whoever waits for room asks for it again."""
@@ -129,7 +129,7 @@ class Room:
 
     def _expect_captures(self, line: Line, count: int) -> None:
         if count > self._next_slots and 2 * count > self._arena.capacity:
-            _log.warning(
+            _logger.warning(
                 "memory holds one state of %d MiB and no second one: the newest leaves it whenever the next is captured; "
                 "give memory_bytes of %s",
                 count * CHUNK_BYTES >> 20,

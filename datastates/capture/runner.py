@@ -65,7 +65,7 @@ from .warming import Warmer
 
 __all__ = ["Runner"]
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 _SAY_AGAIN_S = 0.2
 """How often whoever waits for writes hears how many are left."""
@@ -390,7 +390,7 @@ class Runner:
             self._look_at_refs()
         except Exception as error:
             if self._look_failed != repr(error):
-                _log.exception("looking for refs that others made failed; it is tried again")
+                _logger.exception("looking for refs that others made failed; it is tried again")
             self._look_failed = repr(error)
         else:
             self._look_failed = None
@@ -421,7 +421,7 @@ class Runner:
             try:
                 self._pipeline.write(uid)
             except BaseException as exc:
-                _log.debug("writing %s failed", uid, exc_info=exc)
+                _logger.debug("writing %s failed", uid, exc_info=exc)
                 if not self._is_closed:  # else nobody waited for it, its handle was told, and its tier may be closed by now
                     self._register.fail_write(uid, exc)
                     self._post(WriteFailed(uid, time.monotonic()))

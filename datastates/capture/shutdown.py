@@ -24,7 +24,7 @@ from datastates.system.bell import Latch
 
 __all__ = ["close_at_exit", "end_later", "settle"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 _SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
@@ -59,7 +59,7 @@ class _Ender:
                 end()
                 closed(end)
             except BaseException:
-                _log.exception("ending what was dropped without a close failed")
+                _logger.exception("ending what was dropped without a close failed")
             del end
 
 
@@ -114,13 +114,13 @@ def _close_all() -> None:
         try:
             closable.close()
         except Exception:
-            _log.exception("closing a repository at exit failed")
+            _logger.exception("closing a repository at exit failed")
     settle()
     for end in list(_ends):
         try:
             end()
         except Exception:
-            _log.exception("ending a repository at exit failed")
+            _logger.exception("ending a repository at exit failed")
 
 
 def _take_signals() -> None:

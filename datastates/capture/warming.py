@@ -20,7 +20,7 @@ from datastates.system.interrupts import Mutex
 
 __all__ = ["Warmer"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 _REST = 19.0
 """After touching a slot the thread rests for so many times as long as that took: it takes a twentieth of a core."""
@@ -76,7 +76,7 @@ class Warmer:
             if self._said is not None and kept >= self._said:
                 return
             self._said = kept
-        _log.info(
+        _logger.info(
             "the newest %d states (%.4g MiB each) are kept in memory; memory_bytes= of datastates.open, or DATASTATES_MEMORY, keeps more",
             kept,
             size_bytes / (1 << 20),

@@ -116,7 +116,7 @@ def _log_access() -> None:
 
     handler = logging.StreamHandler()
     handler.setFormatter(Masked("%(asctime)s %(message)s"))
-    log = logging.getLogger("uvicorn.access")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    logger = logging.getLogger("uvicorn.access")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["abandon", "lacks_parents", "land", "make_room", "make_tags", "missing_ancestry"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 def make_room(
@@ -146,4 +146,4 @@ def make_tags(core: Core, tags: Sequence[Ref]) -> None:
         except (Conflict, InvalidInput, NotFound) as exc:
             left.append(f"{tag.name[:255]!r} ({exc})")
     if left:
-        _log.warning("of %d tags %d were not taken over: %s%s", len(tags), len(left), "; ".join(left[:3]), "; …" if left[3:] else "")
+        _logger.warning("of %d tags %d were not taken over: %s%s", len(tags), len(left), "; ".join(left[:3]), "; …" if left[3:] else "")

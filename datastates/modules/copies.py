@@ -25,7 +25,7 @@ from datastates.store.tiers import payload_of
 
 __all__ = ["Copies", "Told"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 class Told(Protocol):
@@ -110,7 +110,7 @@ class Copies:
             try:
                 self._copy(turn)
             except Corrupt as exc:
-                _log.warning("state %s is not put onto the %s tier: %s", turn.uid, turn.tier.name, exc)
+                _logger.warning("state %s is not put onto the %s tier: %s", turn.uid, turn.tier.name, exc)
                 if turn.told is not None:
                     turn.told.give_up(f"state {turn.uid} is not put onto the {turn.tier.name} tier: {exc}")
             except Exception as exc:
@@ -119,11 +119,11 @@ class Copies:
                 if newest.told is not None:
                     newest.told.hold_up(Unavailable(said))
                 if not was_late:
-                    _log.warning("%s", said, exc_info=exc)
+                    _logger.warning("%s", said, exc_info=exc)
                 return
             self._forget(late.popleft())
             if was_late:
-                _log.warning("the %s tier takes states again", turn.tier.name)
+                _logger.warning("the %s tier takes states again", turn.tier.name)
                 was_late = False
 
     def _copy(self, turn: _Turn) -> None:
@@ -141,7 +141,7 @@ class Copies:
     def _give_up(self, tier: Tier, late: deque[_Turn]) -> None:
         self._work_off(late)
         if late:
-            _log.warning("%d states are durable, and not on the %s tier, the last of them %s", len(late), tier.name, late[-1].uid)
+            _logger.warning("%d states are durable, and not on the %s tier, the last of them %s", len(late), tier.name, late[-1].uid)
         for turn in late:
             self._forget(turn)
             if turn.told is not None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PATIENCE_S", "Entry", "Journal", "Listener"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 """How long the database may be away before whoever waits is told."""
@@ -184,7 +184,7 @@ class Journal:
             except Unavailable as error:
                 self._note_away(error)
             else:
-                _log.warning("the lineage answers again after %.0f s", time.monotonic() - self._away_since)
+                _logger.warning("the lineage answers again after %.0f s", time.monotonic() - self._away_since)
                 self._away_since = None
 
     def note_away(self, error: Unavailable) -> None:
@@ -249,7 +249,7 @@ class Journal:
         self._why = " ".join(str(error).split())  # drivers write several lines
         if self._away_since is None:
             self._away_since = time.monotonic()
-            _log.warning("the lineage does not answer: captures go on in memory, and are recorded when it does (%s)", self._why)
+            _logger.warning("the lineage does not answer: captures go on in memory, and are recorded when it does (%s)", self._why)
 
     def _tell_or_recall(self, news: Sequence[NewState]) -> dict[str, State]:
         try:
@@ -362,7 +362,7 @@ class Journal:
             gone = clones.known(session, self._gone)
             lineage_record.evict(session, gone, tier=CAPTURED, node=self._holder)
         self._forget_gone()
-        _log.warning("the lineage had forgotten %d states of this process: they are recorded again", len(lost))
+        _logger.warning("the lineage had forgotten %d states of this process: they are recorded again", len(lost))
         return True
 
     def _leave_out_unknown(self, known: Iterable[str]) -> bool:
@@ -385,6 +385,6 @@ class Journal:
             with session.begin_nested():
                 lineage_record.record(session, new)
         except Conflict as error:
-            _log.warning("state %s is recorded again, without its branch: %s", new.uid, error)
+            _logger.warning("state %s is recorded again, without its branch: %s", new.uid, error)
             with session.begin_nested():
                 lineage_record.record(session, new.without_branch())

@@ -17,7 +17,7 @@ from .item import HeldItem
 
 __all__ = ["Own"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Own:
         """
         if is_giving_up and self.backlog:
             self._has_given_up = True
-            _log.warning("%d states were given up before every module had seen them", self.backlog)
+            _logger.warning("%d states were given up before every module had seen them", self.backlog)
         self._turns.put(None)
 
     def join(self) -> None:
@@ -84,7 +84,7 @@ class Own:
             try:
                 module.close()
             except BaseException:
-                _log.warning("closing module %r failed", module.name, exc_info=True)
+                _logger.warning("closing module %r failed", module.name, exc_info=True)
 
     def _take(self, turn: _Turn) -> None:
         for module in () if self._has_given_up else self._modules:
@@ -101,4 +101,4 @@ class Own:
         turn.on_failed(failed)
         if module.name not in self._failed:
             self._failed.add(module.name)
-            _log.warning("%s; if it fails again, only the handles of those captures say so", failed, exc_info=error)
+            _logger.warning("%s; if it fails again, only the handles of those captures say so", failed, exc_info=error)

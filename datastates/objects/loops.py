@@ -15,7 +15,7 @@ from .passes import Pass, parts_of, set_epoch
 
 __all__ = ["LOOPS", "Loops"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 LOOPS = "loops"
 """The top-level name under which a state says where the loops of its training stood."""
@@ -194,4 +194,4 @@ class Loops:
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            _log.warning("%s", text)
+            _logger.warning("%s", text)

@@ -18,7 +18,7 @@ from .rng import RngState
 
 __all__ = ["Oversights", "refuse_misspelt"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 _IDLE = 3
 """So many captures in a row must find an optimizer idle while its parameters change."""
@@ -64,11 +64,11 @@ class Oversights:
     def _warn_of_metrics(self, names: list[str]) -> None:
         if names:
             said = "%s: what it has counted is not in its state_dict, so no state has it; call its persistent(True) before it is tracked"
-            _log.warning(said, ", ".join(names))
+            _logger.warning(said, ", ".join(names))
 
     def _warn_of_empty(self, names: list[str]) -> None:
         if names:
-            _log.warning("%s: its state_dict is empty, so no state has anything of it", ", ".join(names))
+            _logger.warning("%s: its state_dict is empty, so no state has anything of it", ", ".join(names))
 
     def _look_at_buffers(self) -> None:
         stamps = [_stamp(buffers.get(name)) for _, buffers, name in self._buffers]
@@ -76,7 +76,7 @@ class Oversights:
         self._stamps = stamps
         if changed:
             self._buffers = []
-            _log.warning(
+            _logger.warning(
                 "%s: registered with persistent=False, and changed since the last capture: no state has it; register it without that if"
                 " training depends on it",
                 ", ".join(changed[:6]),
@@ -93,7 +93,7 @@ class Oversights:
             elif version != before:
                 self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1
             if self._idle.get(id(optimizer), 0) == _IDLE and not self._is_shared(optimizer, stepped):
-                _log.warning(
+                _logger.warning(
                     "%s takes no step although its parameters change: if another optimizer took its place, no state has that one; track it"
                     " instead",
                     path,

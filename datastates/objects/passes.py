@@ -21,7 +21,7 @@ from .sampler import Batches, PermutationSampler
 
 __all__ = ["Pass", "keeping_generators", "parts_of", "set_epoch"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 _WITHIN = ("sampler", "batch_sampler", "iterable", "dataloader", "_dataloader")
 """Where loaders, and what wraps them (tqdm, Lightning's Fabric), keep what they draw from."""
@@ -57,7 +57,7 @@ class Pass:
         self.batches = 0
         self.is_over = self.is_left = False
         if self._kind is _Kind.ONCE and not isinstance(source, GeneratorType):
-            _log.warning(
+            _logger.warning(
                 "run.steps is given %s, whose place in the data is not known: a training that is resumed begins it again;"
                 " pass the loader itself, as in enumerate(run.steps(loader))",
                 type(source).__name__,
@@ -101,7 +101,7 @@ class Pass:
         is_used_up, self._begin = self._is_used_up(), place.get("begin", {})
         if self._kind is _Kind.REPLAYED:
             if place.get("length") != self._length or not self._begin:
-                _log.warning(
+                _logger.warning(
                     "the state was taken after %d batches of a loader of %s, and run.steps is given one of %s: it begins with its first"
                     " batch; give it the same loader as then",
                     self.batches, place.get("length"), self._length,
@@ -115,7 +115,7 @@ class Pass:
         if self._kind is _Kind.AHEAD and self._is_order_as_begun():
             return self._counted(self._replay())
         if self._kind is _Kind.ONCE:
-            _log.warning("run.steps is given a generator, whose place is not known: see that it begins after batch %d itself", self.batches)
+            _logger.warning("run.steps is given a generator, whose place is not known: make it begin after batch %d", self.batches)
         with keeping_generators(self._tracked):
             iterator = self._held()
         return self._counted(iterator)
@@ -159,7 +159,7 @@ class Pass:
 
     def _replay(self) -> Iterator[Any]:
         if self._loader is not None and self._loader.persistent_workers:
-            _log.warning(
+            _logger.warning(
                 "the loader keeps its workers: if its dataset draws random numbers there, those of the epoch that goes on are others than"
                 " they were; persistent_workers=False repeats them"
             )

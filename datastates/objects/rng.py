@@ -18,7 +18,7 @@ from .generators import python_state, set_python_state, tensor_of
 
 __all__ = ["RngState"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 class RngState:
@@ -74,7 +74,7 @@ class RngState:
             torch.cuda.set_rng_state(tensor_of(data), device)
         if len(states) > here:
             self.note = f"the state has the generators of {len(states)} CUDA devices and {here} are here: the others were left out"
-            _log.warning("%s", self.note)
+            _logger.warning("%s", self.note)
 
 
 def _numpy_state(numpy_random: Any) -> dict[str, object]:

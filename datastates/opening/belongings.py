@@ -18,7 +18,7 @@ from .lease import Lease
 
 __all__ = ["Belongings"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class Belongings:
             moved = runs.recover(session, [self.run_uid], volatile=VOLATILE)
         for each in moved:
             where = "nothing of it is left, so the name is free" if each.new is None else f"it is back at {each.new[:10]}"
-            _log.warning("branch %s: its newest states were given up before they were durable; %s", each.branch, where)
+            _logger.warning("branch %s: its newest states were given up before they were durable; %s", each.branch, where)
         return None
 
     def _free(self) -> None:
@@ -80,4 +80,4 @@ class Belongings:
         finally:
             self.database.close()
         for error in self.runner.errors():
-            _log.error("a repository was dropped without close, and what was in flight failed: %s", error, exc_info=error)
+            _logger.error("a repository was dropped without close, and what was in flight failed: %s", error, exc_info=error)

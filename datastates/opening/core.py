@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Core", "Opened", "Training", "core_of"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 2.0
 
@@ -255,7 +255,7 @@ class Core:
             if not has_said and time.monotonic() - began > _PATIENCE_S:
                 has_said = True
                 with undisturbed():  # the locks of logging too can be left taken
-                    _log.warning("making %d states durable before closing; Ctrl-C gives them up", pending)
+                    _logger.warning("making %d states durable before closing; Ctrl-C gives them up", pending)
 
         self.running.drain(say)
 

@@ -21,7 +21,7 @@ from .whereabouts import is_running
 
 __all__ = ["is_alive", "is_dead", "recover"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 def recover(database: Database, local: LocalTier, home: Home) -> list[runs.Recovered]:
@@ -47,7 +47,7 @@ def recover(database: Database, local: LocalTier, home: Home) -> list[runs.Recov
             (home.path / LEASES / run.uid).unlink(missing_ok=True)
     for item in recovered:
         where = "nothing of it is left, so the name is free" if item.new is None else f"it is back at {item.new[:10]}"
-        _log.warning("branch %s: its newest states died with their process; %s", item.branch, where)
+        _logger.warning("branch %s: its newest states died with their process; %s", item.branch, where)
     return recovered
 
 

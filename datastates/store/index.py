@@ -32,7 +32,7 @@ from .pack import PAGE
 
 __all__ = ["SHARED_BYTES", "ChunkIndex", "Hint"]
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 SHARED_BYTES = 64 << 10
 """Chunks below it are not shared between states that are not related: storing them again costs less than what a shared one pins."""
@@ -78,7 +78,7 @@ class ChunkIndex:
             finally:
                 os.close(fd)
         except OSError as exc:
-            _log.info("chunks of other states are not looked for: %s cannot be read (%s)", self._path, exc)
+            _logger.info("chunks of other states are not looked for: %s cannot be read (%s)", self._path, exc)
             return []
 
     def add(self, hints: Iterable[Hint]) -> None:
@@ -91,7 +91,7 @@ class ChunkIndex:
                     if left:
                         self._grow(fd, bits)
         except OSError as exc:
-            _log.info("the chunks of a state are not shared: %s cannot be written (%s)", self._path, exc)
+            _logger.info("the chunks of a state are not shared: %s cannot be written (%s)", self._path, exc)
 
     def _open(self) -> tuple[int, int]:
         """The file for reading, and how many bits of a digest choose a page."""

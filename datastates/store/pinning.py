@@ -14,7 +14,7 @@ from datastates.errors import Unavailable
 
 __all__ = ["CudaRegistrar", "Pinned", "Registrar"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every context of the process, not for that of one device."""
@@ -76,7 +76,7 @@ class Pinned:
                 self._registrar.register(address, length)
             except Unavailable as exc:
                 self._is_refused = True
-                _log.warning("%s: captures from a device go through pageable memory, and take longer", exc)
+                _logger.warning("%s: captures from a device go through pageable memory, and take longer", exc)
                 return
             self._starts.append(address)
 

@@ -14,7 +14,7 @@ from .naming import MAX_MANIFEST, uid_of
 
 __all__ = ["References"]
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 _Stamp = tuple[int, int, int]
 
@@ -59,5 +59,5 @@ def _packs_in(path: Path) -> frozenset[str] | None:
     try:
         return frozenset(pack.name for pack in decode_packs(read_regular(path, most=MAX_MANIFEST), source=str(path)))
     except (Corrupt, Unavailable, OSError) as exc:
-        _log.warning("no pack is removed while a manifest cannot be read: %s", exc)
+        _logger.warning("no pack is removed while a manifest cannot be read: %s", exc)
         return None

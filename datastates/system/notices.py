@@ -7,7 +7,7 @@ import sys
 
 __all__ = ["say"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 def say(text: str) -> None:
@@ -15,7 +15,15 @@ def say(text: str) -> None:
 
     ``logging.getLogger("datastates").setLevel(logging.WARNING)`` turns it off.
     """
-    if _log.hasHandlers():
-        _log.info("%s", text)
-    elif _log.level <= logging.INFO and sys.stderr is not None:
+    if _logger.hasHandlers():
+        _logger.info("%s", text)
+    elif not _is_turned_down() and sys.stderr is not None:
         sys.stderr.write(f"datastates: {text}\n")
+
+
+def _is_turned_down() -> bool:
+    """Whether somebody raised the level of this logger or of the package's; the root's, which is raised from the start, does not count."""
+    logger = _logger
+    while logger.level == logging.NOTSET and logger.parent is not None and logger.parent is not logging.root:
+        logger = logger.parent
+    return logger.level > logging.INFO

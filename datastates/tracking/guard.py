@@ -39,7 +39,7 @@ from .training import Training
 
 __all__ = ["Data", "Guard", "Rewind"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 Data = Literal["skip", "reshuffle"]
 """What becomes of the batches between a good state and the trouble after it."""
@@ -177,7 +177,7 @@ class Guard:
         self._in_a_row, self._calm = self._in_a_row + 1, 0
         if self._in_a_row > self._limit:
             raise self._gave_up(self.rewinds[-self._in_a_row :])
-        _log.warning(
+        _logger.warning(
             "the loss of step %d %s: back at step %d (%s), what came since is on %s; rewind %d of %d in a row",
             step, problem, good.step, good.uid[:10], branch, self._in_a_row, self._limit,
         )  # fmt: skip

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Outset", "check_origin", "origin_of", "set_out"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def origin_of(core: Core, branch: str, start: str | State | None, *, resume: boo
     if ref is None:
         return Outset(origin, is_fork=True)
     if origin.uid != ref.state:
-        _log.warning("branch %s goes back to state %s (step %d): %s", branch, origin.uid[:10], origin.step, why)
+        _logger.warning("branch %s goes back to state %s (step %d): %s", branch, origin.uid[:10], origin.step, why)
         with core.writing() as session:
             refs.move(session, branch, origin.uid, expected=ref.state)
     return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
@@ -99,11 +99,11 @@ def set_out(training: Training, state: State, *, only: str | Sequence[str] | Non
         training.line.kin = training.runner.line_of(state.uid)  # in memory only: what they share is written with the first of them
     where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")
     if not is_resumed:
-        _log.info("branch %s begins at %s", training.branch, where)
+        _logger.info("branch %s begins at %s", training.branch, where)
         return
     say(f"branch {training.branch} goes on from {where}")
     if forgotten := _forgotten(training, only):
-        _log.warning(
+        _logger.warning(
             "branch %s has %s too, and %s not tracked now: begun anew, and missing in what is captured from here; pass %s to track, or fork"
             " with start=",
             training.branch, ", ".join(forgotten), "they are" if len(forgotten) > 1 else "it is", ", ".join(forgotten),
@@ -123,7 +123,7 @@ def _warn_of_misspelling(session: Session, branch: str) -> None:
     plain = re.sub(r"\d+", "0", branch)
     close = get_close_matches(branch, [name for name, other in names.items() if other != plain], n=3, cutoff=0.75)
     if close:
-        _log.warning(
+        _logger.warning(
             "branch %r is new and begins without a state, and there is %s: branch=%r would go on there, start=%r fork from it",
             branch, " and ".join(map(repr, close)), close[0], close[0],
         )  # fmt: skip

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracker"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
 
 
@@ -320,7 +320,7 @@ class Tracker:
             if error is None:
                 raise
             if not (isinstance(exc, DatastatesError) and exc.repeats(error)):
-                _log.exception("closing the tracker of branch %s failed", self.branch)
+                _logger.exception("closing the tracker of branch %s failed", self.branch)
 
     def _step_of(self, given: int | None) -> int:
         """The step of the training: as the caller says, or one further unless ``steps`` counts."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Training"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 class Training:
@@ -204,9 +204,11 @@ class Training:
         try:
             self.close()
         except Exception as exc:
-            _log.warning("branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc)
+            _logger.warning("branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc)
         with undisturbed():
-            _log.warning("branch %s is tracked anew in this process: the earlier tracker ends here and takes no more captures", self.branch)
+            _logger.warning(
+                "branch %s is tracked anew in this process: the earlier tracker ends here and takes no more captures", self.branch
+            )
 
     def give_up(self) -> None:
         """It never began: nothing was captured."""

@@ -17,7 +17,7 @@ from .work import Work
 
 __all__ = ["announce", "describe"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 def _work_of(value: object, what: str) -> Work:
@@ -33,9 +33,9 @@ def announce(study: str, plan: Plan, work: Work, console: Console | None = None)
         console.print(Text(f"study {study}: ", style="bold"), end="")
         console.print(describe(plan, work))
         return
-    _log.info("study %s: %s; %s", study, _headline(plan), _cost(work))
+    _logger.info("study %s: %s; %s", study, _headline(plan), _cost(work))
     if leaks := plan.leaks():
-        _log.warning("study %s: %s", study, _warning(plan, leaks))
+        _logger.warning("study %s: %s", study, _warning(plan, leaks))
 
 
 @values.takes(plan=plan_of, work=_work_of, limit=values.count)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explore"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _GRACE_S = 30.0
@@ -217,18 +217,18 @@ class _Run:
         self._done[name] = self._repo.state(outcome.uid)
         self._display.reported(name, self._done[name])
         self._display.ended(name, "done")
-        _log.debug("variant %s began from %s", name, outcome.source)
+        _logger.debug("variant %s began from %s", name, outcome.source)
         return None
 
     def _failed(self, name: str, error: str, trace: str) -> None:
         attempts = self._attempts[name]
         if attempts <= self._retries:
             self._display.ended(name, f"tried again: {error}")
-            _log.warning("variant %s of study %s failed, it is tried again: %s", name, self._study, error)
+            _logger.warning("variant %s of study %s failed, it is tried again: %s", name, self._study, error)
             return
         self.errors[name] = f"{error}\n\n{trace}".rstrip() if trace else error
         self._display.ended(name, "failed")
-        _log.error("variant %s of study %s failed after %d attempts: %s", name, self._study, attempts, error)
+        _logger.error("variant %s of study %s failed after %d attempts: %s", name, self._study, attempts, error)
 
     def _broke(self, name: str, flight: _Flight, error: BrokenExecutor) -> None:
         """Note that a worker, or another one of the same pool, died: a variant that made progress meanwhile is not to blame."""
@@ -268,7 +268,7 @@ class _Run:
 
     def _interrupt(self) -> None:
         """Ask everybody to stop, and wait a while for what they then make durable."""
-        _log.warning("study %s is interrupted: %d variants make their last state durable", self._study, len(self._at_work))
+        _logger.warning("study %s is interrupted: %d variants make their last state durable", self._study, len(self._at_work))
         self._leave()
         self._pool.stop()
         for flight in self._at_work.values():
@@ -281,7 +281,9 @@ class _Run:
             except queue.Empty:
                 continue
             self._at_work.pop(name, None)
-        _log.warning("study %s: %d of %d variants are done; the same call goes on from here", self._study, len(self._done), len(self._plan))
+        _logger.warning(
+            "study %s: %d of %d variants are done; the same call goes on from here", self._study, len(self._done), len(self._plan)
+        )
 
 
 @dataclass(slots=True)

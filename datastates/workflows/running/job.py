@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Assignment", "Job", "Stop"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 Stop = Callable[[Sequence[State]], bool]
 """A study's stop rule: given the states that a variant has reported so far, first epoch first, whether it ends here."""

@@ -20,7 +20,7 @@ from . import record
 
 __all__ = ["Display", "Lines", "Quiet", "Screen", "display_for"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 
 class Display(Protocol):
@@ -67,16 +67,16 @@ class Lines(Quiet):
 
     def begun(self, variant: str, attempt: int) -> None:
         """Say so."""
-        _log.info("study %s: %s begins%s", self._study, variant, f", attempt {attempt}" if attempt > 1 else "")
+        _logger.info("study %s: %s begins%s", self._study, variant, f", attempt {attempt}" if attempt > 1 else "")
 
     def reported(self, variant: str, state: State) -> None:
         """Say the epoch and the metrics."""
         epoch, epochs = state.attributes.get(record.EPOCH), self._plan[variant].epochs
-        _log.info("study %s: %s epoch %s/%s: %s", self._study, variant, epoch, epochs, _metrics(state))
+        _logger.info("study %s: %s epoch %s/%s: %s", self._study, variant, epoch, epochs, _metrics(state))
 
     def ended(self, variant: str, how: str) -> None:
         """Say how."""
-        _log.info("study %s: %s %s", self._study, variant, how)
+        _logger.info("study %s: %s %s", self._study, variant, how)
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from .job import Assignment, Job, Stop, seed_everything
 
 __all__ = ["Explorer", "Outcome", "Share", "Task", "Train", "close_repositories", "end_with_parent", "run"]
 
-_log = logging.getLogger("datastates")
+_logger = logging.getLogger(__name__)
 
 Train = Callable[[Job], None]
 """What trains one variant; given to ``explore``."""
@@ -155,7 +155,7 @@ class _Near:
                 with connect(self._share.url, token=self._share.token) as peer:
                     peer.clone(state.uid, repo=self._repository)
             except DatastatesError as exc:
-                _log.warning("state %s did not come from %s, it is read from disk: %s", state.uid[:10], self._share.url, exc)
+                _logger.warning("state %s did not come from %s, it is read from disk: %s", state.uid[:10], self._share.url, exc)
             else:
                 self.source = "peer"
 
