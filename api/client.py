@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import httpx
 
+from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.states import RefKind, Value
 from datastates.system.secret_file import is_sendable
@@ -85,13 +86,13 @@ class Client:
 
     # --- states --------------------------------------------------------------------------------------------------------------
 
-    def state(self, rev: str) -> State:
+    def state(self, rev: str | State) -> State:
         """The state that a revision names.
 
         :raises NotFound: it names none.
         :raises SyntaxProblem: it does not parse; has the column.
         """
-        return self._get("/resolve", State, {"rev": rev})
+        return self._get("/resolve", State, {"rev": values.revision(rev)})
 
     def show(self, rev: str | State) -> StateDetail:
         """Everything that is known of one state."""
@@ -173,7 +174,7 @@ class Client:
 
         :raises Conflict: it moved meanwhile.
         """
-        return self._change("PATCH", f"/refs/{quote(name)}", Ref, {"rev": _text(rev)}, {"If-Match": f'"{expected.version}"'})
+        return self._change("PATCH", f"/refs/{quote(name)}", Ref, {"rev": values.revision(rev)}, {"If-Match": f'"{expected.version}"'})
 
     def delete_ref(self, ref: Ref) -> None:
         """Take a name away, if it still is as it was seen; its reflog stays.
@@ -196,7 +197,7 @@ class Client:
         """One of them."""
         return self._get(f"/runs/{quote(uid, safe='')}", Run)
 
-    def graph(self, *heads: str, first: int = 0, count: int = 200, around: str | State | None = None) -> GraphPage:
+    def graph(self, *heads: str | State, first: int = 0, count: int = 200, around: str | State | None = None) -> GraphPage:
         """A window of the history of some revisions, or of every branch and tag, with the lanes of its lines.
 
         :param heads: the revisions; none: every branch and tag.
@@ -204,12 +205,12 @@ class Client:
         :param count: how many rows.
         :param around: a state on which the window is centred, instead of ``first``.
         """
-        params: dict[str, Any] = {"head": list(heads), "first": first, "count": count}
+        params: dict[str, Any] = {"head": values.revisions(heads), "first": first, "count": count}
         return self._get("/graph", GraphPage, params if around is None else params | {"around": self._uid(around)})
 
-    def series(self, heads: str | Sequence[str], keys: str | Sequence[str], *, points: int | None = None) -> Series:
+    def series(self, heads: str | State | Sequence[str | State], keys: str | Sequence[str], *, points: int | None = None) -> Series:
         """Curves of metrics along the first parents of some revisions, thinned to ``points`` each."""
-        params: dict[str, Any] = {"head": heads, "key": keys}
+        params: dict[str, Any] = {"head": values.revisions(heads), "key": keys}
         return self._get("/series", Series, params if points is None else params | {"points": points})
 
     def diff(self, old: str | State, new: str | State, *, only: str | Sequence[str] | None = None, tensors: bool = True) -> Diff:
@@ -222,7 +223,7 @@ class Client:
         """
         from datastates.algebra.diff import Diff  # knows torch, which takes a while to import
 
-        params: dict[str, Any] = {"old": _text(old), "new": _text(new), "tensors": tensors}
+        params: dict[str, Any] = {"old": values.revision(old), "new": values.revision(new), "tensors": tensors}
         return self._get("/diff", Diff, params if only is None else params | {"only": only})
 
     def stats(self) -> Stats:
@@ -267,7 +268,7 @@ class Client:
         return self._ask(method, self._at(path), type_, json=body, headers=headers)
 
     def _make(self, kind: RefKind, name: str, rev: str | State, message: str | None) -> Ref:
-        return self._change("PUT", f"/refs/{quote(name)}", Ref, {"kind": str(kind), "rev": _text(rev), "message": message})
+        return self._change("PUT", f"/refs/{quote(name)}", Ref, {"kind": str(kind), "rev": values.revision(rev), "message": message})
 
     def _pages(self, path: str, type_: type[T], params: Mapping[str, Any], limit: int | None) -> Iterator[T]:
         after: dict[str, str] = {}
@@ -288,7 +289,3 @@ class Client:
             return checked(self._http.request(method, path, **options))
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise disconnected(self.url, error) from error
-
-
-def _text(rev: str | State) -> str:
-    return rev.uid if isinstance(rev, State) else rev

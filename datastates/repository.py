@@ -384,7 +384,7 @@ class Repository:
         """
         from .algebra.diff import diff
 
-        return diff(self.core, values.revision(old), values.revision(new), only=only, on_progress=on_progress)
+        return diff(self.core, old, new, only=only, on_progress=on_progress)
 
     @values.takes(
         revs=values.several(values.revision),
@@ -450,7 +450,7 @@ class Repository:
         """
         from .algebra.merge import verify_merge
 
-        return verify_merge(self.core, values.revision(rev))
+        return verify_merge(self.core, rev)
 
     @values.takes(revs=values.several(values.revision), only=values.string, pick=values.optional(values.callback))
     def ensemble(

@@ -39,6 +39,7 @@ __all__ = [
     "plain",
     "positive",
     "revision",
+    "revisions",
     "seconds",
     "several",
     "shown",
@@ -373,6 +374,15 @@ def revision(value: object, what: str = "the revision") -> str:
     if not isinstance(found, str) or isinstance(value, type):
         raise InvalidInput(f"{what} is {shown(value)}: give a text such as 'main~3', or a state")
     return str.__str__(found)
+
+
+def revisions(value: object, what: str = "the revisions") -> list[str]:
+    """One revision, or several.
+
+    :raises InvalidInput: it is neither; names what is wrong.
+    """
+    is_one = isinstance(value, str) or attribute(value, "uid") is not None
+    return [revision(value, what)] if is_one else [str(each) for each in several(revision)(value, what)]
 
 
 def shown(value: object) -> str:

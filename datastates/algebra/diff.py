@@ -101,8 +101,8 @@ class Diff:
 
 def diff(
     core: Core,
-    old: str,
-    new: str,
+    old: str | State,
+    new: str | State,
     *,
     only: str | Sequence[str] | None = None,
     with_tensors: bool = True,

@@ -105,7 +105,7 @@ def load_ensemble(
         raise InvalidInput(f"an ensemble takes a list of states, not {revs!r}")
     if not isinstance(module, nn.Module):
         raise InvalidInput(f"the skeleton of an ensemble is a torch.nn.Module, not a {type(module).__name__}")
-    states = [core.state(rev.uid if isinstance(rev, State) else rev) for rev in revs]
+    states = [core.state(rev) for rev in revs]
     wanted = _wanted(only, module)
     held: dict[str, list[torch.Tensor]] = {}
     weights = []

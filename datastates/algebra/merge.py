@@ -86,7 +86,7 @@ def merge(
     return made
 
 
-def verify_merge(core: Core, rev: str) -> State:
+def verify_merge(core: Core, rev: str | State) -> State:
     """See ``Repository.verify_merge``."""
     state = core.state(rev)
     recipe = recipe_of(state.uid, state.attributes)
@@ -116,7 +116,7 @@ def _parents(core: Core, manifest: Manifest) -> list[State]:
 def _members(core: Core, revs: Sequence[str | State]) -> list[State]:
     if isinstance(revs, str):
         raise InvalidInput(f"merge takes a list of states: [{revs!r}, …]")
-    states = [core.state(rev.uid if isinstance(rev, State) else rev) for rev in revs]
+    states = [core.state(rev) for rev in revs]
     for index, state in enumerate(states):
         if state.uid in {other.uid for other in states[:index]}:
             raise InvalidInput(f"{revs[index]!s} is state {state.uid}, which was named before: give it a larger weight instead")
@@ -148,7 +148,7 @@ def _check_names(core: Core, into: str | None, tag: str | None, states: Sequence
 
 def _base(core: Core, states: Sequence[State], base: str | State | None) -> State:
     if base is not None:
-        return core.state(base.uid if isinstance(base, State) else base)
+        return core.state(base)
     with core.reading() as session:
 
         def meet(one: State | None, other: State | None) -> State | None:

@@ -29,8 +29,8 @@ from .transfer import Cloned, Progress, Transfer
 __all__ = ["Peer", "connect"]
 
 
-def _revision(value: object, what: str) -> str:
-    return values.text(values.revision(value, what), what)  # it is to be sent
+def _revision(value: object) -> str:
+    return values.text(values.revision(value, "rev"), "rev")  # it is to be sent
 
 
 def _repository(value: object, what: str) -> object:
@@ -96,15 +96,16 @@ class Peer:
         """Every branch and tag there, by name."""
         return [ref_of(record) for record in loop.run(self.sources.first(Session.refs))]
 
-    @values.takes(rev=_revision)
-    def state(self, rev: str) -> State:
+    def state(self, rev: str | State) -> State:
         """The state that a revision names there."""
-        return state_of(loop.run(self.sources.first(lambda session: session.resolve(rev))))
+        asked = _revision(rev)
+        return state_of(loop.run(self.sources.first(lambda session: session.resolve(asked))))
 
-    @values.takes(rev=_revision, limit=values.optional(values.count))
-    def log(self, rev: str = "main", *, limit: int | None = None) -> list[State]:
+    @values.takes(limit=values.optional(values.count))
+    def log(self, rev: str | State = "main", *, limit: int | None = None) -> list[State]:
         """A state and its ancestors there, newest first."""
-        return self._listed(lambda session: partial(session.log, rev), limit)
+        asked = _revision(rev)
+        return self._listed(lambda session: partial(session.log, asked), limit)
 
     @values.takes(query=values.text, limit=values.optional(values.count))
     def find(self, query: str, *, limit: int | None = None) -> list[State]:
@@ -118,7 +119,7 @@ class Peer:
 
     def clone(
         self,
-        rev: str,
+        rev: str | State,
         *,
         into: Mapping[str, object] | None = None,
         repo: Opened | None = None,
@@ -168,7 +169,6 @@ class Peer:
         return transfer.wait()
 
     @values.takes(
-        rev=_revision,
         into=values.optional(values.named),
         repo=values.optional(_repository),
         only=values.patterns,
@@ -182,7 +182,7 @@ class Peer:
     )
     def begin_clone(
         self,
-        rev: str,
+        rev: str | State,
         *,
         into: Mapping[str, object] | None = None,
         repo: Opened | None = None,
@@ -211,7 +211,7 @@ class Peer:
         """
         if (into is None) == (repo is None):
             raise InvalidInput("a clone goes into live objects (into={...}) or into a repository (repo=...): give one of them")
-        opened = loop.run(self.sources.open(rev, chain=chain))
+        opened = loop.run(self.sources.open(_revision(rev), chain=chain))
         try:
             arrival: Arrival
             if into is not None:
@@ -224,7 +224,7 @@ class Peer:
             loop.run(opened.close())
             raise
 
-    def push(self, rev: str, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Cloned:
+    def push(self, rev: str | State, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Cloned:
         """Bring a state of ``repo`` into the peer's memory, with its ancestry; the peer must be served with ``is_writable``.
 
         :param rev: the state, as ``repo`` names it.
@@ -235,8 +235,8 @@ class Peer:
         """
         return self.begin_push(rev, repo=repo, tags=tags, on_progress=on_progress).wait()
 
-    @values.takes(rev=_revision, repo=_repository, tags=values.flag, on_progress=values.optional(values.callback))
-    def begin_push(self, rev: str, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
+    @values.takes(repo=_repository, tags=values.flag, on_progress=values.optional(values.callback))
+    def begin_push(self, rev: str | State, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
         """Start ``push`` in the background.
 
         :param rev: the state, as ``repo`` names it.
@@ -244,7 +244,7 @@ class Peer:
         :param tags: whether the tags of its ancestry go along.
         :param on_progress: called with the bytes that are done, and all of them.
         """
-        return Transfer(Push(self.sources, repo.core, repo.core.state(rev), tags=tags), on_progress)
+        return Transfer(Push(self.sources, repo.core, repo.core.state(_revision(rev)), tags=tags), on_progress)
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from datastates import values
 from datastates.clone.arrivals import make_tags
 from datastates.clone.landing.untrusted import check_manifest
 from datastates.clone.records import record_of, record_of_ref, ref_of, state_of
@@ -60,7 +61,7 @@ class Bundle:
     digest: str
 
 
-def export_bundle(repository: Opened, revs: Sequence[str], folder: str | os.PathLike[str], *, with_parents: bool = False) -> Bundle:
+def export_bundle(repository: Opened, revs: Sequence[str | State], folder: str | os.PathLike[str], *, with_parents: bool = False) -> Bundle:
     """Write states to a new folder, with the lineage and the tags of all their ancestors.
 
     ``with_parents`` takes the bytes of what merged states were made of too, so that they can be made again elsewhere.
@@ -69,11 +70,12 @@ def export_bundle(repository: Opened, revs: Sequence[str], folder: str | os.Path
     :raises Unavailable: the bytes of a state are gone; names the nearest ancestor that has them.
     """
     core, root = core_of(repository, "repository"), Path(folder)
-    if isinstance(revs, str) or not revs:
-        raise InvalidInput(f"a bundle takes a list of states, not {revs!r}")
+    asked = values.several(values.revision)(revs, "revs")
+    if not asked:
+        raise InvalidInput("a bundle takes a list of states: name at least one")
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise Conflict(f"{root} is not empty: name a new folder")
-    states = _chosen(core, revs, with_parents=with_parents)
+    states = _chosen(core, asked, with_parents=with_parents)
     was_there = root.exists()
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import msgspec
 from datastates.clone.peer import connect
 from datastates.clone.transfer import Cloned
 from datastates.errors import InvalidInput, Unavailable
+from datastates.lineage.states import State
 from datastates.opening.core import Opened
 from datastates.transport.clone import groups as meeting
 from datastates.transport.failures import describe, revive
@@ -55,7 +56,7 @@ class _Broadcasting(meeting.Group):
     def broadcast(
         self,
         repo: Serving,
-        rev: str,
+        rev: str | State,
         *,
         into: Mapping[str, object] | None = None,
         root: int = 0,
@@ -78,7 +79,7 @@ class _Broadcasting(meeting.Group):
             return None
         return self._take(repo, into, root=root, timeout_s=timeout_s, data=data)
 
-    def _give(self, repo: Serving, rev: str, *, is_one_host: bool, root: int, timeout_s: float, data: str | None) -> None:
+    def _give(self, repo: Serving, rev: str | State, *, is_one_host: bool, root: int, timeout_s: float, data: str | None) -> None:
         token, server = secrets.token_urlsafe(32), None
         try:
             uid = repo.core.state(rev).uid

@@ -8,6 +8,7 @@ from torch import nn
 
 from datastates import values
 from datastates.errors import InvalidInput
+from datastates.lineage.states import State
 from datastates.repository import Repository
 from datastates.workflows.plans import arguments
 from datastates.workflows.plans.plan import Plan, plan_of
@@ -30,7 +31,7 @@ def _model(value: object, what: str) -> nn.Module:
 
 @values.takes(
     repo=arguments.repository,
-    branches=values.patterns,
+    branches=values.revisions,
     model=_model,
     loss=values.callback,
     count=arguments.samples,
@@ -46,7 +47,7 @@ def _model(value: object, what: str) -> nn.Module:
 )
 def outliers(
     repo: Repository,
-    branches: str | Sequence[str] = (),
+    branches: str | State | Sequence[str | State] = (),
     *,
     model: nn.Module,
     loss: LossOf,
@@ -95,7 +96,7 @@ def outliers(
     :raises Unavailable: not one state could be read.
     :raises Unsupported: ``noise_rate`` is None, and scikit-learn, which estimates it, is not installed.
     """
-    names = values.patterns(branches) or []
+    names = values.revisions(branches)
     check_subsets(subsets or {}, count)
     if not names and study is None:
         raise InvalidInput("outliers was given neither branches nor a study: name at least one of them")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from datastates import values
 from datastates.errors import InvalidInput, Unavailable
-from datastates.lineage.states import Value
+from datastates.lineage.states import State, Value
 from datastates.workflows.plans import arguments
 from datastates.workflows.plans.builders import Choice, Data, Distribution, LogUniform, Uniform, distributions
 from datastates.workflows.plans.plan import Plan, Variant
@@ -66,7 +66,7 @@ _FACTORS = (0.8, 1.25)
 )
 def population(
     repo: Repository,
-    start: str,
+    start: str | State,
     train: Train,
     *,
     study: str,

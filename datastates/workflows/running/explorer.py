@@ -57,7 +57,7 @@ _GRACE_S = 30.0
 )
 def explore(
     repo: Repository,
-    start: str,
+    start: str | State,
     plan: Plan,
     train: Train,
     executor: Executor | Callable[[], Executor] | None = None,
@@ -108,7 +108,7 @@ def explore(
         presence = stack.enter_context(_Presence(repo, study))
         shared = None if share is None else _serve(repo, share, stack)
         pool = stack.enter_context(Pool(executor, workers=_room(len(plan), threads)))
-        origin = record.tag_start(repo, study, start)  # from here on there is a study
+        origin = record.tag_start(repo, study, values.revision(start))  # from here on there is a study
         known = read_study(repo, study, plan, config=config)
         worker_config = replace(repo.config, on_step=None)
 

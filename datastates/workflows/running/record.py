@@ -138,12 +138,12 @@ def tag_done(repository: Repository, study: str, variant: str, digest: str, stat
     return state
 
 
-def tag_start(repository: Repository, study: str, start: str | State) -> State:
+def tag_start(repository: Repository, study: str, start: str) -> State:
     """The state that a study forks from, tagged and durable.
 
     :raises Conflict: the study began from another one.
     """
-    state = start if not isinstance(start, str) else repository.state(start)
+    state = repository.state(start)
     name = start_tag(study)
     try:
         repository.tag(name, state.uid)
@@ -151,7 +151,7 @@ def tag_start(repository: Repository, study: str, start: str | State) -> State:
         there = repository.state(name)
         if there.uid != state.uid:
             raise Conflict(
-                f"study {study!r} began from {there.uid[:10]} (step {there.step}), and {start if isinstance(start, str) else 'start'!r}"
+                f"study {study!r} began from {there.uid[:10]} (step {there.step}), and {start!r}"
                 f" is {state.uid[:10]} (step {state.step}) now: start from {name!r}, or give the study another name"
             ) from None
     return make_durable(repository.core, state.uid)

@@ -91,7 +91,7 @@ def work_done(repo: Repository, study: str) -> Work:
 
 
 @values.takes(repo=arguments.repository, rev=values.revision)
-def prefix_epochs(repo: Repository, rev: str) -> float:
+def prefix_epochs(repo: Repository, rev: str | State) -> float:
     """The cost of a state, in epochs over the full data, as far as it and its ancestors say so; 0 when none does.
 
     Counted are the newest ``epoch`` of those that belong to no study, and the epochs of each study's variants among them.

@@ -1,0 +1,247 @@
+"""Wherever a revision is taken, a state is taken too, and means the same: every public function and method is asked with both."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import datastates
+import datastates.api
+import datastates.export.bundle
+import datastates.ranks.groups
+import datastates.workflows
+from datastates import Config, InvalidInput, Peer, Repository, State
+from datastates.api import Client
+from datastates.ranks.groups import SoloGroup
+from datastates.workflows import Plan, SerialExecutor, Uniform, Variant
+
+REVISIONS = {"rev", "revs", "start", "old", "new", "expected", "branches", "heads", "around", "base"}
+"""What our functions call a revision, or several."""
+
+OTHERS = {
+    "Client.move(expected)": "a Ref: the name as the client saw it last",
+    "Plan.config(base)": "the configuration that variants change",
+    "Plan.digest(base)": "the same",
+}
+"""Parameters of such a name that are none, and what they are."""
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Every public function and method, by its qualified name."""
+    packages = (datastates, datastates.workflows, datastates.api, datastates.export.bundle, datastates.ranks.groups)
+    for package in packages:
+        for name in package.__all__:
+            found = getattr(package, name)
+            if inspect.isfunction(found):
+                yield name, found
+            elif inspect.isclass(found):
+                members = ((member, vars(kind)) for kind in found.__mro__[::-1] for member in vars(kind))
+                yield from (
+                    (f"{name}.{each}", of[each]) for each, of in members if not each.startswith("_") and inspect.isfunction(of[each])
+                )
+
+
+def entries() -> Iterator[tuple[str, str]]:
+    """Every public parameter that is a revision, ``Repository.log(rev)``, and its annotation."""
+    for name, function in public():
+        for each in inspect.signature(function).parameters.values():
+            if each.name in REVISIONS or "State" in str(each.annotation).replace("StateFacts", ""):
+                yield f"{name}({each.name})", str(each.annotation)
+    yield "Repository.merge(base)", "str | State"  # one of the options of a method
+
+
+ENTRIES = dict(entries())
+
+
+TOKEN = "t" * 24
+
+
+class Weight(nn.Module):
+    """One number to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+
+def train(job: Any) -> None:
+    """A variant that learns nothing."""
+    job.track(model=Weight())
+    for _ in job.epochs():
+        job.report(loss=1.0)
+
+
+@dataclass
+class World:
+    """A repository that ``peer`` and ``client`` reach, and another one that ``far`` reaches; ``fresh`` gives names that are free."""
+
+    repo: Repository
+    other: Repository
+    peer: Peer
+    far: Peer
+    client: Client
+    folder: Path
+    names: Iterator[int] = field(default_factory=count)
+
+    def fresh(self) -> str:
+        return f"name-{next(self.names)}"
+
+    def track(self, rev: Any) -> str:
+        with self.repo.track(branch=self.fresh(), start=rev, model=Weight()) as run:
+            assert run.resumed_from is not None
+            return run.resumed_from.uid
+
+    def restore(self, rev: Any) -> str:
+        with self.repo.track(branch=self.fresh(), start="main", model=Weight()) as run:
+            run.restore(rev)
+            assert run.head is not None
+            return run.head.uid
+
+    def move(self, rev: Any, expected: Any) -> str:
+        name = self.fresh()
+        self.repo.branch(name, "main~2" if expected is None else expected)
+        return self.repo.move(name, "main" if rev is None else rev, expected="main~2" if expected is None else expected).state
+
+    def move_remotely(self, rev: Any) -> str:
+        return self.client.move(name := self.fresh(), rev, expected=self.client.branch(name, "main")).state
+
+    def explored(self, rev: Any) -> str:
+        plan = Plan((Variant("only", None, 1),), {}, ())
+        return datastates.workflows.explore(self.repo, rev, plan, train, SerialExecutor(), study=self.fresh(), progress=False).start.uid
+
+    def population(self, rev: Any) -> str:
+        told: Any = {"study": self.fresh(), "search": {"rate": Uniform(0.1, 0.2)}, "metric": "loss", "progress": False}
+        return datastates.workflows.population(
+            self.repo, rev, train, executor=SerialExecutor(), members=1, rounds=1, exploit=0, **told
+        ).start.uid
+
+    def outliers(self, branches: Any) -> list[str]:
+        found = datastates.workflows.outliers(
+            self.repo, branches, model=Weight(), loss=lambda model, indices: torch.arange(len(indices)), count=4, noise_rate=0.25,
+            steps_per_epoch=1,
+        )  # fmt: skip
+        return [state.uid for source in found.sources for state in source.states]
+
+    def ensemble(self, revs: Any) -> list[str]:
+        class Called(Weight):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                return inputs * self.weight
+
+        return [state.uid for state in self.repo.ensemble(revs, Called()).members]
+
+    def evict(self, rev: Any) -> bool:
+        with self.repo.track(branch=self.fresh(), model=Weight(), durable_every=1) as run:
+            made = run.capture().wait("durable")
+            run.capture().wait("durable")  # a branch keeps one that can be restored
+        return self.client.evict(made.uid if isinstance(rev, str) else made, force=True).uid == made.uid
+
+
+CALLS: dict[str, Callable[[World, Any], object]] = {
+    "Client.annotate(rev)": lambda world, rev: world.client.annotate(rev, note="seen").uid,
+    "Client.branch(rev)": lambda world, rev: world.client.branch(world.fresh(), rev).state,
+    "Client.diff(new)": lambda world, rev: world.client.diff("main", rev, tensors=False).new.uid,
+    "Client.diff(old)": lambda world, rev: world.client.diff(rev, "main", tensors=False).old.uid,
+    "Client.download(rev)": lambda world, rev: world.client.download(rev, world.folder / world.fresh()).read_bytes(),
+    "Client.evict(rev)": World.evict,
+    "Client.graph(around)": lambda world, rev: world.client.graph(around=rev, count=1),
+    "Client.graph(heads)": lambda world, rev: world.client.graph("main", rev),
+    "Client.log(rev)": lambda world, rev: [state.uid for state in world.client.log(rev)],
+    "Client.move(rev)": World.move_remotely,
+    "Client.series(heads)": lambda world, rev: (len(world.client.series([rev], "loss").lines), len(world.client.series(rev, "loss").lines)),
+    "Client.show(rev)": lambda world, rev: world.client.show(rev).uid,
+    "Client.state(rev)": lambda world, rev: world.client.state(rev).uid,
+    "Client.tag(rev)": lambda world, rev: world.client.tag(world.fresh(), rev).state,
+    "Client.tensors(rev)": lambda world, rev: world.client.tensors(rev),
+    "MPIGroup.broadcast(rev)": lambda world, rev: SoloGroup().broadcast(world.repo, rev),  # it inherits that
+    "Peer.begin_clone(rev)": lambda world, rev: world.peer.begin_clone(rev, repo=world.other).wait().state.uid,
+    "Peer.begin_push(rev)": lambda world, rev: world.far.begin_push(rev, repo=world.repo).wait().state.uid,
+    "Peer.clone(rev)": lambda world, rev: world.peer.clone(rev, into={"model": Weight()}).state.uid,
+    "Peer.log(rev)": lambda world, rev: [state.uid for state in world.peer.log(rev)],
+    "Peer.push(rev)": lambda world, rev: world.far.push(rev, repo=world.repo).state.uid,
+    "Peer.state(rev)": lambda world, rev: world.peer.state(rev).uid,
+    "Repository.ancestors(rev)": lambda world, rev: [state.uid for state in world.repo.ancestors(rev)],
+    "Repository.branch(rev)": lambda world, rev: world.repo.branch(world.fresh(), rev).state,
+    "Repository.descendants(rev)": lambda world, rev: {state.uid for state in world.repo.descendants(rev) if state.step <= 3},
+    "Repository.diff(new)": lambda world, rev: world.repo.diff("main", rev).new.uid,
+    "Repository.diff(old)": lambda world, rev: world.repo.diff(rev, "main").old.uid,
+    "Repository.ensemble(revs)": lambda world, rev: world.ensemble([rev, "main"]),
+    "Repository.graph(rev)": lambda world, rev: sorted(world.repo.graph(rev)),
+    "Repository.load(rev)": lambda world, rev: world.repo.load(rev)["model"]["weight"].tolist(),
+    "Repository.log(rev)": lambda world, rev: [state.uid for state in world.repo.log(rev)],
+    "Repository.merge(base)": lambda world, rev: world.repo.merge(["main~1", "main"], method="ties", base=rev).attributes["merge.base"],
+    "Repository.merge(revs)": lambda world, rev: world.repo.merge([rev, "main"]).parents,
+    "Repository.move(expected)": lambda world, rev: world.move(None, rev),
+    "Repository.move(rev)": lambda world, rev: world.move(rev, None),
+    "Repository.restore(rev)": lambda world, rev: world.repo.restore(rev, {"model": Weight()}).restored,
+    "Repository.state(rev)": lambda world, rev: world.repo.state(rev).uid,
+    "Repository.tag(rev)": lambda world, rev: world.repo.tag(world.fresh(), rev).state,
+    "Repository.track(start)": World.track,
+    "Repository.verify(rev)": lambda world, rev: world.repo.verify(rev).uid,
+    "Repository.verify_merge(rev)": lambda world, rev: world.repo.verify_merge(rev).uid,
+    "SoloGroup.broadcast(rev)": lambda world, rev: SoloGroup().broadcast(world.repo, rev),
+    "Tracker.restore(rev)": World.restore,
+    "explore(start)": World.explored,
+    "export_bundle(revs)": lambda world, rev: (
+        datastates.export.bundle.export_bundle(world.repo, [rev], world.folder / world.fresh()).states[0].uid
+    ),
+    "outliers(branches)": lambda world, rev: (world.outliers([rev]), world.outliers(rev)),
+    "population(start)": World.population,
+    "prefix_epochs(rev)": lambda world, rev: datastates.workflows.prefix_epochs(world.repo, rev),
+}
+"""One call for each of them, and what tells by the answer which state it was."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A branch ``main`` of three states, its mean with what it began from (``soup``), and everything that asks about them."""
+    folder = tmp_path_factory.mktemp("revisions")
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        config = Config(memory_bytes=256 << 20, durable_every=1)
+        repo, other = (stack.enter_context(datastates.open(folder / name, config=config)) for name in ("repo", "other"))
+        model = Weight()
+        with repo.track(branch="main", model=model) as run:
+            for step in range(1, 4):
+                model.weight.data.fill_(step)
+                run.capture(metrics={"loss": 1 / step}, attributes={"epoch": step}).wait("durable")
+        repo.merge(["main", "main~2"], into="soup")
+        web = stack.enter_context(datastates.api.serve_in_thread(repo, tokens={TOKEN: datastates.api.Scope.ADMIN}))
+        servers = [stack.enter_context(each.serve("tcp://127.0.0.1:0", token=TOKEN, is_writable=True)) for each in (repo, other)]
+        near, far = (stack.enter_context(datastates.connect(server.url, token=TOKEN)) for server in servers)
+        yield World(repo, other, near, far, stack.enter_context(Client(web.url, token=TOKEN)), folder)
+
+
+def test_every_public_entry_that_takes_a_revision_is_asked_here() -> None:
+    assert set(ENTRIES) - set(OTHERS) == set(CALLS), "give each a call; one that means something else has a reason in OTHERS"
+    assert set(OTHERS) <= set(ENTRIES)
+
+
+def test_every_public_entry_that_takes_a_revision_says_that_it_takes_states() -> None:
+    assert [entry for entry, annotation in ENTRIES.items() if "str | State" not in annotation and entry not in OTHERS] == []
+
+
+@pytest.mark.parametrize("entry", CALLS)
+def test_a_state_means_what_its_revision_means(entry: str, world: World) -> None:
+    rev = "soup" if "verify_merge" in entry else "main~1"
+    state = world.repo.state(rev)
+    assert isinstance(state, State)
+
+    assert CALLS[entry](world, rev) == CALLS[entry](world, state) == CALLS[entry](world, state.uid)
+
+
+def test_what_is_neither_is_refused_by_name(world: World) -> None:
+    wrong: Any = 3
+    broadcast = partial(SoloGroup().broadcast, world.repo)
+    for call in (world.repo.log, world.peer.state, world.client.state, world.client.graph, broadcast):
+        with pytest.raises(InvalidInput, match="is 3: give a text such as 'main~3', or a state"):
+            call(wrong)
