@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .objects.report import RestoreReport
     from .objects.rng import RngState
     from .objects.sampler import PermutationSampler
+    from .policy.cadence import Cadence
     from .repository import Repository, open
     from .tracking.guard import Guard, Rewind
     from .tracking.tracker import Tracker
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Ambiguous",
     "BackPressure",
+    "Cadence",
     "Cancelled",
     "Capture",
     "Cloned",
@@ -107,6 +109,7 @@ __all__ = [
 
 _MODULES = {
     "BackPressure": "config",
+    "Cadence": "policy.cadence",
     "Capture": "capture.handle",
     "Cloned": "clone.transfer",
     "Config": "config",

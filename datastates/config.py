@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from . import values
 from .errors import InvalidInput
+from .policy.cadence import INTERVAL_S, Cadence
 
 __all__ = ["BackPressure", "Config", "Data", "data_plane", "parse_bytes"]
 
@@ -70,16 +71,16 @@ class Config:
     ``memory_bytes`` is the budget of the arena, staging and kept states together (plain values and manifests count), in bytes or as
     ``"2G"``; None keeps as many states as ``policy.keeping`` says, and takes a quarter of the memory that is available when the arena is
     made at most, for states that may not leave. ``durable_interval_s`` writes the newest state at most that often (None: never by
-    time), ``durable_every`` every so many captures. ``direct_io`` None tries it and falls back. ``data`` is what carries
-    the bytes of clones. ``on_step`` is called with a name after each durable step (see ``store.local``), on the thread that took it: for
-    tests and traces. ``modules`` are your own steps, which are called with every state that is captured or merged
-    (``datastates.Module``).
-    ``tiers`` are your own, nearest first (``datastates.store.Tier``): each state that becomes durable is put there too,
-    and read from there when it is nowhere nearer. They are closed with the repository.
+    time), ``durable_every`` every so many captures; ``cadence`` is both as one value (``datastates.Cadence``), and given instead.
+    ``direct_io`` None tries it and falls back. ``data`` is what carries the bytes of clones. ``on_step`` is called with a name after each
+    durable step (see ``store.tiers.packs_in``), on the thread that took it: for tests and traces. ``modules`` are your own steps, which
+    are called with every state that is captured or merged (``datastates.Module``). ``tiers`` are your own, nearest first
+    (``datastates.store.Tier``): each state that becomes durable is put there too, and read from there when it is nowhere nearer. They
+    are closed with the repository.
     """
 
     memory_bytes: int | None = None
-    durable_interval_s: float | None = 30.0
+    durable_interval_s: float | None = INTERVAL_S
     durable_every: int | None = None
     back_pressure: BackPressure = BackPressure.WAIT
     direct_io: bool | None = None
@@ -88,13 +89,15 @@ class Config:
     on_step: Callable[[str], None] | None = None
     modules: Sequence[Module] = ()
     tiers: Sequence[FurtherTier] = ()
+    cadence: Cadence | None = None
 
     def __post_init__(self) -> None:
         self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
-        if self.durable_every is not None:
-            self._set("durable_every", values.integer(self.durable_every, "durable_every, which counts captures,", least=1))
-        if self.durable_interval_s is not None:
-            self._set("durable_interval_s", values.seconds(self.durable_interval_s, "durable_interval_s"))
+        parts = Cadence(self.durable_every, self.durable_interval_s)
+        self._set("durable_every", parts.every)
+        self._set("durable_interval_s", parts.interval_s)
+        if _cadence(self.cadence) is not None and parts != Cadence():
+            raise InvalidInput(_TWICE)
         self._set("back_pressure", values.choice(self.back_pressure, BackPressure, "back_pressure"))
         self._set("data", data_plane(self.data))
         self._set("verify", values.flag(self.verify, "verify"))
@@ -104,6 +107,21 @@ class Config:
             raise InvalidInput(f"on_step is {values.shown(self.on_step)}: give a function that takes the name of a step")
         self._set("modules", _checked(self.modules))
         self._set("tiers", _listed(self.tiers))
+
+    def cadence_with(
+        self, cadence: Cadence | None = None, *, durable_every: int | None = None, durable_interval_s: float | None = None
+    ) -> Cadence:
+        """The cadence of a training that says so much of it; what it leaves out is as configured.
+
+        :raises InvalidInput: it says it twice, or what cannot be.
+        """
+        whole = _cadence(cadence)
+        if whole is not None and (durable_every is not None or durable_interval_s is not None):
+            raise InvalidInput(_TWICE)
+        configured = self.cadence or Cadence(self.durable_every, self.durable_interval_s)
+        every = configured.every if durable_every is None else durable_every
+        interval_s = configured.interval_s if durable_interval_s is None else durable_interval_s
+        return whole or Cadence(every, interval_s)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -127,6 +145,15 @@ class Config:
             except ValueError as exc:
                 raise InvalidInput(f"{variable}={text!r} does not parse: {exc}") from exc
         return config
+
+
+_TWICE = "cadence is given, and durable_every or durable_interval_s, too: say it as one value, or by those"
+
+
+def _cadence(given: object) -> Cadence | None:
+    if not isinstance(given, Cadence | None):
+        raise InvalidInput(f"cadence is {values.shown(given)}: give a datastates.Cadence, such as Cadence(every=10)")
+    return given
 
 
 def _listed(tiers: object) -> tuple[FurtherTier, ...]:

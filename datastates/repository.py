@@ -27,7 +27,6 @@ from .objects.report import RestoreReport
 from .objects.rng import RngState
 from .opening.core import Core
 from .opening.location import Location, locate
-from .policy.cadence import Cadence
 from .show.frames import States
 from .system.interrupts import undisturbed
 from .tracking.start import Terms, follow, together
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from .algebra.ensemble import Ensemble
     from .algebra.merge import MergeOptions
     from .clone.serving import Server
+    from .policy.cadence import Cadence
     from .transport.contract import Tls
 
 __all__ = ["Repository", "open"]
@@ -127,6 +127,7 @@ class Repository:
         strict: bool = True,
         durable_every: int | None = None,
         durable_interval_s: float | None = None,
+        cadence: Cadence | None = None,
         back_pressure: BackPressure | str | None = None,
         defer: bool = True,
         objects: Mapping[str, object] | None = None,
@@ -150,6 +151,7 @@ class Repository:
         :param strict: as in ``restore``.
         :param durable_every: make every so many captures durable; None: as configured.
         :param durable_interval_s: make the newest state durable at most this often; None: as configured.
+        :param cadence: both as one value, instead; it can say that nothing becomes durable by time.
         :param back_pressure: what a capture does when memory is full: ``wait``, ``skip`` or ``drop-oldest``; None: as configured.
         :param defer: False copies everything before ``capture`` returns.
         :param objects: what is tracked besides, by name; here a name may be that of an argument, such as ``start``.
@@ -168,8 +170,9 @@ class Repository:
         if not isinstance(rng, bool):
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
         tracked = together(more, {} if objects is None else values.named(objects, "objects"))
-        told: dict[str, Any] = {"durable_every": durable_every, "durable_interval_s": durable_interval_s, "back_pressure": back_pressure}
-        config = replace(self.config, **{name: value for name, value in told.items() if value is not None})  # which checks them
+        cadence = self.config.cadence_with(cadence, durable_every=durable_every, durable_interval_s=durable_interval_s)
+        if back_pressure is not None:
+            back_pressure = values.choice(back_pressure, BackPressure, "back_pressure")
         if LOOPS in tracked:
             raise InvalidInput(f"the name {LOOPS!r} is taken by the place of run.epochs and run.steps: rename what you track")
         if rng:
@@ -184,8 +187,8 @@ class Repository:
             strict=values.flag(strict, "strict"),
             gradients=values.flag(gradients, "gradients"),
             defer=values.flag(defer, "defer"),
-            cadence=Cadence(config.durable_every, config.durable_interval_s),
-            back_pressure=config.back_pressure,
+            cadence=cadence,
+            back_pressure=back_pressure or self.config.back_pressure,
         )
         return follow(self.core, live, plain, terms)
 

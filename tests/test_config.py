@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import datastates
 from datastates.config import BackPressure, Config, parse_bytes
 from datastates.errors import InvalidInput
+from datastates.policy.cadence import Cadence
 
 ROOT = Path(__file__).parent.parent
 
@@ -110,3 +112,40 @@ def test_every_variable_of_the_code_is_documented_and_no_other() -> None:
     assert mentioned <= documented
     scripts = "".join(path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file())
     assert documented - mentioned <= set(re.findall(r"\bDATASTATES_[A-Z_]+\b", scripts)), "which only the gate and the build read"
+
+
+def test_a_cadence_is_said_by_its_parts_or_as_one_value() -> None:
+    parts, whole = Config(durable_every=7, durable_interval_s=None), Config(cadence=Cadence(every=7, interval_s=None))
+    assert parts.cadence_with() == whole.cadence_with() == Cadence(7, None)
+    assert Config().cadence_with() == Cadence() == Cadence(every=None, interval_s=30.0)
+    assert dataclasses.replace(parts, durable_every=9).cadence_with() == Cadence(9, None)
+
+
+@pytest.mark.parametrize("configured", [Config(durable_every=7, durable_interval_s=None), Config(cadence=Cadence(7, None))])
+def test_a_training_changes_a_part_of_the_configured_cadence_or_brings_its_own(configured: Config) -> None:
+    assert configured.cadence_with(durable_every=2) == Cadence(2, None)
+    assert configured.cadence_with(durable_interval_s=5.0) == Cadence(7, 5.0)
+    assert configured.cadence_with(Cadence(interval_s=1.0)) == Cadence(None, 1.0)
+
+
+def test_a_cadence_that_is_said_twice_or_is_none_is_refused() -> None:
+    said: list[dict[str, Any]] = [{"durable_every": 2}, {"durable_interval_s": 1.0}]
+    for parts in said:
+        with pytest.raises(InvalidInput, match="cadence is given, and durable_every"):
+            Config(cadence=Cadence(), **parts)
+        with pytest.raises(InvalidInput, match="cadence is given, and durable_every"):
+            Config().cadence_with(Cadence(), **parts)
+    wrong: Any = "daily"
+    for call in (lambda: Config(cadence=wrong), lambda: Config().cadence_with(wrong)):
+        with pytest.raises(InvalidInput, match=r"cadence is 'daily': give a datastates\.Cadence"):
+            call()
+
+
+@pytest.mark.parametrize(("every", "statuses"), [(None, ["captured"] * 3), (2, ["durable", "captured", "durable"])])
+def test_a_tracker_follows_the_cadence_that_it_is_given(tmp_path: Path, every: int | None, statuses: list[str]) -> None:
+    with datastates.open(tmp_path, memory_bytes="64M") as repo:
+        cadence = datastates.Cadence(every=every, interval_s=None)  # the configured one writes the first, by time
+        with repo.track(weight=torch.zeros(3), rng=False, cadence=cadence) as run:
+            states = [run.capture().wait() for _ in range(3)]
+            repo.core.host().drain()
+            assert [str(repo.state(state).status) for state in states] == statuses

@@ -172,3 +172,17 @@ def test_an_odd_logger_is_seen() -> None:
         "_logger = logging.getLogger('datastates')\ndef f():\n    logging.getLogger().info('x')\n    getLogger('uvicorn.access')"
     )
     assert [*_odd_loggers("here", tree)] == ["here:1 gets the logger 'datastates'", "here:3 gets the logger of the root"]
+
+
+BEHIND_ROLES = {"datastates.store.local", "datastates.store.memory"}
+"""The modules of the classes that ``store/tiers.py`` makes, and of nobody else's concern."""
+
+
+def test_nobody_outside_the_store_knows_the_class_of_a_tier() -> None:
+    using = {name for name, (path, tree) in MODULES.items() if BEHIND_ROLES.intersection(_imports(name, path, tree))}
+    assert using == {"datastates.store.tiers"}, "hold a role of store/roles.py, and let store/tiers.py make what has it"
+
+
+def test_only_who_opens_a_repository_knows_what_runs_its_engine() -> None:
+    using = {name for name, (path, tree) in MODULES.items() if "datastates.capture.runner" in _imports(name, path, tree)}
+    assert using == {"datastates.opening.core", "datastates.opening.belongings"}, "ask the core for its host (capture/host.py)"

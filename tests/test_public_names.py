@@ -11,7 +11,7 @@ import datastates
 from datastates import testing
 
 PUBLIC = {
-    *("Ensemble", "Guard", "Item", "Module", "ModuleFailed", "Prediction", "Rewind"),
+    *("Cadence", "Ensemble", "Guard", "Item", "Module", "ModuleFailed", "Prediction", "Rewind"),
     *("Ambiguous", "BackPressure", "Capture", "Closed", "Config", "Conflict", "Corrupt", "DatastatesError", "InvalidInput"),
     *("NotFound", "OverBudget", "PermutationSampler", "Ref", "RefEvent", "Repository", "RestoreReport", "Run", "State", "Status"),
     *(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 
 from datastates.capture.commit import Coming
-from datastates.capture.runner import Runner
+from datastates.capture.host import Host
 from datastates.config import BackPressure
 from datastates.content.digest import chunk_digest
 from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest
@@ -207,12 +207,12 @@ def _even(states: Sequence[State]) -> tuple[float, ...]:
 def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, attributes: dict[str, Value]) -> State:
     """Fill slots and digest them, then let the state in: what a capture's second half does."""
     engaged = core.engage()
-    runner, arena, memory = engaged.runner, engaged.arena, engaged.memory
+    host, arena, memory = engaged.host, engaged.arena, engaged.memory
     lengths = blend.carved.chunk_lengths
     slots: list[int] = []
     try:
         with undisturbed():
-            slots += _acquire(runner, len(lengths))
+            slots += _acquire(host, len(lengths))
         _fill(arena, slots, blend)
         chunks = tuple(Chunk(chunk_digest(arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
         content = Content(blend.carved.skeleton, blend.carved.values, blend.carved.tensors, chunks)
@@ -220,27 +220,27 @@ def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, at
         manifest = manifest_of(facts, content, tuple(state.digest for state in blend.states))
         base = core.tiers.placed(blend.states[0].uid)
         coming = Coming(facts, manifest.digest, sum(lengths), lambda: memory.adopt(manifest, slots), base)
-        state = runner.commits.take_in(coming, record.record)
+        state = host.take_in(coming, record.record)
     except BaseException:
-        runner.release(slots)  # those that memory did not take
+        host.release(slots)  # those that memory did not take
         raise
-    runner.refs_changed()
-    runner.hand_on(state, facts.branch)
+    host.refs_changed()
+    host.hand_on(state, facts.branch)
     return state
 
 
-def _acquire(runner: Runner, count: int) -> list[int]:
+def _acquire(host: Host, count: int) -> list[int]:
     """Slots for the result. The parents are pinned meanwhile, so waiting must end when nothing is left that could make room."""
     while True:
-        slots = runner.acquire(count, BackPressure.SKIP) if count else []
+        slots = host.acquire(count, BackPressure.SKIP) if count else []
         if slots is not None:
             return slots
-        if not runner.pending_writes:
+        if not host.pending_writes:
             raise OverBudget(
                 f"the merged state takes {count} slots of {CHUNK_BYTES >> 20} MiB beside its parents, and they are not free: "
                 "open the repository with more memory_bytes, or tag the parents, so that they are read from disk, and open it again"
             )
-        runner.drain()
+        host.drain()
 
 
 def _fill(arena: Arena, slots: Sequence[int], blend: Blend) -> None:

@@ -27,7 +27,7 @@ from datastates.lineage.change.replicas import held
 from datastates.lineage.database import Database
 from datastates.lineage.states import NewState, State, StateFacts
 from datastates.modules.journal import Journal
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier
 from datastates.store.tier import Placed
 from datastates.system.interrupts import Mutex
 
@@ -52,7 +52,7 @@ class Coming:
     enter: Callable[[], Placed]
     base: Manifest | None = None
 
-    def told(self, placed: Placed, tier: MemoryTier, holder: str) -> NewState:
+    def told(self, placed: Placed, tier: CaptureTier, holder: str) -> NewState:
         """What the lineage is told of it."""
         total, new = self.bytes_total, placed.bytes_new
         return NewState(self.facts, self.digest, tier.gives, bytes_total=total, bytes_new=new, tier=tier.name, node=holder)
@@ -62,7 +62,7 @@ class Commits:
     """Takes states in, one after the other. ``announce`` tells the engine of one, any number of times, or raises Closed."""
 
     def __init__(
-        self, database: Database, memory: MemoryTier, journal: Journal, holder: str, *, announce: Callable[[str, Manifest | None], None]
+        self, database: Database, memory: CaptureTier, journal: Journal, holder: str, *, announce: Callable[[str, Manifest | None], None]
     ) -> None:
         self._database, self._memory, self._journal, self.holder = database, memory, journal, holder
         self._announce = announce

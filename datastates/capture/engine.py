@@ -233,7 +233,7 @@ class Engine:
                 return [*self._make_room(event), *self._next_write()]
             case Tick(now):
                 for each in self._lines.values():
-                    self._want_if_due(each, each.head, each.count - 1, now, is_tick=True)
+                    self._want_if_due(each, each.head, None, now)
             case Closing(line_name):
                 self._on_closing(line_name)
         return self._next_write()
@@ -310,11 +310,10 @@ class Engine:
     def _heads(self) -> set[str | None]:
         return {*(line.head for line in self._lines.values()), *self._adopted}
 
-    def _want_if_due(self, line: _Line, uid: str | None, index: int, now: float, *, is_tick: bool = False) -> None:
+    def _want_if_due(self, line: _Line, uid: str | None, index: int | None, now: float) -> None:
         if uid is None or not self._is_in_memory_only(uid):
             return
-        cadence = Cadence(every=None, interval_s=line.cadence.interval_s) if is_tick else line.cadence
-        if cadence.is_due(index=index, now=now, last_write=line.last_write, is_newest=uid == line.head):
+        if line.cadence.is_due(index=index, now=now, last_write=line.last_write, is_newest=uid == line.head):
             line.last_write = now
             self._want(uid)
 

@@ -1,37 +1,35 @@
-"""What a tracker, a merge and a clone need of an engine: in this process (``runner.Runner``), later in the agent of the node.
+"""What trackers, merges and clones need of an engine: in this process (``runner.Runner``), later in the agent of the node.
 
 No method of a host does the training thread's work: it takes what was staged, and the rest happens elsewhere. What a capture has come to is
-told through its ``handle.Progress``, never the other way round.
+told through its ``handle.Progress``, never the other way round. ``Host`` is all of it, and is what ``Core`` gives out.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from datastates.config import BackPressure
-from datastates.content.manifest import Manifest
-from datastates.lineage.states import State
+from datastates.lineage.states import NewState, State
 from datastates.policy.cadence import Cadence
 
+from .commit import Coming
 from .line import Line, Staged
 from .stage import CopyJob
 
-__all__ = ["Adopting", "Host"]
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Adopting", "Capturing", "Host", "Persisting", "Slots"]
 
 
-class Host(Protocol):
-    """What captures need. Any thread may call ``want``, ``hurry`` and ``close_line``; the others belong to the training thread."""
-
-    def open_line(self, line: Line, cadence: Cadence, size_bytes: int) -> None:
-        """A tracker begins, whose states take about so many bytes: memory for them is made warm meanwhile."""
-
-    def close_line(self, line: Line) -> None:
-        """A tracker ends: what it captured is recorded, and its head is to become durable. Nothing where it has captured nothing."""
+class Slots(Protocol):
+    """Room for states. Any thread."""
 
     def acquire(
         self, count: int, back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
     ) -> list[int] | None:
-        """Slots for a state, the caller's until ``submit`` or ``release``; None where there is no room, and the caller was not to wait.
+        """Slots for a state, the caller's until a state takes them or ``release``; None where there is no room, and nobody was to wait.
 
         Blocks under ``wait`` and ``drop-oldest`` until memory is let go, at most ``within_s``. A capture names its ``line``.
 
@@ -39,7 +37,24 @@ class Host(Protocol):
         """
 
     def release(self, slots: list[int]) -> None:
-        """Give back slots of a state that did not come about."""
+        """Give back slots of a state that did not come about; whoever waits for room hears of it, also where there are none."""
+
+    @property
+    def needed_slots(self) -> int:
+        """Slots that captures need to go on: for a state that is kept, one that is written and one that is captured."""
+
+
+class Capturing(Protocol):
+    """What a tracker needs. Any thread may call ``hurry`` and ``close_line``; the others belong to the training thread."""
+
+    def open_line(self, line: Line, cadence: Cadence, size_bytes: int) -> None:
+        """A tracker begins, whose states take about so many bytes: memory for them is made warm meanwhile."""
+
+    def close_line(self, line: Line) -> None:
+        """A tracker ends: what it captured is recorded, and its head is to become durable. Nothing where it has captured nothing."""
+
+    def line_of(self, uid: str) -> Line | None:
+        """The line of a state in memory, from which another sets out."""
 
     def submit(self, staged: Staged, *, is_deferring: bool) -> CopyJob:
         """Begin the copy of a capture. Its slots are the host's, whatever happens; its ``progress`` says what becomes of it."""
@@ -47,32 +62,57 @@ class Host(Protocol):
     def fence(self, job: CopyJob) -> None:
         """Wait until a copy reads nothing any more."""
 
+    def hurry(self) -> None:
+        """Somebody waits for the captures so far."""
+
+
+class Adopting(Protocol):
+    """What states in memory need that no tracker captured, or that nobody needs any more: merges, clones, evictions. Any thread."""
+
+    def take_in(self, coming: Coming, record: Callable[[Session, NewState], State]) -> State:
+        """Let a merge or a clone in: memory has it, ``record`` tells the lineage, and it stays until it is durable; what that returns.
+
+        :raises Conflict: another state of this uid is here, or the branch has moved on.
+        """
+
+    def hand_on(self, state: State, branch: str | None) -> None:
+        """The user's modules are to see a state that was made here and taken in: a merge, not a clone."""
+
+    def unwritten_clones(self) -> list[str]:
+        """What was taken in and is not durable, the oldest first."""
+
+    def check_withdrawal(self, uid: str) -> None:
+        """Refuse to let go of a state in memory.
+
+        :raises Conflict: a training stands there, or it is on its way into the lineage or to disk.
+        """
+
+    def withdraw(self, uid: str) -> int:
+        """Let go of a state in memory that the lineage does not count on any more; the bytes set free."""
+
+
+class Persisting(Protocol):
+    """What is to become durable, and waiting for it. Any thread."""
+
     def want(self, uid: str) -> None:
         """A state is to become durable, as soon as it is recorded."""
 
-    def hurry(self) -> None:
-        """Somebody waits for the captures so far."""
+    def refs_changed(self) -> None:
+        """Refs were made, moved or deleted: what they name is protected, and written."""
 
     def flush(self) -> None:
         """Wait until every capture so far is recorded or has failed; or waits in memory, as the database is away."""
 
+    @property
+    def pending_writes(self) -> int:
+        """What is not recorded, written, copied or seen by modules yet, as it stands."""
 
-class Adopting(Protocol):
-    """What states that no tracker captured need, merges and clones."""
+    def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
+        """Wait until all that is wanted is durable, or has failed; ``on_wait`` is told now and then how many are left.
 
-    def acquire(
-        self, count: int, back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
-    ) -> list[int] | None:
-        """As ``Host.acquire``."""
+        :raises Unavailable: the database has been away for a minute; says what could not be recorded.
+        """
 
-    def release(self, slots: list[int]) -> None:
-        """As ``Host.release``."""
 
-    def adopt(self, uid: str, base: Manifest | None = None) -> None:
-        """A state is in memory and in the lineage; it stays in memory until it is durable. ``base`` is a relative's manifest on disk."""
-
-    def hand_on(self, state: State, branch: str | None) -> None:
-        """The user's modules are to see a state that was made here and adopted: a merge, not a clone."""
-
-    def refs_changed(self) -> None:
-        """Refs were made, moved or deleted: what they name is protected, and written."""
+class Host(Slots, Capturing, Adopting, Persisting, Protocol):
+    """An engine, in this process or another."""

@@ -17,8 +17,7 @@ from datastates.modules.record import Record
 from datastates.modules.work import Work, Writing
 from datastates.modules.write import Write
 from datastates.store.arena import Arena
-from datastates.store.local import LocalTier
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier, DurableTier
 
 from .line import Staged
 from .register import Books, Register
@@ -29,7 +28,7 @@ __all__ = ["Pipeline"]
 class Pipeline:
     """The steps in order of priority. ``finish`` belongs to the engine thread, ``write`` to the writer thread."""
 
-    def __init__(self, books: Books, register: Register, *, arena: Arena, memory: MemoryTier, local: LocalTier) -> None:
+    def __init__(self, books: Books, register: Register, *, arena: Arena, memory: CaptureTier, local: DurableTier) -> None:
         self._run, self._register, self._arena = books.run.uid, register, arena
         self._each: Sequence[Step[Work]] = (Digest(arena), Dedup(memory))
         self._record = Record(register.journal, memory, books.holder)

@@ -14,8 +14,7 @@ from datastates.lineage.states import Run, State, Status
 from datastates.modules.copies import Copies
 from datastates.modules.journal import Entry, Journal, Listener
 from datastates.modules.own import Own
-from datastates.store.local import LocalTier
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier, DurableTier
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex
 
@@ -50,8 +49,8 @@ class Register:
         books: Books,
         *,
         engine: Engine,
-        memory: MemoryTier,
-        local: LocalTier,
+        memory: CaptureTier,
+        local: DurableTier,
         own: Own,
         copies: Copies,
         lock: Mutex,

@@ -11,7 +11,7 @@ from datastates.config import BackPressure
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import OverBudget
 from datastates.store.arena import Arena
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex, checkpoint
 
@@ -43,7 +43,7 @@ class Room:
     def __init__(
         self,
         arena: Arena,
-        memory: MemoryTier,
+        memory: CaptureTier,
         *,
         warmer: Warmer,
         rounds: Rounds,

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from datastates.config import BackPressure, Config
 from datastates.content.manifest import Manifest
@@ -25,18 +26,17 @@ from datastates.errors import Closed, Conflict, Torn, Unavailable
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.database import Database
 from datastates.lineage.search.holders import holder
-from datastates.lineage.states import RefKind, Run, State
+from datastates.lineage.states import NewState, RefKind, Run, State
 from datastates.modules.copies import Copies
 from datastates.modules.own import Own
 from datastates.policy.cadence import Cadence
 from datastates.store.arena import Arena
-from datastates.store.local import LocalTier
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier, DurableTier
 from datastates.store.tier import Tier
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex, undisturbed
 
-from .commit import Commits
+from .commit import Coming, Commits
 from .engine import (
     MOST_HELD,
     Action,
@@ -63,6 +63,9 @@ from .rounds import Rounds
 from .stage import CopyJob, Stager
 from .warming import Warmer
 
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
 __all__ = ["Runner"]
 
 _logger = logging.getLogger(__name__)
@@ -85,8 +88,8 @@ class Runner:
         *,
         database: Database,
         arena: Arena,
-        memory: MemoryTier,
-        local: LocalTier,
+        memory: CaptureTier,
+        local: DurableTier,
         further: Sequence[Tier] = (),
         config: Config,
         run: Run,
@@ -110,7 +113,7 @@ class Runner:
             changed=self._changed,
             on_marked=self._on_marked,
         )
-        self.commits = Commits(books.database, memory, self._register.journal, books.holder, announce=self._adopt)
+        self._commits = Commits(books.database, memory, self._register.journal, books.holder, announce=self._adopt)
         self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local)
         self.stager = Stager(arena)
         self._rounds = Rounds()
@@ -222,6 +225,10 @@ class Runner:
             self._raise_if_closed()
             self._register.adopt(uid, base)
         self._post(Adopted(uid))
+
+    def take_in(self, coming: Coming, record: Callable[[Session, NewState], State]) -> State:
+        """Let a merge or a clone in; see ``Commits.take_in``."""
+        return self._commits.take_in(coming, record)
 
     def hand_on(self, state: State, branch: str | None) -> None:
         """The user's modules are to see a state that was made here and adopted: a merge. Captures are handed on by themselves."""

@@ -206,9 +206,9 @@ def _make_durable(shell: Shell, repository: Repository, state: State) -> None:
     :raises Unavailable: it could not be written.
     """
     with shell.console.status("writing it to disk") if _is_watched(shell) else nullcontext():
-        runner = repository.core.runner()
-        runner.want(state.uid)
-        runner.drain()
+        host = repository.core.host()
+        host.want(state.uid)
+        host.drain()
     if not _holds(repository, state.uid):
         raise Unavailable(f"state {state.uid[:10]} came, but could not be written to {repository.location.packs}: is the disk full?")
 

@@ -43,12 +43,11 @@ def make_room(
     with core.database.read() as session:
         sound = clones.trusted(session, dict.fromkeys((*checked.manifest.origin.parents, *relatives)), party=party)
     engaged = core.engage()
-    runner, memory, arena = engaged.runner, engaged.memory, engaged.arena
 
     def wait(count: int) -> Sequence[int] | None:
-        return runner.acquire(count, BackPressure.WAIT)
+        return engaged.host.acquire(count, BackPressure.WAIT)
 
-    return StateSink(checked, memory, arena, acquire or wait, party=party, lender=core.tiers.durable, relatives=sound)
+    return StateSink(checked, engaged.memory, engaged.arena, acquire or wait, party=party, lender=core.tiers.durable, relatives=sound)
 
 
 def abandon(core: Core, sink: StateSink) -> None:
@@ -91,7 +90,7 @@ def land(
     :raises Conflict: a state of the same uid and another digest is here.
     """
     engaged = core.engage()
-    runner, run = engaged.runner, engaged.run_uid
+    host, run = engaged.host, engaged.run_uid
 
     def record(session: Session, new: NewState) -> State:
         clones.import_ancestry(session, ancestry)
@@ -109,9 +108,9 @@ def land(
 
     with undisturbed():
         _check_on_disk(core, sink)
-        now = runner.commits.take_in(Coming(state.facts, state.digest, state.bytes_total, sink.adopt), record)
+        now = host.take_in(Coming(state.facts, state.digest, state.bytes_total, sink.adopt), record)
     make_tags(core, tags)
-    runner.refs_changed()
+    host.refs_changed()
     return now
 
 

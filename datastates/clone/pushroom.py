@@ -44,7 +44,7 @@ class PushRoom:
                 )
             time.sleep(_ASK_AGAIN_S)
         try:
-            slots = self._core.runner().acquire(count, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic()))
+            slots = self._core.host().acquire(count, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic()))
         except BaseException:
             self.give(count)
             raise
@@ -60,23 +60,23 @@ class PushRoom:
 
     def _take(self, count: int) -> bool:
         engaged = self._core.engage()
-        runner, memory, arena = engaged.runner, engaged.memory, engaged.arena
-        limit = arena.capacity - runner.needed_slots
+        host, memory, arena = engaged.host, engaged.memory, engaged.arena
+        limit = arena.capacity - host.needed_slots
         if count > limit:
             raise OverBudget(
                 f"a state of {count} slots of {CHUNK_BYTES >> 20} MiB is pushed here, where {limit} of {arena.capacity} are not needed "
                 "by the training: open the repository there with more memory_bytes"
             )
-        here = memory.slots_of(runner.unwritten_clones())
+        here = memory.slots_of(host.unwritten_clones())
         with self._lock:
             is_room = self._coming + here + count <= limit
             self._coming += count if is_room else 0
         return is_room
 
     def _write(self) -> None:
-        runner = self._core.runner()
-        for uid in runner.unwritten_clones():
-            runner.want(uid)
+        host = self._core.host()
+        for uid in host.unwritten_clones():
+            host.want(uid)
 
 
 class Room:

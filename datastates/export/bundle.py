@@ -32,12 +32,13 @@ from datastates.lineage.search import walk
 from datastates.lineage.states import Ref, RefKind, State
 from datastates.opening.core import Core, Opened, core_of
 from datastates.store.comparing import are_equal
-from datastates.store.local import LocalTier, Staged
 from datastates.store.mapped import MappedReader
 from datastates.store.parts import refuse_parts
 from datastates.store.placing import own_bytes
+from datastates.store.roles import Staged
 from datastates.store.seal import SealedChunks
 from datastates.store.tier import Payload, Placed
+from datastates.store.tiers import packs_in
 
 from .bundle_files import PACKS, VERSION, Lineage, check_places, read_chunks, read_lineage, write_chunks, write_lineage
 
@@ -132,7 +133,7 @@ def _chosen(core: Core, revs: Sequence[str], *, with_parents: bool) -> list[Stat
 
 def _write_packs(core: Core, states: Sequence[State], root: Path) -> tuple[dict[str, str], int]:
     """The seal of each state, which it has from now on here too, and how many bytes were written."""
-    tier, base, written = LocalTier(root / PACKS, direct=core.config.direct_io), None, 0
+    tier, base, written = packs_in(root / PACKS, direct=core.config.direct_io), None, 0
     found: dict[str, str] = {}
     for state in states:
         refuse_parts(state, "a bundle")
@@ -191,7 +192,7 @@ def _stage(
     folder = root / PACKS
     if not folder.is_dir():
         raise NotFound(f"{folder} is not there: the bundle is not whole")
-    source, staged = LocalTier(folder), dict[str, tuple[Staged, Manifest, str]]()
+    source, staged = packs_in(folder), dict[str, tuple[Staged, Manifest, str]]()
     known: dict[tuple[bytes, int, bytes], tuple[PackInfo, int]] = {}
     for uid in lineage.held:
         try:

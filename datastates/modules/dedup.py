@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier
 
 from .contract import Priority
 from .work import Work
@@ -15,7 +15,7 @@ class Dedup:
 
     name, priority = "dedup", int(Priority.DEDUP)
 
-    def __init__(self, memory: MemoryTier) -> None:
+    def __init__(self, memory: CaptureTier) -> None:
         self._memory = memory
 
     def process(self, work: Work) -> None:

@@ -11,8 +11,8 @@ from datastates.content.manifest import Manifest
 from datastates.errors import Closed, NotFound, Unavailable
 from datastates.lineage.states import State
 from datastates.objects.report import Selection
-from datastates.store.memory import MemoryTier
 from datastates.store.reading import read_tree
+from datastates.store.roles import CaptureTier
 from datastates.store.tier import Reader
 
 __all__ = ["HeldItem"]
@@ -21,7 +21,7 @@ __all__ = ["HeldItem"]
 class HeldItem:
     """An ``Item`` whose bytes stay in memory until ``let_go``. ``current`` says how far the state has come by now."""
 
-    def __init__(self, memory: MemoryTier, current: Callable[[], State], branch: str | None) -> None:
+    def __init__(self, memory: CaptureTier, current: Callable[[], State], branch: str | None) -> None:
         self._current, self._branch = current, branch
         self._reader: Reader | None = None
         self._is_over = False

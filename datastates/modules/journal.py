@@ -28,8 +28,8 @@ from datastates.lineage.change import record as lineage_record
 from datastates.lineage.database import Database
 from datastates.lineage.search import walk
 from datastates.lineage.states import NewState, Run, State
-from datastates.store.local import LocalTier
 from datastates.store.placing import own_bytes
+from datastates.store.roles import DurableTier
 from datastates.store.tier import Placed
 from datastates.store.tiers import CAPTURED
 from datastates.system.interrupts import Mutex
@@ -73,7 +73,7 @@ class Listener:
 class Journal:
     """One for each process and repository. Every method is safe from any thread, ``evict`` never waits."""
 
-    def __init__(self, *, database: Database, local: LocalTier, run: Run, folder: str, holder: str, listener: Listener) -> None:
+    def __init__(self, *, database: Database, local: DurableTier, run: Run, folder: str, holder: str, listener: Listener) -> None:
         self._database, self._local, self._run, self._folder, self._holder = database, local, run, folder, holder
         self._listener = listener
         self._turn = Mutex()

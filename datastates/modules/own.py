@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from datastates.errors import ModuleFailed
 from datastates.lineage.states import State
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier
 
 from .contract import Module
 from .item import HeldItem
@@ -34,7 +34,7 @@ class Own:
     A state that waits for its turn keeps its memory; ``backlog`` says how many do. ``on_done`` is called after each of them.
     """
 
-    def __init__(self, modules: Sequence[Module], memory: MemoryTier, on_done: Callable[[], None]) -> None:
+    def __init__(self, modules: Sequence[Module], memory: CaptureTier, on_done: Callable[[], None]) -> None:
         self._modules = sorted(modules, key=lambda module: module.priority)
         self._memory, self._on_done = memory, on_done
         self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()

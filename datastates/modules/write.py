@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from datastates.store.local import LocalTier
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier, DurableTier
 from datastates.store.tier import Payload
 
 from .contract import Priority
@@ -18,7 +17,7 @@ class Write:
 
     name, priority = "write", int(Priority.WRITE)
 
-    def __init__(self, memory: MemoryTier, local: LocalTier, journal: Journal) -> None:
+    def __init__(self, memory: CaptureTier, local: DurableTier, journal: Journal) -> None:
         self._memory, self._local, self._journal = memory, local, journal
 
     def process(self, writing: Writing) -> None:

@@ -6,12 +6,13 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 
+from datastates.capture.host import Host
 from datastates.capture.runner import Runner
 from datastates.errors import Unavailable
 from datastates.lineage.change import runs
 from datastates.lineage.database import Database
 from datastates.store.arena import Arena
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier
 from datastates.store.tiers import VOLATILE, Tiers
 
 from .lease import Lease
@@ -34,7 +35,12 @@ class Belongings:
     is_let_go: bool = False
 
     @property
-    def memory(self) -> MemoryTier:
+    def host(self) -> Host:
+        """The engine, for whoever captures, merges or clones; its end is for ``let_go`` alone."""
+        return self.runner
+
+    @property
+    def memory(self) -> CaptureTier:
         """What this process holds in memory."""
         assert self.tiers.captured is not None, "it was made before this"
         return self.tiers.captured

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from datastates import values
+from datastates.capture.host import Host
 from datastates.capture.runner import Runner
 from datastates.capture.shutdown import close_at_exit, closed
 from datastates.config import Config
@@ -25,10 +26,8 @@ from datastates.lineage.search import revision, walk
 from datastates.lineage.search.holders import holder
 from datastates.lineage.states import State
 from datastates.store.arena import Arena
-from datastates.store.local import LocalTier
-from datastates.store.memory import MemoryTier
 from datastates.store.tier import Reader
-from datastates.store.tiers import Tiers
+from datastates.store.tiers import Tiers, captures_in, packs_in
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.memory import available_memory_bytes
 
@@ -84,8 +83,7 @@ class Core:
         check_whole(location)
         self.database = Database(location.database_url)
         try:
-            durable = LocalTier(location.packs, direct=config.direct_io, on_step=config.on_step)
-            self.tiers = Tiers(durable, config.tiers)
+            self.tiers = Tiers(packs_in(location.packs, direct=config.direct_io, on_step=config.on_step), config.tiers)
             self.home = settle_in(location, self.database)
             self.tiers.durable.node = self.home.uid or ""
             self.recovered = recover(self.database, self.tiers.durable, self.home)
@@ -120,7 +118,7 @@ class Core:
             with self.database.write() as session:
                 runs.start(session, run)
             arena = Arena(budget)
-            memory = MemoryTier(arena, holder(self.node, run.uid))
+            memory = captures_in(arena, holder(self.node, run.uid))
             runner = Runner(
                 database=self.database,
                 arena=arena,
@@ -138,14 +136,14 @@ class Core:
         self.tiers.captured = memory
         return Belongings(self.database, self.tiers, lease, run.uid, arena, runner)
 
-    def runner(self) -> Runner:
-        """The threads behind captures, made when they are first asked for."""
-        return self.engage().runner
+    def host(self) -> Host:
+        """The engine behind captures, merges and clones, made when it is first asked for."""
+        return self.engage().host
 
     @property
-    def running(self) -> Runner | None:
-        """The threads behind captures, if something was captured or has arrived."""
-        return None if self.engaged is None else self.engaged.runner
+    def running(self) -> Host | None:
+        """The engine, if something was captured or has arrived."""
+        return None if self.engaged is None else self.engaged.host
 
     @property
     def arena(self) -> Arena | None:
@@ -281,8 +279,8 @@ class Core:
             self._end()
             raise
         self._end()
-        if self.running is not None:
-            errors += self.running.errors()  # states may be written after their tracker ended: tags make them durable
+        if self.engaged is not None:
+            errors += self.engaged.runner.errors()  # states may be written after their tracker ended: tags make them durable
         if errors:
             raise errors[0]
 

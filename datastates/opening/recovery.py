@@ -11,7 +11,7 @@ from contextlib import suppress
 from datastates.lineage.change import record, runs
 from datastates.lineage.database import Database
 from datastates.lineage.states import Run
-from datastates.store.local import LocalTier
+from datastates.store.roles import DurableTier
 from datastates.store.tier import Placed
 from datastates.store.tiers import VOLATILE
 
@@ -24,7 +24,7 @@ __all__ = ["is_alive", "is_dead", "recover"]
 _logger = logging.getLogger(__name__)
 
 
-def recover(database: Database, local: LocalTier, home: Home) -> list[runs.Recovered]:
+def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Recovered]:
     """Settle the runs of this folder whose process died, whatever its host was called: which branches went back, and to where.
 
     A state that its process had written to the end without saying so is durable. All else that was only in memory is
@@ -78,6 +78,6 @@ def is_alive(run: Run, home: Home) -> bool:
     return look(home.path, run.uid) is Seen.HELD or is_running(run) is True
 
 
-def _whole(unheard: dict[str, str], local: LocalTier) -> dict[str, Placed]:
+def _whole(unheard: dict[str, str], local: DurableTier) -> dict[str, Placed]:
     """Those states which the lineage knows in memory only, by uid and digest, that are whole on disk."""
     return {uid: placed for uid, placed in local.whole(unheard).items() if placed.manifest.digest == unheard[uid]}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from datastates.errors import InvalidInput
+from datastates import values
 
-__all__ = ["Cadence"]
+__all__ = ["INTERVAL_S", "Cadence"]
+
+INTERVAL_S = 30.0
+"""The seconds between two writes of the newest state, unless somebody says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,24 +17,32 @@ class Cadence:
     """Which captures become durable by themselves; tagged states and branch heads at exit always do.
 
     ``every`` counts captures (1: each of them), ``interval_s`` is the least time between two writes of the newest
-    state. Both may be None; then only tags, the exit and ``capture.wait("durable")`` make states durable.
+    state. Both may be None; then only tags, the exit and ``capture.wait("durable")`` make states durable. Give one to
+    ``Config`` or ``Repository.track`` as ``cadence``, or its parts as ``durable_every`` and ``durable_interval_s``.
+
+        repo.track(model=model, cadence=datastates.Cadence(every=10, interval_s=None))
+
+    :raises InvalidInput: one of them is none of these.
     """
 
     every: int | None = None
-    interval_s: float | None = 30.0
+    interval_s: float | None = INTERVAL_S
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise InvalidInput(f"durable_every is {self.every}: it counts captures, from 1")
-        if self.interval_s is not None and not self.interval_s >= 0:
-            raise InvalidInput(f"durable_interval_s is {self.interval_s}: it must be 0 or more seconds, or None")
+        if self.every is not None:
+            object.__setattr__(self, "every", values.integer(self.every, "durable_every, which counts captures,", least=1))
+        if self.interval_s is not None:
+            object.__setattr__(self, "interval_s", values.seconds(self.interval_s, "durable_interval_s"))
 
-    def is_due(self, *, index: int, now: float, last_write: float | None, is_newest: bool) -> bool:
-        """Whether the ``index``-th capture (from 0) of a branch is to be written now.
+    def is_due(self, *, index: int | None, now: float, last_write: float | None, is_newest: bool) -> bool:
+        """Whether a state of a branch is to be written now.
 
-        ``last_write`` is when a write last began on this branch, on the same clock as ``now``; None: never.
+        :param index: which capture of the branch it is, from 0; None when no capture came, and only time went by.
+        :param now: the time.
+        :param last_write: when a write last began on this branch, on the same clock; None: never.
+        :param is_newest: whether it is the newest state of the branch.
         """
-        if self.every is not None and index % self.every == 0:
+        if self.every is not None and index is not None and index % self.every == 0:
             return True
         if self.interval_s is None or not is_newest:
             return False

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from datastates.content.digest import Sound, decode, decode_sound, encode
 from datastates.content.manifest import Manifest, PackInfo
@@ -52,12 +52,13 @@ from .naming import MAX_MANIFEST, manifest_name, packs_of, uid_of
 from .pack import padded, payload_bytes
 from .placing import Places, PutPlan, own_bytes, places_of, plan_put
 from .references import References
-from .tier import Payload, Placed, Reader, Tier
+from .roles import DurableTier, Staged
+from .tier import Payload, Placed, Reader
 
-__all__ = ["LocalTier", "Staged"]
+__all__ = ["LocalTier"]
 
 
-class LocalTier(Tier):
+class LocalTier(DurableTier):
     """States in a folder of this machine, or of a shared file system that has ``flock``.
 
     ``direct`` writes past the page cache (None: where the file system can). ``rank`` is the rank whose part of each state
@@ -86,15 +87,7 @@ class LocalTier(Tier):
         return supports_direct(self.root) if self._direct is None else self._direct
 
     def put(self, payload: Payload, *, base: Manifest | None = None, is_of_base: bool = False) -> Placed:
-        """Write a state; on return it is durable.
-
-        ``is_of_base``: this process captured both this state and ``base``, which it put here itself, in one training. Only then is a digest
-        enough to refer to what ``base`` has; else the bytes are compared.
-
-        :raises Conflict: another state of the uid is here.
-        :raises Unsupported: its manifest holds what could not be read again.
-        :raises Unavailable: the disk is full or fails; nothing of the state is left.
-        """
+        """See ``DurableTier.put``."""
         self._check_open()
         payload.check()
         origin = payload.manifest.origin
@@ -137,24 +130,20 @@ class LocalTier(Tier):
             raise Unavailable(f"state {uid} cannot be read in {self.root} ({exc})") from exc
 
     def manifest(self, uid: str) -> Manifest:
-        """The manifest of a state, checked.
-
-        :raises NotFound: it is not here.
-        :raises Corrupt: it is damaged, or another state's.
-        """
+        """See ``DurableTier.manifest``."""
         return self.sound(uid).manifest
 
     def sound(self, uid: str) -> Sound:
-        """``manifest``, for whoever goes on to look at the tensors."""
+        """See ``DurableTier.sound``."""
         return self._sound(uid, self._rank)
 
     def packs(self, uid: str) -> tuple[PackInfo, ...]:
-        """The packs that a state needs, as its manifest says, which is all that says so; none where it is not here, or is damaged."""
+        """See ``DurableTier.packs``."""
         return packs_of(self.root, uid, self._rank)
 
     @property
     def bytes_stored(self) -> int:
-        """The sizes of all packs in the folder together, whichever lineage they belong to."""
+        """See ``DurableTier.bytes_stored``."""
         stored = 0
         with suppress(OSError), os.scandir(self.root) as entries:
             for entry in entries:
@@ -176,7 +165,7 @@ class LocalTier(Tier):
         return iter([uid for uid, rank in filter(None, named) if rank == self._rank])
 
     def whole(self, uids: Iterable[str]) -> dict[str, Placed]:
-        """The states that are durable here with every pack, as their ``put`` would have said: its process may have died."""
+        """See ``DurableTier.whole``."""
         self._check_open()
         wanted, found = set(uids), {}
         with locked(self.root, is_shared=True, is_needed=False):
@@ -190,7 +179,7 @@ class LocalTier(Tier):
         return found
 
     def remove(self, uid: str) -> int:
-        """Delete a state's manifest, then the packs that no other manifest in the folder needs."""
+        """See ``DurableTier.remove``."""
         self._check_open()
         name = manifest_name(uid, self._rank)
         if uid_of(name, "manifest") is None:
@@ -202,7 +191,7 @@ class LocalTier(Tier):
             raise Unavailable(f"state {uid} was not removed from {self.root} ({exc})") from exc
 
     def sweep(self) -> list[Path]:
-        """Delete what crashes left behind: temporary files that nobody writes, packs that no manifest needs. What it deleted."""
+        """See ``DurableTier.sweep``."""
         self._check_open()
         with locked(self.root, is_shared=False):
             found = [self.root / name for name in os.listdir(self.root)]
@@ -222,13 +211,7 @@ class LocalTier(Tier):
     def stage(
         self, payload: Payload, *, known: Places | None = None, likely: Places | None = None, is_sharing: bool = True
     ) -> Iterator[Staged]:
-        """A state that is written and not visible: ``commit`` makes it so, else nothing of it is left at the end of the block.
-
-        ``known`` are places of its chunks that need no comparing, in packs that are here or are committed before; ``likely`` ones are
-        compared, as are those that ``is_sharing`` finds with other states.
-
-        :raises Conflict: another state of the uid is here.
-        """
+        """See ``DurableTier.stage``."""
         self._check_open()
         payload.check()
         origin = payload.manifest.origin
@@ -360,21 +343,6 @@ class LocalTier(Tier):
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed(f"the tier at {self.root} is closed: open the repository again")
-
-
-class Staged(Protocol):
-    """A state that ``LocalTier.stage`` has written. ``was_here``: there was nothing to write."""
-
-    was_here: ClassVar[bool]
-
-    def places(self) -> Iterable[tuple[PackInfo, int]]:
-        """The place of each chunk once it is committed."""
-
-    def commit(self) -> Placed | None:
-        """Make it visible and durable; None when a pack that it shares was removed, or replaced, meanwhile: stage it again."""
-
-    def undo(self) -> None:
-        """Take back what ``commit`` did; nothing where the state was here before."""
 
 
 @dataclass(frozen=True, slots=True)

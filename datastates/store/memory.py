@@ -23,28 +23,16 @@ from datastates.system.interrupts import Mutex, undisturbed
 
 from .arena import Arena
 from .comparing import are_equal
-from .tier import Payload, Placed, Reader, Tier
+from .roles import OURS, CaptureTier, Held
+from .tier import Payload, Placed, Reader
 
-__all__ = ["OURS", "Held", "MemoryTier"]
-
-OURS = ""
-"""The party of what was captured or made in this process."""
+__all__ = ["MemoryTier"]
 
 _Key = tuple[bytes, int]
 """A chunk's digest and length."""
 
 _STATE_BYTES, _CHUNK_ENTRY_BYTES = 4096, 256
 """What a state and each of its chunks take as Python objects here, in the engine, and in what the lineage is told of them (measured)."""
-
-
-@dataclass(slots=True, eq=False)
-class Held:
-    """A slot that holds a chunk, and how many chunks of states it stands for. ``parties`` are those whose chunk of this digest it is."""
-
-    slot: int
-    key: _Key
-    parties: set[str]
-    uses: int = 1
 
 
 @dataclass(slots=True)
@@ -64,7 +52,7 @@ class _State:
         return max((reader.used_at for reader in self.yielding), default=0.0)
 
 
-class MemoryTier(Tier):
+class MemoryTier(CaptureTier):
     """States within the budget of an arena, content-addressed: equal chunks share a slot."""
 
     name = "memory"
@@ -74,8 +62,7 @@ class MemoryTier(Tier):
         self._arena, self.node = arena, node
         self._states: dict[str, _State] = {}
         self._lingering: dict[int, _State] = {}  # removed, and kept by readers
-        self.on_let_go: Callable[[], None] = lambda: None
-        """Called when the last reader of a state that was removed has closed, on its thread."""
+        self.on_let_go = lambda: None
         self._chunks: dict[_Key, list[Held]] = {}
         self._shared = Counter[int]()
         self._beside = 0
@@ -83,13 +70,7 @@ class MemoryTier(Tier):
         self._lock = Mutex()
 
     def adopt(self, manifest: Manifest, slots: list[int]) -> Placed:
-        """Take over slots that were acquired and filled here, one for each chunk in order; they are not to be written again.
-
-        The list is empty afterwards: whoever gives back what is in it gives nothing back that is the tier's. Those whose chunk is held
-        already, by another state or earlier in this one, go back to the arena at once. A state that is here already gives all of them back.
-
-        :raises InvalidInput: not one slot for each chunk; the slots then stay the caller's.
-        """
+        """See ``CaptureTier.adopt``."""
         keys = _keys(manifest)
         if len(slots) != len(keys):
             raise InvalidInput(f"state {manifest.origin.uid} has {len(keys)} chunks, but came with {len(slots)} slots")
@@ -106,7 +87,7 @@ class MemoryTier(Tier):
             return placed
 
     def hold(self, keys: Iterable[tuple[bytes, int]], party: str = OURS) -> dict[tuple[bytes, int], Held]:
-        """Hold those of these chunks, by digest and length, that are ours or the party's: they stay until ``settle`` or ``let_go``."""
+        """See ``CaptureTier.hold``."""
         with self._lock:
             self._check_open()
             found = {key: self._known(key, party) for key in dict.fromkeys(keys)}
@@ -127,15 +108,7 @@ class MemoryTier(Tier):
         filled: dict[tuple[bytes, int], int],
         party: str = OURS,
     ) -> Placed:
-        """Take over a state whose distinct chunks are ``held``, or in slots that were acquired and filled, which are not written again.
-
-        Both are empty afterwards, as the list of ``adopt``.
-        ``party`` is the source of the filled ones. Those that are equal, byte by byte, to what somebody else brought give their
-        slots back.
-
-        :raises InvalidInput: a chunk is neither held nor filled; all of them then stay the caller's.
-        :raises Conflict: a state of this uid is here, of other bytes; likewise.
-        """
+        """See ``CaptureTier.settle``."""
         keys = _keys(manifest)
         left = set(keys).difference(held, filled)
         if left:
@@ -193,7 +166,7 @@ class MemoryTier(Tier):
             return iter(list(self._states))
 
     def remove(self, uid: str) -> int:
-        """Drop a state; slots that nothing else needs go back to the arena, or when its last reader closes."""
+        """See ``CaptureTier.remove``."""
         with self._lock:
             state = self._states.pop(uid, None)
             return 0 if state is None else self._drop(state)
@@ -206,13 +179,12 @@ class MemoryTier(Tier):
             return sum(chunk.uses == count for chunk, count in uses.items())
 
     def slots_of(self, uids: Iterable[str]) -> int:
-        """The number of slots of all these states together, including those that others share."""
+        """See ``CaptureTier.slots_of``."""
         with self._lock:
             return len({chunk for uid in uids if (state := self._states.get(uid)) is not None for chunk in state.chunks})
 
     def recall(self, count: int) -> bool:
-        """Tell readers that memory is wanted back, until ``count`` slots come of it: readers that give way, of states that were removed,
-        the one that read least recently first. Returns whether anybody was told."""
+        """See ``CaptureTier.recall``."""
         told: list[Callable[[], None]] = []
         with self._lock:
             uses = Counter[Held]()
@@ -241,7 +213,7 @@ class MemoryTier(Tier):
 
     @property
     def bytes_beside(self) -> int:
-        """About what states take beside their slots: plain values and small arrays, manifests, what is known of them."""
+        """See ``CaptureTier.bytes_beside``."""
         return self._beside
 
     def close(self) -> None:

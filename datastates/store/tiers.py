@@ -4,7 +4,8 @@
     tiers.durable    the repository's own folder of packs
     tiers.further    what the user gave: each state that becomes durable is put there too
 
-Nobody outside ``store`` names a tier: the lineage is told ``tier.name`` and ``tier.node``, and asked with ``VOLATILE``.
+Nobody outside ``store`` names a tier: the lineage is told ``tier.name`` and ``tier.node``, and asked with ``VOLATILE``. Nor does anybody
+know the classes of the first two: ``captures_in`` and ``packs_in`` make them, and what they can do is their role's (``roles``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -21,14 +23,16 @@ from datastates.content.manifest import Manifest
 from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from datastates.lineage.states import State, Status
 
+from .arena import Arena
 from .local import LocalTier
 from .memory import MemoryTier
 from .parts import open_parts
 from .reading import of_state
+from .roles import CaptureTier, DurableTier
 from .seal import SealedChunks
 from .tier import Payload, Reader, Tier
 
-__all__ = ["CAPTURED", "DURABLE", "VOLATILE", "Tiers", "check_further", "payload_of"]
+__all__ = ["CAPTURED", "DURABLE", "VOLATILE", "Tiers", "captures_in", "check_further", "packs_in", "payload_of"]
 
 CAPTURED = MemoryTier.name
 """The tier that captures and arrivals come into, as the lineage calls it."""
@@ -46,9 +50,9 @@ _GIVEN = (Status.DURABLE, Status.REPLICATED, Status.EXTERNAL)
 class Tiers:
     """Safe from any thread. ``captured`` is None until something is captured or arrives."""
 
-    def __init__(self, durable: LocalTier, further: Sequence[object] = ()) -> None:
+    def __init__(self, durable: DurableTier, further: Sequence[object] = ()) -> None:
         self.durable, self.further = durable, check_further(further)
-        self.captured: MemoryTier | None = None
+        self.captured: CaptureTier | None = None
 
     def __iter__(self) -> Iterator[Tier]:
         """All of them, nearest first."""
@@ -91,6 +95,21 @@ class Tiers:
         """Close those that outlive this process; idempotent."""
         for tier in self.lasting:
             tier.close()
+
+
+def captures_in(arena: Arena, node: str = "") -> CaptureTier:
+    """A tier for captures and arrivals in the slots of an arena; ``node`` names the process."""
+    return MemoryTier(arena, node)
+
+
+def packs_in(folder: Path, *, direct: bool | None = None, on_step: Callable[[str], None] | None = None) -> DurableTier:
+    """A folder of packs, which is made if it is not there.
+
+    :param direct: whether to write past the page cache; None: where the file system can.
+    :param on_step: called with a name after each durable step, on the thread that puts: ``pack-written``, ``pack-renamed``,
+        ``manifest-written``, ``manifest-renamed`` (from here on the state is visible, and durable), ``manifest-removed``.
+    """
+    return LocalTier(folder, direct=direct, on_step=on_step)
 
 
 def payload_of(reader: Reader) -> Payload:

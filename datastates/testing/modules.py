@@ -17,8 +17,9 @@ from datastates.lineage.states import State, Status
 from datastates.modules.contract import Module
 from datastates.modules.own import Own
 from datastates.store.arena import Arena
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier
 from datastates.store.tier import Payload
+from datastates.store.tiers import captures_in
 
 from .states import payload
 
@@ -47,14 +48,14 @@ class ModuleSuite(ABC):
         """A new module."""
 
     @pytest.fixture
-    def memory(self) -> MemoryTier:
+    def memory(self) -> CaptureTier:
         """The memory that the states lie in."""
-        return MemoryTier(Arena(_ARENA_BYTES))
+        return captures_in(Arena(_ARENA_BYTES))
 
     def test_a_configuration_takes_it(self, module: Module) -> None:
         assert Config(modules=[module]).modules == (module,)
 
-    def test_it_may_be_closed_before_it_has_seen_anything(self, module: Module, memory: MemoryTier) -> None:
+    def test_it_may_be_closed_before_it_has_seen_anything(self, module: Module, memory: CaptureTier) -> None:
         assert _run(module, memory, []) == []
 
     @pytest.mark.parametrize(
@@ -68,26 +69,26 @@ class ModuleSuite(ABC):
         ],
         ids=lambda state: state.manifest.origin.uid,
     )
-    def test_it_takes_states_of_any_content(self, module: Module, memory: MemoryTier, state: Payload) -> None:
+    def test_it_takes_states_of_any_content(self, module: Module, memory: CaptureTier, state: Payload) -> None:
         assert _run(module, memory, [state]) == []
 
-    def test_it_takes_a_state_of_no_branch_without_metrics_and_one_with_both(self, module: Module, memory: MemoryTier) -> None:
+    def test_it_takes_a_state_of_no_branch_without_metrics_and_one_with_both(self, module: Module, memory: CaptureTier) -> None:
         states = [of("one", {"model": {"w": torch.zeros(2)}}), of("two", {"model": {"w": torch.ones(2)}})]
         assert _run(module, memory, states, branches=[None, "main"], metrics=[{}, {"loss": 0.5, "é": 1.0}]) == []
 
-    def test_it_changes_no_byte_of_a_state(self, module: Module, memory: MemoryTier) -> None:
+    def test_it_changes_no_byte_of_a_state(self, module: Module, memory: CaptureTier) -> None:
         state = of("kept", {"model": {"w": torch.arange(1000.0)}})
         _run(module, memory, [state])
         with memory.open("kept") as reader:
             assert [chunk_digest(reader.chunk(0))] == [chunk.digest for chunk in state.manifest.content.chunks]
 
-    def test_it_keeps_no_state_in_memory(self, module: Module, memory: MemoryTier) -> None:
+    def test_it_keeps_no_state_in_memory(self, module: Module, memory: CaptureTier) -> None:
         _run(module, memory, [of(f"state{index}", {"model": {"w": torch.full((100,), float(index))}}) for index in range(4)])
         for uid in list(memory.uids()):
             memory.remove(uid)
         assert memory.slots_held == 0
 
-    def test_a_state_whose_bytes_are_gone_does_not_end_it(self, module: Module, memory: MemoryTier) -> None:
+    def test_a_state_whose_bytes_are_gone_does_not_end_it(self, module: Module, memory: CaptureTier) -> None:
         gone, here = of("gone", {"model": {"w": torch.zeros(3)}}), of("here", {"model": {"w": torch.ones(3)}})
         failed = _run(module, memory, [gone, here], without=("gone",))
         assert [error for error in failed if "on state here " in str(error)] == []
@@ -95,7 +96,7 @@ class ModuleSuite(ABC):
 
 def _run(
     module: Module,
-    memory: MemoryTier,
+    memory: CaptureTier,
     states: list[Payload],
     *,
     branches: list[str | None] | None = None,

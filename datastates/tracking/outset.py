@@ -96,7 +96,7 @@ def set_out(training: Training, state: State, *, only: str | Sequence[str] | Non
     training.resumed_from, training.is_resumed = state, is_resumed
     training.line.base = training.core.tiers.placed(state.uid)
     if training.line.base is None:
-        training.line.kin = training.runner.line_of(state.uid)  # in memory only: what they share is written with the first of them
+        training.line.kin = training.host.line_of(state.uid)  # in memory only: what they share is written with the first of them
     where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")
     if not is_resumed:
         _logger.info("branch %s begins at %s", training.branch, where)

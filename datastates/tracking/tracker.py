@@ -13,7 +13,6 @@ import msgspec
 
 from datastates import values as checks
 from datastates.capture.handle import Capture, Progress
-from datastates.capture.host import Host
 from datastates.capture.line import Staged
 from datastates.capture.stage import CopyJob
 from datastates.config import BackPressure
@@ -46,7 +45,7 @@ class Tracker:
 
     def __init__(self, training: Training, *, back_pressure: BackPressure, is_deferring: bool) -> None:
         self._training = training
-        self._host: Host = training.runner
+        self._host = training.host
         self._back_pressure, self._is_deferring = back_pressure, is_deferring
 
     @property

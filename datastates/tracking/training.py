@@ -50,8 +50,8 @@ class Training:
         self.adapted = Adapted(self.objects, gradients=gradients)
         outlook = self.adapted.outlook()
         flatten({**outlook, **values})  # what no state can hold is refused here
-        self.runner = core.runner()
-        self.pending = Pending(self.runner.fence)
+        self.host = core.host()
+        self.pending = Pending(self.host.fence)
         self.newest: str | None = None
         self.is_driven = self.is_resumed = False
         self.loops = Loops(partial(_found, self.objects))  # and not what knows this training: it would outlive its last name
@@ -64,8 +64,8 @@ class Training:
         self._fence = Fence(self.pending.wait)
         self._fence.install(self.adapted.optimizers, self.adapted.modules)
         self.oversights = Oversights(self.adapted.objects, outlook, self._fence.has_stepped)
-        self.runner.open_line(line, cadence, self.adapted.size_bytes())  # the last that may fail
-        self._finalizer = weakref.finalize(self, _end_dropped, self.runner, line, self._fence, self._pid)
+        self.host.open_line(line, cadence, self.adapted.size_bytes())  # the last that may fail
+        self._finalizer = weakref.finalize(self, _end_dropped, self.host, line, self._fence, self._pid)
         self._finalizer.atexit = False  # the repository is closed then
 
     @property
@@ -75,7 +75,7 @@ class Training:
 
     def head(self) -> State | None:
         """See ``Tracker.head``."""
-        self.runner.flush()
+        self.host.flush()
         self.heed_edits()
         return None if self.line.tip is None else self.core.state(self.line.tip[0])
 
@@ -189,7 +189,7 @@ class Training:
         if not self.is_living:
             return
         self._is_closed = True
-        self.runner.close_line(self.line)
+        self.host.close_line(self.line)
         self._fence.remove()
         self.core.trainings.discard(self)  # a repository outlives the models of its trainings
         self.core.drain()
@@ -213,7 +213,7 @@ class Training:
     def give_up(self) -> None:
         """It never began: nothing was captured."""
         self._fence.remove()
-        self.runner.close_line(self.line)
+        self.host.close_line(self.line)
 
 
 def _found(objects: Mapping[str, object]) -> list[object]:

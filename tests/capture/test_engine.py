@@ -96,6 +96,11 @@ def test_by_time_the_first_is_written_and_then_the_newest_once_an_interval() -> 
     assert made.next_tick() is None
 
 
+def test_that_time_goes_by_counts_no_capture() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a")
+    assert after(made, WriteFailed("a", 1.0), Tick(99.0)) == [], "it was due once, when it was captured"
+
+
 def test_each_line_has_a_cadence_of_its_own() -> None:
     made = engine(Cadence(every=1, interval_s=None))
     made.handle(LineOpened("other", NEVER))
@@ -322,7 +327,7 @@ def test_a_state_that_a_line_captured_is_no_clone() -> None:
 
 
 def test_a_cadence_refuses_what_makes_no_sense() -> None:
-    with pytest.raises(InvalidInput, match="durable_every is 0"):
+    with pytest.raises(InvalidInput, match="durable_every, which counts captures, is 0"):
         Cadence(every=0)
     for interval_s in (-1.0, float("nan")):
         with pytest.raises(InvalidInput, match="durable_interval_s is"):
@@ -334,6 +339,8 @@ def test_a_cadence_is_due_by_count_or_by_time() -> None:
     assert [index for index in range(7) if cadence.is_due(index=index, now=0.0, last_write=0.0, is_newest=True)] == [0, 3, 6]
     assert cadence.is_due(index=1, now=10.0, last_write=0.0, is_newest=True)
     assert not cadence.is_due(index=1, now=99.0, last_write=0.0, is_newest=False)
+    assert not cadence.is_due(index=None, now=1.0, last_write=0.0, is_newest=True), "no capture came, so none is counted"
+    assert cadence.is_due(index=None, now=10.0, last_write=0.0, is_newest=True)
     assert cadence.next_due(4.0) == 14.0
     assert cadence.next_due(None) is None
     assert Cadence(every=1, interval_s=None).next_due(4.0) is None

@@ -145,7 +145,7 @@ def test_whoever_waits_for_too_long_is_told_and_may_wait_again(repo: Repository,
     with pytest.raises(Unavailable, match=r"does not answer since .* 1 states wait to be recorded"):
         late.wait(timeout_s=60)
     with pytest.raises(Unavailable, match="1 states wait"):
-        run.training.runner.drain()
+        run.training.host.drain()
     database.is_away.clear()
     repo.flush()
     assert late.wait(timeout_s=60).step == 2
@@ -176,7 +176,7 @@ def test_what_is_kept_to_be_told_again_is_bounded_although_nothing_becomes_durab
     run, weight = begin(repo)
     capture(run, weight, 40)
     repo.flush()
-    assert len(run.training.runner._register.journal._told) <= 4 + 5 + 4
+    assert len(repo.core.engage().runner._register.journal._told) <= 4 + 5 + 4
 
 
 def test_an_outage_is_two_lines_of_the_log(repo: Repository, database: Away, caplog: pytest.LogCaptureFixture) -> None:

@@ -79,7 +79,7 @@ def test_two_states_in_memory_are_enough_to_write_none_for_room(states: float, t
         for _ in range(30):
             words += 1
             run.capture()
-        run.training.runner.drain()
+        run.training.host.drain()
         assert durable(tmp_path) == 0
     assert durable(tmp_path) == 1, "the head at the end"
 
@@ -200,7 +200,7 @@ def test_captures_that_nobody_has_recorded_yet_are_bounded(tmp_path: Path, monke
         most = 0
         for _ in range(50):
             run.capture()
-            most = max(most, run.training.runner._rounds.in_flight)
+            most = max(most, run.training.core.engage().runner._rounds.in_flight)
         assert 1 <= most <= 3
         assert run.head is not None
         assert run.head.step == 50
@@ -256,5 +256,5 @@ def test_memory_full_of_tagged_states_that_cannot_be_written_refuses_and_goes_on
 
 def _swallow(run: Tracker) -> None:
     """A write that failed in the background is told by the next capture: not what is tested here."""
-    run.training.runner.drain()
+    run.training.host.drain()
     run.training.line.error = None

@@ -23,6 +23,7 @@ import datastates
 import datastates.transport.wire.ucx
 from datastates import Config, Repository
 from datastates.errors import DatastatesError
+from datastates.store.memory import MemoryTier
 from datastates.transport import loop
 from datastates.transport.session.server import Server as TransportServer
 from datastates.transport.wire import near
@@ -93,7 +94,7 @@ def own_threads() -> list[str]:
 def pins(repo: Repository) -> int:
     """How many readers hold states in memory."""
     memory = repo.core.tiers.captured
-    return 0 if memory is None else sum(state.readers for state in memory._states.values())
+    return sum(state.readers for state in memory._states.values()) if isinstance(memory, MemoryTier) else 0
 
 
 def eventually(holds: Callable[[], bool], within_s: float, tell: Callable[[], object] = lambda: "") -> float:

@@ -227,14 +227,14 @@ CLONE, LOOSE = "c" * 24, "1" * 24
 
 def adopted(repo: datastates.Repository, source: Sent) -> None:
     """A clone, recorded as a root."""
-    runner, memory, arena = repo.core.runner(), repo.core.tiers.captured, repo.core.arena
+    host, memory, arena = repo.core.host(), repo.core.tiers.captured, repo.core.arena
     assert memory is not None
     assert arena is not None
-    sink = StateSink(source.checked, memory, arena, lambda count: runner.acquire(count, datastates.BackPressure.WAIT))
+    sink = StateSink(source.checked, memory, arena, lambda count: host.acquire(count, datastates.BackPressure.WAIT))
     feed(sink, source.chunks)
     facts = StateFacts(source.manifest.origin.uid, None, None, repo.core.run_uid, source.manifest.origin.step)
-    runner.commits.take_in(Coming(facts, source.manifest.digest, sum(map(len, source.chunks)), sink.adopt), record.record)
-    runner.refs_changed()
+    host.take_in(Coming(facts, source.manifest.digest, sum(map(len, source.chunks)), sink.adopt), record.record)
+    host.refs_changed()
 
 
 def test_a_clone_stays_through_captures_and_ends_with_the_process_unless_it_is_named(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_clone_that_cannot_be_written_is_said_and_stays(tmp_path: Path, caplog
     with datastates.open(tmp_path, config=config) as repo, caplog.at_level(logging.WARNING):
         adopted(repo, state(CLONE, 1))
         repo.tag("kept", CLONE)
-        repo.core.runner().drain()
+        repo.core.host().drain()
         assert CLONE in caplog.text
         with repo.core.open_payload(repo.state(CLONE)) as reader:
             assert float(read_tree(reader)["box"]["0"][0]) == 1.0

@@ -28,6 +28,7 @@ from datastates.content import digest
 from datastates.errors import Cancelled, PeerFault
 from datastates.lineage.change import clones
 from datastates.lineage.search.holders import replicas_of
+from datastates.store.memory import MemoryTier
 from datastates.transport import loop
 from datastates.transport.protocol import Offer, RefRecord
 from datastates.transport.session.feed import Feed
@@ -401,8 +402,9 @@ def test_a_push_that_is_cancelled_at_once_lets_go_of_the_state(repo: Repository,
             transfer.cancel()
             with suppress(Cancelled):
                 transfer.wait()
-    assert repo.core.tiers.captured is not None
-    assert [held.readers for held in repo.core.tiers.captured._states.values() if held.readers] == []
+    memory = repo.core.tiers.captured
+    assert isinstance(memory, MemoryTier)
+    assert [held.readers for held in memory._states.values() if held.readers] == []
 
 
 def pieces(source: Source, index: int) -> list[memoryview]:

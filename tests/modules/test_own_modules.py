@@ -276,8 +276,8 @@ def test_an_interrupt_while_a_module_is_slow_loses_no_state_and_gives_up_what_th
     run, weight = begin(repo)
     captures = [capture(run, weight) for _ in range(3)]
     state = captures[-1].wait("durable")
-    runner = repo.core.runner()
-    drain = runner.drain
+    host = repo.core.host()
+    drain = host.drain
 
     def interrupted(on_wait: Callable[[int], None] | None = None) -> None:
         def wait_and_raise(pending: int) -> None:
@@ -286,7 +286,7 @@ def test_an_interrupt_while_a_module_is_slow_loses_no_state_and_gives_up_what_th
 
         drain(wait_and_raise)
 
-    monkeypatch.setattr(runner, "drain", interrupted)
+    monkeypatch.setattr(host, "drain", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.close()
     monkeypatch.undo()

@@ -61,11 +61,11 @@ def test_a_write_that_was_given_up_is_no_error_of_the_close(repo: Repository, wr
     run.capture()
     give_up(run, writer, monkeypatch)
     repo.close()
-    assert repo.core.running is not None
+    runner = repo.core.engage().runner
     writer.go_on.set()  # only now, as its tier is closed
-    for thread in repo.core.running._threads:
+    for thread in runner._threads:
         thread.join(60)
-    assert repo.core.running.errors() == []
+    assert runner.errors() == []
     run.close()
 
 

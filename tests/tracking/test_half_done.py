@@ -98,5 +98,4 @@ def test_a_training_that_never_began_leaves_no_line_behind(tmp_path: Path) -> No
             run.capture()
         with pytest.raises(InvalidInput, match="weight"):
             repo.track(weight=torch.zeros(4), rng=False)
-        assert repo.core.running is not None
-        assert repo.core.running._engine._lines == {}
+        assert repo.core.engage().runner._engine._lines == {}

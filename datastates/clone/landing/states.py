@@ -11,7 +11,7 @@ from datastates.content.digest import chunk_digest
 from datastates.content.manifest import CHUNK_BYTES, Chunk
 from datastates.errors import Closed, Corrupt, DatastatesError, NotFound, OverBudget, Unavailable
 from datastates.store.arena import Arena
-from datastates.store.memory import MemoryTier
+from datastates.store.roles import CaptureTier
 from datastates.store.tier import Placed, Reader, Tier
 
 from .untrusted import CheckedManifest
@@ -36,7 +36,7 @@ class StateSink:
     def __init__(
         self,
         checked: CheckedManifest,
-        memory: MemoryTier,
+        memory: CaptureTier,
         arena: Arena,
         acquire: Callable[[int], Sequence[int] | None],
         *,

@@ -18,6 +18,7 @@ import datastates
 from datastates import InvalidInput, Peer, Repository, Server, Unauthorized
 from datastates.errors import Closed, DatastatesError, Disconnected
 from datastates.opening.location import DATABASE
+from datastates.store.memory import MemoryTier
 from tests.clone.peers.pairs import Made, Paused, Training, memory_free, train
 from tests.support import warm
 from tests.support.secrets_kept import keep
@@ -96,8 +97,9 @@ def test_a_clone_under_way_ends_with_either_side(made: Made, url: str, who: str)
 
 def pins(repo: Repository) -> int:
     """Readers that hold states in memory."""
-    assert repo.core.tiers.captured is not None
-    return sum(state.readers for state in repo.core.tiers.captured._states.values())
+    memory = repo.core.tiers.captured
+    assert isinstance(memory, MemoryTier)
+    return sum(state.readers for state in memory._states.values())
 
 
 def lasting() -> Counter[str]:
