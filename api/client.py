@@ -24,7 +24,21 @@ from datastates.system.secret_file import is_sendable
 from .answers import checked, disconnected, parsed
 from .downloads import download
 from .following import RefEvents
-from .models import Evicted, GraphPage, Page, Ref, RefEvent, RepositoryInfo, Run, Series, State, StateDetail, Stats, TensorInfo
+from .models import (
+    Branches,
+    Evicted,
+    GraphPage,
+    Page,
+    Ref,
+    RefEvent,
+    RepositoryInfo,
+    RunInfo,
+    Series,
+    State,
+    StateDetail,
+    Stats,
+    TensorInfo,
+)
 
 if TYPE_CHECKING:
     from datastates.algebra.diff import Diff
@@ -189,13 +203,22 @@ class Client:
 
     # --- the whole -----------------------------------------------------------------------------------------------------------
 
-    def runs(self, *, limit: int | None = None) -> Iterator[Run]:
+    def runs(self, *, limit: int | None = None) -> Iterator[RunInfo]:
         """The processes that tracked; page by page."""
-        return self._pages("/runs", Run, {}, limit)
+        return self._pages("/runs", RunInfo, {}, limit)
 
-    def run(self, uid: str) -> Run:
+    def run(self, uid: str) -> RunInfo:
         """One of them."""
-        return self._get(f"/runs/{quote(uid, safe='')}", Run)
+        return self._get(f"/runs/{quote(uid, safe='')}", RunInfo)
+
+    def branches(self, query: str = "", *, limit: int = 50, **asked: str) -> Branches:
+        """The branches at a glance: a page of at most ``limit``.
+
+        :param query: a condition, which must hold of a branch's newest state.
+        :param asked: ``name``, ``metric``, ``direction``, ``sort``, ``group`` and ``after``, as in the API.
+        :raises SyntaxProblem: the query does not parse; has the column.
+        """
+        return self._get("/branches", Branches, {"q": query, "limit": limit, **asked})
 
     def graph(self, *heads: str | State, first: int = 0, count: int = 200, around: str | State | None = None) -> GraphPage:
         """A window of the history of some revisions, or of every branch and tag, with the lanes of its lines.

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from datastates.lineage.search.holders import Replica
+from datastates.lineage.show.branches import Branch, Branches, Life
 from datastates.lineage.show.stats import Counts, KeyStats
 from datastates.lineage.states import Ref, RefEvent, RefKind, Run, State, Value
 
 __all__ = [
     "Annotations",
+    "Branch",
+    "Branches",
     "Evicted",
     "Fork",
     "GraphPage",
@@ -27,6 +30,7 @@ __all__ = [
     "Replica",
     "RepositoryInfo",
     "Run",
+    "RunInfo",
     "Series",
     "SeriesLine",
     "State",
@@ -88,6 +92,14 @@ class TensorInfo:
     bytes: int
     tied_to: str | None = None
     norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo(Run):
+    """A process that tracked, whether it still runs, and the branches whose newest states it captured, by name."""
+
+    life: Life
+    branches: tuple[str, ...]
 
 
 # The graph

@@ -24,6 +24,7 @@ Errors are `application/problem+json` with a stable `kind`. Without tokens confi
 else send `Authorization: Bearer TOKEN`. `x-scope` of an operation says what the token must allow: read, write or admin."""
 
 _TAGS = {
+    "branches": "Branches at a glance: where each forked, how it went, what can be restored of it.",
     "states": "States: one, many, and what is known of them.",
     "graph": "The graph of states, with lanes for drawing, a window at a time.",
     "series": "Curves of metrics.",

@@ -62,8 +62,8 @@ def _tag(data: bytes) -> str:
 
 
 def _project(value: Any, fields: Sequence[str]) -> Any:
-    if isinstance(value, dict) and set(value) == {"items", "next"}:
-        return {"items": [_pick(item, fields) for item in value["items"]], "next": value["next"]}
+    if isinstance(value, dict) and {"items", "next"} <= set(value):
+        return value | {"items": [_pick(item, fields) for item in value["items"]]}
     return _pick(value, fields)
 
 

@@ -26,7 +26,9 @@ __all__ = [
     "RepositoryRow",
     "RunRow",
     "SealRow",
+    "SegmentRow",
     "StateRow",
+    "StretchRow",
     "from_us",
     "table",
     "to_us",
@@ -81,10 +83,12 @@ class StateRow(Base):
     """A node. ``generation`` counts first parents to the root; ``jump_id`` is an ancestor for O(log n) walks, and
     ``jump_step`` the lowest step from the first parent up to it, so that a search for a step may leap too.
 
-    A parent is always older than its child, so ``id`` orders the graph topologically: walks rely on it.
+    A parent is always older than its child, so ``id`` orders the graph topologically: walks rely on it. ``segment_id`` is the segment
+    that it belongs to; NULL where no branch ever captured or adopted it.
     """
 
     __tablename__ = "state"
+    __table_args__ = (Index(None, "segment_id", "status", "bytes_new"),)
 
     id: Mapped[int] = mapped_column(Id, primary_key=True)
     uid: Mapped[str] = mapped_column(String(24), unique=True)
@@ -102,6 +106,7 @@ class StateRow(Base):
     bytes_new: Mapped[int] = mapped_column(BigInteger)
     world_size: Mapped[int] = mapped_column(Integer)
     message: Mapped[str | None] = mapped_column(Text)
+    segment_id: Mapped[int | None] = mapped_column(BigInteger)  # no foreign key: each capture would pay for the check, and segments stay
 
 
 class EdgeRow(Base):
@@ -252,6 +257,50 @@ class SealRow(Base):
 
     state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True, autoincrement=False)
     digest: Mapped[str] = mapped_column(String(64))
+
+
+class SegmentRow(Base):
+    """The states that one branch has to itself: a piece of a path of first parents, which begins behind ``fork_id``, or with a root.
+
+    ``branch`` is the branch whose head is its newest state, or ``fork_id`` while it has none; NULL once that was deleted or moved
+    elsewhere. ``name`` is what the branch was called when the segment began. States are named without foreign keys: a segment is
+    written before its first state is.
+    """
+
+    __tablename__ = "segment"
+
+    id: Mapped[int] = mapped_column(Id, primary_key=True)
+    name: Mapped[str] = mapped_column(String(255))
+    branch: Mapped[str | None] = mapped_column(String(255), unique=True)
+    fork_id: Mapped[int | None] = mapped_column(BigInteger)
+    first_id: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class StretchRow(Base):
+    """The summary of one metric over some states of a segment: ``tally.Tally`` has the meaning of each column.
+
+    ``place`` is the generation of the states, over ``tally.STATES``: such a row is written once, when its last state is recorded. The row
+    at ``tally.WHOLE`` covers the whole segment, and grows with each state.
+    """
+
+    __tablename__ = "stretch"
+    __table_args__ = NO_ROWID
+
+    segment_id: Mapped[int] = mapped_column(ForeignKey("segment.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    place: Mapped[int] = mapped_column(Integer, primary_key=True)
+    count: Mapped[int] = mapped_column(Integer)
+    gaps: Mapped[int] = mapped_column(Integer)
+    total: Mapped[float]
+    least: Mapped[float | None]
+    least_id: Mapped[int | None] = mapped_column(BigInteger)
+    most: Mapped[float | None]
+    most_id: Mapped[int | None] = mapped_column(BigInteger)
+    first: Mapped[float | None]
+    first_id: Mapped[int | None] = mapped_column(BigInteger)
+    last: Mapped[float | None]
+    last_id: Mapped[int | None] = mapped_column(BigInteger)
+    gap_id: Mapped[int | None] = mapped_column(BigInteger)
 
 
 def table(model: type[Base]) -> Table:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from fastapi import Path, Query, Request, Response
 
-from datastates.api.models import Page, Run
+from datastates.api.models import Page, RunInfo
+from datastates.api.processes import infos
 from datastates.api.replies import reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen
@@ -19,7 +20,7 @@ routes = Routes("runs")
 RunUid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A run's uid, whole")]
 
 
-@routes.add("GET", "/runs", scope=Scope.READ, returns=Page[Run])
+@routes.add("GET", "/runs", scope=Scope.READ, returns=Page[RunInfo])
 def list_runs(
     served: Chosen,
     request: Request,
@@ -30,13 +31,13 @@ def list_runs(
     """The processes that tracked, the last begun first."""
     with served.reading() as session:
         found, following = runs.listing(session, limit=limit, after=after)
-    page = Page(tuple(found), following)
+        page = Page(tuple(infos(session, found, served.core.home)), following)
     return reply(page, request=request, fields=fields, etag=True)
 
 
-@routes.add("GET", "/runs/{uid}", scope=Scope.READ, returns=Run)
+@routes.add("GET", "/runs/{uid}", scope=Scope.READ, returns=RunInfo)
 def run_detail(served: Chosen, request: Request, uid: RunUid) -> Response:
     """One process that tracked: its host and user, its code and configuration."""
     with served.reading() as session:
-        run = runs.get(session, uid)
+        (run,) = infos(session, [runs.get(session, uid)], served.core.home)
     return reply(run, request=request, etag=True)

@@ -23,7 +23,7 @@ from .environment import node_name
 from .lease import LEASES, Lease
 from .location import Location
 
-__all__ = ["FOLDER", "PACKS", "Home", "settle_in"]
+__all__ = ["FOLDER", "PACKS", "Home", "look_at", "settle_in"]
 
 FOLDER = "datastates.folder"
 """Where the record of a run says which folder its lease and its packs are in."""
@@ -73,6 +73,15 @@ class Home:
                 f"no lease can be made in {self.path / LEASES} ({exc.strerror}): every process that tracks locks a file there; "
                 "get the right to write in that folder, on a file system with locks"
             ) from exc
+
+
+def look_at(location: Location) -> Home:
+    """The folder of packs for whoever only wants to know; nothing is written.
+
+    :raises Unavailable: its identity cannot be read.
+    """
+    is_beside = location.root is not None and location.packs == location.root / "packs"
+    return Home(location.packs, _read(location.packs), is_beside, "it was opened for looking only")
 
 
 def settle_in(location: Location, database: Database) -> Home:

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from datastates.lineage.change import record, runs
 from datastates.lineage.database import Database
+from datastates.lineage.show.branches import Life
 from datastates.lineage.states import Run
 from datastates.store.roles import DurableTier
 from datastates.store.tier import Placed
@@ -19,7 +20,7 @@ from .home import FOLDER, Home
 from .lease import LEASES, Seen, look
 from .whereabouts import is_running
 
-__all__ = ["is_alive", "is_dead", "recover"]
+__all__ = ["is_alive", "is_dead", "life_of", "recover"]
 
 _logger = logging.getLogger(__name__)
 
@@ -76,6 +77,13 @@ def is_alive(run: Run, home: Home) -> bool:
     if run.finished_at is not None or is_dead(run, home):
         return False
     return look(home.path, run.uid) is Seen.HELD or is_running(run) is True
+
+
+def life_of(run: Run, home: Home) -> Life:
+    """What is known of a run's process."""
+    if run.finished_at is not None or is_dead(run, home):
+        return Life.ENDED
+    return Life.RUNNING if is_alive(run, home) else Life.UNKNOWN
 
 
 def _whole(unheard: dict[str, str], local: DurableTier) -> dict[str, Placed]:

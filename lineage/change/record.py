@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,13 +28,16 @@ from datastates.lineage.schema import (
     RefRow,
     ReplicaRow,
     RunRow,
+    SegmentRow,
     StateRow,
     from_us,
     table,
     to_us,
 )
 from datastates.lineage.states import NewState, RefKind, State, StateFacts, Value
+from datastates.lineage.tally import STATES, Tally
 
+from . import segments
 from .refs import check_name
 from .replicas import evict, mark
 
@@ -72,7 +76,7 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
         place = places.of(facts)
         further_ids = places.ids_of([edge.parent for edge in facts.edges])
         created_us = to_us(facts.created_at)
-        rows.add(new, id_, place, further_ids, created_us)
+        rows.add(new, id_, place, places.segment_of(facts, id_), further_ids, created_us)
         places.add(facts, id_, place, created_us)
         states.append(_state_of(new, place, created_us))
     rows.insert(connection)
@@ -144,13 +148,18 @@ class _Place:
 
 @dataclass(slots=True)
 class _Branch:
-    """A branch and how it is about to move, from ``old`` to ``head``. ``is_new``: nothing has its name yet."""
+    """A branch and how it is about to move, from ``old`` to ``head``. ``is_new``: nothing has its name yet.
+
+    ``segment_id`` and the ``first_id`` of that are those of its segment, once it has one and once that has states.
+    """
 
     is_new: bool
     old_id: int | None
     old: str | None
     head_id: int | None
     head: str | None
+    segment_id: int | None
+    first_id: int | None
     moves: int = 0
 
 
@@ -182,6 +191,20 @@ class _Places:
         here = [self._added.get(uid) for uid in uids]
         asked = iter(ids_of(self._session, [uid for uid, id_ in zip(uids, here, strict=True) if id_ is None]) if None in here else ())
         return [next(asked) if id_ is None else id_ for id_ in here]
+
+    def segment_of(self, facts: StateFacts, id_: int) -> int | None:
+        """The segment of a state that is about to be on its branch; None without a branch."""
+        if facts.branch is None:
+            return None
+        branch = self.branches[facts.branch]
+        if branch.segment_id is None:
+            branch.segment_id = segments.make(self._connection, facts.branch, branch.head_id, id_, branch=facts.branch)
+            if branch.segment_id is None:
+                raise _moved_on(facts.branch, None, facts.parent)
+        elif branch.first_id is None:
+            segments.note_first(self._connection, branch.segment_id, id_)
+        branch.first_id = branch.first_id or id_
+        return branch.segment_id
 
     def add(self, facts: StateFacts, id_: int, place: _Place, created_us: int) -> None:
         """A state that goes there is to come; its branch moves to it."""
@@ -218,8 +241,11 @@ class _Places:
                 check_name(facts.branch)
             elif row.ref_kind != RefKind.BRANCH.value:
                 raise Conflict(f"{facts.branch!r} is a tag, captures cannot move it: choose another branch")
-            old = (parent_id, facts.parent) if row.ref_kind is None else (row.head_id, row.head)
-            self.branches[facts.branch] = _Branch(row.ref_kind is None, *old, *old)
+            if row.ref_kind is None:
+                segments.leave(self._session, facts.branch)  # whatever else was called so
+            old = (parent_id, facts.parent, parent_id, facts.parent, None, None)
+            found = (row.head_id, row.head, row.head_id, row.head, row.segment_id, row.first_id)
+            self.branches[facts.branch] = _Branch(row.ref_kind is None, *(old if row.ref_kind is None else found))
         return parent_id
 
     def _jump(self, parent: _Node) -> tuple[int, int | None, int | None]:
@@ -265,8 +291,10 @@ class _Rows:
             _INSERT_ATTRIBUTE: [],
             _INSERT_REPLICA: [],
         }
+        self._tallies: defaultdict[tuple[int, str], Tally] = defaultdict(Tally)
+        self._ends: list[int] = []
 
-    def add(self, new: NewState, id_: int, place: _Place, further_ids: list[int], created_us: int) -> None:
+    def add(self, new: NewState, id_: int, place: _Place, segment_id: int | None, further_ids: list[int], created_us: int) -> None:
         """A state, and what belongs to it."""
         facts = new.facts
         self._states.append(
@@ -287,6 +315,7 @@ class _Rows:
                 "bytes_new": new.bytes_new,
                 "world_size": facts.world_size,
                 "message": facts.message,
+                "segment_id": segment_id,
             }
         )
         edges, metrics, attributes, replicas = self._belongings.values()
@@ -294,6 +323,10 @@ class _Rows:
             edges.append({"child_id": id_, "parent_id": parent, "kind": edge.kind.value, "position": position, "weight": edge.weight})
         for key, value in facts.metrics.items():
             metrics.append({"state_id": id_, "key": key, "value": None if math.isnan(value) else value})
+            if segment_id is not None:
+                self._tallies[segment_id, key].add(id_, value)
+        if segment_id is not None and not (place.generation + 1) % STATES:
+            self._ends.append(id_)
         attributes += [{"state_id": id_, **attribute_row(key, value)} for key, value in facts.attributes.items()]
         if new.status.is_restorable:
             replicas.append({"state_id": id_, "rank": 0, "tier": new.tier, "node": new.node, "status": "ok", "bytes": new.bytes_new})
@@ -308,6 +341,7 @@ class _Rows:
         for statement, rows in self._belongings.items():
             if rows:
                 connection.execute(statement, rows)
+        segments.grow(connection, self._tallies, self._ends)
 
 
 def attribute_row(key: str, value: Value) -> dict[str, object]:
@@ -371,7 +405,7 @@ def _state_of(new: NewState, place: _Place, created_us: int) -> State:
 
 # The statements
 
-_state, _run, _ref, _event = table(StateRow), table(RunRow), table(RefRow), table(RefEventRow)
+_state, _run, _ref, _event, _segment = (table(row) for row in (StateRow, RunRow, RefRow, RefEventRow, SegmentRow))
 _parent, _jumped, _far, _head = (_state.alias(name) for name in ("parent", "jumped", "far", "head"))
 _one = select(literal(1).label("one")).subquery()
 
@@ -382,6 +416,7 @@ _PLACE = (
     .add_columns(_far.c.id.label("far_id"), _far.c.generation.label("far_generation"), _far.c.jump_step.label("far_step"))
     .add_columns(_far.c.jump_id.label("behind_id"), _run.c.id.label("run_id"))
     .add_columns(_ref.c.kind.label("ref_kind"), _head.c.id.label("head_id"), _head.c.uid.label("head"))
+    .add_columns(_segment.c.id.label("segment_id"), _segment.c.first_id)
     .select_from(
         _one.outerjoin(_parent, _parent.c.uid == bindparam("parent"))
         .outerjoin(_jumped, _jumped.c.id == _parent.c.jump_id)
@@ -389,6 +424,7 @@ _PLACE = (
         .outerjoin(_run, _run.c.uid == bindparam("run"))
         .outerjoin(_ref, _ref.c.name == bindparam("branch"))
         .outerjoin(_head, _head.c.id == _ref.c.state_id)
+        .outerjoin(_segment, _segment.c.branch == bindparam("branch"))
     )
 )
 _ABOVE = select(_state.c.generation, _state.c.jump_id, _state.c.jump_step).where(_state.c.id == bindparam("above", type_=BigInteger))

@@ -19,6 +19,8 @@ from datastates.lineage.lookup import id_of
 from datastates.lineage.schema import RefEventRow, RefRow, StateRow, from_us, table, to_us
 from datastates.lineage.states import Ref, RefEvent, RefKind
 
+from . import segments
+
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
@@ -71,6 +73,8 @@ def move(session: Session, name: str, uid: str, *, expected: str, reason: str = 
         found = get(session, name)
         raise Conflict(f"{found.kind} {name!r} is at {found.state}, not at {expected}: look again, then move it from there")
     moved = get(session, name)
+    if moved.kind is RefKind.BRANCH:
+        segments.move(session, name, old_id, new_id)
     log_event(session, name, moved.kind, old_id, new_id, reason)
     return moved
 
@@ -84,6 +88,7 @@ def delete(session: Session, name: str, *, reason: str = "delete") -> Ref:
     done = session.execute(sql_delete(_ref).where(_ref.c.name == name, _ref.c.version == found.version))
     if _changed(done) != 1:
         raise Conflict(f"{found.kind} {name!r} changed while it was deleted: look again, then delete it")
+    segments.leave(session, name)
     log_event(session, name, found.kind, id_of(session, found.state), None, reason)
     return found
 
@@ -141,6 +146,8 @@ def _make(session: Session, ref: Ref, reason: str) -> Ref:
             f"{found.kind} {ref.name!r} already names {found.state}: choose another name,"
             f" or move it: move({ref.name!r}, {ref.state!r}, expected={found.state!r})"
         )
+    if ref.kind is RefKind.BRANCH:
+        segments.begin(session, ref.name, id_)
     log_event(session, ref.name, ref.kind, None, id_, reason)
     return ref
 

@@ -18,6 +18,7 @@ from datastates.lineage.search.walk import nearest_restorable
 from datastates.lineage.states import OURS, RefKind, Run, Status, Value
 from datastates.system import masking
 
+from . import segments
 from .parts import drop_waiting
 from .refs import log_event
 from .replicas import unheld
@@ -25,7 +26,7 @@ from .replicas import unheld
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Recovered", "finish", "get", "in_memory", "listing", "recover", "start", "unfinished"]
+__all__ = ["Recovered", "branches_of", "by_ids", "finish", "get", "in_memory", "listing", "recover", "start", "unfinished"]
 
 _run, _state, _replica, _ref, _clone, _part = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow, PartRow))
 _GONE = [status.value for status in Status if not status.is_restorable]
@@ -85,6 +86,19 @@ def get(session: Session, uid: str) -> Run:
     if row is None:
         raise NotFound(f"there is no run {uid!r}")
     return _to_run(row)
+
+
+def by_ids(session: Session, ids: Collection[int]) -> dict[int, Run]:
+    """Runs by their row ids; what is none is left out."""
+    return {row.id: _to_run(row) for row in session.execute(select(_run).where(_run.c.id.in_(ids)))}
+
+
+def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]:
+    """The branches whose newest state each of these runs captured, by name."""
+    found: dict[str, list[str]] = {}
+    for name, uid in session.execute(_CAPTURED_HEADS, {"runs": list(uids)}):
+        found.setdefault(uid, []).append(name)
+    return found
 
 
 def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[list[Run], str | None]:
@@ -177,6 +191,10 @@ def _move_back(session: Session) -> list[Recovered]:
             new_id, went = id_of(session, found.uid), "went back to the newest restorable state"
             done = session.execute(_MOVE_BACK, {**seen, "new": new_id})
         if done.rowcount == 1:  # else somebody moved it meanwhile, and knows better
+            if new_id is None:
+                segments.leave(session, name)
+            else:
+                segments.move(session, name, head_id, new_id)
             status = states(session, [head_id])[0].status
             log_event(session, name, RefKind.BRANCH, head_id, new_id, f"recover: {head} is {status}, {went}")
             moved.append(Recovered(name, head, None if found is None else found.uid))
@@ -217,6 +235,13 @@ def _value(stored: Any) -> Value:
     return float(stored["float"]) if isinstance(stored, dict) else stored
 
 
+_CAPTURED_HEADS = (
+    select(_ref.c.name, _run.c.uid)
+    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
+    .join(_run, _run.c.id == _state.c.run_id)
+    .where(_ref.c.kind == RefKind.BRANCH.value, _run.c.uid.in_(bindparam("runs", expanding=True)))
+    .order_by(_ref.c.name)
+)
 _GONE_HEADS = (
     select(_ref.c.name, _ref.c.version, _state.c.id, _state.c.uid)
     .join_from(_ref, _state, _state.c.id == _ref.c.state_id)

@@ -5,5 +5,13 @@ from __future__ import annotations
 __all__ = ["HEAD", "KNOWN"]
 
 # Every project has a revision 0001: ours say whose they are, so that a database of another program is not taken for ours.
-KNOWN = ("datastates_0001", "datastates_0002", "datastates_0003", "datastates_0004", "datastates_0005", "datastates_0006")
+KNOWN = (
+    "datastates_0001",
+    "datastates_0002",
+    "datastates_0003",
+    "datastates_0004",
+    "datastates_0005",
+    "datastates_0006",
+    "datastates_0007",
+)
 HEAD = KNOWN[-1]

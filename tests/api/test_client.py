@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from datastates.api.client import Client
 from datastates.api.models import StateDetail
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Ambiguous, Conflict, Corrupt, Disconnected, InvalidInput, NotFound, PeerFault, SyntaxProblem, Unauthorized
-from datastates.lineage import RefKind
+from datastates.lineage import RefKind, Run
+from datastates.lineage.show.branches import Life
 from tests.api.conftest import ADMIN, NAME, READ, WRITE
 from tests.api.live import live
 
@@ -55,7 +57,9 @@ def test_states_are_those_of_the_repository(client: Client, repo: Repository) ->
     assert {ref.name for ref in detail.refs} == {"warm"}
     assert len(detail.children) == 2
     assert detail.run_record is not None
-    assert client.run(detail.run_record.uid) == detail.run_record
+    run = client.run(detail.run_record.uid)
+    assert all(getattr(run, field.name) == getattr(detail.run_record, field.name) for field in fields(Run))
+    assert (run.life, run.branches) == (Life.ENDED, ("main",))
     assert client.show(repo.state("soup")).parents == repo.state("soup").parents
 
 
@@ -401,6 +405,7 @@ def test_every_operation_of_the_document_is_a_method(url: str, client: Client, t
     client.move("new", "main~2", expected=client.tag("new", "main"))
     client.delete_ref(client.branch("other", "main"))
     client.run(next(client.runs()).uid), client.graph(), client.series("main", "loss"), client.diff("main~2", "main"), client.stats()
+    assert [branch.name for branch in client.branches(sort="name")] == ["fork", "lone", "main", "soup"]
     client.events().close()
     paths = httpx.get(f"{url}/api/v1/openapi.json", headers={"Authorization": f"Bearer {READ}"}).json()["paths"]
     missing = [

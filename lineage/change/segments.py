@@ -1,0 +1,230 @@
+"""Segments: which states each branch has to itself, and the summaries of their metrics.
+
+``record`` lets a segment grow by its newest states; here is what else happens to one. A branch that is made adopts the ancestors that no
+branch has. One that goes back leaves what was behind it to a segment that no branch has; one that goes elsewhere begins anew there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, Connection, Integer, bindparam, case, delete, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from datastates.lineage.schema import MetricRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.tally import PLACES, STATES, WHOLE, Tally, place_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["begin", "grow", "leave", "make", "move", "note_first"]
+
+_BATCH = 1000  # rows written at once
+
+_state, _metric, _segment, _stretch = table(StateRow), table(MetricRow), table(SegmentRow), table(StretchRow)
+_next = _state.alias("next")
+
+
+def begin(session: Session, name: str, head: int) -> None:
+    """A branch was made at a state, by row id: it has to itself the ancestors that no branch ever had."""
+    leave(session, name)  # whatever else was called so
+    connection = session.connection()
+    free = _path(connection, head, None)
+    segment = make(connection, name, head if not free else free[0].parent_id, free[0].id if free else None, branch=name)
+    if free and segment is not None:
+        _take(connection, segment, [row.id for row in free])
+        _summarise(connection, segment, free, _values(connection, head, segment))
+
+
+def leave(session: Session, name: str) -> None:
+    """A branch was deleted, or goes elsewhere: what it had to itself stays together."""
+    session.connection().execute(_LEAVE, {"of": name})
+
+
+def move(session: Session, name: str, old: int, new: int) -> None:
+    """A branch was moved from one state to another one, by row ids, other than by a capture."""
+    connection = session.connection()
+    place: Any = connection.execute(_PLACE, {"name": name, "new": new}).first()
+    if place is None or place.segment_id is None or place.segment_id != place.of_new:
+        begin(session, name, new)
+    elif old != new:
+        _cut(connection, name, place.segment_id, old, new, place.generation)
+
+
+# What record needs
+
+
+def make(connection: Connection, name: str, fork: int | None, first: int | None, *, branch: str | None) -> int | None:
+    """The id of a new segment; None when the branch got one meanwhile, from somebody else."""
+    row = {"name": name, "branch": branch, "fork_id": fork, "first_id": first}
+    made = connection.execute(_MAKE[connection.dialect.name], row).scalar()
+    return None if made is None else int(made)
+
+
+def note_first(connection: Connection, segment: int, first: int) -> None:
+    """A segment has its first state."""
+    connection.execute(_NOTE_FIRST, {"segment": segment, "first": first})
+
+
+def grow(connection: Connection, tallies: Mapping[tuple[int, str], Tally], ends: Collection[int]) -> None:
+    """Add what is new to the summaries: by segment and metric; and the stretches that are whole now.
+
+    ``ends`` are the states, by row id, that are the last of a stretch.
+    """
+    if tallies:  # in one order, so that two writers never wait for each other
+        rows = [{"segment_id": key[0], "key": key[1], "place": WHOLE, **tallies[key].row()} for key in sorted(tallies)]
+        connection.execute(_GROW[connection.dialect.name], rows)
+    if ends:
+        found: defaultdict[tuple[int, int, str], Tally] = defaultdict(Tally)
+        for row in sorted(connection.execute(_ENDING, {"ends": list(ends)}), key=lambda row: int(row.id)):
+            found[row.segment_id, place_of(row.low), row.key].add(row.id, row.value)
+        _insert(connection, found)
+
+
+# The rest
+
+
+def _cut(connection: Connection, name: str, segment: int, old: int, new: int, generation: int) -> None:
+    """Leave what is behind ``new`` in a segment to one that no branch has."""
+    behind = _path(connection, old, segment, generation + 1)
+    if not behind:
+        return
+    rest = make(connection, name, new, behind[0].id, branch=None)
+    assert rest is not None
+    whole_upto = place_of(generation + 1)
+    connection.execute(_FORGET, {"segment": segment, "from_place": whole_upto})
+    _take(connection, rest, [row.id for row in behind])
+    _summarise(connection, rest, behind, _values(connection, old, rest))
+    kept: defaultdict[str, Tally] = defaultdict(Tally)
+    for row in connection.execute(_STRETCHES, {"segment": segment}):
+        kept[row.key].extend(Tally(*(getattr(row, column) for column in PLACES)))
+    for key, tally in _tallies(_values(connection, new, segment, whole_upto * STATES)).items():
+        kept[key].extend(tally)
+    _insert(connection, {(segment, WHOLE, key): tally for key, tally in kept.items()})
+
+
+def _path(connection: Connection, head: int, segment: int | None, low: int = 0) -> list[Any]:
+    """The first parents of a state and itself as long as they belong to a segment, or to none; the oldest first."""
+    rows = connection.execute(_FREE if segment is None else _OWN, {"head": head, "segment": segment, "low": low}).all()
+    return sorted(rows, key=lambda row: int(row.id))
+
+
+def _values(connection: Connection, head: int, segment: int, low: int = 0) -> list[Any]:
+    """The metrics of a state and its first parents in its segment, down to a generation; the oldest state's first."""
+    rows = connection.execute(_VALUES, {"head": head, "segment": segment, "low": low}).all()
+    return sorted(rows, key=lambda row: int(row.id))
+
+
+def _tallies(rows: Iterable[Any]) -> dict[str, Tally]:
+    found: defaultdict[str, Tally] = defaultdict(Tally)
+    for row in rows:
+        found[row.key].add(row.id, row.value)
+    return found
+
+
+def _take(connection: Connection, segment: int, ids: list[int]) -> None:
+    for start in range(0, len(ids), _BATCH):
+        connection.execute(_TAKE, {"segment": segment, "ids": ids[start : start + _BATCH]})
+
+
+def _summarise(connection: Connection, segment: int, states: list[Any], values: Iterable[Any]) -> None:
+    """Write every stretch of a segment that has these states, the oldest first."""
+    places = {row.id: place_of(row.generation) for row in states}
+    by_place: defaultdict[int, list[Any]] = defaultdict(list)
+    for row in values:
+        by_place[places[row.id]].append(row)
+    made: defaultdict[tuple[int, int, str], Tally] = defaultdict(Tally)
+    incomplete = place_of(states[-1].generation + 1)
+    for place, rows in sorted(by_place.items()):
+        for key, tally in _tallies(rows).items():
+            made[segment, WHOLE, key].extend(tally)
+            if place < incomplete:
+                made[segment, place, key] = tally
+    _insert(connection, made)
+
+
+def _insert(connection: Connection, made: Mapping[tuple[int, int, str], Tally]) -> None:
+    """Write summaries by segment, place and metric."""
+    rows = [{"segment_id": at[0], "place": at[1], "key": at[2], **tally.row()} for at, tally in made.items()]
+    if rows:
+        connection.execute(insert(_stretch), rows)
+
+
+def _walk(is_next: Any, is_first: Any) -> Any:
+    low = bindparam("low", type_=Integer)
+    start = select(_state.c.id, _state.c.parent_id, _state.c.generation).where(_state.c.id == bindparam("head", type_=BigInteger), is_first)
+    walk = start.where(_state.c.generation >= low).cte("segment_path", recursive=True)
+    step = select(_next.c.id, _next.c.parent_id, _next.c.generation).join_from(walk, _next, _next.c.id == walk.c.parent_id)
+    return walk.union_all(step.where(_next.c.generation >= low, is_next))
+
+
+def _ending() -> Any:
+    """Back from the last state of each stretch to its first one, or to that of the segment."""
+    low = (_state.c.generation - (STATES - 1)).label("low")
+    start = select(_state.c.id, _state.c.parent_id, _state.c.segment_id, low)
+    walk = start.where(_state.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True))).cte("ending", recursive=True)
+    step = select(_next.c.id, _next.c.parent_id, _next.c.segment_id, walk.c.low).join_from(walk, _next, _next.c.id == walk.c.parent_id)
+    walk = walk.union_all(step.where(_next.c.generation >= walk.c.low, _next.c.segment_id == walk.c.segment_id))
+    return select(walk.c.id, walk.c.segment_id, walk.c.low, _metric.c.key, _metric.c.value).join_from(
+        walk, _metric, _metric.c.state_id == walk.c.id
+    )
+
+
+_ENDING = _ending()
+_wanted = bindparam("segment", type_=BigInteger)
+_own = _walk(_next.c.segment_id == _wanted, _state.c.segment_id == _wanted)
+_free = _walk(_next.c.segment_id.is_(None), _state.c.segment_id.is_(None))
+_OWN = select(_own.c.id, _own.c.parent_id, _own.c.generation)
+_FREE = select(_free.c.id, _free.c.parent_id, _free.c.generation)
+_VALUES = select(_own.c.id, _metric.c.key, _metric.c.value).join_from(_own, _metric, _metric.c.state_id == _own.c.id)
+_LEAVE = update(_segment).where(_segment.c.branch == bindparam("of")).values(branch=None)
+_PLACE = (
+    select(_segment.c.id.label("segment_id"), _state.c.segment_id.label("of_new"), _state.c.generation)
+    .select_from(_state.outerjoin(_segment, _segment.c.branch == bindparam("name")))
+    .where(_state.c.id == bindparam("new", type_=BigInteger))
+)
+_MAKE = {
+    name: made(_segment).on_conflict_do_nothing().returning(_segment.c.id)
+    for name, made in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+}
+_NOTE_FIRST = (
+    update(_segment)
+    .where(_segment.c.id == bindparam("segment"), _segment.c.first_id.is_(None))
+    .values(first_id=bindparam("first", type_=BigInteger))
+)
+_TAKE = (
+    update(_state)
+    .where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+    .values(segment_id=bindparam("segment", type_=BigInteger))
+)
+_FORGET = delete(_stretch).where(
+    _stretch.c.segment_id == bindparam("segment"), (_stretch.c.place == WHOLE) | (_stretch.c.place >= bindparam("from_place"))
+)
+_STRETCHES = select(_stretch).where(_stretch.c.segment_id == bindparam("segment"), _stretch.c.place >= 0).order_by(_stretch.c.place)
+
+
+def _growing(made: Any) -> Any:
+    """What is there already is older: it keeps its first state, and its extremes where they are as good."""
+    old, new = _stretch.c, made.excluded  # by name where a collection of columns has a method of that name
+    is_less = (new.least.is_not(None)) & (old.least.is_(None) | (new.least < old.least))
+    is_more = (new.most.is_not(None)) & (old.most.is_(None) | (new.most > old.most))
+    return made.on_conflict_do_update(
+        index_elements=[old.segment_id, old.key, old.place],
+        set_={
+            "count": old["count"] + new["count"],
+            "gaps": old.gaps + new.gaps,
+            "total": old.total + new.total,
+            "least": case((is_less, new.least), else_=old.least),
+            "least_id": case((is_less, new.least_id), else_=old.least_id),
+            "most": case((is_more, new.most), else_=old.most),
+            "most_id": case((is_more, new.most_id), else_=old.most_id),
+            "last": new["last"],
+            "last_id": new.last_id,
+            "gap_id": func.coalesce(old.gap_id, new.gap_id),
+        },
+    )
+
+
+_GROW = {"sqlite": _growing(sqlite.insert(_stretch)), "postgresql": _growing(postgresql.insert(_stretch))}

@@ -1,0 +1,173 @@
+"""Curves by their summaries: a path of very many states costs as much as its stretches, of ``tally.STATES`` states each.
+
+Of each stretch that is whole the first, the least, the greatest and the last value are known, and the first gap. What a path has beside
+whole stretches, at most ``STATES - 1`` states of each segment, is read state by state.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, Integer, bindparam, select
+
+from datastates.lineage.schema import MetricRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.tally import STATES, Tally, place_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Outline", "generation_of", "names_of", "outline", "own_points"]
+
+_EXACT = 256  # a branch of so many states is read state by state
+
+_state, _metric, _segment, _stretch = table(StateRow), table(MetricRow), table(SegmentRow), table(StretchRow)
+_next = _state.alias("next")
+
+Row = tuple[int, float]
+"""A state's row id and its value; NaN is NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Points of one metric along a path, by rising row id: all of them where it is short, else those that decide how it looks.
+
+    ``count`` values there are in all.
+    """
+
+    ids: array[int]
+    values: array[float]
+    count: int
+
+
+def generation_of(session: Session, id_: int) -> int:
+    """How many first parents a state has."""
+    return int(session.execute(_GENERATION, {"head": id_}).scalar_one())
+
+
+def outline(session: Session, head: int, key: str) -> Outline:
+    """A metric along the first parents of ``head``, a row id."""
+    found: dict[int, float] = {}
+    count = 0
+    at: int | None = head
+    while at is not None:
+        spans = session.execute(_SPANS, {"head": at}).all()
+        for span in spans:
+            points, number = _span(session, span.head, span.segment_id, span.generation, key)
+            found.update(points)
+            count += number
+        last = min(spans, key=lambda span: int(span.head))
+        at = session.execute(_BEYOND, {"head": last.head}).scalar() if last.segment_id is None else None
+    ids = sorted(found)
+    return Outline(array("q", ids), array("d", [found[id_] for id_ in ids]), count)
+
+
+def own_points(session: Session, head: int, segment: int, key: str, states: int) -> list[Row]:
+    """The same for the part of a path that lies in the segment of its head: that has so many ``states``.
+
+    Of many states all that is beside whole stretches counts as one more, so that the points are spread evenly.
+    """
+    if states <= _EXACT:
+        return _values(session, head, segment, 0, key)
+    whole = place_of(generation_of(session, head) + 1)
+    stretches = session.execute(_STRETCHES, {"of": segment, "wanted": key, "upto": whole}).all()
+    rest = Tally()
+    for id_, value in _values(session, head, segment, whole * STATES, key):
+        rest.add(id_, value)
+    return sorted(dict(_points([*stretches, rest] if rest.count else stretches)).items())
+
+
+def names_of(session: Session, ids: Sequence[int]) -> list[tuple[str, int]]:
+    """The uid and the step of states by row id, in the order of ``ids``."""
+    found: dict[int, tuple[str, int]] = {}
+    for start in range(0, len(ids), 1000):
+        found.update((row.id, (row.uid, row.step)) for row in session.execute(_NAMES, {"ids": list(ids[start : start + 1000])}))
+    return [found[id_] for id_ in ids]
+
+
+def _span(session: Session, head: int, segment: int | None, generation: int, key: str) -> tuple[list[Row], int]:
+    """The points of what a path has in one segment, and how many values there are. Beyond all segments there are no summaries."""
+    if segment is None:
+        rows = _values(session, head, None, 0, key)
+        return rows, len(rows)
+    whole = place_of(generation + 1)
+    stretches = session.execute(_STRETCHES, {"of": segment, "wanted": key, "upto": whole}).all()
+    rest = _values(session, head, segment, whole * STATES, key)
+    return [*_points(stretches), *rest], sum(int(row._mapping["count"]) for row in stretches) + len(rest)
+
+
+def _points(stretches: Iterable[Any]) -> Iterator[Row]:
+    for row in stretches:
+        yield row.first_id, _number(row.first)
+        if row.least_id is not None:
+            yield row.least_id, row.least
+            yield row.most_id, row.most
+        if row.gap_id is not None and row.gap_id not in (row.first_id, row.last_id):
+            yield row.gap_id, math.nan
+        yield row.last_id, _number(row.last)
+
+
+def _values(session: Session, head: int, segment: int | None, low: int, key: str) -> list[Row]:
+    """The values of a state and its first parents in its segment, or outside of all segments, down to a generation."""
+    rows = session.execute(_FREE if segment is None else _OWN, {"head": head, "of": segment, "low": low, "wanted": key})
+    return sorted((int(row.id), _number(row.value)) for row in rows)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _spans() -> Any:
+    """The segments of a path: in each the newest state that is on the path."""
+    walk = (
+        select(_state.c.id.label("head"), _state.c.segment_id, _state.c.generation, _segment.c.fork_id)
+        .outerjoin_from(_state, _segment, _segment.c.id == _state.c.segment_id)
+        .where(_state.c.id == bindparam("head", type_=BigInteger))
+        .cte("spans", recursive=True)
+    )
+    step = select(_next.c.id, _next.c.segment_id, _next.c.generation, _segment.c.fork_id).select_from(
+        walk.join(_next, _next.c.id == walk.c.fork_id).outerjoin(_segment, _segment.c.id == _next.c.segment_id)
+    )
+    walk = walk.union_all(step)
+    return select(walk.c.head, walk.c.segment_id, walk.c.generation)
+
+
+def _beyond() -> Any:
+    """The parent of the oldest state that is on the way and in no segment."""
+    walk = select(_state.c.id, _state.c.parent_id).where(_state.c.id == bindparam("head", type_=BigInteger)).cte("beyond", recursive=True)
+    step = select(_next.c.id, _next.c.parent_id).join_from(walk, _next, _next.c.id == walk.c.parent_id)
+    walk = walk.union_all(step.where(_next.c.segment_id.is_(None)))
+    return select(walk.c.parent_id).order_by(walk.c.id).limit(1)
+
+
+def _path(is_first: Any, is_next: Any) -> Any:
+    low = bindparam("low", type_=Integer)
+    walk = (
+        select(_state.c.id, _state.c.parent_id)
+        .where(_state.c.id == bindparam("head", type_=BigInteger), is_first, _state.c.generation >= low)
+        .cte("own_path", recursive=True)
+    )
+    step = select(_next.c.id, _next.c.parent_id).join_from(walk, _next, _next.c.id == walk.c.parent_id)
+    walk = walk.union_all(step.where(_next.c.generation >= low, is_next))
+    # Outer, so that SQLite begins with the path, however short, and not with all values of the metric.
+    points = select(walk.c.id, _metric.c.value).outerjoin_from(
+        walk, _metric, (_metric.c.state_id == walk.c.id) & (_metric.c.key == bindparam("wanted"))
+    )
+    return points.where(_metric.c.key.is_not(None))
+
+
+_of = bindparam("of", type_=BigInteger)
+_GENERATION = select(_state.c.generation).where(_state.c.id == bindparam("head", type_=BigInteger))
+_NAMES = select(_state.c.id, _state.c.uid, _state.c.step).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+_SPANS, _BEYOND = _spans(), _beyond()
+_OWN = _path(_state.c.segment_id == _of, _next.c.segment_id == _of)
+_FREE = _path(_state.c.segment_id.is_(None), _next.c.segment_id.is_(None))
+_STRETCHES = (
+    select(_stretch)
+    .where(_stretch.c.segment_id == _of, _stretch.c.key == bindparam("wanted"))
+    .where(_stretch.c.place >= 0, _stretch.c.place < bindparam("upto", type_=Integer))
+    .order_by(_stretch.c.place)
+)

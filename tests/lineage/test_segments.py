@@ -1,0 +1,211 @@
+"""What each branch has to itself, and the summaries of its metrics, beside brute force."""
+
+from __future__ import annotations
+
+import math
+import random
+import secrets
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import select, text
+
+from datastates.lineage import Database, Run, Status
+from datastates.lineage.change import record, refs, runs
+from datastates.lineage.lookup import id_of
+from datastates.lineage.schema import MetricRow, RefRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.search.outline import outline
+from datastates.lineage.search.series import curve
+from datastates.lineage.tally import PLACES, STATES, WHOLE, Tally, place_of
+from tests.lineage.oracle import START
+from tests.support.effort import seeds
+from tests.support.lineages import told
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+KEYS = ("loss", "acc", "val/loss")
+NUMBERS = (0.5, -1.0, 2.0, 0.5, 3.25, math.nan, math.inf, -math.inf)
+
+
+class Story:
+    """What people and trainings do to branches, at random; ``heads`` are where branches should be."""
+
+    def __init__(self, database: Database, seed: int) -> None:
+        self.database, self.rng = database, random.Random(seed)
+        self.uids: list[str] = []
+        self.steps: dict[str, int] = {}
+        self.heads: dict[str, str] = {}
+        self.run = Run("a" * 24, "here", "me", 1, (), None, None, {}, {}, START)
+        with database.write() as session:
+            runs.start(session, self.run)
+
+    def capture(self) -> None:
+        name = self.rng.choice(["main", "fork", "other"])
+        at = self.heads.get(name) or (self.rng.choice([None, *self.uids[-100:]]) if self.uids else None)
+        rows = []
+        for _ in range(self.rng.choice([1, 2, 7, STATES, STATES + 1, 100])):
+            uid = secrets.token_hex(12)
+            metrics = {key: self.rng.choice(NUMBERS) for key in KEYS if self.rng.random() < 0.8}
+            self.steps[uid] = self.steps.get(at or "", -1) + 1
+            status = self.rng.choice(list(Status))
+            rows.append(told(uid, secrets.token_hex(32), at, name, self.run.uid, self.steps[uid], metrics=metrics, status=status))
+            self.uids.append(uid)
+            at = uid
+        with self.database.write() as session:
+            record.record_all(session, rows)
+        assert at is not None
+        self.heads[name] = at
+
+    def alone(self) -> None:
+        """A state to which no branch moves, as clones bring them."""
+        uid, at = secrets.token_hex(12), self.rng.choice([None, *self.uids[-5:]])
+        with self.database.write() as session:
+            record.record(session, told(uid, secrets.token_hex(32), at, None, None, 0, metrics={"loss": 1.0}, status=Status.EVICTED))
+        self.uids.append(uid)
+
+    def make(self) -> None:
+        name = self.rng.choice(["made", "fork", "other"])
+        if name in self.heads or not self.uids:
+            return
+        at = self.rng.choice(self.uids[-150:])
+        with self.database.write() as session:
+            refs.branch(session, name, at)
+        self.heads[name] = at
+
+    def move(self) -> None:
+        if self.heads:
+            name = self.rng.choice(sorted(self.heads))
+            to = self.rng.choice(self.uids[-150:])
+            with self.database.write() as session:
+                refs.move(session, name, to, expected=self.heads[name])
+            self.heads[name] = to
+
+    def delete(self) -> None:
+        if self.heads:
+            name = self.rng.choice(sorted(self.heads))
+            with self.database.write() as session:
+                refs.delete(session, name)
+            del self.heads[name]
+
+    def recover(self) -> None:
+        with self.database.write() as session:
+            runs.recover(session, [self.run.uid], volatile=["memory"])
+            self.heads = {ref.name: ref.state for ref in refs.refs(session)}
+
+    def go_on(self) -> None:
+        acts = [self.capture] * 5 + [self.alone, self.make, self.make, self.move, self.move, self.delete, self.recover]
+        self.rng.choice(acts)()
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+def test_segments_and_summaries_are_those_of_brute_force(database: Database, seed: int) -> None:
+    story = Story(database, seed)
+    for _ in range(12):
+        story.go_on()
+        with database.read() as session:
+            check(session)
+    with database.read() as session:
+        for uid in random.Random(seed).sample(story.uids, min(10, len(story.uids))):
+            check_outline(session, uid)
+
+
+def check(session: Session) -> None:
+    """Compare what is kept with what the states say."""
+    states = {row.id: row for row in session.execute(select(table(StateRow)))}
+    values: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+    for row in session.execute(select(table(MetricRow))):
+        values[row.state_id][row.key] = row.value
+    segments = {row.id: row for row in session.execute(select(table(SegmentRow)))}
+    own: defaultdict[int, list[Any]] = defaultdict(list)
+    for id_ in sorted(states):
+        if states[id_].segment_id is not None:
+            own[states[id_].segment_id].append(states[id_])
+    expected: dict[tuple[int, str, int], tuple[Any, ...]] = {}
+    for segment in segments.values():
+        chain = own[segment.id]
+        assert segment.first_id == (chain[0].id if chain else None)
+        for parent, child in zip([segment.fork_id, *(state.id for state in chain)], chain, strict=False):
+            assert child.parent_id == parent, "a segment is a piece of a path"
+        expected |= summaries(segment.id, chain, values)
+    found = {
+        (row.segment_id, row.key, row.place): tuple(getattr(row, name) for name in PLACES)
+        for row in session.execute(select(table(StretchRow)))
+    }
+    assert found.keys() == expected.keys()
+    for key, kept in found.items():
+        assert kept == pytest.approx(expected[key]), key
+    heads = {row.name: row.state_id for row in session.execute(select(table(RefRow)).where(table(RefRow).c.kind == "branch"))}
+    ends = {
+        segment.branch: (own[segment.id][-1].id if own[segment.id] else segment.fork_id) for segment in segments.values() if segment.branch
+    }
+    assert ends == heads, "a branch stands at the end of its segment"
+
+
+def summaries(segment: int, chain: list[Any], values: dict[int, dict[str, Any]]) -> dict[tuple[int, str, int], tuple[Any, ...]]:
+    """The rows that a segment should have."""
+    made: defaultdict[tuple[int, str, int], list[tuple[int, float | None]]] = defaultdict(list)
+    for state in chain:
+        for key, value in values[state.id].items():
+            made[segment, key, WHOLE].append((state.id, value))
+            if place_of(state.generation) < place_of(chain[-1].generation + 1):
+                made[segment, key, place_of(state.generation)].append((state.id, value))
+    return {key: brute(points) for key, points in made.items()}
+
+
+def brute(points: list[tuple[int, float | None]]) -> tuple[Any, ...]:
+    finite = [(value, id_) for id_, value in points if value is not None and math.isfinite(value)]
+    gaps = [id_ for id_, value in points if value is None or not math.isfinite(value)]
+    least, least_id = min(finite, default=(None, None))
+    most = max((value for value, _ in finite), default=None)
+    most_id = next((id_ for value, id_ in finite if value == most), None)
+    ends = (points[0][1], points[0][0], points[-1][1], points[-1][0])
+    return (len(points), len(gaps), sum(value for value, _ in finite), least, least_id, most, most_id, *ends, gaps[0] if gaps else None)
+
+
+def check_outline(session: Session, uid: str) -> None:
+    """A curve by its summaries has the ends and extremes of the whole one, and nothing that this has not."""
+    head = id_of(session, uid)
+    for key in KEYS:
+        whole, found = curve(session, head, key), outline(session, head, key)
+        assert found.count == len(whole.ids)
+        values = dict(zip(whole.ids, whole.values, strict=True))
+        assert list(found.ids) == sorted(set(found.ids))
+        assert all(values[id_] == value or not math.isfinite(value) for id_, value in zip(found.ids, found.values, strict=True))
+        assert not whole.ids or (found.ids[0], found.ids[-1]) == (whole.ids[0], whole.ids[-1])
+        finite = [value for value in whole.values if math.isfinite(value)]
+        kept = [value for value in found.values if math.isfinite(value)]
+        assert (min(kept, default=None), max(kept, default=None)) == (min(finite, default=None), max(finite, default=None))
+        assert any(map(math.isnan, found.values)) or len(finite) == len(whole.values) or any(map(math.isinf, found.values))
+
+
+def test_a_tally_of_two_parts_is_that_of_the_whole() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        points = [(id_, rng.choice(NUMBERS)) for id_ in range(1, rng.randrange(2, 9))]
+        at = rng.randrange(len(points) + 1)
+        one, other = Tally(), Tally()
+        for place, (id_, value) in enumerate(points):
+            (one if place < at else other).add(id_, value)
+        one.extend(other)
+        plain = [(id_, None if math.isnan(value) else value) for id_, value in points]
+        assert tuple(one.row().values()) == pytest.approx(brute(plain))
+
+
+def test_a_lineage_of_before_gets_segments_and_summaries(database: Database) -> None:
+    from datastates.lineage.migrations.versions.v0007_segments import fill
+
+    story = Story(database, 5)
+    for _ in range(4):
+        story.capture()
+    with database.write() as session:
+        for name in ("stretch", "segment"):
+            session.execute(text(f"DELETE FROM {name}"))
+        session.execute(text("UPDATE state SET segment_id = NULL"))
+        fill(session.connection())
+        check(session)
+    story.capture()
+    story.make()
+    with database.read() as session:
+        check(session)
