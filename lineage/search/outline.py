@@ -96,7 +96,7 @@ def _span(session: Session, head: int, segment: int | None, generation: int, key
     whole = place_of(generation + 1)
     stretches = session.execute(_STRETCHES, {"of": segment, "wanted": key, "upto": whole}).all()
     rest = _values(session, head, segment, whole * STATES, key)
-    return [*_points(stretches), *rest], sum(int(row._mapping["count"]) for row in stretches) + len(rest)
+    return [*_points(stretches), *rest], sum(int(row.number) for row in stretches) + len(rest)
 
 
 def _points(stretches: Iterable[Any]) -> Iterator[Row]:
@@ -166,7 +166,7 @@ _SPANS, _BEYOND = _spans(), _beyond()
 _OWN = _path(_state.c.segment_id == _of, _next.c.segment_id == _of)
 _FREE = _path(_state.c.segment_id.is_(None), _next.c.segment_id.is_(None))
 _STRETCHES = (
-    select(_stretch)
+    select(_stretch, _stretch.c["count"].label("number"))
     .where(_stretch.c.segment_id == _of, _stretch.c.key == bindparam("wanted"))
     .where(_stretch.c.place >= 0, _stretch.c.place < bindparam("upto", type_=Integer))
     .order_by(_stretch.c.place)
