@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +20,7 @@ from datastates.export.bundle import export_bundle
 from datastates.lineage import Database, NewState, State, StateFacts, Status
 from datastates.lineage.change.parts import record_part, waiting
 from datastates.lineage.change.refs import refs
+from datastates.lineage.change.replicas import mark
 from datastates.lineage.search.pages import find
 from datastates.store.local import LocalTier
 from datastates.store.tier import Payload
@@ -125,6 +127,27 @@ def test_what_waits_for_parts_can_be_listed(tmp_path: Path, tree: dict[str, Any]
         tell(tmp_path, parts[rank])
     with closing(Database(f"sqlite:///{tmp_path / 'lineage.db'}")) as database, database.read() as session:
         assert [(each.uid, each.ranks, each.world_size) for each in waiting(session)] == [(parts[0].manifest.origin.uid, (0, 2), 3)]
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_what_waits_when_a_repository_closes_goes_with_its_memory_and_is_said(
+    tmp_path: Path, tree: dict[str, Any], is_on_disk: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = sharded(secrets.token_hex(12), tree, shares_of(tree, 2), 2, step=7)
+    uid = parts[0].manifest.origin.uid
+    with datastates.open(tmp_path, memory_bytes=16 << 20) as repo:
+        captured, run = repo.core.engage().memory, repo.core.run_uid
+        new = told(parts[0])
+        new = replace(new, facts=replace(new.facts, run=run), status=captured.gives, tier=captured.name, node=captured.node)
+        with repo.core.writing() as session:
+            assert record_part(session, new, rank=0) is None
+            if is_on_disk:
+                tier = repo.core.tiers.durable
+                mark(session, uid, tier.gives, tier=tier.name, node=tier.node, rank=0)
+    with datastates.open(tmp_path) as repo, repo.core.reading() as session:
+        assert [(each.uid, each.missing, each.has_ended) for each in waiting(session)] == ([(uid, (1,), True)] if is_on_disk else [])
+    said = f"state {uid} (branch main, step 7) waits for the parts of rank 1 of 2; the part of this process ended with its memory"
+    assert (said in caplog.text) == (not is_on_disk)
 
 
 def test_a_state_of_several_parts_is_compared_and_merged_with_one_of_one(tmp_path: Path, tree: dict[str, Any]) -> None:

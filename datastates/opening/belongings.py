@@ -62,13 +62,15 @@ class Belongings:
         """The run is over. Where Ctrl-C gave up what was to be written, branches go back to what can be restored."""
         if not self.runner.has_given_up:
             with self.database.write(durable=True) as session:
-                return runs.finish(session, self.run_uid)
+                lost = runs.finish(session, self.run_uid, volatile=VOLATILE)
+            for waiting in lost:
+                _logger.warning("%s; the part of this process ended with its memory, so the state is given up", waiting)
+            return
         with self.database.write(durable=True) as session:
             moved = runs.recover(session, [self.run_uid], volatile=VOLATILE)
         for each in moved:
             where = "nothing of it is left, so the name is free" if each.new is None else f"it is back at {each.new[:10]}"
             _logger.warning("branch %s: its newest states were given up before they were durable; %s", each.branch, where)
-        return None
 
     def _free(self) -> None:
         self.lease.close()

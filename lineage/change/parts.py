@@ -2,12 +2,16 @@
 
 Until then a state waits: no list, search or count knows of it. Nobody waits for another rank, and no order is asked for. A state of
 one part is recorded as always and has no row here.
+
+A state whose part is gone can never be whole, and is removed: when the run that told it died, or ended while the part was in its memory
+only (``runs``). A part that outlives its run stays: another rank may be later, or be run later, and nobody here can know that it will
+not. ``waiting`` says of such a state that the runs that told its parts have ended.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import groupby
@@ -32,7 +36,10 @@ __all__ = ["Waiting", "drop_waiting", "part_digests", "record_part", "waiting"]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A state that is not whole yet: the ranks that told their part, of ``world_size``, and since when the first of them waits."""
+    """A state that is not whole yet: the ranks that told their part, of ``world_size``, and since when the first of them waits.
+
+    ``has_ended``: no run that told a part of it goes on, so that the state stays incomplete unless the missing ranks are run again.
+    """
 
     uid: str
     world_size: int
@@ -40,6 +47,19 @@ class Waiting:
     branch: str | None
     step: int
     since: datetime
+    has_ended: bool = False
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that told no part."""
+        return tuple(sorted(set(range(self.world_size)).difference(self.ranks)))
+
+    def __str__(self) -> str:
+        said = f"state {self.uid} (branch {self.branch}, step {self.step})"
+        ranks = f"the parts of rank {', '.join(map(str, self.missing))} of {self.world_size}"
+        if not self.has_ended:
+            return f"{said} waits for {ranks}"
+        return f"{said} is incomplete: it lacks {ranks}, and the runs that told the others have ended; run all its ranks again"
 
 
 def record_part(session: Session, new: NewState, *, rank: int) -> State | None:
@@ -81,16 +101,21 @@ def waiting(session: Session) -> list[Waiting]:
         rows = list(group)
         place = json.loads(rows[0].place)
         ranks, since = tuple(row.rank for row in rows), from_us(min(row.told_at for row in rows))
-        found.append(Waiting(uid, rows[0].world_size, ranks, place["branch"], place["step"], since))
+        has_ended = all(row.run_id is None or row.finished_at is not None for row in rows)
+        found.append(Waiting(uid, rows[0].world_size, ranks, place["branch"], place["step"], since, has_ended))
     return found
 
 
-def drop_waiting(session: Session, runs: Sequence[str]) -> list[str]:
-    """Remove the states that wait and of which one of these runs told a part, as its process is gone; their uids."""
-    uids = sorted({row.state_uid for row in session.execute(_WAITING_OF, {"runs": list(runs)})})
-    if uids:
-        session.execute(_DROP, {"uids": uids})
-    return uids
+def drop_waiting(session: Session, runs: Sequence[str], *, tiers: Collection[str] | None = None) -> list[Waiting]:
+    """Remove the states that wait and of which one of these runs, whose processes are gone, told a part; what they were.
+
+    With ``tiers`` only those whose part is on one of these, which went with the process.
+    """
+    lost = {row.state_uid for row in session.execute(_WAITING_OF, {"runs": list(runs)}) if tiers is None or row.tier in tiers}
+    dropped = [each for each in waiting(session) if each.uid in lost] if lost else []
+    if lost:
+        session.execute(_DROP, {"uids": sorted(lost)})
+    return dropped
 
 
 def part_digests(session: Session, uid: str) -> tuple[str, ...]:
@@ -234,9 +259,14 @@ _DIGESTS = select(_part.c.digest).where(_of_uid).order_by(_part.c.rank)
 _RUN = select(_run.c.id).where(_run.c.uid == bindparam("run"))
 _INSERT = insert(_part)
 _SETTLE = update(_part).where(_of_uid).values(place=None, said=None)
-_WAITING = select(_part).where(_part.c.place.is_not(None)).order_by(_part.c.state_uid, _part.c.rank)
+_WAITING = (
+    select(_part, _run.c.finished_at)
+    .outerjoin_from(_part, _run, _run.c.id == _part.c.run_id)
+    .where(_part.c.place.is_not(None))
+    .order_by(_part.c.state_uid, _part.c.rank)
+)
 _WAITING_OF = (
-    select(_part.c.state_uid)
+    select(_part.c.state_uid, _part.c.tier)
     .join_from(_part, _run, _run.c.id == _part.c.run_id)
     .where(_run.c.uid.in_(bindparam("runs", expanding=True)), _part.c.place.is_not(None))
 )

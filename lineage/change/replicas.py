@@ -10,7 +10,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import InvalidInput
 from datastates.lineage.lookup import ids_of, unknown
-from datastates.lineage.schema import ReplicaRow, StateRow, table
+from datastates.lineage.schema import PartRow, ReplicaRow, StateRow, table
 from datastates.lineage.states import Status
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, ra
     """A tier holds the state now: note the replica; the status that it has now.
 
     The status rises to ``status`` or stays, of a state of several parts once the tier holds all of them; an evicted or lost state whose
-    bytes are here again rises too. ``bytes`` are those that the state added to that tier: with ``durable`` they become its ``bytes_new``
-    (but for a state of several parts, of which these are those of ``rank``).
+    bytes are here again rises too. Of a state that still waits for parts, it is the part of ``rank`` that is safer now. ``bytes`` are those
+    that the state added to that tier: with ``durable`` they become its ``bytes_new`` (but for a state of several parts, of which these are
+    those of ``rank``).
 
     :raises NotFound: there is no such state.
     :raises InvalidInput: ``status`` says that there are no bytes.
@@ -36,6 +37,11 @@ def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, ra
     if not status.is_restorable:
         raise InvalidInput(f"{uid} cannot be marked {status}: states become so when their replicas go, by evict or recovery")
     row = session.execute(_LOCK_STATE, {"uid": uid}).first()
+    if row is None:
+        part = _mark_part(session, uid, status, tier=tier, node=node, rank=rank, bytes=bytes)
+        if part is not None:
+            return part
+        row = session.execute(_LOCK_STATE, {"uid": uid}).first()  # its last part may have been told meanwhile
     if row is None:
         raise unknown(uid)
     now = Status(row.status)
@@ -51,6 +57,19 @@ def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, ra
     if row.world_size == 1:
         hold(session, row.id, rank=rank, tier=tier, node=node, bytes=bytes or 0)
     return now
+
+
+def _mark_part(session: Session, uid: str, status: Status, *, tier: str, node: str, rank: int, bytes: int | None) -> Status | None:
+    """The status of a part of a state that waits; None where there is no such part."""
+    part = {"uid": uid, "of_rank": rank}
+    row = session.execute(_LOCK_PART, part).first()
+    if row is None:
+        return None
+    if SAFETY[status] <= SAFETY[Status(row.status)]:
+        return Status(row.status)
+    added = row.bytes_new if bytes is None else bytes
+    session.execute(_MARK_PART, {**part, "new_status": status.value, "on_tier": tier, "on_node": node, "added": added})
+    return status
 
 
 def hold(session: Session, state_id: int, *, rank: int, tier: str, node: str, bytes: int) -> None:
@@ -91,7 +110,7 @@ def held(session: Session, uids: Iterable[str], *, tier: str, node: str) -> set[
 
 # The statements
 
-_state, _replica = table(StateRow), table(ReplicaRow)
+_state, _replica, _part = table(StateRow), table(ReplicaRow), table(PartRow)
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 
 # Not FOR UPDATE: that would wait for, and deadlock with, whoever records a child.
@@ -99,6 +118,13 @@ _LOCK_STATE = (
     select(_state.c.id, _state.c.status, _state.c.world_size).where(_state.c.uid == bindparam("uid")).with_for_update(key_share=True)
 )
 _LOCK_STATES = select(_state.c.id).where(_state.c.id.in_(_ids)).order_by(_state.c.id).with_for_update(key_share=True)
+_waits = and_(_part.c.state_uid == bindparam("uid"), _part.c.rank == bindparam("of_rank"), _part.c.place.is_not(None))
+_LOCK_PART = select(_part.c.status, _part.c.bytes_new).where(_waits).with_for_update()
+_MARK_PART = (
+    update(_part)
+    .where(_waits)
+    .values(status=bindparam("new_status"), tier=bindparam("on_tier"), node=bindparam("on_node"), bytes_new=bindparam("added"))
+)
 _SET_STATUS = update(_state).where(_state.c.id == bindparam("state")).values(status=bindparam("new_status"))
 _SET_DURABLE = _SET_STATUS.values(bytes_new=bindparam("added"))
 _key = [_replica.c.state_id, _replica.c.rank, _replica.c.tier, _replica.c.node]

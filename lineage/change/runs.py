@@ -19,7 +19,7 @@ from datastates.lineage.states import OURS, RefKind, Run, Status, Value
 from datastates.system import masking
 
 from . import segments
-from .parts import drop_waiting
+from .parts import Waiting, drop_waiting
 from .refs import log_event
 from .replicas import unheld
 
@@ -68,13 +68,18 @@ def start(session: Session, run: Run) -> None:
     )
 
 
-def finish(session: Session, uid: str, finished_at: datetime | None = None) -> None:
+def finish(session: Session, uid: str, finished_at: datetime | None = None, *, volatile: Collection[str] = ()) -> list[Waiting]:
     """Record that a process stopped tracking, by default now; a run that has finished keeps its time.
+
+    Its ``volatile`` tiers are gone with it: states that wait for parts of others, and whose part it had there, can never be whole. They are
+    removed, and returned.
 
     :raises NotFound: there is no such run.
     """
     get(session, uid)
+    lost = drop_waiting(session, [uid], tiers=volatile) if volatile else []
     _finish(session, [uid], finished_at)
+    return lost
 
 
 def get(session: Session, uid: str) -> Run:

@@ -220,6 +220,72 @@ def test_what_waits_for_a_run_that_died_is_removed(database: Database, new_state
     assert not visible(database, lost[0].uid)
 
 
+def told_by(database: Database, new: NewState, rank: int, run: str) -> State | None:
+    """A part in the memory of a run."""
+    return tell(database, replace(new, facts=replace(new.facts, run=run), node=holder("host", run)), rank)
+
+
+def end(database: Database, run: str) -> list[parts.Waiting]:
+    with database.write() as session:
+        return runs.finish(session, run, volatile=["memory"])
+
+
+def test_a_run_that_ends_takes_the_states_with_it_whose_parts_were_in_its_memory(database: Database, new_state: Make) -> None:
+    ending, other = begun(database), begun(database)
+    mine, theirs = parts_of(new_state(step=1, branch="main"), 3), parts_of(new_state(step=2), 3)
+    told_by(database, mine[0], 0, ending)
+    told_by(database, mine[2], 2, other)
+    told_by(database, theirs[1], 1, other)
+    (lost,) = end(database, ending)
+    assert (lost.uid, lost.missing) == (mine[0].uid, (1,))
+    with database.read() as session:
+        assert [each.uid for each in waiting(session)] == [theirs[0].uid]
+    assert told_by(database, mine[1], 1, other) is None, "there is no way back for it"
+    assert not visible(database, mine[0].uid)
+
+
+def test_a_part_that_outlives_its_run_may_be_completed_later(database: Database, new_state: Make) -> None:
+    first, second = begun(database), begun(database)
+    told = parts_of(new_state(step=1, branch="main"), 2)
+    told_by(database, told[0], 0, first)
+    with database.write() as session:
+        assert mark(session, told[0].uid, Status.DURABLE, tier="local", node="packs", rank=0, bytes=7) is Status.DURABLE
+        assert mark(session, told[0].uid, Status.CAPTURED, tier="memory", node="late", rank=0) is Status.DURABLE
+    assert end(database, first) == []
+    with database.read() as session:
+        (one,) = waiting(session)
+    assert one.has_ended
+    assert str(one) == (
+        f"state {told[0].uid} (branch main, step 1) is incomplete: it lacks the parts of rank 1 of 2, "
+        "and the runs that told the others have ended; run all its ranks again"
+    )
+    state = told_by(database, told[1], 1, second)
+    assert state is not None
+    assert (state.status, state.bytes_new) == (Status.CAPTURED, 7 + 11)
+    with database.read() as session:
+        assert [(each.rank, each.tier) for each in replicas_of(session, state.uid)] == [(0, "local"), (1, "memory")]
+
+
+def test_a_state_waits_while_one_of_its_runs_goes_on(database: Database, new_state: Make) -> None:
+    lasting, ending = begun(database), begun(database)
+    told = parts_of(new_state(step=4), 3)
+    told_by(database, told[0], 0, lasting)
+    told_by(database, told[1], 1, ending)
+    with database.write() as session:
+        mark(session, told[1].uid, Status.DURABLE, tier="local", node="packs", rank=1)
+    assert end(database, ending) == []
+    with database.read() as session:
+        (one,) = waiting(session)
+    assert str(one) == f"state {told[0].uid} (branch None, step 4) waits for the parts of rank 2 of 3"
+
+
+def test_a_part_that_nobody_told_cannot_be_marked(database: Database, new_state: Make) -> None:
+    told = parts_of(new_state(), 2)
+    tell(database, told[0], 0)
+    with database.write() as session, pytest.raises(NotFound, match="no state"):
+        mark(session, told[0].uid, Status.DURABLE, tier="local", node="packs", rank=1)
+
+
 def test_a_state_is_as_safe_as_the_least_safe_of_its_parts(database: Database, new_state: Make) -> None:
     told = parts_of(new_state(), 2)
     for rank in range(2):
