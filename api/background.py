@@ -77,7 +77,7 @@ class Background:
             pass
         except Unavailable as error:  # the database is away: whoever asks again tries again
             _logger.warning("%s failed: %s", self._name, error)
-        except Exception:
+        except Exception:  # the work may be any: nobody waits for it, and whoever asks again tries again
             _logger.exception("%s failed", self._name)
         finally:
             with self._lock:

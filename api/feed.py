@@ -71,7 +71,7 @@ class Feed:
                     after = None if after > last_event(session) else after
             listener.position = newest if after is None else after
             listener.newest = max(newest, listener.position)
-        except BaseException:
+        except BaseException:  # an interrupt too: nobody has the listener yet
             listener.close()
             raise
         return listener
@@ -157,7 +157,7 @@ class Feed:
                 if not has_failed:
                     _logger.warning("the events of %r cannot be read: %s", self._name, error)
                 has_failed, pause_s = True, _AGAIN_S
-            except Exception:
+            except Exception:  # a fault of ours too: the listeners stay, and it is tried again
                 if not has_failed:
                     _logger.exception("the events of %r cannot be read", self._name)
                 has_failed = True

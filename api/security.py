@@ -143,7 +143,7 @@ class Shield:
 
         try:
             await self._app(scope, receive, guarded)
-        except Exception as error:
+        except Exception as error:  # every error of the application is answered, or logged
             if not has_begun:
                 await respond(error, scope)(scope, receive, guarded)
             elif not isinstance(error.__cause__ or error, DatastatesError):  # those were logged where they came

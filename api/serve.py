@@ -121,7 +121,7 @@ class WebServer:
     def _run(self) -> None:
         try:
             self._uvicorn.run(sockets=[self._socket])
-        except Exception:
+        except Exception:  # uvicorn may raise anything, and nobody waits for this thread
             _logger.exception("the server at %s ended", self._shown)
         finally:
             self._socket.close()

@@ -69,10 +69,10 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 def attribute(value: object, name: str) -> object:
-    """An attribute of whatever a user gave; None where it has none, or fails when it is asked."""
+    """An attribute of whatever a user gave; None where it has none, or fails when it is asked, and of a class."""
     try:
         return None if isinstance(value, type) else getattr(value, name, None)
-    except Exception:  # a property of an object that we know nothing of
+    except Exception:  # a property may raise anything; what lacks the attribute is then refused by name
         return None
 
 
@@ -124,7 +124,7 @@ def number(value: object, what: str) -> float:
     try:
         if not isinstance(found, str | bytes | bytearray) and (hasattr(type(found), "__float__") or hasattr(type(found), "__index__")):
             return float.__float__(float(found))  # type: ignore[arg-type]  # it says that it can
-    except Exception as exc:
+    except Exception as exc:  # its __float__ may raise anything
         raise InvalidInput(
             f"{what} is {shown(value)}, which is no number ({type(exc).__name__}: {exc}): give one, or leave it out"
         ) from exc
@@ -318,7 +318,7 @@ def several(check: Check) -> Check:
             raise InvalidInput(f"{what} is {shown(value)}: give a list")
         try:
             items = list(value)
-        except Exception as exc:
+        except Exception as exc:  # its __iter__ may raise anything
             raise InvalidInput(f"{what} is {shown(value)}, which is no list ({type(exc).__name__}: {exc})") from exc
         return [check(item, f"an item of {what}") for item in items]
 
@@ -370,8 +370,8 @@ def revision(value: object, what: str = "the revision") -> str:
     """
     if value is None:
         raise InvalidInput("there is no state to name yet: capture one first")
-    found = value if isinstance(value, str) else _attribute(value, "uid")
-    if not isinstance(found, str) or isinstance(value, type):
+    found = value if isinstance(value, str) else attribute(value, "uid")
+    if not isinstance(found, str):
         raise InvalidInput(f"{what} is {shown(value)}: give a text such as 'main~3', or a state")
     return str.__str__(found)
 
@@ -444,20 +444,12 @@ def _held(value: object) -> object:
     try:
         found: object = value.item()  # type: ignore[attr-defined]  # whatever has a shape and an item() is an array
         return float(value) if type(found) is type(value) else found  # type: ignore[arg-type]  # NumPy's longdouble holds itself
-    except Exception:
+    except Exception:  # its item() may raise anything; what holds no number is then refused by name
         return value
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
     """The shape of an array, a tensor or a NumPy number; None of anything else."""
-    shape = _attribute(value, "shape")
-    is_array = isinstance(shape, tuple) and callable(_attribute(value, "item")) and not isinstance(value, type)
+    shape = attribute(value, "shape")
+    is_array = isinstance(shape, tuple) and callable(attribute(value, "item"))
     return tuple(shape) if is_array and isinstance(shape, tuple) and all(isinstance(size, int) for size in shape) else None
-
-
-def _attribute(value: object, name: str) -> object:
-    """An attribute of something that may refuse to be asked."""
-    try:
-        return getattr(value, name, None)
-    except Exception:
-        return None

@@ -186,3 +186,30 @@ def test_nobody_outside_the_store_knows_the_class_of_a_tier() -> None:
 def test_only_who_opens_a_repository_knows_what_runs_its_engine() -> None:
     using = {name for name, (path, tree) in MODULES.items() if "datastates.capture.runner" in _imports(name, path, tree)}
     assert using == {"datastates.opening.core", "datastates.opening.belongings"}, "ask the core for its host (capture/host.py)"
+
+
+def _unexplained(name: str, source: str) -> Iterator[str]:
+    """Handlers of every error that do not raise again, and do not say on their line why they must be so broad."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.ExceptHandler(type=None | ast.Name(id="Exception" | "BaseException"), body=body):
+                is_broad = not any(isinstance(each, ast.Raise) for each in body)
+            case ast.Call(func=ast.Name(id="suppress"), args=args):
+                is_broad = any(isinstance(each, ast.Name) and each.id in ("Exception", "BaseException") for each in args)
+            case _:
+                continue
+        if is_broad and "#" not in lines[node.lineno - 1]:
+            yield f"{name}:{node.lineno} keeps every error to itself: narrow it, or say on that line why not"
+
+
+def test_whoever_catches_every_error_says_why() -> None:
+    silent = [said for name, (path, _) in MODULES.items() for said in _unexplained(name, path.read_text(encoding="utf-8"))]
+    assert not silent, "\n".join(silent)
+
+
+def test_an_unexplained_handler_is_seen() -> None:
+    handlers = "except Exception as exc:\n    g(exc)\nexcept:  # as g says\n    g()\n"
+    source = f"try:\n    f()\n{handlers}with suppress(KeyError, BaseException):\n    f()"
+    assert [said.split()[0] for said in _unexplained("here", source)] == ["here:3", "here:7"]
+    assert not [*_unexplained("here", "try:\n    f()\nexcept BaseException:\n    g()\n    raise")]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,25 @@ def test_fifty_versions_of_a_fine_tuned_model_cost_little_more_than_one(tmp_path
         assert held <= 7 * states[0].bytes_total
         for state, weight in zip(states, weights, strict=True):
             assert torch.equal(repo.load(state.uid, only="model/0.weight")["model"]["0.weight"], weight)
+
+
+def test_of_several_errors_at_the_end_one_is_raised_and_the_others_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def close(self) -> None:
+            raise self.error
+
+    repo = datastates.open(tmp_path, memory_bytes=64 << 20)
+    same = Unavailable("the lineage is away")
+    failing: list[Any] = [Failing(error) for error in (same, same, OSError("no such module"))]
+    repo.core.trainings.update(failing)
+    with pytest.raises((Unavailable, OSError)) as caught:
+        repo.close()
+    said = {str(caught.value), *(message.partition(": ")[2] for message in caplog.messages)}
+    assert said == {"the lineage is away", "no such module"}
+    assert len(caplog.records) == 1
 
 
 def test_a_write_that_fails_after_its_tracker_ended_is_raised_by_close(tmp_path: Path) -> None:

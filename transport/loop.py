@@ -168,7 +168,7 @@ class _Loop:
         for close in reversed(self.closers):
             try:
                 await close()
-            except Exception:
+            except Exception:  # the loop ends, whatever a transport does
                 _logger.exception("the transport did not close properly")
         await _end_tasks()
         await self.raw.shutdown_asyncgens()

@@ -40,7 +40,7 @@ class Pipeline:
         for staged in captures:
             try:
                 held[staged.progress.uid] = staged, self._hold(staged)
-            except BaseException as exc:
+            except BaseException as exc:  # whatever it is, the handle raises it
                 self._register.fail(staged, exc)
         refused = self._record.process_all([work for _, work in held.values()])
         for uid in reversed(refused):  # the newest first

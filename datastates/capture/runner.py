@@ -365,7 +365,7 @@ class Runner:
                 continue
             try:
                 self._finish(captures)
-            except BaseException as exc:
+            except BaseException as exc:  # whatever it is, the handles raise it, and the thread goes on
                 for staged in captures:
                     self._register.fail(staged, exc)
             finally:
@@ -395,7 +395,7 @@ class Runner:
         try:
             self._register.journal.settle()
             self._look_at_refs()
-        except Exception as error:
+        except Exception as error:  # whatever the database says, the captures go on; it is said once
             if self._look_failed != repr(error):
                 _logger.exception("looking for refs that others made failed; it is tried again")
             self._look_failed = repr(error)
@@ -427,7 +427,7 @@ class Runner:
         while (uid := self._writes.get()) is not None:
             try:
                 self._pipeline.write(uid)
-            except BaseException as exc:
+            except BaseException as exc:  # whatever it is, the handle raises it, and the thread goes on
                 _logger.debug("writing %s failed", uid, exc_info=exc)
                 if not self._is_closed:  # else nobody waited for it, its handle was told, and its tier may be closed by now
                     self._register.fail_write(uid, exc)

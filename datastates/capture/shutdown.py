@@ -58,7 +58,7 @@ class _Ender:
             try:
                 end()
                 closed(end)
-            except BaseException:
+            except BaseException:  # nobody is left who could be told, and the next one must be ended too
                 _logger.exception("ending what was dropped without a close failed")
             del end
 
@@ -113,13 +113,13 @@ def _close_all() -> None:
     for closable in list(_open):
         try:
             closable.close()
-        except Exception:
+        except Exception:  # the others are to be closed too; an interrupt ends it
             _logger.exception("closing a repository at exit failed")
     settle()
     for end in list(_ends):
         try:
             end()
-        except Exception:
+        except Exception:  # likewise
             _logger.exception("ending a repository at exit failed")
 
 

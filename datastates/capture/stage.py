@@ -154,7 +154,7 @@ class Stager:
         try:
             if job.error is None:
                 self._copy_all(job)
-        except BaseException as exc:
+        except BaseException as exc:  # whatever it is, the handle raises it, and the thread goes on
             job.error = exc
         finally:
             job.deferred = None

@@ -101,7 +101,7 @@ def main() -> None:
     except SystemExit:
         _flush()
         raise
-    except Exception as error:
+    except Exception as error:  # the one place where a command ends: what no user caused is shown with its trace
         complain(error, as_json="--json" in sys.argv[1:])
         sys.exit(code_of(error))
 

@@ -195,7 +195,7 @@ def _fetch(shell: Shell, peer: Peer, repository: Repository, state: State, *, ta
             return transfer.wait()
         except BaseException:  # SIGTERM among them: nothing may be written any more when the repository is closed
             transfer.cancel()
-            with suppress(Exception):
+            with suppress(Exception):  # that it was cancelled, or what the error below says already
                 transfer.wait()
             raise
 

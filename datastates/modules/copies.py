@@ -113,7 +113,7 @@ class Copies:
                 _logger.warning("state %s is not put onto the %s tier: %s", turn.uid, turn.tier.name, exc)
                 if turn.told is not None:
                     turn.told.give_up(f"state {turn.uid} is not put onto the {turn.tier.name} tier: {exc}")
-            except Exception as exc:
+            except Exception as exc:  # a tier of the user's may raise anything; it is tried again
                 newest = late[-1]  # those before it were told when they came
                 said = f"state {newest.uid} is durable and not on the {turn.tier.name} tier: {exc}; it is tried again with the next"
                 if newest.told is not None:

@@ -235,7 +235,7 @@ class Journal:
                 told.update(self._tell_or_recall([new]))
             except Unavailable:
                 raise
-            except Exception as error:
+            except Exception as error:  # whatever refuses this state, its handle raises it, and the others are recorded
                 refused[new.uid] = error
 
     def _wait(self, entry: Entry) -> None:

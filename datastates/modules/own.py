@@ -83,14 +83,14 @@ class Own:
         for module in self._modules:
             try:
                 module.close()
-            except BaseException:
+            except BaseException:  # a module of the user's may raise anything, and the others are to be closed too
                 _logger.warning("closing module %r failed", module.name, exc_info=True)
 
     def _take(self, turn: _Turn) -> None:
         for module in () if self._has_given_up else self._modules:
             try:
                 module.process(turn.item)
-            except BaseException as exc:
+            except BaseException as exc:  # likewise: the handle says so, and the training goes on
                 self._note(module, turn, exc)
         turn.item.let_go()
 

@@ -31,5 +31,5 @@ class Record:
         entries = [work.entry(self._tier, self._holder) for work in works]
         try:
             return self._journal.record(entries) if entries else {}
-        except Exception as exc:
+        except Exception as exc:  # whatever it is, the handles raise it
             return dict.fromkeys((entry.new.uid for entry in entries), exc)

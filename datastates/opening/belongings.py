@@ -53,7 +53,7 @@ class Belongings:
             self.runner.close()
             with suppress(Unavailable):  # whoever opens it next finds out
                 self._finish()
-        except Exception:
+        except Exception:  # an error of the background is raised by this; an interrupt leaves the rest for the next call
             self._free()
             raise
         self._free()

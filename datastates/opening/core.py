@@ -19,7 +19,7 @@ from datastates.capture.runner import Runner
 from datastates.capture.shutdown import close_at_exit, closed
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.errors import Closed, InvalidInput, NotFound
+from datastates.errors import Closed, DatastatesError, InvalidInput, NotFound
 from datastates.lineage.change import runs, seals
 from datastates.lineage.database import Database
 from datastates.lineage.search import revision, walk
@@ -271,18 +271,16 @@ class Core:
         for training in list(self.trainings):
             try:
                 training.close()
-            except Exception as exc:
+            except Exception as exc:  # the others are to be closed too
                 errors.append(exc)
         try:
             self._let_go()
-        except Exception:
-            self._end()
-            raise
+        except Exception as exc:  # what is open is closed first
+            errors.append(exc)
         self._end()
         if self.engaged is not None:
             errors += self.engaged.runner.errors()  # states may be written after their tracker ended: tags make them durable
-        if errors:
-            raise errors[0]
+        _raise_first(errors)
 
     def _let_go(self) -> None:
         if self.engaged is None:
@@ -293,6 +291,15 @@ class Core:
     def _end(self) -> None:
         self._is_ended = True  # an interrupt before this: the next call goes on
         self.database.close()
+
+
+def _raise_first(errors: list[Exception]) -> None:
+    """Raise the first error, if there is one; those that say something else than the ones before them are logged."""
+    for index, error in enumerate(errors[1:], 1):
+        if not any(error is said or (isinstance(error, DatastatesError) and error.repeats(said)) for said in errors[:index]):
+            _logger.error("closing the repository failed in another way too: %s", error, exc_info=error)
+    if errors:
+        raise errors[0]
 
 
 class Opened(Protocol):

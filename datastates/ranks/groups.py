@@ -104,7 +104,7 @@ class _Broadcasting(meeting.Group):
         try:
             with connect(invitation.url, token=invitation.token, timeout_s=timeout_s, data=data) as peer:
                 cloned = peer.clone(invitation.uid, into=into, repo=repo if into is None else None, chain=True)
-        except BaseException as exc:
+        except BaseException as exc:  # raised below, once the other ranks know
             error = exc
         self._agree(error, root)
         return cloned

@@ -257,7 +257,7 @@ class TierSuite(ABC):
                         assert stream(reader) == chunks_of(state)
                     if number % 2 and isinstance(tier, SupportsRemoval):
                         tier.remove(state.manifest.origin.uid)
-            except BaseException as exc:
+            except BaseException as exc:  # the test shows them
                 errors.append(exc)
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(100, 104)]

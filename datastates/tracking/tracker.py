@@ -315,7 +315,7 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self.close()
-        except Exception as exc:
+        except Exception as exc:  # it must not hide the error that ended the block
             if error is None:
                 raise
             if not (isinstance(exc, DatastatesError) and exc.repeats(error)):

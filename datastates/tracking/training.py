@@ -203,7 +203,7 @@ class Training:
         self._has_given_way = True
         try:
             self.close()
-        except Exception as exc:
+        except Exception as exc:  # whatever became of the earlier tracker, this one begins
             _logger.warning("branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc)
         with undisturbed():
             _logger.warning(

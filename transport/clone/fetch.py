@@ -360,7 +360,7 @@ class _Run:
             return
         try:
             self._on_progress(self._bytes_done, self._bytes_total)
-        except Exception:
+        except Exception:  # the caller's own function
             _logger.exception("on_progress failed; it is not called again, the clone goes on")
             self._on_progress = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
@@ -24,6 +25,8 @@ from .neighbours import Neighbours
 from .sending import Sending, Sent
 
 __all__ = ["Answers", "Service"]
+
+_logger = logging.getLogger(__name__)
 
 _ROOM_AT_ONCE = 2
 _T = TypeVar("_T")
@@ -159,6 +162,9 @@ class Answers:
 
 
 def _hand(done: Future[_T], late: Callable[[_T], object]) -> None:
-    if not done.cancelled():
-        with suppress(BaseException):
-            late(done.result())
+    if done.cancelled() or done.exception() is not None:
+        return  # nothing came of it
+    try:
+        late(done.result())
+    except Exception:  # whoever asked is gone, so nobody else hears of it
+        _logger.exception("what came too late could not be let go")

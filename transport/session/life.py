@@ -79,6 +79,6 @@ class Life:
             await work(*arguments)
         except DatastatesError as exc:
             self.fall(exc)
-        except Exception as exc:
+        except Exception as exc:  # a fault of ours ends this connection, not the server
             _logger.exception("the connection to %s failed", self._peer)
             self.fall(Disconnected(f"the connection to {self._peer} failed with {type(exc).__name__}: {exc}"))

@@ -234,7 +234,7 @@ class Sending:
             await asyncio.wait(held.reads)  # a few ms
         try:
             goes_on = await asyncio.to_thread(held.source.recall)
-        except Exception:
+        except Exception:  # a store of ours may fail in any way; the connection goes on
             _logger.exception("state %s could not be let go", held.uid)
             goes_on = False
         held.error = None if goes_on else error
@@ -309,7 +309,7 @@ class Sending:
             await asyncio.wait(held.reads)
         try:
             await surely(asyncio.ensure_future(asyncio.to_thread(held.source.close)))
-        except Exception:
+        except Exception:  # a store of ours may fail in any way; the connection goes on
             _logger.exception("state %s could not be let go", held.uid)
 
 

@@ -300,7 +300,7 @@ async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChan
 async def _visit(accept: Callable[[Channel], Awaitable[None]], channel: TcpChannel) -> None:
     try:
         await accept(channel)
-    except Exception:
+    except Exception:  # a fault of ours ends this connection, not the server
         _logger.exception("the connection from %s was given up", channel.peer)
         await channel.close()
 

@@ -32,7 +32,7 @@ class SerialExecutor(Executor):
         future: Future[T] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as exc:
+        except Exception as exc:  # as executors do: the future raises it
             future.set_exception(exc)
         return future
 

@@ -193,7 +193,7 @@ class _Run:
         self._display.begun(name, self._attempts[name])
         try:
             future = self._pool.submit(self._task(variant, parent))
-        except Exception as exc:
+        except Exception as exc:  # an executor of the user's may raise anything: the variant failed
             future = Future()
             future.set_exception(exc)
         flight.future = future

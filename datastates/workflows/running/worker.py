@@ -109,7 +109,7 @@ def run(task: Task) -> Outcome:
     try:
         torch.set_num_threads(task.threads)
         return _run(task)
-    except Exception as exc:
+    except Exception as exc:  # the user's function may raise anything: the variant failed, and the report says how
         return Outcome(task.assignment.variant.name, None, f"{type(exc).__name__}: {exc}", traceback.format_exc())
     finally:
         torch.set_num_threads(before)
