@@ -19,7 +19,6 @@ from datastates.cli import app
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Any:
-    torch.set_num_threads(1)
     with datastates.open(tmp_path, memory_bytes=128 << 20) as opened:
         yield opened
 

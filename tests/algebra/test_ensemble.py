@@ -18,11 +18,6 @@ from datastates.upkeep.loading import load
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
     with datastates.open(tmp_path / "runs", memory_bytes=64 * MIB) as opened:
