@@ -49,8 +49,6 @@ __all__ = ["Repository", "open"]
 
 _logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 2.0
-
 
 def open(
     url: str | os.PathLike[str] = "runs",

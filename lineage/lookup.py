@@ -19,7 +19,7 @@ from .states import Edge, EdgeKind, State, Status, Value
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["by_prefix", "id_by_prefix", "id_of", "ids_of", "state", "states", "unknown"]
+__all__ = ["id_by_prefix", "id_of", "ids_of", "state", "states", "unknown"]
 
 T = TypeVar("T")
 
@@ -121,18 +121,13 @@ def states(session: Session, keys: Sequence[int] | Sequence[str]) -> list[State]
         raise NotFound(f"there is no state with row id {error.args[0]}") from error
 
 
-def by_prefix(session: Session, prefix: str) -> State:
-    """The one state whose uid begins like this.
+def id_by_prefix(session: Session, prefix: str) -> int:
+    """The row id of the one state whose uid begins like this.
 
     :raises InvalidInput: it is not 4 to 24 hex digits.
     :raises Ambiguous: several do; lists some.
     :raises NotFound: none does.
     """
-    return states(session, [id_by_prefix(session, prefix)])[0]
-
-
-def id_by_prefix(session: Session, prefix: str) -> int:
-    """The row id of ``by_prefix``, for queries of this folder."""
     low = prefix.lower()
     if not _PREFIX.fullmatch(low):
         raise InvalidInput(f"{prefix!r} cannot begin a uid: give 4 to 24 hex digits")

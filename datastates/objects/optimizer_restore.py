@@ -107,7 +107,7 @@ class _Check:
         for index, row in enumerate(self.names):
             match = next((j for j, names in free.items() if names == set(row)), None)
             if match is None:
-                match = self._best_overlap(index, row, free)
+                match = self._best_overlap(row, free)
             if match is not None:
                 del free[match]
                 self._options(match, self.optimizer.param_groups[index])
@@ -115,7 +115,7 @@ class _Check:
             if names <= known.keys():  # others were noted as unexpected by name
                 self._note_partition(j)
 
-    def _best_overlap(self, index: int, row: Sequence[str], free: Mapping[int, set[str]]) -> int | None:
+    def _best_overlap(self, row: Sequence[str], free: Mapping[int, set[str]]) -> int | None:
         """The stored group that shares most of the parameters: fit for use without ``strict`` only."""
         best = max(free, key=lambda j: len(free[j] & set(row)), default=None)
         if best is None or not free[best] & set(row):

@@ -171,13 +171,6 @@ class MemoryTier(CaptureTier):
             state = self._states.pop(uid, None)
             return 0 if state is None else self._drop(state)
 
-    def would_free(self, uids: Iterable[str]) -> int:
-        """The number of slots that removing all these states would free at once."""
-        with self._lock:
-            states = [self._states[uid] for uid in set(uids) if uid in self._states]
-            uses = Counter(chunk for state in states if not state.readers for chunk in state.chunks)
-            return sum(chunk.uses == count for chunk, count in uses.items())
-
     def slots_of(self, uids: Iterable[str]) -> int:
         """See ``CaptureTier.slots_of``."""
         with self._lock:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import CTE, BigInteger, Integer, Select, bindparam, case, lateral, literal, select, true, union_all
 
 from datastates.errors import InvalidInput, NotFound
-from datastates.lineage.lookup import by_prefix, id_of, state, states, unknown
+from datastates.lineage.lookup import id_of, state, states, unknown
 from datastates.lineage.schema import EdgeRow, StateRow, table
 from datastates.lineage.states import State, Status
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ancestor_ids",
     "ancestors",
-    "by_prefix",
     "children",
     "descendant_ids",
     "descendants",
@@ -39,7 +38,6 @@ __all__ = [
     "log",
     "merge_base",
     "nearest_restorable",
-    "nth_ancestor",
     "nth_ancestor_id",
     "state",
     "states",
@@ -186,16 +184,11 @@ def ancestor_ids(session: Session, uid: str, *, limit: int | None = None) -> lis
     return list(islice(_walk(session, id_of(session, uid)), 1, None if limit is None else limit + 1))
 
 
-def nth_ancestor(session: Session, uid: str, n: int) -> State:
-    """The n-th first parent upwards (0 is the state itself), in O(log n) look-ups and one statement.
+def nth_ancestor_id(session: Session, id_: int, n: int) -> int:
+    """The row id of the n-th first parent upwards (0 is the state itself), in O(log n) look-ups and one statement.
 
     :raises NotFound: the chain of first parents is shorter.
     """
-    return states(session, [nth_ancestor_id(session, id_of(session, uid), n)])[0]
-
-
-def nth_ancestor_id(session: Session, id_: int, n: int) -> int:
-    """The row id of ``nth_ancestor`` from a row id, for queries of this folder."""
     if n < 0:
         raise InvalidInput(f"{n} is no number of generations: count from 0, towards the root")
     found = session.execute(_CLIMB_BACK, {"start": id_, "count": n}).scalar()

@@ -13,9 +13,9 @@ from sqlalchemy import select
 from datastates.errors import Ambiguous, DatastatesError, NotFound, SyntaxProblem
 from datastates.lineage import Database, State
 from datastates.lineage.change import record, refs
-from datastates.lineage.search import walk
 from datastates.lineage.search.revision import resolve, resolve_range
 from tests.lineage.conftest import Grow, on_one_database
+from tests.lineage.looking import nth_ancestor
 from tests.lineage.oracle import METRICS, NOW, START, Lineage
 from tests.lineage.oracle import grow as grow_lineage
 from tests.support.effort import examples, seeds
@@ -253,4 +253,4 @@ def test_walks_and_revisions_agree_on_a_long_chain(database: Database, grow: Gro
     head = grow(branch="main", count=300)
     with database.read() as session:
         assert resolve(session, "main~299").parents == ()
-        assert resolve(session, "main@step:17").uid == walk.nth_ancestor(session, head.uid, 282).uid
+        assert resolve(session, "main@step:17").uid == nth_ancestor(session, head.uid, 282).uid

@@ -16,6 +16,7 @@ from datastates.lineage import Database, Edge, EdgeKind, RefKind
 from datastates.lineage.change import record, refs
 from datastates.lineage.schema import Base
 from datastates.lineage.search import walk
+from tests.lineage.looking import nth_ancestor
 from tests.support.effort import examples
 from tests.support.lineages import told
 
@@ -148,7 +149,7 @@ class Machine(RuleBasedStateMachine):
             assert (None if base is None else base.uid) == next(iter(model.newest_first((above_a | {a}) & (above_b | {b}))), None)
             at: str | None = a
             for n in range(walk.state(session, a).generation + 1):
-                assert at == walk.nth_ancestor(session, a, n).uid
+                assert at == nth_ancestor(session, a, n).uid
                 at = model.first[at]
             assert at is None
 

@@ -16,6 +16,7 @@ from datastates.errors import Ambiguous, InvalidInput, NotFound
 from datastates.lineage import Database, Edge, EdgeKind, NewState, State, Status
 from datastates.lineage.change import record
 from datastates.lineage.search import walk
+from tests.lineage.looking import by_prefix, nth_ancestor
 from tests.support.effort import examples
 
 Make = Callable[..., NewState]
@@ -83,21 +84,21 @@ def test_a_prefix_finds_the_one_state_it_begins(database: Database, grow: Grow) 
     states = [grow(uid=uid) for uid in ("abcd0" + "0" * 19, "abcdf" + "f" * 19, "abce" + "0" * 20, "f" * 24)]
     with database.read() as session:
         for prefix, state in (("abcd0", states[0]), ("ABCDF", states[1]), ("abce", states[2]), ("ffff", states[3]), ("f" * 24, states[3])):
-            assert walk.by_prefix(session, prefix) == state
+            assert by_prefix(session, prefix) == state
         with pytest.raises(Ambiguous, match=f"'abcd' begins several uids: .*{states[0].uid} .step 0.*give more digits"):
-            walk.by_prefix(session, "abcd")
+            by_prefix(session, "abcd")
         with pytest.raises(NotFound, match=r"no state's uid begins with 'abcd1'"):
-            walk.by_prefix(session, "abcd1")
+            by_prefix(session, "abcd1")
         for bad in ("abc", "main", "%%%%", "f" * 25, ""):
             with pytest.raises(InvalidInput, match=r"4 to 24 hex digits"):
-                walk.by_prefix(session, bad)
+                by_prefix(session, bad)
 
 
 def test_many_candidates_are_cut_short(database: Database, grow: Grow) -> None:
     for digit in "0123456":
         grow(uid="abcd" + digit * 20)
     with database.read() as session, pytest.raises(Ambiguous) as caught:
-        walk.by_prefix(session, "abcd")
+        by_prefix(session, "abcd")
     assert str(caught.value).count("step") == 5
     assert "..." in str(caught.value)
 
@@ -123,14 +124,14 @@ def test_a_page_of_log_reads_no_more_than_a_page(database: Database, chain: list
 def test_the_nth_ancestor_is_one_statement_away(database: Database, chain: list[str]) -> None:
     with database.read() as session:
         for n in (0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 511, 698, 699):
-            assert walk.nth_ancestor(session, chain[-1], n).uid == chain[-1 - n]
+            assert nth_ancestor(session, chain[-1], n).uid == chain[-1 - n]
         with counted(database) as statements:
-            walk.nth_ancestor(session, chain[-1], 600)
+            nth_ancestor(session, chain[-1], 600)
         assert len(statements) == 6
         with pytest.raises(NotFound, match="699 first parents up to its root: ~700 goes beyond"):
-            walk.nth_ancestor(session, chain[-1], 700)
+            nth_ancestor(session, chain[-1], 700)
         with pytest.raises(InvalidInput, match="-1 is no number of generations"):
-            walk.nth_ancestor(session, chain[-1], -1)
+            nth_ancestor(session, chain[-1], -1)
 
 
 def test_ancestry_along_first_parents_takes_few_statements(database: Database, chain: list[str], grow: Grow) -> None:
@@ -232,6 +233,6 @@ def test_walks_agree_with_brute_force(
             at: int | None = a
             for n in range(states[a].generation + 1):
                 assert at is not None
-                assert number_of[walk.nth_ancestor(session, states[a].uid, n).uid] == at
+                assert number_of[nth_ancestor(session, states[a].uid, n).uid] == at
                 at = graph[at][0]
             assert at is None

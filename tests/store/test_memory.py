@@ -148,22 +148,6 @@ def test_chunks_that_come_and_go_while_a_state_is_copied_are_held_as_long_as_nee
     arena.close()
 
 
-def test_would_free_says_what_removing_frees(arena: Arena) -> None:
-    tier = MemoryTier(arena)
-    tier.put(small("a", 1, 2))
-    tier.put(small("b", 2, 3))
-    tier.put(small("c", 3, 3, 4))
-    assert tier.would_free(["a"]) == 1
-    assert tier.would_free(["a", "b"]) == 2
-    assert tier.would_free(["b", "c", "b", "unknown"]) == 2
-    with tier.open("a"):
-        assert tier.would_free(["a", "b"]) == 0
-    before = arena.available
-    tier.remove("a")
-    tier.remove("b")
-    assert arena.available - before == 2
-
-
 def test_slots_of_a_removed_state_return_when_its_last_reader_closes(arena: Arena) -> None:
     tier = MemoryTier(arena)
     tier.put(small("a", 1, 2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
-import logging
 import os
 import signal
 import socket
@@ -42,7 +41,6 @@ _OURS = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_HANDLE_ERRORS": "none",  # it just ends, and its last words are passed on
 }
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

@@ -146,13 +146,6 @@ class ObjectsSink:
         """Whether the objects are half old, half new by this clone."""
         return self._is_touched and not self._is_committed and dirty.are_marked((home.live for home in self._homes.values()), self._token)
 
-    def refuse_dirty(self) -> None:
-        """Raise ``Dirty`` unless the objects are whole.
-
-        :raises Dirty: names the tensors that are not.
-        """
-        dirty.check(home.live for home in self._homes.values())
-
     def commit(self) -> RestoreReport:
         """Put the state, whose chunks are all right, into the objects, which are whole and clean then.
 

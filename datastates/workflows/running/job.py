@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from datastates.repository import Repository
 
 __all__ = ["Assignment", "Job", "Stop"]
-
-_logger = logging.getLogger(__name__)
 
 Stop = Callable[[Sequence[State]], bool]
 """A study's stop rule: given the states that a variant has reported so far, first epoch first, whether it ends here."""
