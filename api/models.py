@@ -5,7 +5,7 @@ Numbers that JSON cannot say (NaN, infinities) are written as null.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from datastates.lineage.search.holders import Replica
@@ -23,6 +23,7 @@ __all__ = [
     "GraphRow",
     "KeyStats",
     "NewRef",
+    "Overview",
     "Page",
     "Ref",
     "RefEvent",
@@ -33,6 +34,7 @@ __all__ = [
     "RunInfo",
     "Series",
     "SeriesLine",
+    "Span",
     "State",
     "StateDetail",
     "Stats",
@@ -107,10 +109,13 @@ class RunInfo(Run):
 
 @dataclass(frozen=True, slots=True)
 class GraphRow:
-    """One state, and the lines around it, as ``lineage.lanes.Row`` has them: all but ``state`` are columns, counted from 0.
+    """One state, or a stretch of states that only follow one another, and the lines around it, as ``lineage.lanes.Row`` has them.
 
-    ``lane`` is the state's column; ``above`` and ``below`` have a line just above and just below it; ``joins`` are other columns whose
-    lines end here, and lead to children; ``parents`` are where its parents will stand, the first parent's first.
+    ``lane`` is the state's column, counted from 0; ``above`` and ``below`` have a line just above and just below it; ``joins`` are other
+    columns whose lines end here, and lead to children; ``parents`` are where its parents will stand, the first parent's first.
+    ``branch``, and ``above_branches`` and ``below_branches`` for each of these lines, are keys of the page's ``branches``, -1 where
+    no branch leads there. ``refs`` are the branches and tags that name the state now. A row of several states has their ``count``, how
+    many of them can be restored (null: not counted), the ``oldest`` of them, and the newest as its ``state``.
     """
 
     state: State
@@ -119,13 +124,43 @@ class GraphRow:
     below: tuple[int, ...]
     joins: tuple[int, ...]
     parents: tuple[int, ...]
+    branch: int = -1
+    above_branches: tuple[int, ...] = ()
+    below_branches: tuple[int, ...] = ()
+    refs: tuple[Ref, ...] = ()
+    count: int = 1
+    restorable: int | None = None
+    oldest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a branch stands in a drawing: its column, its first and last row, and the row that it was forked from, if any."""
+
+    branch: str
+    lane: int
+    first: int
+    last: int
+    forked: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """A whole drawing in small: a span for each branch. Rows are those of ``GraphPage`` with the same ``version``."""
+
+    version: str
+    total: int
+    lanes: int
+    states: int
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPage:
     """A window of the history of ``heads``, newest first. ``first`` is the index of its first row, ``total`` how many rows there are.
 
-    ``lanes`` is how many columns the whole graph needs. ``version`` changes when the graph does: rows of two versions do not fit together.
+    ``lanes`` is how many columns the whole graph needs. ``version`` changes when the graph or a name does: rows of two versions do not
+    fit together. ``branches`` are those that its rows speak of, ``states`` how many states the rows of the whole graph stand for.
     Where ``is_current`` is false the heads have moved on meanwhile, and a large graph is being drawn anew: ask again in some seconds.
     """
 
@@ -136,6 +171,8 @@ class GraphPage:
     lanes: int
     rows: tuple[GraphRow, ...]
     is_current: bool = True
+    branches: dict[int, str] = field(default_factory=dict)
+    states: int = 0
 
 
 # Curves

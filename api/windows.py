@@ -20,9 +20,12 @@ from datastates.lineage.schema import RefRow, table
 from datastates.lineage.search import revision
 from datastates.lineage.search.order import Topology, uids_of
 from datastates.lineage.show.drawing import Drawing, draw_history
+from datastates.lineage.show.names import Names, names
 
 from .background import Background
-from .models import GraphPage, GraphRow
+from .folding import Folded, Folds, Look
+from .models import GraphPage, GraphRow, Overview
+from .restorable import Restorable
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -42,27 +45,83 @@ class Windows:
     def __init__(self) -> None:
         self.topology = Topology()
         self.background = Background("windows")
+        self.restorable = Restorable()
+        self._names: Names | None = None
         self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
         self._lock = threading.Lock()
 
-    def page(self, session: Session, heads: Sequence[str], *, first: int, count: int, around: str | None = None) -> GraphPage:
+    def page(
+        self, session: Session, heads: Sequence[str], *, first: int, count: int, around: str | None = None, look: Look | None = None
+    ) -> GraphPage:
         """Rows of the history of ``heads``, which are revisions; none: of everything that a ref names.
 
-        ``around`` is the uid of a state that is to be in the middle, whatever ``first`` says.
+        ``around`` is the uid of a state that is to be in the middle, whatever ``first`` says. ``look`` says that stretches of states are
+        one row each, None that every state has its own.
 
         :raises NotFound: a head names nothing, or ``around`` is not in the history.
         """
-        kept = self._of(tuple(sorted(set(heads))))
-        drawing, uids, is_current = kept.drawing_of(session, _ids_of(session, heads))
+        folded, uids, is_current = self._shown(session, heads, look)
         if around is not None:
-            row = drawing.row_of(lookup.id_of(session, around))
+            row = folded.row_of(lookup.id_of(session, around))
             if row is None:
                 raise NotFound(f"state {around} is not in the history of {', '.join(heads) or 'any branch or tag'}: ask for other heads")
             first = max(0, row - count // 2)
-        placed = drawing.rows(first, count)
-        states = lookup.states(session, [one.id for one in placed])
-        rows = (GraphRow(state, one.lane, one.above, one.below, one.joins, one.parents) for state, one in zip(states, placed, strict=True))
-        return GraphPage(uids, drawing.version, first, drawing.total, drawing.width, tuple(rows), is_current)
+        rows, branches = self._rows(session, folded, first, count)
+        drawing = folded.drawing
+        return GraphPage(uids, folded.version, first, drawing.total, drawing.width, rows, is_current, branches, folded.states)
+
+    def overview(self, session: Session, heads: Sequence[str], look: Look | None = None) -> Overview:
+        """The whole of what ``page`` gives rows of, in small.
+
+        :raises NotFound: a head names nothing.
+        """
+        return self._shown(session, heads, look)[0].overview()
+
+    def _shown(self, session: Session, heads: Sequence[str], look: Look | None) -> tuple[Folded, tuple[str, ...], bool]:
+        self._names = known = names(session, self._names)
+        kept = self._of(tuple(sorted(set(heads))))
+        ids = _ids_of(session, heads)
+        drawing, uids, is_current = kept.drawing_of(session, ids, known.trunk if known.trunk in ids else None)
+        return kept.folds.of(session, drawing, known, look), uids, is_current
+
+    def _rows(self, session: Session, folded: Folded, first: int, count: int) -> tuple[tuple[GraphRow, ...], dict[int, str]]:
+        placed = folded.drawing.rows(first, count)
+        stretches = [folded.stretch_of(one.id) for one in placed]
+        states = lookup.states(
+            session, [one.id if stretch is None else stretch.newest for one, stretch in zip(placed, stretches, strict=True)]
+        )
+        oldest = dict(
+            zip(wide := [one.id for one, stretch in zip(placed, stretches, strict=True) if stretch], uids_of(session, wide), strict=True)
+        )
+        counted = self.restorable.by_node(session, folded.skeleton) if wide and folded.is_folded else None
+        seen: set[int] = set()
+
+        def branch(id_: int) -> int:
+            rank = folded.rank_of(id_)
+            if rank is None:
+                return -1
+            seen.add(rank)
+            return rank
+
+        rows = tuple(
+            GraphRow(
+                state,
+                one.lane,
+                one.above,
+                one.below,
+                one.joins,
+                one.parents,
+                branch(one.id),
+                tuple([branch(id_) for id_ in one.sources_above]),
+                tuple([branch(id_) for id_ in one.sources_below]),
+                () if stretch else folded.names.at.get(one.id, ()),
+                stretch.count if stretch else 1,
+                counted.get(one.id, 0) if stretch and counted is not None else None,
+                oldest.get(one.id),
+            )
+            for one, state, stretch in zip(placed, states, stretches, strict=True)
+        )
+        return rows, {rank: folded.names.branches[rank] for rank in sorted(seen)}
 
     def warm(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
         """Begin to draw what all refs name, so that the first question need not wait as long."""
@@ -92,38 +151,39 @@ class _Kept:
     def __init__(self, windows: Windows, key: tuple[str, ...]) -> None:
         self._windows, self._key = windows, key
         self._drawing: tuple[Drawing, tuple[str, ...]] | None = None
+        self.folds = Folds(windows.topology)
         self._lock = threading.Lock()
 
-    def drawing_of(self, session: Session, heads: frozenset[int]) -> tuple[Drawing, tuple[str, ...], bool]:
+    def drawing_of(self, session: Session, heads: frozenset[int], trunk: int | None) -> tuple[Drawing, tuple[str, ...], bool]:
         """The drawing of ``heads`` and their uids, or of heads as they stood before; and whether it is the first of these."""
         kept = self._drawing
-        if kept is None or kept[0].heads != heads:
+        if kept is None or (kept[0].heads, kept[0].trunk) != (heads, trunk):
             with self._lock:
                 kept = self._drawing
-                if kept is None or kept[0].heads != heads:
-                    kept = self._draw(session, heads, kept)
+                if kept is None or (kept[0].heads, kept[0].trunk) != (heads, trunk):
+                    kept = self._draw(session, heads, trunk, kept)
         return *kept, kept[0].heads == heads
 
     def _draw(
-        self, session: Session, heads: frozenset[int], kept: tuple[Drawing, tuple[str, ...]] | None
+        self, session: Session, heads: frozenset[int], trunk: int | None, kept: tuple[Drawing, tuple[str, ...]] | None
     ) -> tuple[Drawing, tuple[str, ...]]:
         background, topology = self._windows.background, self._windows.topology
         if kept is not None and background.is_running(self._key):
             return kept
         topology.refresh(session, heads)
         old = None if kept is None else kept[0]
-        drawing = draw_history(topology, heads, old=old, budget_rows=None if old is None else _AT_ONCE)
+        drawing = draw_history(topology, heads, old=old, trunk=trunk, budget_rows=None if old is None else _AT_ONCE)
         uids = tuple(uids_of(session, sorted(heads, reverse=True)))
         if drawing is not None:
             self._drawing = kept = drawing, uids
         else:
-            background.start(self._key, lambda: self._redraw(heads, uids, old))
+            background.start(self._key, lambda: self._redraw(heads, trunk, uids, old))
         assert kept is not None
         return kept
 
-    def _redraw(self, heads: frozenset[int], uids: tuple[str, ...], old: Drawing | None) -> None:
+    def _redraw(self, heads: frozenset[int], trunk: int | None, uids: tuple[str, ...], old: Drawing | None) -> None:
         """Draw again, on a thread of its own."""
-        drawing = draw_history(self._windows.topology, heads, old=old, pause=self._windows.background.pacer())
+        drawing = draw_history(self._windows.topology, heads, old=old, trunk=trunk, pause=self._windows.background.pacer())
         if drawing is not None:
             self._drawing = drawing, uids
 

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from datastates.lineage.search.order import Topology, position
 
-from .lanes import Front
+from .lanes import Firsts, Front
 
-__all__ = ["Drawing", "Placement", "draw_history"]
+__all__ = ["Ancestry", "Drawing", "Placement", "draw_history", "draw_nodes"]
 
 STRIDE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A row, as ``lanes.Row``, of the state with this row id."""
+    """A row, as ``lanes.Row``, of the state with this row id; and whose the lines above and below are, as ``lanes.Front.sources``."""
 
     id: int
     lane: int
@@ -31,13 +32,35 @@ class Placement:
     below: tuple[int, ...]
     joins: tuple[int, ...]
     parents: tuple[int, ...]
+    sources_above: tuple[int, ...] = ()
+    sources_below: tuple[int, ...] = ()
+
+
+class Ancestry(Protocol):
+    """Parents by id: of all states, or of the nodes of a skeleton."""
+
+    @property
+    def first(self) -> Firsts:
+        """The first parent, 0 where there is none."""
+        ...
+
+    @property
+    def further(self) -> Mapping[int, Sequence[int]]:
+        """The others of those that have some."""
+        ...
+
+    def parents(self, id_: int, /) -> tuple[int, ...]:
+        """All, the first parent first."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The open lines above a row, 0 where there is none, and the columns that the rows below need up to the next kept place."""
+    """The open lines above a row, 0 where there is none, whose they are, and the columns that the rows below need up to the next
+    kept place."""
 
     awaited: array[int]
+    sources: array[int]
     width: int
 
 
@@ -46,16 +69,18 @@ class Drawing:
     """The history of ``heads``. ``order`` are its row ids, rising: the last is drawn first.
 
     ``tips`` are those heads that no other one descends from, and their columns: they and the heads decide all else. ``width`` is how
-    many columns are needed. Two drawings with the same ``version`` have the same rows.
+    many columns are needed. Two drawings with the same ``version`` have the same rows. ``trunk`` is the state that stands in the first
+    column, if there is one.
     """
 
-    topology: Topology
+    topology: Ancestry
     heads: frozenset[int]
     order: array[int]
     tips: Mapping[int, int]
     kept: Mapping[int, _Kept]
     width: int
     version: str
+    trunk: int | None = None
 
     @property
     def total(self) -> int:
@@ -75,15 +100,19 @@ class Drawing:
     def _draw(self, end: int, begin: int) -> Iterator[Placement]:
         """The states at these places of ``order``, from the last to the first."""
         start = min((place for place in self._places(end)), default=len(self.order))
-        front = _front(self.kept[start].awaited, self.tips)
+        # below the trunk its column is free to all
+        trunk = self.trunk if self.trunk is not None and (position(self.order, self.trunk) or 0) < start else None
+        front = _front(self.kept[start].awaited, self.tips, trunk, self.kept[start].sources)
         _skip(front, self.topology, self.order, start, end)
         above = front.used()
+        sources = tuple([front.sources[lane] for lane in above])
         for index in range(end - 1, begin - 1, -1):
             id_ = self.order[index]
             lane, joins, parents = front.place(id_, self.topology.parents(id_))
             below = front.used()
-            yield Placement(id_, lane, above, below, joins, parents)
-            above = below
+            following = tuple([front.sources[lane] for lane in below])
+            yield Placement(id_, lane, above, below, joins, parents, sources, following)
+            above, sources = below, following
 
     def _places(self, end: int) -> Iterator[int]:
         """The nearest place at or above ``end`` whose lines were kept."""
@@ -100,23 +129,34 @@ def draw_history(
     heads: frozenset[int],
     *,
     old: Drawing | None = None,
+    trunk: int | None = None,
     budget_rows: int | None = None,
     pause: Callable[[], None] = lambda: None,
 ) -> Drawing | None:
     """The history of ``heads``, which ``topology`` has read. ``old`` is one of theirs as they stood before: what it has is used.
+    ``trunk`` is the head that is to stand in the first column.
 
     None if more than ``budget_rows`` would have to be looked at; ``pause`` is called every few hundred.
     """
-    grown = None if old is None else _redraw(topology, old, heads, budget_rows, pause)
+    grown = None if old is None else _redraw(topology, old, heads, trunk, budget_rows, pause)
     if grown is not None or (old is not None and budget_rows is not None and len(old.order) > budget_rows):
         return grown
     order = topology.history(heads, pause=pause)
     if budget_rows is not None and len(order) > budget_rows:
         return None
-    return _draw_all(topology, heads, order, None, budget_rows, pause)
+    return _draw_all(topology, heads, order, None, trunk, budget_rows, pause)
 
 
-def _redraw(topology: Topology, old: Drawing, heads: frozenset[int], budget_rows: int | None, pause: Callable[[], None]) -> Drawing | None:
+def draw_nodes(nodes: Ancestry, heads: frozenset[int], order: array[int], *, trunk: int | None, preferred: Mapping[int, int]) -> Drawing:
+    """Of a skeleton, whose nodes are few: always drawn as a whole. ``preferred`` are columns for heads."""
+    drawn = _draw_all(nodes, heads, order, None, trunk, None, lambda: None, preferred=preferred)
+    assert drawn is not None, "there is no budget"
+    return drawn
+
+
+def _redraw(
+    topology: Topology, old: Drawing, heads: frozenset[int], trunk: int | None, budget_rows: int | None, pause: Callable[[], None]
+) -> Drawing | None:
     """``old`` with what its heads, or new ones, have captured since on top; None if they did anything else, or it is too much."""
     new = topology.since(old.order, heads)
     if new is None:
@@ -124,27 +164,49 @@ def _redraw(topology: Topology, old: Drawing, heads: frozenset[int], budget_rows
     led_to = {parent for id_ in new for parent in topology.parents(id_)}
     if any(tip not in heads and tip not in led_to for tip in old.tips):
         return None
-    if not new:
-        return replace(old, heads=heads, version=_version(heads, old.tips))
-    return _draw_all(topology, heads, old.order + new, old, budget_rows, pause)
+    if not new and trunk == old.trunk:
+        return replace(old, heads=heads, version=_version(heads, old.tips, trunk))
+    if old.trunk is not None and (trunk is None or not _leads(topology, trunk, old.trunk)):
+        return None  # another branch takes its column, from far down on
+    if old.trunk is None and trunk is not None:
+        return None
+    return _draw_all(topology, heads, old.order + new, old, trunk, budget_rows, pause)
+
+
+def _leads(topology: Topology, child: int, parent: int) -> bool:
+    """Whether a state is another one, or goes on from it by first parents."""
+    while child > parent:
+        child = topology.first[child]
+    return child == parent
 
 
 def _draw_all(
-    topology: Topology,
+    topology: Ancestry,
     heads: frozenset[int],
     order: array[int],
     old: Drawing | None,
+    trunk: int | None,
     budget_rows: int | None,
     pause: Callable[[], None],
+    *,
+    preferred: Mapping[int, int] | None = None,
 ) -> Drawing | None:
     """Draw from the top until the lines are those of ``old``, or to the end."""
     place = end = len(order)
-    front = _front((), {} if old is None else _preferred(topology, old, heads))
+    if trunk is not None and position(order, trunk) is None:
+        trunk = None
+    wanted = dict(preferred or {}) if old is None else _preferred(topology, old, heads)
+    if trunk is not None:
+        wanted = {key: lane for key, lane in wanted.items() if lane and key != trunk}
+    front = _front((), wanted, trunk)
     kept: dict[int, _Kept] = {}
     while end:
         lines = _lines(front)
-        if old is not None and end in old.kept and old.kept[end].awaited == lines and end < len(old.order):
-            break
+        sources = array("q", [front.sources.get(lane, 0) if id_ else 0 for lane, id_ in enumerate(lines)])
+        if old is not None and end in old.kept and end < len(old.order):
+            there = old.kept[end]
+            if there.awaited == lines and there.sources == sources and (old.trunk is None or old.order[end] <= old.trunk):
+                break
         if budget_rows is not None and len(order) - end > budget_rows:
             return None
         begin = (end - 1) // STRIDE * STRIDE
@@ -152,7 +214,7 @@ def _draw_all(
         _skip(front, topology, order, end, begin)
         if end == len(order) or _is_kept(end, len(lines)):
             place = end
-            kept[place] = _Kept(lines, front.width)
+            kept[place] = _Kept(lines, sources, front.width)
         else:
             kept[place] = replace(kept[place], width=max(kept[place].width, front.width))
         end = begin
@@ -162,11 +224,11 @@ def _draw_all(
         kept.update((place, one) for place, one in old.kept.items() if place <= end)
         tips.update((tip, lane) for tip, lane in old.tips.items() if tip < order[end])
     width = max((one.width for one in kept.values()), default=0)
-    return Drawing(topology, heads, order, tips, kept, width, _version(heads, tips))
+    return Drawing(topology, heads, order, tips, kept, width, _version(heads, tips, trunk), trunk)
 
 
-def _version(heads: frozenset[int], tips: Mapping[int, int]) -> str:
-    return hashlib.blake2b(repr((sorted(heads), sorted(tips.items()))).encode(), digest_size=8).hexdigest()
+def _version(heads: frozenset[int], tips: Mapping[int, int], trunk: int | None) -> str:
+    return hashlib.blake2b(repr((sorted(heads), sorted(tips.items()), trunk)).encode(), digest_size=8).hexdigest()
 
 
 def _is_kept(place: int, lines: int) -> bool:
@@ -174,7 +236,7 @@ def _is_kept(place: int, lines: int) -> bool:
     return place // STRIDE % (1 << (lines // STRIDE).bit_length()) == 0
 
 
-def _preferred(topology: Topology, old: Drawing, heads: frozenset[int]) -> dict[int, int]:
+def _preferred(topology: Ancestry, old: Drawing, heads: frozenset[int]) -> dict[int, int]:
     """The columns in which heads stood before, or what they were captured from did."""
     first, last = topology.first, old.order[-1] if old.order else 0
     found: dict[int, int] = {}
@@ -187,15 +249,15 @@ def _preferred(topology: Topology, old: Drawing, heads: frozenset[int]) -> dict[
     return found
 
 
-def _front(awaited: array[int] | tuple[int, ...], preferred: Mapping[int, int]) -> Front[int]:
-    return Front((id_ or None for id_ in awaited), preferred)
+def _front(awaited: Iterable[int], preferred: Mapping[int, int], trunk: int | None = None, sources: Iterable[int] = ()) -> Front[int]:
+    return Front((id_ or None for id_ in awaited), preferred, trunk=trunk, sources=(id_ or None for id_ in sources))
 
 
 def _lines(front: Front[int]) -> array[int]:
     return array("q", [id_ or 0 for id_ in front.awaited])
 
 
-def _skip(front: Front[int], topology: Topology, order: array[int], end: int, begin: int) -> None:
+def _skip(front: Front[int], topology: Ancestry, order: array[int], end: int, begin: int) -> None:
     """Place the states between, from the last to the first."""
     block = order[begin:end]
     block.reverse()

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from datastates.lineage.states import State
 
-__all__ = ["Drawn", "Front", "Placed", "Row", "draw", "lanes"]
+__all__ = ["Drawn", "Firsts", "Front", "Placed", "Row", "draw", "lanes"]
 
 Key = TypeVar("Key", bound=Hashable)
+_NONE: frozenset[int] = frozenset()
+_FIRST = frozenset((0,))
 
 _BOXES = {
     frozenset(directions): box
@@ -58,19 +60,40 @@ class Placed(NamedTuple):
     parents: tuple[int, ...]
 
 
+class Firsts(Protocol):
+    """First parents by key, 0 where there is none."""
+
+    def __getitem__(self, key: int, /) -> int:
+        """Of one."""
+        ...
+
+
 class Front(Generic[Key]):
     """The lines that are open between two rows: ``awaited`` has the state that each column leads to, None where there is no line.
 
     States are told by any key. ``preferred`` are columns for keys that no line leads to; others of those stay out of them. ``begun``
-    are all such keys that were placed, and where; ``width`` is how many columns were needed.
+    are all such keys that were placed, and where; ``width`` is how many columns were needed. ``trunk`` is a key that stands in the
+    first column, which no line that begins beside it takes, whatever leads to it.
+
+    ``sources`` has for each column in use whose line it is: the child that it comes from where it leads to a first parent, else the
+    parent that it leads to.
     """
 
-    def __init__(self, awaited: Iterable[Key | None] = (), preferred: Mapping[Key, int] | None = None) -> None:
+    def __init__(
+        self,
+        awaited: Iterable[Key | None] = (),
+        preferred: Mapping[Key, int] | None = None,
+        *,
+        trunk: Key | None = None,
+        sources: Iterable[Key | None] = (),
+    ) -> None:
         self.awaited = list(awaited)
+        self.sources: dict[int, Key] = {lane: key for lane, key in enumerate(sources) if key is not None}
+        self._trunk = trunk
         self.width = len(self.awaited)
         self.begun: dict[Key, int] = {}
         self._preferred = preferred or {}
-        self._reserved = frozenset(self._preferred.values())
+        self._reserved = frozenset((*self._preferred.values(), *(() if trunk is None else (0,))))
         self._first: dict[Key, int] = {}  # the leftmost column that leads to a key
         self._more: dict[Key, list[int]] = {}  # the others, rising
         for lane, key in enumerate(self.awaited):
@@ -94,30 +117,40 @@ class Front(Generic[Key]):
                 joins = tuple(self._more.pop(key))
                 for joined in joins:
                     awaited[joined] = None
-        below = self._descend(lane, parents)
+        if key == self._trunk:
+            if lane and awaited[0] is None:
+                joins, lane = ((lane, *joins) if key not in self.begun else joins), 0
+            self._trunk = None
+            self._reserved = frozenset(self._preferred.values())
+        below = self._descend(lane, parents, key)
         self.width = max(self.width, len(awaited))
         while awaited and awaited[-1] is None:
             awaited.pop()
         return Placed(lane, joins, below)
 
-    def skip(self: Front[int], keys: Iterable[int], first: Sequence[int], further: Mapping[int, Sequence[int]]) -> None:
+    def skip(self: Front[int], keys: Iterable[int], first: Firsts, further: Mapping[int, Sequence[int]]) -> None:
         """``place`` for many, without saying where they stand. ``first`` are first parents by key, 0 where there is none.
 
         Nearly every state only goes on in its column, to a parent that nothing else leads to: such take a third of a microsecond.
         """
-        awaited, firsts, more = self.awaited, self._first, self._more
+        awaited, firsts, more, sources, trunk = self.awaited, self._first, self._more, self.sources, self._trunk
         for key in keys:
             parent = first[key]
             lane = firsts.get(key, -1)
-            if lane >= 0 and parent and parent not in firsts and key not in more and key not in further:
+            if lane >= 0 and parent and parent not in firsts and key not in more and key not in further and key != trunk:
                 del firsts[key]
                 firsts[parent] = lane
                 awaited[lane] = parent
+                sources[lane] = key
             else:
                 self.place(key, (*((parent,) if parent else ()), *further.get(key, ())))
 
     def _begin(self, key: Key) -> int:
         """A column for a state that no line leads to."""
+        if key == self._trunk:
+            if not self.awaited:
+                self.awaited.append(None)
+            return 0 if self.awaited[0] is None else self._free(self._reserved)
         wanted = self._preferred.get(key, -1)
         if wanted >= 0:
             self.awaited.extend([None] * (wanted + 1 - len(self.awaited)))
@@ -125,7 +158,7 @@ class Front(Generic[Key]):
                 return wanted
         return self._free(self._reserved)
 
-    def _descend(self, lane: int, parents: Sequence[Key]) -> tuple[int, ...]:
+    def _descend(self, lane: int, parents: Sequence[Key], key: Key) -> tuple[int, ...]:
         """Put the parents into columns: the first where the state stands, unless another column leads to it already."""
         places: list[int] = []
         for index, parent in enumerate(dict.fromkeys(parents)):
@@ -133,8 +166,9 @@ class Front(Generic[Key]):
             if there >= 0 and not (index == 0 and there > lane):
                 places.append(there)
                 continue
-            place = lane if index == 0 else self._free()
+            place = lane if index == 0 else self._free(_FIRST if self._trunk is not None else _NONE)
             self._await(place, parent)
+            self.sources[place] = parent if index else key
             places.append(place)
         return tuple(places)
 
@@ -145,7 +179,7 @@ class Front(Generic[Key]):
             self._first[key] = min(first, lane)
             self._more[key] = sorted((*self._more.get(key, ()), max(first, lane)))
 
-    def _free(self, but: frozenset[int] = frozenset()) -> int:
+    def _free(self, but: frozenset[int] = _NONE) -> int:
         for lane, key in enumerate(self.awaited):
             if key is None and lane not in but:
                 return lane
@@ -156,12 +190,13 @@ class Front(Generic[Key]):
         return lane
 
 
-def lanes(states: Iterable[State], *, preferred: Mapping[str, int] | None = None) -> Iterator[Row]:
+def lanes(states: Iterable[State], *, preferred: Mapping[str, int] | None = None, trunk: str | None = None) -> Iterator[Row]:
     """A row for each state. They come newest first, children before parents; parents may be missing at the end.
 
     ``preferred`` are columns for states that no line leads to, by uid: so that branches stay where they were when they grow.
+    ``trunk`` is a state that stands in the first column.
     """
-    front: Front[str] = Front(preferred=preferred)
+    front: Front[str] = Front(preferred=preferred, trunk=trunk)
     above = front.used()
     for state in states:
         lane, joins, parents = front.place(state.uid, state.parents)

@@ -24,7 +24,7 @@ def test_all_refs_are_drawn_as_the_lanes_of_all_states(client: TestClient, repo:
     states = repo.find("")
 
     assert [row["state"]["uid"] for row in page["rows"]] == [state.uid for state in states]
-    for made, row in zip(page["rows"], lanes(states), strict=True):
+    for made, row in zip(page["rows"], lanes(states, trunk=repo.state("main").uid), strict=True):
         assert (made["lane"], made["above"], made["below"]) == (row.lane, list(row.above), list(row.below))
         assert (made["joins"], made["parents"]) == (list(row.joins), list(row.parents))
     assert (page["first"], page["total"], page["is_current"]) == (0, len(states), True)
@@ -47,7 +47,9 @@ def test_a_window_has_the_rows_that_were_asked_for(client: TestClient, repo: Rep
     warm = repo.state("warm").uid
     around = window(client, around=warm, count=3)
 
-    assert part == {**whole, "first": 4, "rows": whole["rows"][4:7]}
+    seen = {str(row["branch"]) for row in part["rows"]}
+    assert seen <= part["branches"].keys() <= whole["branches"].keys()
+    assert part == {**whole, "first": 4, "rows": whole["rows"][4:7], "branches": part["branches"]}
     assert around["rows"][1]["state"]["uid"] == warm
     assert around["rows"] == whole["rows"][around["first"] : around["first"] + 3]
 

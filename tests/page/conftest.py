@@ -31,8 +31,8 @@ class Wood:
     address: str
 
     def at(self, query: str = "") -> str:
-        """The page's address with this view."""
-        return f"{self.address}/?{query}"
+        """The page's address with this view; of states, unless it says another."""
+        return f"{self.address}/?{query}" if "view=" in query else f"{self.address}/?{'&'.join(filter(None, (query, 'view=states')))}"
 
     def uid(self, rev: str) -> str:
         """Of the state that a revision names."""

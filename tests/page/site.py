@@ -79,7 +79,8 @@ class Site:
 
     def address(self, query: str = "", *, token: str | None = None) -> str:
         """Of the page; a token is handed over as ``datastates serve --write`` prints it."""
-        return f"http://127.0.0.1:{self.port}/?repo=runs{query and '&' + query}{f'#token={token}' if token else ''}"
+        view = "" if "view=" in query else "&view=states"
+        return f"http://127.0.0.1:{self.port}/?repo=runs{view}{query and '&' + query}{f'#token={token}' if token else ''}"
 
 
 def _free_port() -> int:

@@ -146,3 +146,21 @@ def test_nothing_found_says_so(woods: Wood, open_page: Open) -> None:
     expect(page.get_by_text("No state matches")).to_be_visible()
     page.get_by_role("button", name="Show the history").click()
     expect(page.locator("[role=row][id^=state-]").first).to_be_visible()
+
+
+def test_the_end_of_what_was_found_is_its_last_state_not_the_last_one_that_was_loaded(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at("q=order+by+created"))
+    found = page.get_by_role("grid", name="States that were found")
+    expect(found).to_have_attribute("aria-rowcount", "201")
+    page.keyboard.press("End")
+    newest = woods.history()
+    assert len(newest) > 800
+    expect(page.locator(f"#state-{newest[0]}")).to_be_in_viewport()
+    expect(found).to_have_attribute("aria-rowcount", str(len(newest) + 1))
+
+
+def test_what_a_filter_speaks_of_has_columns(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at("q=attr.epoch+>+3+order+by+metrics.val_loss"))
+    page.get_by_role("grid", name="States that were found").wait_for()
+    titles = page.get_by_role("columnheader").all_inner_texts()
+    assert [title.strip(" ▾▴") for title in titles[1:6]] == ["Names", "Step", "epoch", "val_loss", "loss"]

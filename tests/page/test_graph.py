@@ -186,3 +186,88 @@ def test_panning_over_many_states_keeps_its_frames(woods: Wood, open_page: Open)
         if best >= 30:
             break
     assert best >= 30
+
+
+def folded_of(wood: Wood) -> dict[str, Any]:
+    """The folded graph with the best state on its own, as the page shows it."""
+    best = wood.repo.find("order by metrics.val_loss limit 1")[0].uid
+    return graph_of(wood, fold="true", alone=best)
+
+
+def test_stretches_of_states_are_one_row_until_they_are_opened(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at("view=graph"))
+    every, folded = graph_of(woods), folded_of(woods)
+    assert folded["total"] * 10 < every["total"] == folded["states"]
+    expect(grid(page)).to_have_attribute("aria-rowcount", str(folded["total"] + 1))
+    wide = next(one for one in folded["rows"] if one["count"] > 20)
+    there = row(page, wide["state"]["uid"])
+    expect(there).to_contain_text(f"{wide['count']} states")
+    there.click()
+    expect(grid(page)).to_have_attribute("aria-rowcount", str(folded["total"] + wide["count"]))
+    assert f"open={wide['oldest']}" in page.url
+    expect(there).to_be_in_viewport()
+    page.get_by_role("button", name="Fold all again").click()
+    expect(grid(page)).to_have_attribute("aria-rowcount", str(folded["total"] + 1))
+
+
+def test_a_stretch_is_opened_by_keys(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at("view=graph"))
+    folded = folded_of(woods)["rows"]
+    place = next(index for index, one in enumerate(folded) if one["count"] > 1)
+    for _ in range(place + 1):
+        page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    expect(row(page, folded[place]["state"]["uid"])).not_to_contain_text("states")
+    expect(page.locator("[data-panel=detail]")).to_have_count(0)
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-panel=detail] code.uid")).to_have_text(folded[place]["state"]["uid"])
+
+
+def test_a_state_within_a_stretch_gets_a_row_of_its_own_when_it_is_asked_for(woods: Wood, open_page: Open) -> None:
+    uid = woods.uid("main@step:45")
+    page = open_page(woods.at(f"view=graph&state={uid}"))
+    expect(row(page, uid)).to_be_in_viewport()
+    expect(row(page, uid)).not_to_contain_text("states")
+
+
+def test_the_best_state_has_a_row_of_its_own_in_the_folded_graph(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at("view=graph"))
+    best = woods.repo.find("order by metrics.val_loss limit 1")[0]
+    grid(page).evaluate("element => element.scrollTop = 0")
+    chip = page.locator(".chip.best")
+    expect(chip).to_have_text("★ val_loss")
+    expect(row(page, best.uid).locator(".chip.best")).to_be_visible()
+
+
+COLOUR = "chip => getComputedStyle(chip).color"
+
+
+def test_a_branch_has_one_colour_in_chips_graph_and_curves(woods: Wood, open_page: Open) -> None:
+    name = "round-3/lr-0.1"
+    page = open_page(woods.at(f"view=graph&panel=curves&head={name}&head=main"))
+    chip = page.locator(".chip.branch", has_text=name).first
+    colour = chip.evaluate(COLOUR)
+    box = page.locator(f"#state-{woods.uid(name)}").bounding_box()
+    assert box is not None
+    best = woods.repo.find("order by metrics.val_loss limit 1")[0].uid
+    rows = graph_of(woods, fold="true", head=[name, "main"], alone=best)["rows"]
+    lane = next(one["lane"] for one in rows if one["state"]["uid"] == woods.uid(name))
+    dot = page.evaluate(INK, [box["x"] + 15 + 14 * lane, box["y"] + ROW / 2])
+    swatch = page.locator("[data-panel=curves] .legend tr", has_text=name).locator(".swatch")
+    assert f"rgb({', '.join(map(str, dot))})" == colour == swatch.first.evaluate("one => getComputedStyle(one).backgroundColor")
+
+
+def test_main_stands_in_the_first_column_in_its_own_colour(woods: Wood) -> None:
+    for query in ({}, {"fold": "true"}):
+        page = graph_of(woods, **query)
+        keys = {name: int(key) for key, name in page["branches"].items()}
+        assert {one["lane"] for one in page["rows"] if one["branch"] == keys["main"]} == {0}
+        assert {one["branch"] for one in page["rows"] if one["lane"] == 0} == {keys["main"]}
+
+
+def test_the_overview_leads_to_where_it_is_clicked(woods: Wood, open_page: Open) -> None:
+    page = open_page(woods.at())
+    box = page.locator(".overview .all").bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + 30, box["y"] + box["height"] - 3)
+    expect(row(page, woods.uid("warm~39"))).to_be_in_viewport()

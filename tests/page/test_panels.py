@@ -120,8 +120,12 @@ def test_curves_of_branches_are_chosen_and_the_best_is_flagged(shared: Site, gro
     curves.get_by_role("button", name="val/accuracy").click()
     accuracy = curves.locator("[data-key='val/accuracy']")
     expect(accuracy.get_by_role("button", name="best is highest")).to_be_visible()
-    assert "key=" in page.url
+    curves.get_by_role("button", name="loss", exact=True).click()
+    expect(chart).to_have_count(0)
+    assert "key=val%2Faccuracy" in page.url
     accuracy.locator("tbody").get_by_role("button").first.click()
+    expect(accuracy).to_be_visible()
+    curves.locator(".picked").get_by_role("button", name="Open").click()
     expect(panel(page, "detail").locator("code.uid")).to_be_visible()
 
 
@@ -138,6 +142,10 @@ def test_a_click_on_a_point_selects_its_state_and_drag_zooms(shared: Site, grown
     reset.click()
     expect(reset).to_have_count(0)
     over.click(position={"x": box["width"] - 3, "y": box["height"] / 2})
+    picked = panel(page, "curves").locator(".picked")
+    expect(picked).to_contain_text(grown["main"].uid[:8])
+    expect(over).to_be_visible()
+    picked.get_by_role("button", name="Open").click()
     expect(panel(page, "detail").locator("code.uid")).to_have_text(grown["main"].uid)
 
 

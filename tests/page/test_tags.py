@@ -110,6 +110,13 @@ def test_who_was_too_late_is_told_to_look_again(writable: Site, grown: Grown, pa
 
 def test_a_token_that_may_only_read_is_told_so(writable: Site, grown: Grown, page: Page) -> None:
     page.goto(writable.address(f"state={grown['main'].uid}&panel=detail", token=READER))
-    dialog = begin(page, "golden")
+    page.get_by_role("button", name="Tag…").click()
+    dialog = page.locator("[data-panel=ref]")
     expect(dialog).to_contain_text("Your token may only read.")
-    expect(dialog.locator(".trouble")).to_contain_text("This needs a token that may write.")
+    expect(dialog.get_by_label("Name", exact=True)).to_be_disabled()
+    expect(dialog.get_by_role("button", name="Make the")).to_be_disabled()
+    page.keyboard.press("Escape")
+    page.locator("[data-panel=detail] .chips").get_by_role("button", name="main").click()
+    dialog = page.locator("[data-panel=edit-ref]")
+    for name in ("Move…", "Delete…"):
+        expect(dialog.get_by_role("button", name=name)).to_be_disabled()

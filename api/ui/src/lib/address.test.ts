@@ -10,7 +10,7 @@ describe("address", () => {
 
   it("brings a whole view back", () => {
     const view: View = {
-      repository: "runs & more",
+      repository: "runs & more", scene: "graph", opened: ["b".repeat(24)], alone: ["c".repeat(24)],
       heads: ["main~3", "without/3"],
       query: 'metrics."val loss" < 0.2 or step > 5',
       columns: ["step", "metrics.a,b", "attr.x=y"],
@@ -22,6 +22,11 @@ describe("address", () => {
       theme: "dark",
     };
     expect(parseAddress(writeAddress(view))).toEqual(view);
+  });
+
+  it("shows states where a link of before names some", () => {
+    expect([parseAddress("?q=step>3").scene, parseAddress("?panel=curves").scene, parseAddress("?repo=runs&theme=dark").scene]).toEqual(["states", "states", DEFAULTS.scene]);
+    expect(writeAddress({ ...DEFAULTS, scene: "states", query: "step > 3" })).toBe("?q=step+%3E+3");
   });
 
   it("takes nothing that cannot be", () => {

@@ -1,10 +1,16 @@
 /** The view as an address and back: what is shown is what the query says, so that a link shows it again. */
 
+/** The branches, a row each; their graph, in which stretches of states are folded; or every state. */
+export type Scene = "branches" | "graph" | "states";
 export type Panel = "none" | "detail" | "curves" | "diff";
 export type Theme = "auto" | "light" | "dark";
 
 export interface View {
   repository: string;
+  scene: Scene;
+  /** Uids of states whose stretches are shown whole in the graph, and of those that have a row of their own in it. */
+  opened: string[];
+  alone: string[];
   /** Revisions whose history is shown; none: every branch and tag. */
   heads: string[];
   /** The filter, in the search grammar. */
@@ -23,29 +29,38 @@ export interface View {
 }
 
 export const DEFAULTS: Readonly<View> = {
-  repository: "", heads: [], query: "", columns: [], sort: "", selected: null, marked: null, panel: "none", keys: [], theme: "auto",
+  repository: "", scene: "graph", opened: [], alone: [], heads: [], query: "", columns: [], sort: "", selected: null, marked: null, panel: "none", keys: [], theme: "auto",
 };
 
 const PANELS: readonly string[] = ["none", "detail", "curves", "diff"];
+const SCENES: readonly string[] = ["branches", "graph", "states"];
+/** What an address shows that does not say it: a link to states is of a time when there was nothing else to see. */
+const sceneOf = (view: Omit<View, "scene">): Scene =>
+  view.heads.length || view.query || view.sort || view.selected || view.marked || view.panel !== "none" ? "states" : DEFAULTS.scene;
+const MOST = 16;
 const THEMES: readonly string[] = ["auto", "light", "dark"];
 
 /** The view that an address's query asks for. What it does not know or cannot be is left at its default. */
 export function parseAddress(search: string): View {
   const said = new URLSearchParams(search);
   const one = (name: string) => said.get(name) ?? "";
-  const uid = (name: string) => (/^[0-9a-f]{24}$/.test(one(name)) ? one(name) : null);
-  return {
+  const isUid = (text: string) => /^[0-9a-f]{24}$/.test(text);
+  const uid = (name: string) => (isUid(one(name)) ? one(name) : null);
+  const view = {
     repository: one("repo"),
+    opened: said.getAll("open").filter(isUid).slice(-MOST),
+    alone: said.getAll("alone").filter(isUid).slice(-MOST),
     heads: said.getAll("head").filter(Boolean),
     query: one("q"),
     columns: one("columns").split(",").filter(Boolean).map(decodeURIComponent),
     sort: one("sort"),
     selected: uid("state"),
     marked: uid("mark"),
-    panel: PANELS.includes(one("panel")) ? (one("panel") as Panel) : "none",
+    panel: PANELS.includes(one("panel")) ? (one("panel") as Panel) : ("none" as Panel),
     keys: said.getAll("key").filter(Boolean),
-    theme: THEMES.includes(one("theme")) ? (one("theme") as Theme) : "auto",
-  };
+    theme: THEMES.includes(one("theme")) ? (one("theme") as Theme) : ("auto" as Theme),
+  } satisfies Omit<View, "scene">;
+  return { ...view, scene: SCENES.includes(one("view")) ? (one("view") as Scene) : sceneOf(view) };
 }
 
 /** The query of a view's address, without what is as it would be anyway. */
@@ -53,6 +68,9 @@ export function writeAddress(view: View): string {
   const said = new URLSearchParams();
   const put = (name: string, value: string | null) => value && said.append(name, value);
   put("repo", view.repository);
+  put("view", view.scene === sceneOf(view) ? null : view.scene);
+  for (const uid of view.opened) put("open", uid);
+  for (const uid of view.alone) put("alone", uid);
   for (const head of view.heads) put("head", head);
   put("q", view.query);
   put("columns", view.columns.map(encodeURIComponent).join(","));

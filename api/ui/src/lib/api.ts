@@ -2,7 +2,7 @@
 import type { paths } from "../generated/openapi";
 import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
-import type { Value } from "./types";
+import type { GraphPage, Value } from "./types";
 import { view } from "./view.svelte";
 
 type Method = "get" | "put" | "patch" | "delete";
@@ -33,8 +33,20 @@ export const getState = (uid: string, signal?: AbortSignal) => get(`${HERE}/stat
 export const getLog = (uid: string, query: Query<`${typeof HERE}/states/{uid}/log`> = {}, signal?: AbortSignal) =>
   get(`${HERE}/states/{uid}/log`, { uid }, query, signal);
 export const getTensors = (uid: string, norms = false, signal?: AbortSignal) => get(`${HERE}/states/{uid}/tensors`, { uid }, { norms }, signal);
-export const getGraph = ({ heads, ...window }: { heads?: string[]; first?: number; count?: number; around?: string }, signal?: AbortSignal) =>
-  get(`${HERE}/graph`, {}, { ...(heads?.length ? { head: heads } : {}), ...window }, signal);
+/** Which graph: of all heads when none are given; `fold` gives stretches a row each, but those that are opened. */
+export interface GraphOf {
+  heads: string[];
+  fold: boolean;
+  opened: string[];
+  alone: string[];
+}
+const graphQuery = ({ heads, fold, opened, alone }: GraphOf) => ({
+  ...(heads.length ? { head: heads } : {}), ...(fold ? { fold, ...(opened.length ? { open: opened } : {}), ...(alone.length ? { alone } : {}) } : {}),
+});
+export const getGraph = (of: GraphOf, window: { first?: number; count?: number; around?: string }, signal?: AbortSignal) =>
+  get(`${HERE}/graph`, {}, { ...graphQuery(of), ...window }, signal) as Promise<GraphPage>;
+/** The whole of that graph in small. */
+export const getOverview = (of: GraphOf, signal?: AbortSignal) => get(`${HERE}/graph/overview`, {}, graphQuery(of), signal);
 export const getSeries = ({ heads, keys, points }: { heads: string[]; keys: string[]; points?: number }, signal?: AbortSignal) =>
   get(`${HERE}/series`, {}, { head: heads, key: keys, ...(points ? { points } : {}) }, signal);
 export const getStats = (signal?: AbortSignal) => get(`${HERE}/stats`, {}, {}, signal);

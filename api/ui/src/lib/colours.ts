@@ -1,12 +1,18 @@
-/** Colours of lanes and curves: by number, the same wherever they appear; each theme has its own set in app.css. */
+/** Colours: a branch's belongs to its name, the same wherever it appears, in the terminal and in reports too; each theme has its own set in app.css. */
 
 export const COLOURS = 10;
+const TRUNK = "main";
 
-/** The colour of a column of the graph. */
-export const laneColour = (lane: number): string => `var(--lane-${lane % COLOURS})`;
+/** The place of a branch's colour in the palette: 0 for `main`, else 1 to 9 by 32-bit FNV-1a over the name in UTF-8 (docs/design/012-first-view.md). */
+export function colourNumber(branch: string): number {
+  if (branch === TRUNK) return 0;
+  let digest = 0x811c9dc5;
+  for (const byte of new TextEncoder().encode(branch)) digest = Math.imul(digest ^ byte, 0x01000193) >>> 0;
+  return 1 + (digest % (COLOURS - 1));
+}
 
-/** The colour of the n-th curve. */
-export const seriesColour = (index: number): string => laneColour(index);
+/** The colour of a branch, or of whatever else has a name. */
+export const branchColour = (branch: string): string => `var(--lane-${colourNumber(branch)})`;
 
 /** What colours are in the present theme, such as `--text` or `--lane-3`: for a canvas, which knows no variables. */
 export function readColours(names: readonly string[]): string[] {
@@ -20,5 +26,5 @@ export function readColours(names: readonly string[]): string[] {
   return read;
 }
 
-/** The colours of all lanes, for a canvas. */
-export const readPalette = (): string[] => readColours(Array.from({ length: COLOURS }, (_, lane) => `--lane-${lane}`));
+/** The colours of the palette, for a canvas. */
+export const readPalette = (): string[] => readColours(Array.from({ length: COLOURS }, (_, number) => `--lane-${number}`));

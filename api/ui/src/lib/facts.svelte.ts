@@ -1,6 +1,8 @@
 /** What is known of the server and of the chosen repository as a whole: repositories, refs, statistics. */
-import { getRefs, getRepositories, getStats } from "./api";
+import { getRefs, getRepositories, getStates, getStats } from "./api";
 import { onEvents } from "./live.svelte";
+import { quoteKey } from "./query";
+import { chiefMetric, guessAim } from "./relevance";
 import type { Ref, RepositoryInfo, Stats } from "./types";
 import { view } from "./view.svelte";
 
@@ -10,10 +12,15 @@ class Facts {
   repositories = $state.raw<RepositoryInfo[]>([]);
   refs = $state.raw<Ref[]>([]);
   stats = $state.raw<Stats | null>(null);
+  /** The state with the best value of the metric that matters most. */
+  best = $state.raw<{ uid: string; key: string; value: number } | null>(null);
   /** Branches and tags by the uid of the state that they name. */
   readonly refsByState = $derived(groupByState(this.refs));
   /** What the token allows here: none, read, write or admin. */
   readonly scope = $derived(this.repositories.find((one) => one.name === view.repository)?.scope ?? "none");
+
+  /** Whether names and attributes may be changed here. */
+  readonly mayWrite = $derived(this.scope === "write" || this.scope === "admin");
 
   refsOf(uid: string): readonly Ref[] {
     return this.refsByState.get(uid) ?? [];
@@ -28,7 +35,17 @@ class Facts {
     const [refs, stats] = await Promise.all([getRefs(), getStats()]);
     this.refs = refs.items;
     this.stats = stats;
+    this.best = await bestOf(stats);
   }
+}
+
+async function bestOf(stats: Stats): Promise<{ uid: string; key: string; value: number } | null> {
+  const key = chiefMetric(stats.metrics.filter((one) => one.least !== null).map((one) => one.key));
+  if (key === null) return null;
+  const field = `metrics.${quoteKey(key)}`;
+  const found = await getStates({ q: `order by ${field} ${guessAim(key) === "max" ? "desc" : "asc"} limit 1` });
+  const value = found.items[0]?.metrics[key];
+  return found.items[0] && typeof value === "number" ? { uid: found.items[0].uid, key, value } : null;
 }
 
 function groupByState(refs: readonly Ref[]): Map<string, Ref[]> {

@@ -54,6 +54,9 @@ export const shortUid = (uid: string): string => uid.slice(0, 8);
 export const formatValue = (value: string | number | boolean | null): string =>
   typeof value === "number" ? formatNumber(value) : value === null ? "none" : String(value);
 
+/** Whether a state of this status has no bytes any more. */
+export const isGone = (status: string): boolean => status === "evicted" || status === "lost";
+
 /** What a status promises, for people who point at it. */
 export const STATUS_MEANS: Readonly<Record<string, string>> = {
   captured: "in memory only: lost when its process dies",

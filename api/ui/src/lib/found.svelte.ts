@@ -4,6 +4,9 @@ import { asProblem, type Problem } from "./problem";
 import type { State } from "./types";
 
 const PAGE = 200;
+const LARGE = 1_000;
+/** As many states as a tab can hold with ease. */
+const MOST = 100_000;
 
 class Found {
   states = $state.raw<State[]>([]);
@@ -13,6 +16,10 @@ class Found {
   hasMore = $state(false);
   /** Whether a filter has been answered: until then what was there before stays. */
   isActive = $state(false);
+  /** Whether all that follows is being fetched, to reach its end. */
+  isEnding = $state(false);
+  /** The filter whose answer is here. */
+  answered = $state("");
 
   #query = "";
   #next: string | null = null;
@@ -24,7 +31,8 @@ class Found {
     this.#ending = new AbortController();
     this.#query = query;
     this.#next = null;
-    await this.#fetch((items) => items);
+    this.isEnding = false;
+    await this.#fetch((items) => items, PAGE);
   }
 
   /** Forget all: history is shown again. */
@@ -32,23 +40,41 @@ class Found {
     this.#ending.abort();
     this.states = [];
     this.problem = null;
-    this.isLoading = this.hasMore = this.isActive = false;
+    this.isLoading = this.hasMore = this.isActive = this.isEnding = false;
   }
 
   more(): void {
-    if (this.hasMore && !this.isLoading) void this.#fetch((items) => [...this.states, ...items]);
+    if (this.hasMore && !this.isLoading) void this.#append(PAGE);
   }
 
-  async #fetch(join: (items: State[]) => State[]): Promise<void> {
+  /** Fetch all that follows; `stop` ends it. What is here by then can be shown. */
+  async toEnd(): Promise<void> {
+    this.isEnding = true;
     const { signal } = this.#ending;
+    while (this.isEnding && this.hasMore && !signal.aborted && this.states.length < MOST) await this.#append(LARGE);
+    if (!signal.aborted) this.isEnding = false;
+  }
+
+  stop(): void {
+    this.isEnding = false;
+  }
+
+  #append(limit: number): Promise<void> {
+    return this.#fetch((items) => [...this.states, ...items], limit);
+  }
+
+  async #fetch(join: (items: State[]) => State[], limit: number): Promise<void> {
+    const { signal } = this.#ending;
+    const query = this.#query;
     this.isLoading = true;
     try {
-      const page = await getStates({ q: this.#query, after: this.#next, limit: PAGE }, signal);
+      const page = await getStates({ q: query, after: this.#next, limit }, signal);
       if (signal.aborted) return;
       this.states = join(page.items);
       this.#next = page.next;
       this.hasMore = page.next !== null;
       this.problem = null;
+      this.answered = query;
       this.isActive = true;
     } catch (error) {
       if (signal.aborted) return;

@@ -1,5 +1,6 @@
 /** The history of the chosen heads: rows of the server's graph, fetched a block at a time, of one version at a time. */
-import { getGraph } from "./api";
+import { getGraph, type GraphOf } from "./api";
+import { facts } from "./facts.svelte";
 import { BLOCK, Rows } from "./blocks";
 import { asProblem, type Problem } from "./problem";
 import type { GraphPage, GraphRow, State } from "./types";
@@ -13,6 +14,8 @@ export interface Anchor {
 
 class History {
   total = $state(0);
+  /** How many states the rows stand for. */
+  states = $state(0);
   lanes = $state(0);
   /** How many states have appeared above what is shown. */
   fresh = $state(0);
@@ -20,13 +23,19 @@ class History {
   isLoading = $state(true);
   /** A state that was looked for and is not in the history of these heads. */
   outside = $state<string | null>(null);
+  /** A state that was looked for and is one of a folded stretch. */
+  inside = $state<string | null>(null);
   /** Changes whenever a row does: who draws rows reads it. */
   tick = $state(0);
   /** Given by who shows the rows: what to hold still, and by how many rows it moved. */
   anchor: () => Anchor | null = () => null;
   moved: (rows: number) => void = () => {};
 
+  /** Which rows these are: changes when the graph or a name does. */
+  version = $state("");
+
   #rows = new Rows<GraphRow>();
+  #branches = new Map<number, string>();
   #indexes = new Map<string, number>();
   #version = "";
   #asked = new Map<number, Promise<void>>();
@@ -34,6 +43,18 @@ class History {
 
   rowAt(index: number): GraphRow | undefined {
     return this.#rows.at(index);
+  }
+
+  /** The name of a branch that a row speaks of. */
+  branch(key: number): string | null {
+    return this.#branches.get(key) ?? null;
+  }
+
+  /** The graph that is wanted. */
+  wanted(): GraphOf {
+    const fold = view.scene === "graph";
+    const best = facts.best && fold ? [facts.best.uid] : [];
+    return { heads: view.heads, fold, opened: fold ? view.opened : [], alone: fold ? [...new Set([...view.alone, ...best])] : [] };
   }
 
   stateAt(index: number): State | undefined {
@@ -53,7 +74,7 @@ class History {
     this.#forget("");
     this.total = this.lanes = this.fresh = 0;
     this.isLoading = true;
-    this.problem = this.outside = null;
+    this.problem = this.outside = this.inside = null;
     await this.#try(async () => this.#take(await this.#get({ first: 0 })));
     this.isLoading = false;
   }
@@ -94,7 +115,9 @@ class History {
   async check(): Promise<void> {
     await this.#try(async () => {
       const page = await this.#get({ first: 0, count: 1 });
-      if (page.version !== this.#version) this.fresh = Math.max(0, page.total - this.total);
+      if (page.version === this.#version) return;
+      if (page.states > this.states) this.fresh = page.states - this.states;
+      else await this.refresh();
     });
   }
 
@@ -102,12 +125,13 @@ class History {
   async locate(uid: string): Promise<number | null> {
     const known = this.indexOf(uid);
     if (known !== undefined) return known;
-    this.outside = null;
+    this.outside = this.inside = null;
     await this.#try(async () => {
       try {
         const page = await this.#get({ around: uid });
         if (page.version !== this.#version) this.#forget(page.version);
         this.#take(page);
+        if (this.indexOf(uid) === undefined) this.inside = uid;
       } catch (error) {
         if (asProblem(error).status !== 404) throw error;
         this.outside = uid;
@@ -117,14 +141,16 @@ class History {
   }
 
   #get(window: { first?: number; around?: string; count?: number }): Promise<GraphPage> {
-    return getGraph({ heads: view.heads, count: BLOCK, ...window }, this.#ending.signal);
+    return getGraph(this.wanted(), { count: BLOCK, ...window }, this.#ending.signal);
   }
 
   #take(page: GraphPage): void {
-    this.#version = page.version;
+    this.#version = this.version = page.version;
+    for (const [key, name] of Object.entries(page.branches)) this.#branches.set(Number(key), name);
     this.#rows.put(page.first, page.rows);
     page.rows.forEach((row, offset) => this.#indexes.set(row.state.uid, page.first + offset));
     this.total = page.total;
+    this.states = page.states;
     this.lanes = page.lanes;
     this.problem = null;
     this.tick += 1;
@@ -133,6 +159,7 @@ class History {
   #forget(version: string): void {
     this.#version = version;
     this.#rows.clear();
+    this.#branches.clear();
     this.#indexes.clear();
     this.#asked.clear();
     this.tick += 1;

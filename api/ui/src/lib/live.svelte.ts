@@ -2,9 +2,11 @@
 import { openEvents } from "./api";
 import { asProblem } from "./problem";
 import { backoff, EventReader } from "./stream";
+import { onToken } from "./token.svelte";
 import type { RefEvent } from "./types";
 
-export type Light = "connecting" | "live" | "off";
+/** `locked`: the server answers, and wants a token. */
+export type Light = "connecting" | "live" | "locked" | "off";
 type Listener = (events: RefEvent[]) => void;
 
 export const live = $state<{ light: Light; detail: string; last: RefEvent | null }>({ light: "connecting", detail: "", last: null });
@@ -43,7 +45,14 @@ async function run(signal: AbortSignal): Promise<void> {
       lastId = await readAll(response, lastId, signal);
     } catch (error) {
       if (signal.aborted) return;
-      live.detail = asProblem(error).detail;
+      const problem = asProblem(error);
+      live.detail = problem.detail;
+      if (problem.status === 401 || problem.status === 403) {
+        live.light = "locked";
+        await newToken(signal);
+        attempt = -1;
+        continue;
+      }
     }
     live.light = "off";
     await pause(backoff(attempt), signal);
@@ -72,6 +81,18 @@ async function readAll(response: Response, lastId: string | null, signal: AbortS
 function tell(events: RefEvent[]): void {
   live.last = events.at(-1) ?? live.last;
   for (const listener of listeners) listener(events);
+}
+
+/** Until another token is given: the same one would be refused again. */
+function newToken(signal: AbortSignal): Promise<void> {
+  return new Promise((resolve) => {
+    const end = () => {
+      stopListening();
+      resolve();
+    };
+    const stopListening = onToken(end);
+    signal.addEventListener("abort", end, { once: true });
+  });
 }
 
 /** A pause that ends early when the machine is online again or the page is looked at again. */

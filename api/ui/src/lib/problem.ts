@@ -32,6 +32,9 @@ export function asProblem(error: unknown): Problem {
   return new Problem({ title: "Unexpected", detail: error instanceof Error ? error.message : String(error) });
 }
 
+/** Whether the same question may be answered later: the server was away, or had too much to do. */
+export const isPassing = (problem: Problem): boolean => problem.status === 0 || problem.status >= 500 || problem.status === 429 || problem.status === 401;
+
 /** The problem that an answer holds; a proxy's page of HTML counts by its status alone. */
 export async function problemOf(response: Response): Promise<Problem> {
   const text = await response.text();

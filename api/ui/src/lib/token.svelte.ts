@@ -28,11 +28,20 @@ export function askToken(why: string): Promise<boolean> {
   return waiting.promise;
 }
 
+const listeners = new Set<() => void>();
+
+/** Call `listener` whenever a token is given. Returns how to stop. */
+export function onToken(listener: () => void): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
 /** What the dialog was answered with; null when it was closed without a token. */
 export function giveToken(value: string | null): void {
   if (value !== null) {
     token.value = value;
     sessionStorage.setItem(KEY, value);
+    for (const listener of [...listeners]) listener();
   }
   token.asked = null;
   waiting?.resolve(value !== null);

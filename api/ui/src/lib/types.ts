@@ -8,8 +8,11 @@ export type Page<T> = { items: T[]; next: string | null };
 
 export type Edge = Schemas["Edge"];
 export type Fork = Schemas["Fork"];
-export type GraphPage = Schemas["GraphPage"];
-export type GraphRow = Schemas["GraphRow"];
+/** A server of this version says all of it. */
+export type GraphRow = Required<Schemas["GraphRow"]>;
+export type GraphPage = Omit<Required<Schemas["GraphPage"]>, "rows"> & { rows: GraphRow[] };
+export type Overview = Schemas["Overview"];
+export type Span = Schemas["Span"];
 export type KeyStats = Schemas["KeyStats"];
 export type NewRef = Schemas["NewRef"];
 export type Ref = Schemas["Ref"];

@@ -1,7 +1,7 @@
 /** What is shown, in one place: read `view`, change it by `change`. The address always says the same. */
-import { DEFAULTS, parseAddress, writeAddress, type Panel, type Theme, type View } from "./address";
+import { DEFAULTS, parseAddress, writeAddress, type Panel, type Scene, type Theme, type View } from "./address";
 
-export type { Panel, Theme, View };
+export type { Panel, Scene, Theme, View };
 export type Dialog = "none" | "help" | "ref" | "goto";
 
 export const view = $state<View>({ ...DEFAULTS });

@@ -4,7 +4,7 @@ export const KEYS: readonly (readonly [readonly string[], string])[] = [
   [["/"], "filter"],
   [["j", "↓"], "next state"],
   [["k", "↑"], "previous state"],
-  [["Home", "End"], "first and last state"],
+  [["Home", "End"], "first and last state, also of what a filter found"],
   [["PgUp", "PgDn"], "a screenful up or down"],
   [["Enter"], "open the selected state"],
   [["g"], "go to a revision: main~3, warm, main@best:loss"],

@@ -1,6 +1,7 @@
 /** The columns that the table can show. An id is a field of the search grammar where there is one, so that a header can sort by it. */
-import { formatAge, formatBytes, formatNumber, formatTime, formatValue, shortUid } from "../lib/format";
-import { quoteKey } from "../lib/query";
+import { formatAge, formatBytes, formatNumber, formatTime, formatValue, isGone, shortUid } from "../lib/format";
+import { quoteKey, wordsOf } from "../lib/query";
+import { byRelevance, relevantKeys } from "../lib/relevance";
 import type { State, Stats } from "../lib/types";
 
 export interface Column {
@@ -23,17 +24,27 @@ const FIXED: Readonly<Record<string, Omit<Column, "id">>> = {
   bytes: { title: "New bytes", width: "86px", isNumber: true, sortBy: null },
 };
 
-/** The columns that are shown unless others were chosen. */
-export function defaultColumns(stats: Stats | null, isNarrow: boolean): string[] {
-  const metrics = [...(stats?.metrics ?? [])].sort((a, b) => b.count - a.count || a.key.localeCompare(b.key)).map((one) => `metrics.${one.key}`);
-  return isNarrow ? ["refs", "step", ...metrics.slice(0, 1)] : ["refs", "step", ...metrics.slice(0, 3), "status", "age", "message"];
+/** The columns that are shown unless others were chosen: those that the filter or the sort speaks of, then by what people look at first. */
+export function defaultColumns(stats: Stats | null, isNarrow: boolean, query = ""): string[] {
+  const asked = fieldsOf(query).filter((id) => id.startsWith("metrics.") || id.startsWith("attr."));
+  const rest = (stats?.metrics ?? []).filter((one) => !asked.includes(`metrics.${one.key}`));
+  const shown = [...asked, ...relevantKeys(rest, Math.max(0, (isNarrow ? 1 : 3) - asked.length)).map((key) => `metrics.${key}`)];
+  return isNarrow ? ["refs", "step", ...shown.slice(0, 1)] : ["refs", "step", ...shown, "status", "age", "message"];
+}
+
+/** The fields that a query filters or orders by, as ids of columns, in its order. */
+export function fieldsOf(query: string): string[] {
+  const found = wordsOf(query)
+    .filter((word) => word.kind === "name" && /^(metrics|attr)\../.test(word.text))
+    .map((word) => word.text.replace(/\.(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')$/s, (_, double?: string, single?: string) => `.${(double ?? single ?? "").replace(/\\(.)/gs, "$1")}`));
+  return [...new Set(found)];
 }
 
 /** Every column that there is to choose from. */
 export function allColumns(stats: Stats | null): string[] {
   return [
     ...Object.keys(FIXED),
-    ...(stats?.metrics ?? []).map((one) => `metrics.${one.key}`),
+    ...byRelevance((stats?.metrics ?? []).map((one) => one.key)).map((key) => `metrics.${key}`),
     ...(stats?.attributes ?? []).map((key) => `attr.${key}`),
   ];
 }
@@ -60,7 +71,7 @@ export function textOf(id: string, state: State, now: number): string {
     case "uid":
       return shortUid(state.uid);
     case "bytes":
-      return formatBytes(state.bytes_new);
+      return isGone(state.status) ? "–" : formatBytes(state.bytes_new);
   }
   const [prefix, key] = split(id);
   if (prefix === "metrics") return formatNumber(state.metrics[key]);
@@ -72,6 +83,7 @@ export function textOf(id: string, state: State, now: number): string {
 export function titleOf(id: string, state: State): string {
   if (id === "age") return formatTime(state.created_at);
   if (id === "uid") return state.uid;
+  if (id === "bytes" && isGone(state.status)) return `nothing is stored: ${state.status}`;
   if (id.startsWith("metrics.")) return String(state.metrics[split(id)[1]] ?? "");
   return textOf(id, state, 0);
 }

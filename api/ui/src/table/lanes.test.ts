@@ -1,28 +1,27 @@
 import { describe, expect, it } from "vitest";
 import type { GraphRow, State } from "../lib/types";
-import { branchOf } from "./branch";
-import { laneAt, linesOf, spread, xOf } from "./lanes";
+import { branchAt, laneAt, linesOf, NO_BRANCH, spread, xOf } from "./lanes";
 
-const row = (fields: Partial<GraphRow>): GraphRow => ({ state: { uid: "" } as State, lane: 0, above: [], below: [], joins: [], parents: [], ...fields });
+const row = (fields: Partial<GraphRow>): GraphRow => ({ state: { uid: "" } as State, lane: 0, above: [], below: [], joins: [], parents: [], branch: 0, above_branches: [], below_branches: [], refs: [], count: 1, restorable: null, oldest: null, ...fields });
 
 describe("lines of a row", () => {
   it("pass where they only pass", () => {
-    expect(linesOf(row({ lane: 0, above: [0, 1], below: [0, 1], parents: [0] }))).toEqual([
-      { from: 0, to: 0, begins: 0, ends: 0.5, colour: 0 },
-      { from: 1, to: 1, begins: 0, ends: 1, colour: 1 },
-      { from: 0, to: 0, begins: 0.5, ends: 1, colour: 0 },
+    expect(linesOf(row({ lane: 0, above: [0, 1], below: [0, 1], parents: [0], branch: 4, above_branches: [4, 7], below_branches: [4, 7] }))).toEqual([
+      { from: 0, to: 0, begins: 0, ends: 0.5, branch: 4 },
+      { from: 1, to: 1, begins: 0, ends: 1, branch: 7 },
+      { from: 0, to: 0, begins: 0.5, ends: 1, branch: 4 },
     ]);
   });
 
   it("lead from children in other columns, in the children's colour", () => {
-    expect(linesOf(row({ lane: 0, above: [0, 2], below: [0], joins: [2], parents: [0] }))[1]).toEqual({ from: 2, to: 0, begins: 0, ends: 0.5, colour: 2 });
+    expect(linesOf(row({ lane: 0, above: [0, 2], below: [0], joins: [2], parents: [0], above_branches: [0, 5] }))[1]).toEqual({ from: 2, to: 0, begins: 0, ends: 0.5, branch: 5 });
   });
 
   it("lead to a merge's further parent in that parent's colour, and to a first parent in their own", () => {
-    const lines = linesOf(row({ lane: 1, above: [0, 1], below: [0, 2], parents: [0, 2] }));
+    const lines = linesOf(row({ lane: 1, above: [0, 1], below: [0, 2], parents: [0, 2], branch: 3, above_branches: [0, 3], below_branches: [0, 6] }));
     expect(lines.slice(2)).toEqual([
-      { from: 1, to: 0, begins: 0.5, ends: 1, colour: 1 },
-      { from: 1, to: 2, begins: 0.5, ends: 1, colour: 2 },
+      { from: 1, to: 0, begins: 0.5, ends: 1, branch: 3 },
+      { from: 1, to: 2, begins: 0.5, ends: 1, branch: 6 },
     ]);
   });
 
@@ -49,21 +48,9 @@ describe("columns of the graph", () => {
 });
 
 describe("the branch of a line", () => {
-  const history = [
-    row({ state: { uid: "a" } as State, lane: 0, above: [], below: [0], parents: [0] }),
-    row({ state: { uid: "b" } as State, lane: 1, above: [0], below: [0, 1], parents: [1] }),
-    row({ state: { uid: "c" } as State, lane: 0, above: [0, 1], below: [0, 1], parents: [0] }),
-    row({ state: { uid: "d" } as State, lane: 1, above: [0, 1], below: [0], parents: [0] }),
-  ];
-  const rows = { rowAt: (index: number) => history[index] };
-  const names = { refsOf: (uid: string) => ({ a: [ref("main")], b: [ref("fork")] })[uid] ?? [] };
-  const ref = (name: string) => ({ name, kind: "branch" as const, state: "", version: 1, message: null });
+  const one = row({ lane: 1, above: [0, 1], below: [0, 1, 2], branch: 3, above_branches: [0, 3], below_branches: [0, 3, 9] });
 
-  it("is the name at its upper end", () => {
-    expect([branchOf(3, 1, rows, names), branchOf(3, 0, rows, names), branchOf(0, 0, rows, names)]).toEqual(["fork", "main", "main"]);
-  });
-
-  it("is not known while the upper end is not loaded", () => {
-    expect(branchOf(3, 0, { rowAt: (index) => (index > 1 ? history[index] : undefined) }, names)).toBe("");
+  it("is what the server says of the row, of the lines above it, and of those that begin at it", () => {
+    expect([branchAt(one, 1), branchAt(one, 0), branchAt(one, 2), branchAt(one, 5)]).toEqual([3, 0, 9, NO_BRANCH]);
   });
 });

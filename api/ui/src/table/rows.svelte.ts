@@ -2,8 +2,9 @@
 import { facts } from "../lib/facts.svelte";
 import { found } from "../lib/found.svelte";
 import { history } from "../lib/history.svelte";
+import { isPassing } from "../lib/problem";
 import { withOrder } from "../lib/query";
-import type { GraphRow, State } from "../lib/types";
+import type { GraphRow, Ref, State } from "../lib/types";
 import { change, view } from "../lib/view.svelte";
 
 class Shown {
@@ -15,6 +16,8 @@ class Shown {
   readonly total = $derived(this.isSearch ? found.states.length : history.total);
   readonly problem = $derived(this.isWanted ? (found.problem ?? history.problem) : history.problem);
   readonly isLoading = $derived(this.isSearch ? found.isLoading : history.isLoading);
+  /** The rows are not those of the filter: its question failed. */
+  readonly isStale = $derived(this.isWanted && found.problem !== null && (!found.isActive || found.answered !== this.query));
   readonly isEmpty = $derived(!this.isLoading && this.total === 0 && this.problem === null);
 
   stateAt(index: number): State | undefined {
@@ -23,12 +26,6 @@ class Shown {
 
   rowAt(index: number): GraphRow | undefined {
     return this.isSearch ? undefined : history.rowAt(index);
-  }
-
-  /** The column of the graph that a state stands in, as far as it is known. */
-  laneOf(uid: string): number | null {
-    const index = history.indexOf(uid);
-    return (index === undefined ? undefined : history.rowAt(index)?.lane) ?? null;
   }
 
   indexOf(uid: string): number | null {
@@ -40,6 +37,27 @@ class Shown {
   async show(start: number, end: number): Promise<void> {
     if (!this.isSearch) await history.show(start, end);
     else if (end >= found.states.length - 50) found.more();
+  }
+
+  /** Of a row: as the history said with it, so that a name is never seen where the rows no longer have it. */
+  refsAt(index: number, uid: string): readonly Ref[] {
+    const row = this.rowAt(index);
+    if (!row) return facts.refsOf(uid);
+    const tags = facts.refsOf(uid).filter((ref) => ref.kind === "tag"); // these stay where they are: one that was just made is shown at once
+    return row.count > 1 ? [] : [...row.refs.filter((ref) => ref.kind === "branch"), ...tags];
+  }
+
+  /** The branch that a state is on, as far as it is known. */
+  branchOf(uid: string): string | null {
+    const index = history.indexOf(uid);
+    const row = index === undefined ? undefined : history.rowAt(index);
+    return row ? history.branch(row.branch) : null;
+  }
+
+  /** Ask again for what failed, as when the server is back. */
+  mend(): void {
+    if (this.isWanted && found.problem && isPassing(found.problem)) void found.open(this.query);
+    if (history.problem && isPassing(history.problem)) void history.open();
   }
 
   /** Begin anew, as after an error. */

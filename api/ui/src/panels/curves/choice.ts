@@ -1,5 +1,7 @@
 /** Which curves are shown when the address does not say it. Pure. */
 
+import { byRelevance } from "../../lib/relevance";
+
 const HEADS = 8;
 const KEYS = 2;
 
@@ -10,11 +12,10 @@ export function chosenHeads(asked: readonly string[], branches: readonly string[
   return [...first, ...branches.filter((name) => !first.includes(name))].slice(0, HEADS);
 }
 
-/** The keys that were chosen; else a loss first, since that is what one looks for. */
+/** The keys that were chosen; else those that one looks for first. */
 export function chosenKeys(asked: readonly string[], available: readonly string[]): string[] {
   if (asked.length) return [...asked];
-  const losses = available.filter((key) => /loss/i.test(key));
-  return [...losses, ...available.filter((key) => !losses.includes(key))].slice(0, KEYS);
+  return byRelevance(available).slice(0, KEYS);
 }
 
 export const toggled = (chosen: readonly string[], one: string): string[] => (chosen.includes(one) ? chosen.filter((each) => each !== one) : [...chosen, one]);

@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 import type { SeriesLine } from "../../lib/types";
 import { chosenHeads, chosenKeys, toggled } from "./choice";
-import { align, ends, guessAim, nearestPlace, smooth, valueAt } from "./points";
+import { align, ends, nearestPlace, smooth, valueAt } from "./points";
 
 const line = (head: string, steps: number[], values: (number | null)[]): SeriesLine => ({
   head, state: "", key: "loss", steps, values, uids: steps.map((step) => `${head}${step}`), total: steps.length,
@@ -46,13 +46,9 @@ it("finds the nearest point on either side", () => {
   expect(nearestPlace([undefined], 0)).toBe(-1);
 });
 
-it("takes accuracies for better when they are higher", () => {
-  expect([guessAim("val/acc"), guessAim("loss")]).toEqual(["max", "min"]);
-});
-
 it("shows main and a loss first unless something was chosen", () => {
   expect(chosenHeads([], ["a", "main"])).toEqual(["main", "a"]);
   expect(chosenHeads(["a"], ["a", "main"])).toEqual(["a"]);
-  expect(chosenKeys([], ["acc", "lr", "val_loss"])).toEqual(["val_loss", "acc"]);
+  expect(chosenKeys([], ["acc", "lr", "val_loss", "loss"])).toEqual(["loss", "val_loss"]);
   expect(toggled(["a"], "a")).toEqual([]);
 });

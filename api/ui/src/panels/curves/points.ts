@@ -74,5 +74,3 @@ export function nearestPlace(values: readonly Y[], place: number): number {
   return -1;
 }
 
-/** Whether more is better, by the usual names; the user may turn it round. */
-export const guessAim = (key: string): "min" | "max" => (/acc|auc|f1|score|bleu|rouge|precision|recall|reward|psnr|ssim|iou|r2/i.test(key) ? "max" : "min");

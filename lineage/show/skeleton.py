@@ -1,0 +1,224 @@
+"""The forks of a history: what is left when states that only follow one another are one node.
+
+A node is a state that says how the history goes (a root, a fork, a merge, what a ref names, whatever else is to be kept), or a
+stretch of states between two of these. A stretch is known by its oldest state: so it stays the same one while it grows. Nodes have
+row ids, falling ids are an order for them as for states, and so they are drawn as states are (``drawing.draw_nodes``).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from datastates.lineage.search.order import Topology, position
+
+__all__ = ["Skeleton", "opened", "owners", "skeleton"]
+
+_OFTEN = 4096  # states between two calls of ``pause``
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """The nodes of a history. ``first`` and ``further`` are their parents, nodes too, as ``Topology`` has those of states.
+
+    ``counts`` are the states of each stretch and ``newest`` the row id of its newest; other nodes are single states. ``node_of`` has
+    the node of a state by its row id, or one that became part of it: ``node`` finds it.
+    """
+
+    topology: Topology
+    first: Mapping[int, int]
+    further: Mapping[int, tuple[int, ...]]
+    counts: Mapping[int, int]
+    newest: Mapping[int, int]
+    node_of: array[int]
+    kept: frozenset[int]
+    last: int
+
+    def parents(self, id_: int) -> tuple[int, ...]:
+        """The parents of a node, the first parent first."""
+        first, further = self.first[id_], self.further.get(id_, ())
+        return (first, *further) if first > 0 else further
+
+    def order(self) -> array[int]:
+        """The nodes, rising."""
+        return array("q", sorted(self.first))
+
+    def node(self, id_: int) -> int:
+        """The node that a state of this history belongs to; 0 if it is none of them."""
+        node = self.node_of[id_] if id_ < len(self.node_of) else 0
+        while node and node not in self.first:
+            node = self.node_of[node]
+        return node
+
+
+def skeleton(
+    topology: Topology, order: array[int], keep: Collection[int], *, old: Skeleton | None = None, pause: Callable[[], None] = lambda: None
+) -> Skeleton:
+    """Of the states in ``order``, which rises; ``keep`` are nodes of their own. ``old`` is one of the same history when it was shorter:
+    what it has is used, if nothing but captures came since. ``pause`` is called every few thousand states."""
+    wanted = frozenset(keep)
+    grown = None if old is None else _grow(topology, order, wanted, old)
+    return _make(topology, order, wanted, pause) if grown is None else grown
+
+
+def _make(topology: Topology, order: array[int], keep: frozenset[int], pause: Callable[[], None]) -> Skeleton:
+    first, further = topology.first, topology.further
+    last = order[-1] if order else 0
+    children = Counter(map(first.__getitem__, order))
+    own = {id_ for id_, count in children.items() if count != 1} | keep
+    for id_ in _merges(topology, order):
+        own.update((id_, *further[id_]))
+    node_of = array("q", bytes(8 * (last + 1)))
+    firsts: dict[int, int] = {}
+    counts: dict[int, int] = {}
+    newest: dict[int, int] = {}
+    for index, id_ in enumerate(order):
+        if index % _OFTEN == 0:
+            pause()
+        parent = first[id_]
+        node = node_of[parent] if parent > 0 else 0
+        if id_ in own or not node or id_ not in children:
+            firsts[id_] = node
+            node_of[id_] = id_
+        elif node in counts:
+            counts[node] += 1
+            newest[node], node_of[id_] = id_, node
+        else:
+            firsts[id_] = node
+            counts[id_], newest[id_], node_of[id_] = 1, id_, id_
+    return Skeleton(topology, firsts, _further(topology, firsts), counts, newest, node_of, keep, last)
+
+
+def _grow(topology: Topology, order: array[int], keep: frozenset[int], old: Skeleton) -> Skeleton | None:
+    """``old`` with what was captured since; None if a stretch of its would have to be parted, or names went away."""
+    added = _above(order, old.last)
+    parents = {parent for id_ in added for parent in topology.parents(id_)}
+    if len(order) - len(added) != _total(old) or any(old.node(id_) in old.counts for id_ in (keep - old.kept) | parents if id_ <= old.last):
+        return None
+    if any(id_ not in keep and id_ not in parents for id_ in old.kept if id_ in old.first):
+        return None
+    firsts, counts, newest = dict(old.first), dict(old.counts), dict(old.newest)
+    node_of = array("q", old.node_of)
+    node_of.extend([0] * ((order[-1] if order else 0) + 1 - len(node_of)))
+    led_to = Counter(topology.first[id_] for id_ in added)
+    children = Counter(firsts.values())
+    further = topology.further
+    merged = {parent for id_ in _merges(topology, added) for parent in further[id_]} | {
+        one for these in old.further.values() for one in these
+    }
+    for id_ in added:
+        parent = topology.first[id_]
+        if parent > 0 and parent in firsts and parent not in counts:
+            is_alone = led_to[parent] == 1 and not children[parent] and parent not in keep
+            if is_alone and parent not in further and parent not in merged and firsts[parent]:
+                _join(parent, firsts, counts, newest, node_of)
+        node = node_of[parent] if parent > 0 else 0
+        firsts[id_] = node
+        node_of[id_] = id_
+    return Skeleton(topology, firsts, _further(topology, firsts), counts, newest, node_of, keep, order[-1] if order else 0)
+
+
+def _total(old: Skeleton) -> int:
+    """How many states its nodes are."""
+    return len(old.first) - len(old.counts) + sum(old.counts.values())
+
+
+def _join(id_: int, firsts: dict[int, int], counts: dict[int, int], newest: dict[int, int], node_of: array[int]) -> None:
+    """A tip that is one no longer becomes part of the stretch below it, or begins one."""
+    below = firsts[id_]
+    if below in counts:
+        del firsts[id_]
+        counts[below] += 1
+        newest[below] = id_
+        node_of[id_] = below
+    else:
+        counts[id_], newest[id_] = 1, id_
+
+
+def opened(made: Skeleton, shown: Iterable[int], alone: Iterable[int] = ()) -> Skeleton:
+    """With all states of the stretches to which ``shown`` belong, and with those of ``alone``, as nodes of their own."""
+    firsts, counts, newest = dict(made.first), dict(made.counts), dict(made.newest)
+    node_of = array("q", made.node_of)
+    above = {parent: node for node, parent in made.first.items() if parent in made.counts}
+    for id_ in {made.node(id_) for id_ in shown} & counts.keys():
+        _part(made.topology, id_, _members(made, id_), firsts, counts, newest, node_of, above)
+    for id_ in alone:
+        node = node_of[id_] if id_ < len(node_of) else 0
+        while node and node not in firsts:
+            node = node_of[node]
+        if node in counts and counts[node] > 1:
+            _part(made.topology, node, {id_}, firsts, counts, newest, node_of, above)
+    return Skeleton(made.topology, firsts, _further(made.topology, firsts), counts, newest, node_of, made.kept, made.last)
+
+
+def _members(made: Skeleton, node: int) -> set[int]:
+    first, members, id_ = made.topology.first, {node}, made.newest[node]
+    while id_ != node:
+        members.add(id_)
+        id_ = first[id_]
+    return members
+
+
+def _part(
+    topology: Topology, node: int, alone: set[int], firsts: dict[int, int], counts: dict[int, int], newest: dict[int, int],
+    node_of: array[int], above: dict[int, int],
+) -> None:  # fmt: skip
+    """A stretch again, with some of its states as nodes of their own."""
+    chain, id_ = [], newest[node]
+    while id_ != node:
+        chain.append(id_)
+        id_ = topology.first[id_]
+    chain.append(node)
+    child, below = above.get(node), firsts[node]
+    del firsts[node], counts[node], newest[node]
+    current = 0
+    for id_ in reversed(chain):
+        if current and id_ not in alone:
+            counts[current] += 1
+            newest[current], node_of[id_] = id_, current
+            continue
+        firsts[id_], node_of[id_], above[below] = below, id_, id_
+        below, current = id_, 0 if id_ in alone else id_
+        if current:
+            counts[id_], newest[id_] = 1, id_
+    if child is not None:
+        firsts[child], above[below] = below, child
+
+
+def owners(made: Skeleton, ranks: Mapping[int, int]) -> dict[int, int]:
+    """The rank of the branch that each node belongs to: of those on whose path it is by first parents, the one of lowest rank.
+
+    ``ranks`` are those of branches by the state that they name, the lowest of each; nodes on no branch are left out.
+    """
+    found: dict[int, int] = {}
+    for id_ in sorted(made.first, reverse=True):
+        own, came = ranks.get(id_), found.get(id_)
+        rank = own if came is None else came if own is None else min(own, came)
+        if rank is None:
+            continue
+        found[id_] = rank
+        parent = made.first[id_]
+        if parent > 0:
+            found[parent] = min(rank, found.get(parent, rank))
+    return found
+
+
+def _above(order: array[int], last: int) -> array[int]:
+    index = len(order)
+    while index and order[index - 1] > last:
+        index -= 1
+    return order[index:]
+
+
+def _merges(topology: Topology, ids: array[int]) -> list[int]:
+    further = topology.further
+    if len(further) * 20 < len(ids):
+        return [id_ for id_ in further if position(ids, id_) is not None]
+    return [id_ for id_ in ids if id_ in further]
+
+
+def _further(topology: Topology, firsts: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Whatever merges, and is merged, is a node."""
+    return {id_: parents for id_, parents in topology.further.items() if id_ in firsts}
