@@ -277,6 +277,7 @@ class PeerServer:
         """Counts of what the server has done so far."""
         server, door = self._server, self._server.door
         tried = Counter({kind: count for kind, count in server.turned_away.items() if kind != Disconnected.kind})
+        tried[PeerFault.kind] += door.foreign
         refused_for = Counter({"room": door.admission.refused, "gave way": door.admission.displaced, "late": door.late}) + tried
         refused_for["left"] = max(0, door.unproved - tried.total())
         return ServerStats(

@@ -37,7 +37,7 @@ DESCRIPTORS = 1024
 
 @dataclass(slots=True)
 class Phase:
-    """What a round came to."""
+    """What a round came to; ``cpu`` says which share of the time the threads that serve ran, by their names."""
 
     steps: int
     seconds: float
@@ -46,6 +46,7 @@ class Phase:
     clones: int
     longest_clone_s: float
     failed: list[str]
+    cpu: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -114,7 +115,7 @@ def listen(asked: queue.SimpleQueue[str]) -> None:
 def _go_on(model: Any, optimizer: Any, run: Any, servers: list[Any], asked: queue.SimpleQueue[str]) -> None:
     import torch
 
-    steps, began = 0, time.monotonic()
+    steps, began, ran = 0, time.monotonic(), _ran()
     while True:
         for _ in range(4):
             loss = model(torch.randn(64, 768)).square().mean()
@@ -126,16 +127,24 @@ def _go_on(model: Any, optimizer: Any, run: Any, servers: list[Any], asked: queu
         with suppress(queue.Empty):
             if asked.get_nowait() == "end":
                 return
-            now = time.monotonic()
+            now, before, ran = time.monotonic(), ran, _ran()
             said = {
                 "steps": steps,
                 "seconds": now - began,
                 "descriptors": len(os.listdir("/proc/self/fd")),
                 "resident_mib": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / (1 << 20),
                 "servers": [_counts(each) for each in servers],
+                "cpu": {name: (ran[name] - before.get(name, 0.0)) / (now - began) for name in ran},
             }
             _say(said)
             steps, began = 0, time.monotonic()
+
+
+def _ran() -> dict[str, float]:
+    """The seconds for which the threads that wait for connections have run so far."""
+    names = ("datastates-transport", "datastates-web")
+    clocks = {each.name: time.pthread_getcpuclockid(each.ident) for each in threading.enumerate() if each.ident and each.name in names}
+    return {name: time.clock_gettime(clock) for name, clock in clocks.items()}
 
 
 def _say(matter: object) -> None:
@@ -339,7 +348,8 @@ def report(outcome: Outcome, out: IO[str] = sys.stdout) -> None:
             step_ms = 1000 * each.seconds / each.steps
             out.write(
                 f"{kind:9} step {step_ms:6.2f} ms  descriptors {each.descriptors:4}  resident {each.resident_mib:6.0f} MiB  "
-                f"clones {each.clones} (longest {each.longest_clone_s:.2f} s, failed {len(each.failed)})\n"
+                f"clones {each.clones} (longest {each.longest_clone_s:.2f} s, failed {len(each.failed)})"
+                f"  {', '.join(f'{name[11:]} {100 * share:.1f} %' for name, share in each.cpu.items())}\n"
             )
             for problem in each.failed[:3]:
                 out.write(f"         {problem}\n")

@@ -23,8 +23,8 @@ import sys
 from contextlib import suppress
 
 from datastates.transport.contract import Terms
-from datastates.transport.wire import tcp
 from datastates.transport.wire.near import Near, is_wanted, own_beacon
+from datastates.transport.wire.sockets import keep_from_children
 
 __all__ = ["Neighbours", "meet"]
 
@@ -55,7 +55,7 @@ class Neighbours:
         name = f"datastates-{secrets.token_hex(16)}"
         with suppress(OSError):
             self._server = await asyncio.start_unix_server(self._visit, "\0" + name, limit=256)
-            tcp.keep_from_children(self, self._server.sockets[0])
+            keep_from_children(self, self._server.sockets[0])
             self.name = name
 
     def expect(self, terms: Terms) -> None:
@@ -88,7 +88,7 @@ class Neighbours:
         if user != os.geteuid() or self._visitors >= _AT_ONCE:
             writer.close()
             return
-        tcp.keep_from_children(writer, connection)
+        keep_from_children(writer, connection)
         self._visitors += 1
         try:
             async with asyncio.timeout(_MEET_S):
@@ -135,7 +135,7 @@ async def meet(name: str, terms: Terms) -> Near | None:
     if near is None:
         connection.close()
     else:
-        tcp.keep_from_children(near, connection)
+        keep_from_children(near, connection)
     return near
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 
 from datastates.system.admission import Admission, Place
 
@@ -15,32 +13,21 @@ __all__ = ["Arrival", "Door"]
 class Door:
     """The door through which connections come in, counted by an ``Admission``. Belongs to the loop thread.
 
-    ``late`` counts those whose time was up, ``unproved`` all others that ended without having proved anything and had not to give way.
+    ``late`` counts those whose time was up, ``foreign`` those that began with nothing that could be ours, ``unproved`` these and all
+    others that ended without having proved anything and had not to give way.
     """
 
     def __init__(self, admission: Admission | None = None) -> None:
         self.admission = Admission() if admission is None else admission
-        self.late = self.unproved = 0
+        self.late = self.foreign = self.unproved = 0
 
     @property
     def refused(self) -> int:
         """The number of connections that never became a peer's."""
         return self.admission.refused + self.admission.displaced + self.late + self.unproved
 
-    def let_in(self, address: str, connection: socket.socket) -> Arrival | None:
-        """A place for a connection; if there is none, the connection is closed, and None returned."""
-
-        def end() -> None:  # whoever waits on it, in whatever layer, hears of it and closes it
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-        arrival = self.enter(address, connection.fileno(), end)
-        if arrival is None:
-            connection.close()
-        return arrival
-
     def enter(self, address: str, descriptor: int, end: Callable[[], None]) -> Arrival | None:
-        """A place for what is no socket, or ``end`` must end in another way."""
+        """A place for a connection, which ``end`` ends; None if there is none."""
         place = self.admission.admit(address, descriptor, end)
         return None if place is None else Arrival(self, place, end)
 

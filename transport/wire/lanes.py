@@ -23,9 +23,9 @@ from typing import Any, Final
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault
 from datastates.transport.contract import Link, Terms
 
-from . import tcp
 from .joining import Direction, Join, answer, greet
 from .plane import surely
+from .sockets import keep_from_children, set_up
 
 __all__ = ["LANES", "MOST", "Lanes"]
 
@@ -330,7 +330,7 @@ class _Lane:
         self._left = left
         self._link: queue.SimpleQueue[_LanesLink | None] = queue.SimpleQueue()
         self.is_busy = False
-        tcp.keep_from_children(self, connection)
+        keep_from_children(self, connection)
 
     def start(self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]) -> None:
         """``ready`` is called on the loop when ``prove`` has ended in the thread."""
@@ -371,8 +371,8 @@ class _Lane:
         error: Exception | None = None
         try:
             self._connection = prove()
-            tcp.keep_from_children(self, self._connection)
-            tcp.set_up(self._connection)
+            keep_from_children(self, self._connection)
+            set_up(self._connection)
             self._connection.settimeout(None)
         except (OSError, DatastatesError) as exc:
             error = exc

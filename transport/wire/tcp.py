@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
 import socket
 import ssl
-import weakref
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,8 +17,10 @@ from datastates.system.seldom import Seldom
 from datastates.transport.contract import Channel, Listener, Tls
 
 from .arrival import Arrival, Door
+from .sockets import keep_from_children, let_go_by, set_up
+from .visitors import Visitors
 
-__all__ = ["JOIN", "TcpChannel", "TcpListener", "client_context", "dial", "keep_from_children", "listen", "set_up", "split"]
+__all__ = ["JOIN", "TcpChannel", "TcpListener", "client_context", "dial", "listen", "split"]
 
 JOIN = b"Datum\0\0\2"
 """What a connection for data begins with. A frame begins with a zero, TLS with 22."""
@@ -33,8 +33,6 @@ _BUFFER_BYTES = 256 << 10
 _FLUSH_S = 1.0
 _TLS_S = 10.0
 _BACKLOG = 128
-_PAUSE_S = 1.0
-_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _GONE = (OSError, EOFError)
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
@@ -55,7 +53,7 @@ class TcpChannel(Channel):
         socket_ = writer.get_extra_info("socket")
         with contextlib.suppress(OSError):  # it is gone already, which the first use will say
             set_up(socket_)
-        _open_sockets[self] = [socket_]
+        keep_from_children(self, socket_)
 
     async def send(self, frame: bytes) -> None:
         """Hand a frame to the socket; waits while its buffer is full."""
@@ -103,7 +101,7 @@ class TcpChannel(Channel):
                 await self._writer.wait_closed()
         except (TimeoutError, OSError):
             self._writer.transport.abort()
-        _open_sockets.pop(self, None)
+        let_go_by(self)
         if self._arrival is not None:
             self._arrival.release()
 
@@ -114,47 +112,34 @@ class TcpChannel(Channel):
         return Disconnected(f"{self.peer} is gone: {reason}")
 
 
-_Arrive = Callable[[socket.socket, Arrival, Callable[[], None]], Coroutine[Any, Any, None]]
+_Arrive = Callable[[socket.socket, Arrival, bytes, Callable[[], None]], Coroutine[Any, Any, None]]
 
 
 class TcpListener(Listener):
-    """A listening socket. What arrives is sorted by its first byte: TLS, a frame of control, or a connection for data."""
+    """A listening socket. What arrives is sorted by its first bytes: TLS, a frame of control, or a connection for data."""
 
-    def __init__(self, listening: socket.socket, url: str, arrive: _Arrive, door: Door) -> None:
-        self._socket, self.url, self._arrive, self._door = listening, url, arrive, door
+    def __init__(self, listening: socket.socket, url: str, word: Callable[[bytes], int], arrive: _Arrive, door: Door) -> None:
+        self._socket, self.url, self._arrive = listening, url, arrive
         self._silent: dict[asyncio.Task[None], tuple[socket.socket, Arrival]] = {}
-        _open_sockets[self] = [listening]
         self._visits: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept())
+        keep_from_children(self, listening)
+        self._visitors = Visitors(listening, door, word=word, arrived=self._begin, name=url)
 
     async def close(self) -> None:
         """Take no more peers; those that have not said a word are gone."""
+        self._visitors.close()
         silent = dict(self._silent)
-        waiting = {self._accepting, *silent}
-        for task in waiting:
+        for task in silent:
             task.cancel()
-        await asyncio.wait(waiting)
+        if silent:
+            await asyncio.wait(silent)
         for connection, arrival in silent.values():  # a task that was cancelled before it began has closed nothing
             _let_go(connection, arrival)
         self._socket.close()
-        _open_sockets.pop(self, None)
+        let_go_by(self)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(self._socket)
-            except OSError as exc:  # no descriptors, no memory, or the peer left
-                _logger.warning("no connection can be taken at %s: %s", self.url, exc)
-                await asyncio.sleep(_PAUSE_S if exc.errno in _SHORT else 0)
-                continue
-            arrival = self._door.let_in(address[0], connection)
-            if arrival is not None:
-                self._begin(connection, arrival)
-
-    def _begin(self, connection: socket.socket, arrival: Arrival) -> None:
-        _open_sockets[arrival] = [connection]
-        visit: asyncio.Task[None] = asyncio.create_task(self._arrive(connection, arrival, lambda: self._spoke(visit)))
+    def _begin(self, connection: socket.socket, arrival: Arrival, first: bytes) -> None:
+        visit: asyncio.Task[None] = asyncio.create_task(self._arrive(connection, arrival, first, lambda: self._spoke(visit)))
         self._visits.add(visit)
         self._silent[visit] = connection, arrival
         visit.add_done_callback(self._visits.discard)
@@ -179,10 +164,9 @@ async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join
     scheme, host, port = split(url)
     context = _server_context(tls)
 
-    async def arrive(connection: socket.socket, arrival: Arrival, spoke: Callable[[], None]) -> None:
+    async def arrive(connection: socket.socket, arrival: Arrival, first: bytes, spoke: Callable[[], None]) -> None:
         try:
-            first = await _first_word(connection, context is not None)
-            if first == JOIN[:1] and join is not None:
+            if first == JOIN and join is not None:
                 spoke()
                 await join(connection, context, arrival)
                 return
@@ -206,7 +190,8 @@ async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join
         reason = getattr(exc, "strerror", None) or exc
         raise Unavailable(f"{url} cannot be listened on ({reason}): choose another address, or port 0 for any") from exc
     bound_host, bound_port = listening.getsockname()[:2]
-    return TcpListener(listening, f"{scheme}://{_bracketed(bound_host)}:{bound_port}", arrive, Door() if door is None else door)
+    bound, word = f"{scheme}://{_bracketed(bound_host)}:{bound_port}", partial(_word, is_tls=context is not None, has_data=join is not None)
+    return TcpListener(listening, bound, word, arrive, Door() if door is None else door)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -229,35 +214,18 @@ def _let_go(connection: socket.socket, arrival: Arrival) -> None:
     arrival.release()
 
 
-async def _first_word(connection: socket.socket, is_tls: bool) -> bytes:
-    """The byte that a connection begins with, once the whole first message is there; nothing of it is read.
-
-    Half a word costs a socket and a task, but neither a channel nor TLS. A connection for data, which begins with ``JOIN``, looks after
-    itself, and the channel refuses a first message that is too long. Returns at once if the connection is closed.
-    """
-    connection.setblocking(False)
-    first = await _peek(connection, 1)
-    if first != JOIN[:1] and (not is_tls or first == _TLS_FIRST):  # whoever speaks no TLS where it is spoken hears so at once
-        known = _TLS_HEAD_BYTES if is_tls else _LENGTH_BYTES
-        head = await _peek(connection, known)
-        size = int.from_bytes(head[-2:] if is_tls else head)
-        if len(head) == known and size <= _WORD_BYTES:
-            await _peek(connection, known + size)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-    return first
-
-
-async def _peek(connection: socket.socket, count: int) -> bytes:
-    """Bytes that stay unread, as soon as all of them are there; fewer when the connection is closed before."""
-    loop = asyncio.get_running_loop()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)  # the kernel calls it readable then, and not before
-    readable = asyncio.Event()
-    loop.add_reader(connection, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(connection)
-    return connection.recv(count, socket.MSG_PEEK)
+def _word(said: bytes, *, is_tls: bool, has_data: bool) -> int:
+    """The length of the first message, as far as its first bytes say it; 0 if it is no frame, where TLS is spoken no record of it, and
+    no connection for data either."""
+    if has_data and said and JOIN.startswith(said):
+        return len(JOIN)  # it looks after itself
+    known = _TLS_HEAD_BYTES if is_tls else _LENGTH_BYTES
+    if is_tls and said and said[:1] != _TLS_FIRST:
+        return 0
+    if len(said) < known:
+        return known
+    size = int.from_bytes(said[known - 2 : known] if is_tls else said[:known])
+    return known + size if size <= _WORD_BYTES else 0
 
 
 async def _channel(connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival) -> TcpChannel:
@@ -358,33 +326,3 @@ def _printable(name: object) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def set_up(connection: Any) -> None:
-    """Set up what every connection of ours has: nothing waits to be sent, and a peer that vanished is found."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):  # Linux: a peer that vanished is found within a minute, not two hours
-        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def keep_from_children(owner: object, connection: Any) -> None:
-    """A child that is forked while ``owner`` lives lets go of its copy of this socket."""
-    _open_sockets[owner] = [connection]
-
-
-_open_sockets: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDictionary()
-
-
-def _let_go_of_inherited() -> None:
-    """Close the parent's sockets in a forked child: while it held them, no peer would hear that the parent died, and no port be free."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for inherited in [each for sockets in _open_sockets.values() for each in sockets]:
-        if inherited.fileno() >= 0:
-            os.dup2(nothing, inherited.fileno(), inheritable=False)  # the number stays taken: whoever closes it closes nothing else
-    os.close(nothing)
-    _open_sockets.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_of_inherited)
