@@ -16,7 +16,7 @@ from . import page, problems
 from .meter import Meter, Metered
 from .openapi import document
 from .routes import branches, diff, events, graph, payload, refs, runs, series, service, states, stats, writes
-from .security import Guard, Hosts, Origins, Shield, Tokens
+from .security import Gatekeeper, Hosts, Origins, Shield, Tokens
 from .served import Served
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def create_app(
     page.install(app)
     problems.install(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]  # as FastAPI's manual has it
-    app.add_middleware(Guard, tokens=Tokens(tokens or {}), hosts=hosts, origins=Origins(hosts, cors), prefix=prefix.rstrip("/"))
+    app.add_middleware(Gatekeeper, tokens=Tokens(tokens or {}), hosts=hosts, origins=Origins(hosts, cors), prefix=prefix.rstrip("/"))
     app.add_middleware(Shield)
     app.add_middleware(Metered, meter=app.state.meter)
     if cors:

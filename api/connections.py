@@ -1,6 +1,6 @@
 """One connection of a browser or a program: let in or not, and ended when it does not go on.
 
-A connection has a place in the server's ``Admission`` from ``accept`` on. It holds it while a request is answered that ``Guard`` let
+A connection has a place in the server's ``Admission`` from ``accept`` on. It holds it while a request is answered that ``Gatekeeper`` let
 in; before and between requests it gives way to others. A client that does not send a whole request, or does not take an answer, is let go.
 """
 

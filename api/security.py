@@ -1,7 +1,7 @@
 """Permissions: the layers around the application that every request passes before any route is looked at.
 
 - ``Shield``, outermost: whatever goes wrong is answered as a problem, and every answer has the headers that browsers need.
-- ``Guard``: Host, origin, sizes, token. Denied by default: only the page's own files and ``/healthz`` are open, all else needs ``read``,
+- ``Gatekeeper``: Host, origin, sizes, token. Denied by default: only the page's files and ``/healthz`` are open, all else needs ``read``,
   and any method but GET, HEAD and OPTIONS ``write``, whatever the route says; it may ask for more.
 
 They are plain ASGI, so that streams flow through them.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Send
     from starlette.types import Scope as Request
 
-__all__ = ["BODY_BYTES", "OPEN", "QUERY_BYTES", "Guard", "Hosts", "Origins", "Shield", "Tokens", "is_open"]
+__all__ = ["BODY_BYTES", "OPEN", "QUERY_BYTES", "Gatekeeper", "Hosts", "Origins", "Shield", "Tokens", "is_open"]
 
 _logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Shield:
             return
         has_begun = False
 
-        async def guarded(message: Message) -> None:
+        async def dressed(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
@@ -142,15 +142,15 @@ class Shield:
             await send(message)
 
         try:
-            await self._app(scope, receive, guarded)
+            await self._app(scope, receive, dressed)
         except Exception as error:  # every error of the application is answered, or logged
             if not has_begun:
-                await respond(error, scope)(scope, receive, guarded)
+                await respond(error, scope)(scope, receive, dressed)
             elif not isinstance(error.__cause__ or error, DatastatesError):  # those were logged where they came
                 _logger.exception("%s %s broke off", scope["method"], scope["path"])
 
 
-class Guard:
+class Gatekeeper:
     """Lets in what may come in, and notes in ``scope["state"]`` what its token allows: ``granted``, ``is_known``.
 
     A path with or without ``prefix`` is understood: some proxies take it away, some leave it.

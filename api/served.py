@@ -14,7 +14,7 @@ from datastates.lineage.deadline import within
 from datastates.opening.core import Core
 
 from .curves import Curves
-from .feed import Feed
+from .live import LiveEvents
 from .norms import Norms
 from .problems import Refusal
 from .reads import PayloadReads
@@ -44,7 +44,7 @@ class Served:
 
     def __init__(self, name: str, core: Core) -> None:
         self.name, self.core = name, core
-        self.feed = Feed(core.database.read, name=name)
+        self.live = LiveEvents(core.database.read, name=name)
         self.downloads = threading.BoundedSemaphore(DOWNLOADS)
         self.windows = Windows()
         self.curves = Curves()
@@ -78,7 +78,7 @@ class Served:
         """A durable transaction; captures of this process see it at once."""
         with self.core.writing() as session:
             yield session
-        self.feed.look()
+        self.live.look()
 
     def warm(self) -> None:
         """Look at the whole once, in the background: otherwise the first question about a million states would wait for seconds."""
@@ -87,7 +87,7 @@ class Served:
 
     def close(self) -> None:
         """Idempotent."""
-        self.feed.close()
+        self.live.close()
         self.windows.close()
         self.statistics.close()
 

@@ -127,7 +127,7 @@ class Database:
         if self._frozen is not None and self._frozen.has_changed():
             self._engine.dispose()
         try:
-            with undisturbed(), Session(engine, autoflush=False, expire_on_commit=False) as session, deadline.guarded(session):
+            with undisturbed(), Session(engine, autoflush=False, expire_on_commit=False) as session, deadline.enforced(session):
                 yield session
         except (exc.SQLAlchemyError, sqlite3.Error) as error:
             raise translate(error, self._shown) from error

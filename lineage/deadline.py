@@ -19,7 +19,7 @@ from datastates.errors import InvalidInput
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["guarded", "overdue", "within"]
+__all__ = ["enforced", "overdue", "within"]
 
 _STEPS = 10_000  # of SQLite's machine between two looks at the clock: some 100 us
 _until: ContextVar[tuple[float, float] | None] = ContextVar("datastates_deadline", default=None)
@@ -45,7 +45,7 @@ def _check(*_: object) -> None:
 
 
 @contextmanager
-def guarded(session: Session) -> Iterator[None]:
+def enforced(session: Session) -> Iterator[None]:
     """Have the database end what is read in a session when the deadline passes, if there is one."""
     until = _until.get()
     if until is None:

@@ -13,7 +13,7 @@ from datastates.api.served import Chosen
 from datastates.api.streaming import Streamed
 
 if TYPE_CHECKING:
-    from datastates.api.feed import Listener
+    from datastates.api.live import Listener
 
 __all__ = ["routes"]
 
@@ -52,7 +52,7 @@ def events(served: Chosen, after: _Id = None, last_event_id: _LastId = None) -> 
     Without `after` and `Last-Event-ID` from now on. The first event is `hello`; its id is where the stream begins. Then each `ref`
     is one line of a reflog, with the id to resume at. Comments every 15 s say that the stream lives.
     """
-    listener = served.feed.listen(after if last_event_id is None else last_event_id)
+    listener = served.live.listen(after if last_event_id is None else last_event_id)
     return Streamed(_lines(listener), close=listener.close, headers=_HEADERS, media_type=MEDIA_TYPE)
 
 

@@ -61,7 +61,7 @@ def _repository_lines(served: list[Served]) -> Iterator[str]:
         with each.core.database.read() as session:
             states.append(({"repository": each.name}, int(session.execute(select(func.count()).select_from(StateRow)).scalar_one())))
     yield from family("datastates_states", "gauge", "States of a repository", states)
-    clients = [({"repository": each.name}, each.feed.listeners) for each in served]
+    clients = [({"repository": each.name}, each.live.listeners) for each in served]
     yield from family("datastates_event_stream_clients", "gauge", "Clients that listen to events", clients)
 
 

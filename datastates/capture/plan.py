@@ -18,9 +18,9 @@ from datastates.content.geometry import compact, dense_view, memory_key, spec_of
 from datastates.content.manifest import CHUNK_BYTES, Shard, TensorSpec
 from datastates.content.tree import Flat, Leaf, encode_skeleton
 
-from .tripwire import Guarded, Tripwire
+from .tripwire import Tripwire, Watched
 
-__all__ = ["DEFER_BYTES", "Layout", "Pieces", "Plan", "compile_plan"]
+__all__ = ["DEFER_BYTES", "CopyPlan", "Layout", "Pieces", "compile_plan"]
 
 DEFER_BYTES = 64 << 10
 """Smaller tensors are copied before ``capture`` returns: a deferred copy would gain nothing."""
@@ -82,7 +82,7 @@ class _Source:
 
 
 @dataclass(slots=True)
-class Plan:
+class CopyPlan:
     """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
 
     ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when.
@@ -161,7 +161,7 @@ def compile_plan(
     fenced: Collection[int] = (),
     frozen: Collection[int] = (),
     eager_paths: Collection[str] = (),
-) -> Plan:
+) -> CopyPlan:
     """Lay a state's tensors out over chunks.
 
     ``fenced`` and ``frozen`` are ids of tensors: those that a tracked optimizer alone changes (deferred when large
@@ -197,7 +197,7 @@ def compile_plan(
 
 def _lay_out(
     flat: Flat, specs: list[TensorSpec], sources: list[_Source], aliases: list[tuple[int, torch.Tensor, object]], frozen: Collection[int]
-) -> Plan:
+) -> CopyPlan:
     # Large ones in the order of the leaves, whether still or not: what a prefix trained and a variant freezes then fills the same chunks,
     # up to the first that the variant trains.
     still_small, still_large = _by_size([source for source in sources if id(source.tensor) in frozen])
@@ -216,7 +216,7 @@ def _lay_out(
         spec = specs[source.leaf]
         shard = Shard((0,) * len(spec.shape), spec.shape, source.start, source.flat.numel())
         specs[source.leaf] = msgspec.structs.replace(spec, shards=(shard,))
-    guarded = [Guarded(source.path, source.tensor, source.flat, source.start) for source in sources if source.is_deferred]
+    watched = [Watched(source.path, source.tensor, source.flat, source.start) for source in sources if source.is_deferred]
     lengths = tuple(sum(chunk) for chunk in sizes)
     layout = Layout(
         skeleton=msgspec.Raw(encode_skeleton(flat.skeleton)),
@@ -224,7 +224,7 @@ def _lay_out(
         chunk_lengths=lengths,
         bytes_total=sum(lengths),
     )
-    return Plan(
+    return CopyPlan(
         layout,
         flat,
         tuple(specs),
@@ -233,7 +233,7 @@ def _lay_out(
         deferred,
         sources,
         aliases,
-        Tripwire(guarded),
+        Tripwire(watched),
         is_on_device=any(source.flat.is_cuda for source in sources),
         eager_bytes=sum(source.flat.numel() for source in sources if not source.is_deferred),
     )

@@ -21,7 +21,7 @@ from datastates.system.bell import Latch
 from datastates.system.interrupts import Mutex
 
 from .edits import named
-from .plan import Pieces, Plan
+from .plan import CopyPlan, Pieces
 from .tripwire import Armed
 
 __all__ = ["CopyJob", "Stager"]
@@ -38,7 +38,7 @@ class CopyJob:
     as of the first fence, or of the end of the copy where that is earlier.
     """
 
-    plan: Plan
+    plan: CopyPlan
     slots: list[int]
     on_done: Callable[[CopyJob], None]
     armed: Armed | None = None
@@ -109,7 +109,7 @@ class Stager:
             self._jobs.put(None)
             self._thread.join()
 
-    def _pin(self, plan: Plan) -> None:
+    def _pin(self, plan: CopyPlan) -> None:
         """Pin the arena from the first state on that has something on a device, not before: registering makes a context there."""
         if not self._is_pinned:
             self._is_pinned = True
@@ -200,7 +200,7 @@ def _to_host(sample: torch.Tensor) -> torch.Tensor:
     return torch.empty(sample.shape, dtype=sample.dtype, device="cpu", pin_memory=True).copy_(sample, non_blocking=True)
 
 
-def _pairs(plan: Plan, slots: Sequence[int], arena: Arena, copies: Sequence[Pieces]) -> _Pairs:
+def _pairs(plan: CopyPlan, slots: Sequence[int], arena: Arena, copies: Sequence[Pieces]) -> _Pairs:
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for chunk, pieces in enumerate(copies):
@@ -210,7 +210,7 @@ def _pairs(plan: Plan, slots: Sequence[int], arena: Arena, copies: Sequence[Piec
     return targets, sources
 
 
-def _copy_eager(plan: Plan, slots: Sequence[int], arena: Arena) -> None:
+def _copy_eager(plan: CopyPlan, slots: Sequence[int], arena: Arena) -> None:
     """Copy from host memory what is not deferred; a chunk of many small tensors by one ``cat``, which needs no views."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []

@@ -21,7 +21,7 @@ import torch
 
 from datastates.content.manifest import CHUNK_BYTES
 
-__all__ = ["SAMPLES", "STATE_SAMPLES", "Armed", "Guarded", "Tripwire"]
+__all__ = ["SAMPLES", "STATE_SAMPLES", "Armed", "Tripwire", "Watched"]
 
 SAMPLES = 32
 """Elements of each deferred parameter that are looked at."""
@@ -33,7 +33,7 @@ _WORDS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32
 
 
 @dataclass(frozen=True, slots=True)
-class Guarded:
+class Watched:
     """A deferred tensor: its path, the tensor, its bytes as a flat view, and where they go in the stream."""
 
     path: str
@@ -52,7 +52,7 @@ class Armed:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The guarded tensors of one item size on one device: sampled with one call, looked up in the arena with one ``take``.
+    """The watched tensors of one item size on one device: sampled with one call, looked up in the arena with one ``take``.
 
     ``members`` says for each sampled element which tensor it is of. NumPy joins strided pieces of host memory in half the time that
     ``torch.cat`` takes. Its ``arrays`` hold as long as the ``tensors`` lie at the same ``pointers``; ``views`` follow a storage that was
@@ -77,18 +77,18 @@ class _Group:
 class Tripwire:
     """Compiled with a plan. ``arm`` runs on the training thread, ``tripped`` on the stage thread."""
 
-    def __init__(self, guarded: Sequence[Guarded]) -> None:
-        self._paths = [item.path for item in guarded]
-        self._tensors = [item.tensor for item in guarded]
-        kinds = dict.fromkeys((_word_size(item), item.flat.device) for item in guarded)
-        self._groups = [_group(guarded, size, device) for size, device in kinds]
+    def __init__(self, watched: Sequence[Watched]) -> None:
+        self._paths = [item.path for item in watched]
+        self._tensors = [item.tensor for item in watched]
+        kinds = dict.fromkeys((_word_size(item), item.flat.device) for item in watched)
+        self._groups = [_group(watched, size, device) for size, device in kinds]
 
     def arm(self) -> Armed:
         """Take the versions and the samples; about 0.3 ms for 150 tensors that no cache holds."""
         return Armed(self.versions(), [group.sample() for group in self._groups])
 
     def versions(self) -> list[int]:
-        """The versions of the guarded tensors as they are; to be read before a fence lets the next change happen."""
+        """The versions of the watched tensors as they are; to be read before a fence lets the next change happen."""
         return [*map(_VERSION, self._tensors)]
 
     def tripped(self, armed: Armed, versions: Sequence[int], slots: Sequence[int], arena: torch.Tensor) -> list[str]:
@@ -106,16 +106,16 @@ class Tripwire:
         return [self._paths[i] for i in sorted(hit)]
 
 
-def _group(guarded: Sequence[Guarded], size: int, device: torch.device) -> _Group:
-    members = [i for i, item in enumerate(guarded) if (_word_size(item), item.flat.device) == (size, device)]
-    tensors = [guarded[i].tensor for i in members]
+def _group(watched: Sequence[Watched], size: int, device: torch.device) -> _Group:
+    members = [i for i, item in enumerate(watched) if (_word_size(item), item.flat.device) == (size, device)]
+    tensors = [watched[i].tensor for i in members]
     counts = [SAMPLES if tensor.requires_grad else STATE_SAMPLES for tensor in tensors]
     views, positions = [], []
     for i, count in zip(members, counts, strict=True):
-        words = guarded[i].flat.view(_WORDS[size])
+        words = watched[i].flat.view(_WORDS[size])
         step = (words.numel() - 1) // (count - 1)
         views.append(words[: (count - 1) * step + 1 : step])
-        positions.append(guarded[i].start + size * step * np.arange(count, dtype=np.int64))
+        positions.append(watched[i].start + size * step * np.arange(count, dtype=np.int64))
     chunks, offsets = np.divmod(np.concatenate(positions), CHUNK_BYTES)
     # Through DLPack: ``Tensor.numpy`` would forbid the owner to resize the storage.
     arrays = [np.from_dlpack(view) for view in views] if device.type == "cpu" else []
@@ -126,5 +126,5 @@ def _group(guarded: Sequence[Guarded], size: int, device: torch.device) -> _Grou
 _VERSION = operator.attrgetter("_version")
 
 
-def _word_size(item: Guarded) -> int:
+def _word_size(item: Watched) -> int:
     return min(8, item.tensor.element_size())

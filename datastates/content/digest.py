@@ -19,7 +19,7 @@ from blake3 import blake3
 from datastates.errors import Corrupt, InvalidInput
 
 from .check import check
-from .frame import frame, unframed
+from .envelope import unwrapped, wrap
 from .manifest import VERSION, Content, Manifest, TensorSpec
 from .root import root_digest
 
@@ -60,7 +60,7 @@ def encode(manifest: Manifest) -> bytes:
     if manifest.version != VERSION:
         raise InvalidInput(f"manifest version {manifest.version}: this code writes version {VERSION}")
     body = _encoder.encode(manifest)
-    return frame(VERSION, body)
+    return wrap(VERSION, body)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ def decode_sound(data: bytes | memoryview, *, source: str) -> Sound:
     :raises Corrupt: a byte is wrong or missing, or the manifest contradicts itself.
     :raises Unavailable: it is whole, but of a version that this code, or with a dtype that this torch, does not know.
     """
-    manifest = unframed(_decoder, data, source=source)
+    manifest = unwrapped(_decoder, data, source=source)
     try:
         expected = state_digest(manifest.content, manifest.origin.parent_digests)
     except (OverflowError, UnicodeEncodeError) as exc:

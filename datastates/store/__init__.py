@@ -1,6 +1,6 @@
 """Places for payload: what a tier of your own has to do, and what it may.
 
-Names are imported when they are first used: reading a manifest's frame does without torch.
+Names are imported when they are first used: reading a manifest's envelope does without torch.
 """
 
 from __future__ import annotations

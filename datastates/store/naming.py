@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from datastates.content.frame import decode_packs
+from datastates.content.envelope import decode_packs
 from datastates.content.manifest import PackInfo
 from datastates.errors import Corrupt, Unavailable
 from datastates.system.regular import read_regular

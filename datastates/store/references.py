@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from datastates.content.frame import decode_packs
+from datastates.content.envelope import decode_packs
 from datastates.errors import Corrupt, Unavailable
 from datastates.system.regular import read_regular
 

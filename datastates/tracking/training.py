@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from datastates.capture.fence import Fence, Pending
 from datastates.capture.line import Line
-from datastates.capture.plan import Plan, compile_plan
+from datastates.capture.plan import CopyPlan, compile_plan
 from datastates.capture.shutdown import end_later
 from datastates.content.tree import Flat, flatten
 from datastates.errors import Closed, InvalidInput
@@ -58,7 +58,7 @@ class Training:
         self.step = self.micro_step = 0
         self.resumed_from: State | None = None
         self.report: RestoreReport | None = None
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._is_closed = self._is_ended = self._has_given_way = False
         self._pid = os.getpid()
         self._fence = Fence(self.pending.wait)
@@ -89,7 +89,7 @@ class Training:
         """The leaves of the capture before this one, if they say what this one is to expect."""
         return None if self._plan is None else self._plan.flat
 
-    def plan_for(self, flat: Flat) -> Plan:
+    def plan_for(self, flat: Flat) -> CopyPlan:
         """How these leaves are copied: as before, if their layout is that of before."""
         if self._plan is not None and self._plan.refresh(flat):
             return self._plan

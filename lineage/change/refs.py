@@ -24,7 +24,7 @@ from . import segments
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["branch", "check_name", "delete", "get", "last_event", "log_event", "move", "reflog", "refs", "tag"]
+__all__ = ["branch", "check_name", "delete", "get", "last_event", "move", "note_event", "reflog", "refs", "tag"]
 
 NAME_LENGTH = 200
 _UID_LIKE = re.compile(r"[0-9a-f]{4,24}")
@@ -75,7 +75,7 @@ def move(session: Session, name: str, uid: str, *, expected: str, reason: str = 
     moved = get(session, name)
     if moved.kind is RefKind.BRANCH:
         segments.move(session, name, old_id, new_id)
-    log_event(session, name, moved.kind, old_id, new_id, reason)
+    note_event(session, name, moved.kind, old_id, new_id, reason)
     return moved
 
 
@@ -89,7 +89,7 @@ def delete(session: Session, name: str, *, reason: str = "delete") -> Ref:
     if _changed(done) != 1:
         raise Conflict(f"{found.kind} {name!r} changed while it was deleted: look again, then delete it")
     segments.leave(session, name)
-    log_event(session, name, found.kind, id_of(session, found.state), None, reason)
+    note_event(session, name, found.kind, id_of(session, found.state), None, reason)
     return found
 
 
@@ -128,7 +128,7 @@ def last_event(session: Session) -> int:
     return int(session.execute(_LAST_EVENT).scalar() or 0)
 
 
-def log_event(session: Session, name: str, kind: RefKind, old: int | None, new: int | None, reason: str) -> None:
+def note_event(session: Session, name: str, kind: RefKind, old: int | None, new: int | None, reason: str) -> None:
     """Append to the reflog, by row ids; called in the transaction that changes the ref."""
     row = {"name": name, "kind": kind.value, "old_id": old, "new_id": new, "reason": reason, "created_at": to_us(None)}
     session.execute(_LOG, row)
@@ -148,7 +148,7 @@ def _make(session: Session, ref: Ref, reason: str) -> Ref:
         )
     if ref.kind is RefKind.BRANCH:
         segments.begin(session, ref.name, id_)
-    log_event(session, ref.name, ref.kind, None, id_, reason)
+    note_event(session, ref.name, ref.kind, None, id_, reason)
     return ref
 
 

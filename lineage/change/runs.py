@@ -20,7 +20,7 @@ from datastates.system import masking
 
 from . import segments
 from .parts import Waiting, drop_waiting
-from .refs import log_event
+from .refs import note_event
 from .replicas import unheld
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _move_back(session: Session) -> list[Recovered]:
             else:
                 segments.move(session, name, head_id, new_id)
             status = states(session, [head_id])[0].status
-            log_event(session, name, RefKind.BRANCH, head_id, new_id, f"recover: {head} is {status}, {went}")
+            note_event(session, name, RefKind.BRANCH, head_id, new_id, f"recover: {head} is {status}, {went}")
             moved.append(Recovered(name, head, None if found is None else found.uid))
     return moved
 

@@ -17,8 +17,8 @@ import pytest
 
 import datastates
 from datastates import Repository
-from datastates.api import feed as module
-from datastates.api.feed import Feed
+from datastates.api import live as module
+from datastates.api.live import LiveEvents
 from datastates.api.problems import Refusal
 from datastates.errors import Unavailable
 from datastates.lineage import Database
@@ -142,13 +142,13 @@ def test_a_reader_far_behind_gets_every_event_once_while_more_are_written(
 
 
 def test_many_listeners_share_one_thread_that_ends_with_them(repo: Repository) -> None:
-    feed = Feed(repo.core.database.read, name="shared", poll_s=0.01)
+    live = LiveEvents(repo.core.database.read, name="shared", poll_s=0.01)
 
     def threads() -> int:
         return sum(thread.name == "datastates-events-shared" for thread in threading.enumerate())
 
     assert threads() == 0
-    listeners = [feed.listen() for _ in range(20)]
+    listeners = [live.listen() for _ in range(20)]
     assert threads() == 1
     repo.tag("all", "main")
 
@@ -156,33 +156,33 @@ def test_many_listeners_share_one_thread_that_ends_with_them(repo: Repository) -
         return [[event.name for event in found] for found in await asyncio.gather(*(listener.next(10) for listener in listeners))]
 
     assert asyncio.run(take()) == [["all"]] * 20
-    thread = feed._thread
+    thread = live._thread
     assert thread is not None
     for listener in listeners:
         listener.close()
     thread.join(10)
     assert threads() == 0
-    with feed._lock:
-        assert not feed._kept
+    with live._lock:
+        assert not live._kept
 
 
 def test_no_more_listen_than_may(repo: Repository) -> None:
-    feed = Feed(repo.core.database.read, listeners_max=2)
-    first, _ = feed.listen(), feed.listen()
+    live = LiveEvents(repo.core.database.read, listeners_max=2)
+    first, _ = live.listen(), live.listen()
     with pytest.raises(Refusal, match="2 clients listen"):
-        feed.listen()
+        live.listen()
     first.close()
-    feed.listen()
-    feed.close()
+    live.listen()
+    live.close()
     with pytest.raises(Refusal, match="about to end"):
-        feed.listen()
+        live.listen()
 
 
 def test_one_too_many_is_told_when_to_come_again(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     with live({NAME: repo}) as url:
         with listening(url) as stream:
             stream.next()
-            monkeypatch.setattr(Feed, "_enter", lambda *_: (_ for _ in ()).throw(module._refusal("full")))
+            monkeypatch.setattr(LiveEvents, "_enter", lambda *_: (_ for _ in ()).throw(module._refusal("full")))
             answer = httpx.get(f"{url}{BASE}/events", headers=AUTHORIZED)
         assert (answer.status_code, answer.json()["kind"], answer.headers["retry-after"]) == (503, "unavailable", "5")
 
@@ -245,7 +245,7 @@ def _tag_late(database: Database, uid: str, has_written: threading.Event, end: t
         assert end.wait(20)
 
 
-def test_a_feed_whose_database_fails_goes_on_when_it_answers_again(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_events_go_on_when_their_database_answers_again(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_AGAIN_S", 0.01)
     fails, failed = threading.Event(), threading.Event()
 
@@ -257,20 +257,20 @@ def test_a_feed_whose_database_fails_goes_on_when_it_answers_again(repo: Reposit
         with repo.core.database.read() as session:
             yield session
 
-    feed = Feed(reading, poll_s=0.01)
-    listener = feed.listen()
+    live = LiveEvents(reading, poll_s=0.01)
+    listener = live.listen()
     fails.set()
     assert failed.wait(10)
     repo.tag("meanwhile", "main")
     fails.clear()
     assert [event.name for event in asyncio.run(listener.next(10))] == ["meanwhile"]
-    feed.close()
+    live.close()
 
 
-def test_a_feed_ends_when_its_repository_is_closed(tmp_path: Path) -> None:
+def test_live_events_end_when_their_repository_is_closed(tmp_path: Path) -> None:
     repo = datastates.open(tmp_path, memory_bytes=32 << 20)
-    feed = Feed(repo.core.database.read, poll_s=0.01)
-    listener = feed.listen()
+    live = LiveEvents(repo.core.database.read, poll_s=0.01)
+    listener = live.listen()
     repo.close()
     assert asyncio.run(listener.next(30)) == ()
     assert listener.is_over

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 import datastates
 from datastates import Repository
 from datastates.api import page
-from datastates.api.security import Guard, Hosts, Origins, Shield, Tokens
+from datastates.api.security import Gatekeeper, Hosts, Origins, Shield, Tokens
 from tests.api.conftest import BASE, NAME, READ, TOKENS, WRITE, Serve
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def bundled(tmp_path: Path) -> Iterator[TestClient]:
     (tmp_path / "assets" / "index-1234.js").write_text("export {}")
     app = FastAPI()
     page.install(app, tmp_path)
-    app.add_middleware(Guard, tokens=Tokens(TOKENS), hosts=(hosts := Hosts(["testserver"])), origins=Origins(hosts))
+    app.add_middleware(Gatekeeper, tokens=Tokens(TOKENS), hosts=(hosts := Hosts(["testserver"])), origins=Origins(hosts))
     app.add_middleware(Shield)
     with TestClient(app) as client:
         yield client

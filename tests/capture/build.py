@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from datastates.capture.plan import Plan
+from datastates.capture.plan import CopyPlan
 from datastates.capture.stage import CopyJob, Stager
 from datastates.content.geometry import rebuild
 from datastates.content.manifest import CHUNK_BYTES
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Gate", "copied", "differing", "held_back", "leaves_of", "live"]
 
 
-def copied(plan: Plan, arena: Arena, stager: Stager, *, is_deferring: bool = False) -> list[torch.Tensor]:
+def copied(plan: CopyPlan, arena: Arena, stager: Stager, *, is_deferring: bool = False) -> list[torch.Tensor]:
     """The tensors that come back from a copy of the plan's sources as they are now; nothing is shared with them."""
     slots = arena.acquire(plan.slot_count)
     assert slots is not None

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastates.capture.plan import DEFER_BYTES, Plan, compile_plan
+from datastates.capture.plan import DEFER_BYTES, CopyPlan, compile_plan
 from datastates.capture.stage import Stager
 from datastates.content.geometry import is_dense
 from datastates.content.manifest import CHUNK_BYTES
@@ -35,11 +35,11 @@ def stager(arena: Arena) -> Iterator[Stager]:
     made.close()
 
 
-def plan_of(*sources: torch.Tensor, deferred: bool = False) -> Plan:
+def plan_of(*sources: torch.Tensor, deferred: bool = False) -> CopyPlan:
     return compile_plan(flatten(list(sources)), fenced={id(source) for source in sources} if deferred else ())
 
 
-def assert_comes_back(plan: Plan, sources: list[torch.Tensor], arena: Arena, stager: Stager) -> None:
+def assert_comes_back(plan: CopyPlan, sources: list[torch.Tensor], arena: Arena, stager: Stager) -> None:
     for source, back in zip(sources, copied(plan, arena, stager), strict=True):
         assert (back.dtype, back.shape) == (source.dtype, source.shape)
         assert bits(back) == bits(source)

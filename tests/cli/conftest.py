@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from datastates.cli import app
-from datastates.content.frame import frame
+from datastates.content.envelope import wrap
 from datastates.content.manifest import VERSION
 from datastates.lineage import Database, Edge, EdgeKind, Run, Status
 from datastates.lineage.change import record, refs, replicas, runs
@@ -70,7 +70,7 @@ def build_lineage(root: Path) -> None:
     (root / "packs").mkdir()
     needed = [["p.safetensors", 4096, 0, b""]]
     body = msgspec.msgpack.encode([VERSION, "d" * 64, None, None, needed])  # as much of a manifest as these commands look at
-    (root / "packs" / manifest_name(uid("1", 3), 0)).write_bytes(frame(VERSION, body))
+    (root / "packs" / manifest_name(uid("1", 3), 0)).write_bytes(wrap(VERSION, body))
 
 
 def _record(session: Any, uid: str, parent: str | None, branch: str, step: int, **more: Any) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from datastates.content.check import tensors_of
 from datastates.content.digest import chunk_digest, decode, encode, state_digest
-from datastates.content.frame import decode_packs
+from datastates.content.envelope import decode_packs
 from datastates.content.geometry import dense_strides, rebuild
 from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, ChunkRef, Content, Manifest, Origin, PackInfo, Shard, TensorSpec
 from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unavailable

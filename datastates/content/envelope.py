@@ -1,6 +1,6 @@
-"""The frame that a manifest is written in, and what can be read of it without what tensors are.
+"""The envelope that a manifest is written in, and what can be read of it without what tensors are.
 
-The frame is the same in all versions, so that any version can tell damage from a version that it does not know:
+The envelope is the same in all versions, so that any version can tell damage from a version that it does not know:
 
     8 bytes    magic ``DSMANIF\\0``
     4 bytes    version, little-endian
@@ -21,7 +21,7 @@ from datastates.errors import Corrupt, Unavailable
 
 from .manifest import VERSION, PackInfo
 
-__all__ = ["decode_packs", "frame", "unframed"]
+__all__ = ["decode_packs", "unwrapped", "wrap"]
 
 _MAGIC = b"DSMANIF\0"
 _HEAD = struct.Struct("<8sIQ")
@@ -49,19 +49,19 @@ class _Packs(msgspec.Struct, frozen=True, array_like=True):
 _packs_decoder = msgspec.msgpack.Decoder(_Packs)
 
 
-def frame(version: int, body: bytes) -> bytes:
+def wrap(version: int, body: bytes) -> bytes:
     """The bytes of a file."""
-    framed = _HEAD.pack(_MAGIC, version, len(body)) + body
-    return framed + blake3(framed).digest()
+    wrapped = _HEAD.pack(_MAGIC, version, len(body)) + body
+    return wrapped + blake3(wrapped).digest()
 
 
-def unframed(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, *, source: str) -> _T:
-    """The body as ``decoder`` reads it, once the frame was checked; ``source`` says in errors where it was read.
+def unwrapped(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, *, source: str) -> _T:
+    """The body as ``decoder`` reads it, once the envelope was checked; ``source`` says in errors where it was read.
 
     :raises Corrupt: a byte is wrong or missing.
     :raises Unavailable: it is whole, but of a version that this code does not know.
     """
-    version, body = _unframe(memoryview(data).cast("B"), source)
+    version, body = _opened(memoryview(data).cast("B"), source)
     if version != VERSION:
         raise Unavailable(f"{source} is a manifest of version {version}, this datastates reads version {VERSION}: upgrade datastates")
     try:
@@ -75,10 +75,10 @@ def unframed(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, *, 
 
 def decode_packs(data: bytes | memoryview, *, source: str) -> tuple[PackInfo, ...]:
     """Only the packs that the manifest in ``data`` needs, without the cost of the rest; its bytes are checked as in ``decode``."""
-    return unframed(_packs_decoder, data, source=source).packs
+    return unwrapped(_packs_decoder, data, source=source).packs
 
 
-def _unframe(view: memoryview, source: str) -> tuple[int, memoryview]:
+def _opened(view: memoryview, source: str) -> tuple[int, memoryview]:
     least = _HEAD.size + _DIGEST_BYTES
     if len(view) < least:
         raise Corrupt(f"{source} has {len(view)} bytes, fewer than the {least} of the smallest manifest")

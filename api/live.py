@@ -27,7 +27,7 @@ from .problems import Refusal
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Feed", "Listener"]
+__all__ = ["Listener", "LiveEvents"]
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _AGAIN_S = 1.0
 _RETRY_S = 5
 
 
-class Feed:
+class LiveEvents:
     """The events of one repository. Safe from any thread; ``close`` ends every listener."""
 
     def __init__(
@@ -213,8 +213,8 @@ def _refusal(detail: str) -> Refusal:
 class Listener:
     """A listener: ``position`` is the id of the last event that it got. ``next`` belongs to one task of an event loop."""
 
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
+    def __init__(self, live: LiveEvents) -> None:
+        self._live = live
         self.position = 0
         self.newest = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -223,7 +223,7 @@ class Listener:
     @property
     def is_over(self) -> bool:
         """Whether nothing will come any more: the server ends."""
-        return self._feed._is_closed
+        return self._live._is_closed
 
     async def next(self, timeout_s: float) -> tuple[RefEvent, ...]:
         """The events that come next, at least one; none when there was none for so long, or all is over."""
@@ -231,9 +231,9 @@ class Listener:
         deadline = self._loop.time() + timeout_s
         while not self.is_over:
             self._woken.clear()
-            found = self._feed._since(self.position)
+            found = self._live._since(self.position)
             if found is None:
-                found = await run_in_threadpool(self._feed._page, self.position)
+                found = await run_in_threadpool(self._live._page, self.position)
             if found:
                 self.position = found[-1].id
                 return found
@@ -246,7 +246,7 @@ class Listener:
 
     def close(self) -> None:
         """Listen no more; idempotent."""
-        self._feed._leave(self)
+        self._live._leave(self)
 
     def _wake(self) -> None:
         """Wake a listener, from any thread."""
