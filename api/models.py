@@ -75,7 +75,7 @@ class StoredPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDetail(State):
-    """Everything that is known of one state. ``children`` are uids, oldest first; ``run_record`` is the process that captured it."""
+    """Everything that is known of one state. ``children`` are uids, oldest first; ``run_record`` is the training that captured it."""
 
     refs: tuple[Ref, ...]
     children: tuple[str, ...]

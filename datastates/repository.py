@@ -29,6 +29,7 @@ from .opening.core import Core
 from .opening.location import Location, locate
 from .show.frames import States
 from .system.interrupts import undisturbed
+from .tracking.configuration import configuration
 from .tracking.start import Terms, follow, together
 from .tracking.tracker import Tracker
 from .upkeep.loading import load, restore, verify
@@ -129,6 +130,7 @@ class Repository:
         back_pressure: BackPressure | str | None = None,
         defer: bool = True,
         objects: Mapping[str, object] | None = None,
+        config: object = None,
         **more: object,
     ) -> Tracker:
         """Track a training on a branch, and restore its objects to where the branch stands.
@@ -153,6 +155,8 @@ class Repository:
         :param back_pressure: what a capture does when memory is full: ``wait``, ``skip`` or ``drop-oldest``; None: as configured.
         :param defer: False copies everything before ``capture`` returns.
         :param objects: what is tracked besides, by name; here a name may be that of an argument, such as ``start``.
+        :param config: the configuration of this training, for people to find and compare it by: a mapping, an argparse namespace, a
+            dataclass, nested as you like. It is recorded as plain values by flat names such as ``optimizer.lr``; nothing of it is restored.
         :param more: what is tracked, by name: anything with ``state_dict`` and ``load_state_dict``, generators of random numbers
             (torch's, Python's, NumPy's), nested containers of those, of tensors and of plain values. All are restored in place; values that
             cannot be (numbers, text, tuples) are in the tracker's ``values``.
@@ -167,6 +171,7 @@ class Repository:
         self.core.home.check_writable()
         if not isinstance(rng, bool):
             raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
+        settings = configuration(config)
         tracked = together(more, {} if objects is None else values.named(objects, "objects"))
         cadence = self.config.cadence_with(cadence, durable_every=durable_every, durable_interval_s=durable_interval_s)
         if back_pressure is not None:
@@ -187,6 +192,7 @@ class Repository:
             defer=values.flag(defer, "defer"),
             cadence=cadence,
             back_pressure=back_pressure or self.config.back_pressure,
+            config=settings,
         )
         return follow(self.core, live, plain, terms)
 

@@ -13,8 +13,10 @@ from sqlalchemy import BigInteger, ColumnElement, Select, bindparam, select
 
 from datastates.errors import Ambiguous, InvalidInput, NotFound
 
+from . import settings
 from .schema import AttributeRow, EdgeRow, MetricRow, RunRow, StateRow, from_us, table
 from .states import Edge, EdgeKind, State, Status, Value
+from .typed import value_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -48,7 +50,7 @@ class _Load:
     @classmethod
     def of(cls, is_them: Callable[[ColumnElement[int]], ColumnElement[bool]]) -> _Load:
         return cls(
-            states=select(*(_state.c[name] for name in _COLUMNS), _parent.c.uid, _run.c.uid)
+            states=select(*(_state.c[name] for name in _COLUMNS), _parent.c.uid, _run.c.uid, _run.c.id)
             .outerjoin_from(_state, _parent, _parent.c.id == _state.c.parent_id)
             .outerjoin(_run, _run.c.id == _state.c.run_id)
             .where(is_them(_state.c.id)),
@@ -107,7 +109,7 @@ def state(session: Session, uid: str) -> State:
 
 
 def states(session: Session, keys: Sequence[int] | Sequence[str]) -> list[State]:
-    """States by row id or by uid, in the order of ``keys``, in four queries for each thousand.
+    """States by row id or by uid, in the order of ``keys``, in five queries for each thousand.
 
     :raises NotFound: one of them is unknown; names it.
     """
@@ -151,13 +153,15 @@ def _load(session: Session, ids: list[int]) -> dict[int, State]:
     for id_, key, value in connection.execute(load.metrics, bound).all():
         metrics[id_][key] = math.nan if value is None else value
     for id_, key, type_, number, text in connection.execute(load.attributes, bound).all():
-        attributes[id_][key] = _value(type_, number, text)
+        attributes[id_][key] = value_of(type_, number, text)
     for id_, parent, kind, weight in connection.execute(load.edges, bound).all():
         edges[id_].append(Edge(parent, EdgeKind(kind), weight))
+    rows = connection.execute(load.states, bound).all()
+    configs = settings.of_runs(connection, {row[-1] for row in rows if row[-1] is not None})
     found = {}
     for (
-        id_, uid, digest, step, micro_step, message, created_at, status, generation, bytes_total, bytes_new, world_size, parent, run
-    ) in connection.execute(load.states, bound).all():  # fmt: skip
+        id_, uid, digest, step, micro_step, message, created_at, status, generation, bytes_total, bytes_new, world_size, parent, run, run_id
+    ) in rows:  # fmt: skip
         further = tuple(edges.get(id_, ()))
         first = () if parent is None else (parent,)
         found[id_] = State(
@@ -177,22 +181,9 @@ def _load(session: Session, ids: list[int]) -> dict[int, State]:
             bytes_total=bytes_total,
             bytes_new=bytes_new,
             world_size=world_size,
+            config=configs.get(run_id, {}),
         )
     return found
-
-
-def _value(type_: str, number: float | None, text: str | None) -> Value:
-    """The value that ``record`` stored, as it was."""
-    match type_:
-        case "str":
-            return text
-        case "int":
-            return int(text) if text is not None else int(number or 0)
-        case "bool":
-            return bool(number)
-        case "float":
-            return math.nan if number is None else number
-    return None
 
 
 def _batches(items: list[T]) -> Iterator[list[T]]:

@@ -27,6 +27,7 @@ __all__ = [
     "RunRow",
     "SealRow",
     "SegmentRow",
+    "SettingRow",
     "StateRow",
     "StretchRow",
     "from_us",
@@ -61,12 +62,17 @@ class Base(DeclarativeBase):
 
 
 class RunRow(Base):
-    """One process that tracked."""
+    """A process that tracked; or one training of it, with the uid of its ``process`` and the ``branch`` that it moves.
+
+    ``config`` holds what nobody chose (``datastates.…``); what somebody chose is in the settings.
+    """
 
     __tablename__ = "run"
 
     id: Mapped[int] = mapped_column(Id, primary_key=True)
     uid: Mapped[str] = mapped_column(String(24), unique=True)
+    process: Mapped[str | None] = mapped_column(String(24), index=True)
+    branch: Mapped[str | None] = mapped_column(String(255))
     host: Mapped[str] = mapped_column(Text)
     user: Mapped[str] = mapped_column(Text)
     pid: Mapped[int] = mapped_column(Integer)
@@ -77,6 +83,19 @@ class RunRow(Base):
     versions: Mapped[dict[str, str]] = mapped_column(JSON)
     started_at: Mapped[int] = mapped_column(BigInteger)
     finished_at: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class SettingRow(Base):
+    """One value of a run's configuration, kept by type as an attribute is; nested names are parted by dots."""
+
+    __tablename__ = "setting"
+    __table_args__ = (Index(None, "key", "number", "run_id"), Index(None, "key", "text", "run_id"), NO_ROWID)
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    type: Mapped[str] = mapped_column(String(5))
+    number: Mapped[float | None]
+    text: Mapped[str | None] = mapped_column(Text)
 
 
 class StateRow(Base):

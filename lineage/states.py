@@ -58,7 +58,11 @@ OURS = "datastates."
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One process that tracked: its user and host, its code and configuration."""
+    """One training of a process: its branch, its user and host, its code and configuration.
+
+    ``process`` is the uid of the run that stands for the whole process, which has none itself: it made what no training captured,
+    such as merges.
+    """
 
     uid: str
     host: str
@@ -71,6 +75,13 @@ class Run:
     versions: dict[str, str]
     started_at: datetime
     finished_at: datetime | None = None
+    process: str | None = None
+    branch: str | None = None
+
+    @property
+    def chosen(self) -> dict[str, Value]:
+        """What of its configuration somebody chose."""
+        return {key: value for key, value in self.config.items() if not key.startswith(OURS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +89,7 @@ class StateFacts:
     """What is known of a state before its bytes are: its identity, its place in the graph, and what was said of it.
 
     ``parent`` is the uid of the first parent, ``edges`` are the further ones. ``branch`` is the one that moves to the state, if any.
-    ``created_at`` may be left out: it is then the moment at which the state is recorded.
+    ``created_at`` may be left out: it is then the moment at which the state is recorded. ``config`` is what the run's record says.
     """
 
     uid: str
@@ -93,6 +104,7 @@ class StateFacts:
     created_at: datetime | None = None
     edges: tuple[Edge, ...] = ()
     world_size: int = 1
+    config: dict[str, Value] = field(default_factory=dict)
 
     @property
     def parents(self) -> tuple[str, ...]:
@@ -103,7 +115,8 @@ class StateFacts:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """An immutable snapshot; a node of the lineage. ``parents`` are uids, the first parent first.
+    """An immutable snapshot; a node of the lineage. ``parents`` are uids, the first parent first. ``config`` is the configuration of
+    its run.
 
     ``bytes_new`` are those of ``bytes_total`` that it added: to the disk once it is durable, before that to the memory of its process.
     """
@@ -124,6 +137,7 @@ class State:
     bytes_total: int
     bytes_new: int
     world_size: int = 1
+    config: dict[str, Value] = field(default_factory=dict)
 
     @property
     def facts(self) -> StateFacts:
@@ -141,6 +155,7 @@ class State:
             created_at=self.created_at,
             edges=self.edges,
             world_size=self.world_size,
+            config=self.config,
         )
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""Runs: the processes that tracked."""
+"""Runs: each training of a process, with its configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def list_runs(
     limit: Annotated[int, Query(ge=1, le=1000, description="At most so many")] = 100,
     fields: Annotated[str | None, Query(max_length=1000, description="Only these fields, separated by commas")] = None,
 ) -> Response:
-    """The processes that tracked, the last begun first."""
+    """The trainings, the last begun first; a process that captured states without one counts as one."""
     with served.reading() as session:
         found, following = runs.listing(session, limit=limit, after=after)
         page = Page(tuple(infos(session, found, served.core.home)), following)
@@ -37,7 +37,7 @@ def list_runs(
 
 @routes.add("GET", "/runs/{uid}", scope=Scope.READ, returns=RunInfo)
 def run_detail(served: Chosen, request: Request, uid: RunUid) -> Response:
-    """One process that tracked: its host and user, its code and configuration."""
+    """One training: its process, host and user, its code and configuration."""
     with served.reading() as session:
         (run,) = infos(session, [runs.get(session, uid)], served.core.home)
     return reply(run, request=request, etag=True)

@@ -22,7 +22,7 @@ from datastates.content.shards import bytes_of
 from datastates.content.skeleton import VALUE, decode_skeleton, paths
 from datastates.lineage.change import runs
 from datastates.lineage.search import walk
-from datastates.lineage.states import OURS, Run, State, Value
+from datastates.lineage.states import Run, State
 from datastates.objects.report import Selection
 from datastates.opening.core import Core
 from datastates.store.reading import read_flat, specs_of
@@ -132,7 +132,7 @@ def diff(
         values=values,
         metrics=_delta(one.metrics, other.metrics),
         attributes=_delta(one.attributes, other.attributes),
-        config=_delta(*(_config(run) for run in ran)),
+        config=_delta(one.config, other.config),
         versions=_delta(*({} if run is None else run.versions for run in ran)),
         code=None if commits[0] == commits[1] else (commits[0], commits[1]),
     )
@@ -299,10 +299,6 @@ def _is_equal(one: object, other: object) -> bool:
     if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
         return True
     return type(one) is type(other) and one == other
-
-
-def _config(run: Run | None) -> dict[str, Value]:
-    return {} if run is None else {key: value for key, value in run.config.items() if not key.startswith(OURS)}
 
 
 def _code(run: Run | None) -> str | None:

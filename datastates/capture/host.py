@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from datastates.config import BackPressure
-from datastates.lineage.states import NewState, State
+from datastates.lineage.states import NewState, Run, State
 from datastates.policy.cadence import Cadence
 
 from .commit import Coming
@@ -49,6 +49,9 @@ class Capturing(Protocol):
 
     def open_line(self, line: Line, cadence: Cadence, size_bytes: int) -> None:
         """A tracker begins, whose states take about so many bytes: memory for them is made warm meanwhile."""
+
+    def begin_run(self, run: Run) -> None:
+        """A training was recorded as a run, which captures name from now on."""
 
     def close_line(self, line: Line) -> None:
         """A tracker ends: what it captured is recorded, and its head is to become durable. Nothing where it has captured nothing."""

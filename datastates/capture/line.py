@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from datastates.content.manifest import Manifest
-from datastates.lineage.states import StateFacts
+from datastates.lineage.states import Run, StateFacts
 
 from .edits import Edits
 from .handle import Progress
@@ -26,7 +26,8 @@ class Line:
 
     ``has_placed`` says whether ``base`` is a capture of this line: another state, wherever it came from, may hold other bytes under the
     same digests. ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them
-    writes first the other's first write refers to. ``uids`` say what its captures are called. Owned by the engine thread while captures
+    writes first the other's first write refers to. ``run`` is the training in the
+    lineage. ``uids`` say what its captures are called. Owned by the engine thread while captures
     are in flight.
     """
 
@@ -34,6 +35,7 @@ class Line:
     branch: str
     tip: tuple[str, str] | None
     base: Manifest | None
+    run: Run | None = None
     has_placed: bool = False
     error: BaseException | None = None
     edits: Edits = field(default_factory=Edits, repr=False)

@@ -29,7 +29,7 @@ class Pipeline:
     """The steps in order of priority. ``finish`` belongs to the engine thread, ``write`` to the writer thread."""
 
     def __init__(self, books: Books, register: Register, *, arena: Arena, memory: CaptureTier, local: DurableTier) -> None:
-        self._run, self._register, self._arena = books.run.uid, register, arena
+        self._run, self._register, self._arena = books.run, register, arena
         self._each: Sequence[Step[Work]] = (Digest(arena), Dedup(memory))
         self._record = Record(register.journal, memory, books.holder)
         self._write = Write(memory, local, register.journal)
@@ -77,6 +77,7 @@ class Pipeline:
             self._arena.release(job.slots)
             raise job.error
         tip = staged.line.tip
-        facts = replace(staged.facts, parent=None if tip is None else tip[0], run=self._run)
+        run = staged.line.run or self._run
+        facts = replace(staged.facts, parent=None if tip is None else tip[0], run=run.uid, config=run.chosen)
         content = Content(staged.layout.skeleton, staged.values, staged.layout.tensors, ())
         return Work(facts, () if tip is None else (tip[1],), content, staged.layout.chunk_lengths, job.slots, tip)

@@ -152,6 +152,10 @@ class Runner:
         self._room.expect(line, size_bytes)
         self._post(LineOpened(line.name, cadence, line.branch))
 
+    def begin_run(self, run: Run) -> None:
+        """See ``Host.begin_run``."""
+        self._register.journal.begin(run)
+
     def close_line(self, line: Line) -> None:
         """A tracker ends: its head becomes durable (``drain`` waits for it)."""
         self.flush()

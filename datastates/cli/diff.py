@@ -47,7 +47,7 @@ def diff(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two states: each tensor, metrics, values, configuration and code."""
+    """Compare two states: configuration, each tensor, metrics, values and code."""
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository, progress_of(shell) as progress:
         bar = progress.add_task("comparing", total=None)
@@ -62,7 +62,7 @@ def diff(
     tensors = [] if stat else [tensor for tensor in found.tensors if show_same or tensor.change != "same"]
     if order is Order.CHANGE:
         tensors.sort(key=lambda tensor: -(tensor.relative or 0.0))
-    shell.write(*_heading(found), *([_tensors_table(tensors)] if tensors else []), *_rest(found))
+    shell.write(*_heading(found), *_settings(found), *([_tensors_table(tensors)] if tensors else []), *_rest(found))
 
 
 def _heading(found: Diff) -> list[RenderableType]:
@@ -73,6 +73,15 @@ def _heading(found: Diff) -> list[RenderableType]:
         steps = found.new.step - found.old.step
         base = f"{abs(steps)} step{'' if abs(steps) == 1 else 's'} {'on' if steps >= 0 else 'back'}"
     return [state_text(found.old), state_text(found.new), base]
+
+
+def _settings(found: Diff) -> list[RenderableType]:
+    """The configuration, which explains the rest."""
+    from .render import facts_table
+
+    return [facts_table([("config", f"{key}: {_value(old)} -> {_value(new)}") for key, (old, new) in found.config.items()])] * bool(
+        found.config
+    )
 
 
 def _tensors_table(tensors: list[TensorChange]) -> RenderableType:
@@ -102,7 +111,7 @@ def _rest(found: Diff) -> list[RenderableType]:
 
     counts = [f"{found.count(change)} {change}" for change in dict.fromkeys(tensor.change for tensor in found.tensors)]
     facts: list[tuple[str, object]] = [("tensors", ", ".join(counts) or "none")]
-    for name in ("metrics", "values", "attributes", "config", "versions"):
+    for name in ("metrics", "values", "attributes", "versions"):
         word = name.removesuffix("s") if name != "values" else "value"
         facts += [(word, f"{key}: {_value(old)} -> {_value(new)}") for key, (old, new) in getattr(found, name).items()]
     if found.code is not None:

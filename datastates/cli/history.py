@@ -176,6 +176,7 @@ def _facts(state: StateDetail, parents: list[State], children: list[State]) -> T
     facts += [("message" if number == 0 else " ", line) for number, line in enumerate((state.message or "").splitlines())]
     facts += [("metric", f"{key} = {value:.9g}") for key, value in sorted(state.metrics.items())]
     facts += [("attribute", f"{key} = {value!r}") for key, value in sorted(state.attributes.items())]
+    facts += [("config", f"{key} = {value!r}") for key, value in sorted(state.config.items())]
     facts += [("parent", state_text(parent).append(kinds.get(parent.uid, ""))) for parent in parents]
     facts += [("child", state_text(child)) for child in children]
     facts += [("size", f"{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"), ("generation", state.generation)]
@@ -196,7 +197,7 @@ def _run_facts(run: Run, name: str) -> list[tuple[str, object]]:
     commit = None if run.git_commit is None else run.git_commit[:12] + (" with changes" if run.git_dirty else "")
     versions = ", ".join(f"{package} {version}" for package, version in sorted(run.versions.items()))
     return [
-        ("run", f"{name} by {run.user} on {run.host}, process {run.pid}"),
+        ("run", f"{name}{f' of branch {run.branch}' * bool(run.branch)} by {run.user} on {run.host}, process {run.pid}"),
         ("ran", f"{time_text(run.started_at)}, {ended}"),
         ("command", " ".join(run.argv)),
         ("commit", commit),

@@ -74,7 +74,7 @@ class Journal:
     """One for each process and repository. Every method is safe from any thread, ``evict`` never waits."""
 
     def __init__(self, *, database: Database, local: DurableTier, run: Run, folder: str, holder: str, listener: Listener) -> None:
-        self._database, self._local, self._run, self._folder, self._holder = database, local, run, folder, holder
+        self._database, self._local, self._runs, self._folder, self._holder = database, local, [run], folder, holder
         self._listener = listener
         self._turn = Mutex()
         """Held during a transaction, so that what is told stays in order; never taken under another lock."""
@@ -140,6 +140,10 @@ class Journal:
                 del self._marks[uid]
                 raise
         self._listener.durable(uid, own_bytes(placed.manifest))
+
+    def begin(self, run: Run) -> None:
+        """A training of this process begins, which the database may forget as it may forget states."""
+        self._runs.append(run)
 
     def evict(self, uids: Iterable[str]) -> None:
         """States left this process's memory; told with the next state, or by ``tell_evictions``."""
@@ -343,18 +347,18 @@ class Journal:
         self._gone.clear()
 
     def _recall(self) -> bool:
-        """Tell again what the database has forgotten, the run included; whether there was anything."""
+        """Tell again what the database has forgotten, runs included; whether there was anything."""
         with self._database.read() as session:
-            has_run = self._has_run(session)
+            unknown = [run for run in list(self._runs) if not _has_run(session, run)]
             known = clones.known(session, {**self._told, **dict.fromkeys(self._evicted)})
         lost = [new for uid, new in self._told.items() if uid not in known]
         was_in_the_way = self._leave_out_unknown(known)
-        if has_run and not lost:
+        if not unknown and not lost:
             return was_in_the_way
         whole = self._local.whole(new.uid for new in lost)
         with self._database.write(durable=True) as session:
-            if not has_run:
-                runs.start(session, self._run)
+            for run in unknown:
+                runs.start(session, run)
             for new in lost:
                 self._tell_again(session, new)
             for uid, placed in whole.items():
@@ -373,13 +377,6 @@ class Journal:
             is_less, self._evicted = len(left) < len(self._evicted), left
         return is_less
 
-    def _has_run(self, session: Session) -> bool:
-        try:
-            runs.get(session, self._run.uid)
-        except NotFound:
-            return False
-        return True
-
     def _tell_again(self, session: Session, new: NewState) -> None:
         try:
             with session.begin_nested():
@@ -388,3 +385,11 @@ class Journal:
             _logger.warning("state %s is recorded again, without its branch: %s", new.uid, error)
             with session.begin_nested():
                 lineage_record.record(session, new.without_branch())
+
+
+def _has_run(session: Session, run: Run) -> bool:
+    try:
+        runs.get(session, run.uid)
+    except NotFound:
+        return False
+    return True

@@ -11,6 +11,7 @@ from datastates.capture.runner import Runner
 from datastates.errors import Unavailable
 from datastates.lineage.change import runs
 from datastates.lineage.database import Database
+from datastates.lineage.states import Run
 from datastates.store.arena import Arena
 from datastates.store.roles import CaptureTier
 from datastates.store.tiers import VOLATILE, Tiers
@@ -29,7 +30,7 @@ class Belongings:
     database: Database
     tiers: Tiers
     lease: Lease
-    run_uid: str
+    run: Run
     arena: Arena
     runner: Runner
     is_let_go: bool = False
@@ -38,6 +39,11 @@ class Belongings:
     def host(self) -> Host:
         """The engine, for whoever captures, merges or clones; its end is for ``let_go`` alone."""
         return self.runner
+
+    @property
+    def run_uid(self) -> str:
+        """This process in the lineage."""
+        return self.run.uid
 
     @property
     def memory(self) -> CaptureTier:

@@ -134,7 +134,7 @@ class Core:
             lease.close()
             raise
         self.tiers.captured = memory
-        return Belongings(self.database, self.tiers, lease, run.uid, arena, runner)
+        return Belongings(self.database, self.tiers, lease, run, arena, runner)
 
     def host(self) -> Host:
         """The engine behind captures, merges and clones, made when it is first asked for."""

@@ -10,14 +10,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 
-from datastates.lineage.states import Run, Value
+from datastates.lineage.states import OURS, Run, Value
 
 from .whereabouts import whereabouts
 
-__all__ = ["describe_run", "node_name"]
+__all__ = ["describe_run", "describe_training", "node_name"]
 
 _PACKAGES = ("datastates", "torch", "numpy", "torchdata", "lightning", "transformers", "accelerate")
 
@@ -41,6 +42,14 @@ def describe_run(config: Mapping[str, Value]) -> Run:
         config={**config, **whereabouts()},
         versions={"python": platform.python_version(), **_versions()},
         started_at=datetime.now(UTC),
+    )
+
+
+def describe_training(process: Run, branch: str, config: Mapping[str, Value]) -> Run:
+    """A record of a training that this process begins on a branch, with a fresh uid."""
+    ours = {key: value for key, value in process.config.items() if key.startswith(OURS)}
+    return replace(
+        process, uid=secrets.token_hex(12), config={**config, **ours}, started_at=datetime.now(UTC), process=process.uid, branch=branch
     )
 
 

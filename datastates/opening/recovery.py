@@ -61,7 +61,7 @@ def is_dead(run: Run, home: Home) -> bool:
     folder = run.config.get(FOLDER)
     if folder is not None and folder != home.uid:
         return False
-    seen = look(home.path, run.uid)
+    seen = look(home.path, run.process or run.uid)
     if seen is Seen.HELD:
         return False
     if seen is Seen.COPY and home.is_beside:
@@ -76,7 +76,7 @@ def is_alive(run: Run, home: Home) -> bool:
     """Whether the process of a run is seen to live. What is neither alive nor dead is unknown."""
     if run.finished_at is not None or is_dead(run, home):
         return False
-    return look(home.path, run.uid) is Seen.HELD or is_running(run) is True
+    return look(home.path, run.process or run.uid) is Seen.HELD or is_running(run) is True
 
 
 def life_of(run: Run, home: Home) -> Life:

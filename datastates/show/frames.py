@@ -41,9 +41,9 @@ class States(list[State]):
 
 
 def frame(states: Sequence[State]) -> pd.DataFrame:
-    """One state a row, indexed by uid, in their order; columns are named as in a query: ``metrics.loss``, ``attr.seed``.
+    """One state a row, indexed by uid, in their order; columns are named as in a query: ``metrics.loss``, ``attr.seed``, ``config.lr``.
 
-    A metric that a state lacks is NaN, an attribute None; ``parent`` is the first parent, and the time is in UTC.
+    A metric that a state lacks is NaN, an attribute or a setting None; ``parent`` is the first parent, and the time is in UTC.
 
     :raises Unsupported: pandas is not installed.
     """
@@ -65,6 +65,8 @@ def frame(states: Sequence[State]) -> pd.DataFrame:
         columns[f"metrics.{key}"] = pd.Series([state.metrics.get(key) for state in states], dtype="float64")
     for key in sorted({key for state in states for key in state.attributes}):
         columns[f"attr.{key}"] = pd.Series([state.attributes.get(key) for state in states], dtype="object")
+    for key in sorted({key for state in states for key in state.config}):
+        columns[f"config.{key}"] = pd.Series([state.config.get(key) for state in states], dtype="object")
     made = pd.DataFrame(columns)
     made.index = pd.Index([state.uid for state in states], name="uid")
     return made

@@ -13,13 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import TypeVar
+from typing import TypeVar, overload
 
 __all__ = ["MASK", "arguments", "is_secret", "named", "text"]
 
 MASK = "***"
 
 _Value = TypeVar("_Value")
+_Plain = str | int | float | bool | None
 
 _WORDS = frozenset(
     (
@@ -121,6 +122,10 @@ def arguments(argv: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+@overload
+def named(values: Mapping[str, _Plain]) -> dict[str, _Plain]: ...
+@overload
+def named(values: Mapping[str, _Value]) -> dict[str, _Value | str]: ...
 def named(values: Mapping[str, _Value]) -> dict[str, _Value | str]:
     """A configuration: texts and numbers whose key says that they are secret, and secrets in other texts."""
     return {key: _value(key, value) for key, value in values.items()}

@@ -13,6 +13,7 @@ from datastates.capture.shutdown import settle
 from datastates.config import BackPressure
 from datastates.errors import InvalidInput
 from datastates.lineage.change import refs
+from datastates.lineage.states import Value
 from datastates.opening.core import Core
 from datastates.policy.cadence import Cadence
 from datastates.system.interrupts import undisturbed
@@ -38,6 +39,7 @@ class Terms:
     defer: bool
     cadence: Cadence
     back_pressure: BackPressure
+    config: Mapping[str, Value]
 
 
 def together(more: Mapping[str, object], objects: Mapping[str, object]) -> dict[str, object]:
@@ -63,12 +65,18 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
         begin = origin.state
         only = None if origin.is_beyond and start is not None else terms.only  # of its start; what the fork captured is all its own
         line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
-        training = Training(core, line=line, objects=objects, values=plain, cadence=terms.cadence, gradients=terms.gradients)
+        training = Training(
+            core, line=line, objects=objects, values=plain, cadence=terms.cadence, gradients=terms.gradients, config=terms.config
+        )
         try:
             if begin is not None:
                 set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond)
-            if begin is not None and origin.is_fork:  # now that its objects stand there: a fork that fails leaves no branch
+            if begin is None or not origin.is_fork:
+                with core.database.write() as session:
+                    training.begin_run(session)
+            else:  # now that its objects stand there: a fork that fails leaves no branch
                 with core.writing() as session:
+                    training.begin_run(session)
                     refs.branch(session, branch, begin.uid)
         except BaseException:
             training.give_up()

@@ -94,6 +94,11 @@ class Tracker:
         self._training.values = found
 
     @property
+    def config(self) -> dict[str, Value]:
+        """The configuration that was given, by flat names such as ``optimizer.lr``."""
+        return self._training.run.chosen
+
+    @property
     def resumed_from(self) -> State | None:
         """The state that the training set out from; None where it began from nothing."""
         return self._training.resumed_from

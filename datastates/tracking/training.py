@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,19 +16,23 @@ from datastates.capture.line import Line
 from datastates.capture.plan import CopyPlan, compile_plan
 from datastates.capture.shutdown import end_later
 from datastates.content.tree import Flat, flatten
-from datastates.errors import Closed, InvalidInput
+from datastates.errors import Closed, InvalidInput, NotFound, Unavailable
 from datastates.lineage.change import refs as lineage_refs
-from datastates.lineage.states import State
+from datastates.lineage.change import runs
+from datastates.lineage.states import State, Value
 from datastates.objects.adapters import Adapted, parts
 from datastates.objects.loops import LOOPS, Loops
 from datastates.objects.oversights import Oversights
 from datastates.objects.report import RestoreReport
 from datastates.opening.core import Core
+from datastates.opening.environment import describe_training
 from datastates.policy.cadence import Cadence
 from datastates.system.interrupts import undisturbed
 from datastates.upkeep.loading import restore
 
 if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
     from datastates.capture.host import Host
 
 __all__ = ["Training"]
@@ -38,12 +43,20 @@ _logger = logging.getLogger(__name__)
 class Training:
     """One training, from ``Repository.track`` to ``close``. Everything belongs to the training thread.
 
-    ``newest`` is the uid of the newest capture, recorded or not, or of the state that was put back. ``is_driven``: ``Tracker.steps`` counts
-    the steps. ``is_resumed``: its branch was there before.
+    ``run`` is its record in the lineage. ``newest`` is the uid of the newest capture, recorded or not, or of the state that was put back.
+    ``is_driven``: ``Tracker.steps`` counts the steps. ``is_resumed``: its branch was there before.
     """
 
     def __init__(
-        self, core: Core, *, line: Line, objects: Mapping[str, object], values: dict[str, object], cadence: Cadence, gradients: bool
+        self,
+        core: Core,
+        *,
+        line: Line,
+        objects: Mapping[str, object],
+        values: dict[str, object],
+        cadence: Cadence,
+        gradients: bool,
+        config: Mapping[str, Value],
     ) -> None:
         self.core, self.line = core, line
         self.objects, self.values = dict(objects), values
@@ -51,6 +64,7 @@ class Training:
         outlook = self.adapted.outlook()
         flatten({**outlook, **values})  # what no state can hold is refused here
         self.host = core.host()
+        self.run = line.run = describe_training(core.engage().run, line.branch, config)
         self.pending = Pending(self.host.fence)
         self.newest: str | None = None
         self.is_driven = self.is_resumed = False
@@ -82,6 +96,11 @@ class Training:
     def fence(self) -> None:
         """Wait until no copy reads the tracked tensors any more."""
         self.pending.wait()
+
+    def begin_run(self, session: Session) -> None:
+        """Record the training as a run of its process."""
+        runs.start(session, self.run)
+        self.host.begin_run(self.run)
 
     # --- what a capture asks -------------------------------------------------------------------------------------------------
 
@@ -193,6 +212,8 @@ class Training:
         self._fence.remove()
         self.core.trainings.discard(self)  # a repository outlives the models of its trainings
         self.core.drain()
+        with suppress(Unavailable, NotFound), self.core.database.write() as session:  # its process finishes it at the latest
+            runs.finish(session, self.run.uid)
         self._is_ended = True  # an interrupt before this: the next call goes on
         self._finalizer.detach()
         self.heed_edits()

@@ -12,8 +12,7 @@ from datastates.errors import InvalidInput
 from datastates.lineage.lookup import state, unknown
 from datastates.lineage.schema import AttributeRow, StateRow, table
 from datastates.lineage.states import State, Value
-
-from .record import attribute_row
+from datastates.lineage.typed import columns_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -35,7 +34,7 @@ def annotate(session: Session, uid: str, attributes: Mapping[str, Value]) -> Sta
     """
     for key in attributes:
         values.key(key, "the name of an attribute")
-    rows = [attribute_row(key, value) for key, value in attributes.items() if value is not None]
+    rows = [columns_of(key, value, "attribute") for key, value in attributes.items() if value is not None]
     id_ = session.execute(_LOCK_STATE, {"uid": uid}).scalar()
     if id_ is None:
         raise unknown(uid)

@@ -20,7 +20,6 @@ from datastates import values
 from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage.lookup import ids_of
 from datastates.lineage.schema import (
-    EXACT_INT,
     AttributeRow,
     EdgeRow,
     MetricRow,
@@ -34,8 +33,9 @@ from datastates.lineage.schema import (
     table,
     to_us,
 )
-from datastates.lineage.states import NewState, RefKind, State, StateFacts, Value
+from datastates.lineage.states import NewState, RefKind, State, StateFacts
 from datastates.lineage.tally import STATES, Tally
+from datastates.lineage.typed import columns_of
 
 from . import segments
 from .refs import check_name
@@ -94,7 +94,7 @@ def check(new: NewState) -> None:
     """
     _check(new)
     for key, value in new.facts.attributes.items():
-        attribute_row(key, value)
+        columns_of(key, value, "attribute")
 
 
 # The steps of record_all
@@ -327,7 +327,7 @@ class _Rows:
                 self._tallies[segment_id, key].add(id_, value)
         if segment_id is not None and not (place.generation + 1) % STATES:
             self._ends.append(id_)
-        attributes += [{"state_id": id_, **attribute_row(key, value)} for key, value in facts.attributes.items()]
+        attributes += [{"state_id": id_, **columns_of(key, value, "attribute")} for key, value in facts.attributes.items()]
         if new.status.is_restorable:
             replicas.append({"state_id": id_, "rank": 0, "tier": new.tier, "node": new.node, "status": "ok", "bytes": new.bytes_new})
 
@@ -342,31 +342,6 @@ class _Rows:
             if rows:
                 connection.execute(statement, rows)
         segments.grow(connection, self._tallies, self._ends)
-
-
-def attribute_row(key: str, value: Value) -> dict[str, object]:
-    type_, number, text = "none", None, None
-    match value:
-        case str():
-            type_, text = "str", values.text(value, f"attribute {key!r}")
-        case bool():
-            type_, number = "bool", float(value)
-        case int():
-            type_, number, text = "int", _nearest_float(value), None if abs(value) <= EXACT_INT else str(value)
-        case float():
-            type_, number = "float", None if math.isnan(value) else value
-        case None:
-            pass
-        case _:
-            raise InvalidInput(f"attribute {key!r} is a {type(value).__name__}: store a str, int, float, bool or None")
-    return {"key": key, "type": type_, "number": number, "text": text}
-
-
-def _nearest_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 def _advance(connection: Connection, name: str, branch: _Branch) -> None:
@@ -400,6 +375,7 @@ def _state_of(new: NewState, place: _Place, created_us: int) -> State:
         bytes_total=new.bytes_total,
         bytes_new=new.bytes_new,
         world_size=facts.world_size,
+        config=facts.config,
     )
 
 

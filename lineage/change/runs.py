@@ -1,16 +1,19 @@
-"""Runs: the processes that tracked, and what becomes of their states when they die."""
+"""Runs: the processes that tracked, their trainings, and what becomes of their states when they die.
+
+A training is a run whose ``process`` is another one. It lives and dies with that, and has no lease and no memory of its own.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BindParameter, Select, bindparam, delete, exists, insert, or_, select, union, update
+from sqlalchemy import BindParameter, ColumnElement, Select, bindparam, delete, exists, insert, or_, select, union, update
 
 from datastates.errors import Conflict, NotFound
+from datastates.lineage import settings
 from datastates.lineage.lookup import id_of, states
 from datastates.lineage.schema import CloneRow, PartRow, RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
 from datastates.lineage.search.holders import holder
@@ -26,7 +29,7 @@ from .replicas import unheld
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Recovered", "branches_of", "by_ids", "finish", "get", "in_memory", "listing", "recover", "start", "unfinished"]
+__all__ = ["Recovered", "branches_of", "by_ids", "counted", "finish", "get", "in_memory", "listing", "recover", "start", "unfinished"]
 
 _run, _state, _replica, _ref, _clone, _part = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow, PartRow))
 _GONE = [status.value for status in Status if not status.is_restorable]
@@ -44,32 +47,38 @@ class Recovered:
 
 
 def start(session: Session, run: Run) -> None:
-    """Record that a process begins to track; secrets in its command line and configuration are masked (see ``masking``).
+    """Record that a process or a training begins; secrets in its command line and configuration are masked (see ``masking``).
 
     :raises Conflict: its uid was used before.
+    :raises NotFound: it is of a process that there is not.
     """
     if session.execute(select(_run.c.id).where(_run.c.uid == run.uid)).first():
         raise Conflict(f"run {run.uid} was recorded before: every run needs a uid of its own")
-    session.execute(
+    if run.process is not None and not session.execute(select(_run.c.id).where(_run.c.uid == run.process)).first():
+        raise NotFound(f"there is no run {run.process!r} to be the process of {run.uid}: start it first")
+    made: Any = session.execute(
         insert(_run),
         {
             "uid": run.uid,
+            "process": run.process,
+            "branch": run.branch,
             "host": run.host,
             "user": run.user,
             "pid": run.pid,
             "argv": list(masking.arguments(run.argv)),
             "git_commit": run.git_commit,
             "git_dirty": run.git_dirty,
-            "config": {key: _plain(value) for key, value in _shown(run.config).items()},
+            "config": {key: value for key, value in run.config.items() if key.startswith(OURS)},
             "versions": dict(run.versions),
             "started_at": to_us(run.started_at),
             "finished_at": None if run.finished_at is None else to_us(run.finished_at),
         },
     )
+    settings.keep(session.connection(), made.inserted_primary_key[0], run.config)
 
 
 def finish(session: Session, uid: str, finished_at: datetime | None = None, *, volatile: Collection[str] = ()) -> list[Waiting]:
-    """Record that a process stopped tracking, by default now; a run that has finished keeps its time.
+    """Record that a process with all its trainings, or a training, is over, by default now; a run that has finished keeps its time.
 
     Its ``volatile`` tiers are gone with it: states that wait for parts of others, and whose part it had there, can never be whole. They are
     removed, and returned.
@@ -77,8 +86,9 @@ def finish(session: Session, uid: str, finished_at: datetime | None = None, *, v
     :raises NotFound: there is no such run.
     """
     get(session, uid)
-    lost = drop_waiting(session, [uid], tiers=volatile) if volatile else []
-    _finish(session, [uid], finished_at)
+    uids = _with_trainings(session, [uid])
+    lost = drop_waiting(session, uids, tiers=volatile) if volatile else []
+    _finish(session, uids, finished_at)
     return lost
 
 
@@ -87,15 +97,15 @@ def get(session: Session, uid: str) -> Run:
 
     :raises NotFound: there is no such run.
     """
-    row = session.execute(select(_run).where(_run.c.uid == uid)).first()
-    if row is None:
+    found = _runs(session, select(_run).where(_run.c.uid == uid))
+    if not found:
         raise NotFound(f"there is no run {uid!r}")
-    return _to_run(row)
+    return found[0]
 
 
 def by_ids(session: Session, ids: Collection[int]) -> dict[int, Run]:
     """Runs by their row ids; what is none is left out."""
-    return {row.id: _to_run(row) for row in session.execute(select(_run).where(_run.c.id.in_(ids)))}
+    return _by_id(session, select(_run).where(_run.c.id.in_(ids)))
 
 
 def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]:
@@ -107,32 +117,37 @@ def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]
 
 
 def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[list[Run], str | None]:
-    """Runs, the last begun first; and the uid to go on ``after``, None when there are no more.
+    """Runs, the last begun first; and the uid to go on ``after``, None when there are no more. A process counts where it has no trainings.
 
     :raises NotFound: ``after`` is no run.
     """
-    query = select(_run).order_by(_run.c.id.desc()).limit(limit + 1)
+    query = select(_run).where(counted()).order_by(_run.c.id.desc()).limit(limit + 1)
     if after is not None:
         last = session.execute(select(_run.c.id).where(_run.c.uid == after)).scalar()
         if last is None:
             raise NotFound(f"there is no run {after!r} to go on after: pass the uid of the last one that came")
         query = query.where(_run.c.id < last)
-    found = [_to_run(row) for row in session.execute(query)]
+    found = _runs(session, query)
     return found[:limit], found[limit - 1].uid if len(found) > limit else None
 
 
+def counted() -> ColumnElement[bool]:
+    """What people take for a run: a training; or a process without one."""
+    return or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid))
+
+
 def unfinished(session: Session) -> list[Run]:
-    """The runs that never said that they finished, oldest first: alive, or dead."""
-    query = select(_run).where(_run.c.finished_at.is_(None)).order_by(_run.c.id)
-    return [_to_run(row) for row in session.execute(query)]
+    """The processes that never said that they finished, oldest first: alive, or dead."""
+    return _runs(session, select(_run).where(_run.c.finished_at.is_(None), _run.c.process.is_(None)).order_by(_run.c.id))
 
 
 def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[str, str]:
-    """The states that a run captured or cloned, and that are in memory only as far as the lineage knows: uids, each with its digest.
+    """The states that a process captured or cloned, and that are in memory only as far as the lineage knows: uids, each with its digest.
 
     ``volatile`` are the tiers that are lost with a process.
     """
-    query = select(_state.c.uid, _state.c.digest).where(_state.c.id.in_(union(_captured([uid]), _cloned([uid]))))
+    uids = _with_trainings(session, [uid])
+    query = select(_state.c.uid, _state.c.digest).where(_state.c.id.in_(union(_captured(uids), _cloned(uids))))
     query = query.where(_state.c.status.not_in(_GONE), ~_ELSEWHERE)
     return {row.uid: row.digest for row in session.execute(query.order_by(_state.c.id), {"volatile": list(volatile)})}
 
@@ -145,7 +160,7 @@ def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str])
     head's bytes are gone moves back to its newest restorable first parent; a branch that has none is deleted, and its
     reflog says where it was: a name that nothing can be restored from would only keep the next run from beginning.
     """
-    uids = sorted(set(dead))
+    uids = _with_trainings(session, sorted(set(dead)))
     drop_waiting(session, uids)
     _lose(session, uids, volatile)
     _finish(session, uids, None)
@@ -168,6 +183,11 @@ def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
     of_runs = _replica.c.state_id.in_(theirs) & _replica.c.node.in_(places)
     session.execute(delete(_replica).where(_replica.c.tier.in_(volatile), or_(of_captured, of_runs)))
     session.execute(update(_state).where(held, _state.c.status.not_in(_GONE), unheld()).values(status=Status.LOST.value))
+
+
+def _with_trainings(session: Session, uids: Sequence[str]) -> list[str]:
+    """The processes among these runs with all that they trained."""
+    return [*uids, *session.execute(select(_run.c.uid).where(_run.c.process.in_(uids)).order_by(_run.c.id)).scalars()]
 
 
 def _captured(runs: list[str]) -> Select[tuple[int]]:
@@ -210,7 +230,18 @@ def _finish(session: Session, uids: list[str], finished_at: datetime | None) -> 
     session.execute(update(_run).where(_run.c.uid.in_(uids), _run.c.finished_at.is_(None)).values(finished_at=to_us(finished_at)))
 
 
-def _to_run(row: Any) -> Run:
+def _runs(session: Session, query: Select[Any]) -> list[Run]:
+    return list(_by_id(session, query).values())
+
+
+def _by_id(session: Session, query: Select[Any]) -> dict[int, Run]:
+    """The runs that a query of whole rows finds, in its order, with their settings."""
+    rows = session.execute(query).all()
+    found = settings.of_runs(session.connection(), [row.id for row in rows])
+    return {row.id: _to_run(row, found.get(row.id, {})) for row in rows}
+
+
+def _to_run(row: Any, chosen: Mapping[str, Value]) -> Run:
     return Run(
         uid=row.uid,
         host=row.host,
@@ -219,25 +250,18 @@ def _to_run(row: Any) -> Run:
         argv=masking.arguments(row.argv),  # of a version that did not mask them too
         git_commit=row.git_commit,
         git_dirty=row.git_dirty,
-        config=_shown({key: _value(value) for key, value in row.config.items()}),
+        config={**chosen, **_shown(row.config)},
         versions=row.versions,
         started_at=from_us(row.started_at),
         finished_at=None if row.finished_at is None else from_us(row.finished_at),
+        process=row.process,
+        branch=row.branch,
     )
 
 
 def _shown(config: Mapping[str, Value]) -> dict[str, Value]:
     """The record without secrets; what we note ourselves, such as folders, stays as it is: recovery compares it."""
     return masking.named(config) | {key: value for key, value in config.items() if key.startswith(OURS)}
-
-
-def _plain(value: Value) -> object:
-    """JSON knows no NaN and no infinity, and PostgreSQL refuses them: they travel as ``{"float": "nan"}``."""
-    return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _value(stored: Any) -> Value:
-    return float(stored["float"]) if isinstance(stored, dict) else stored
 
 
 _CAPTURED_HEADS = (
@@ -247,6 +271,7 @@ _CAPTURED_HEADS = (
     .where(_ref.c.kind == RefKind.BRANCH.value, _run.c.uid.in_(bindparam("runs", expanding=True)))
     .order_by(_ref.c.name)
 )
+_training = _run.alias("training")
 _GONE_HEADS = (
     select(_ref.c.name, _ref.c.version, _state.c.id, _state.c.uid)
     .join_from(_ref, _state, _state.c.id == _ref.c.state_id)

@@ -13,5 +13,6 @@ KNOWN = (
     "datastates_0005",
     "datastates_0006",
     "datastates_0007",
+    "datastates_0008",
 )
 HEAD = KNOWN[-1]

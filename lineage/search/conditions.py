@@ -19,18 +19,15 @@ from sqlalchemy import (
     Boolean,
     ColumnElement,
     Double,
-    Numeric,
     Select,
     String,
     and_,
     case,
-    cast,
     collate,
     exists,
     false,
     func,
     literal,
-    literal_column,
     not_,
     or_,
     select,
@@ -40,7 +37,7 @@ from sqlalchemy import (
 
 from datastates.errors import SyntaxProblem
 from datastates.lineage.lookup import id_of
-from datastates.lineage.schema import EXACT_INT, AttributeRow, MetricRow, RefRow, RunRow, StateRow, from_us, table, to_us
+from datastates.lineage.schema import EXACT_INT, AttributeRow, MetricRow, RefRow, RunRow, SettingRow, StateRow, from_us, table, to_us
 from datastates.lineage.states import RefKind
 
 from .grammar import clamp
@@ -53,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scope", "by_code_point", "condition", "ids", "metric_is", "run_column"]
 
-_state, _metric, _attribute, _ref, _run = (table(row) for row in (StateRow, MetricRow, AttributeRow, RefRow, RunRow))
+_state, _metric, _attribute, _setting, _ref, _run = (table(row) for row in (StateRow, MetricRow, AttributeRow, SettingRow, RefRow, RunRow))
 _NUMBERS = ("int", "float")
 _EQUALITY = ("=", "!=")
 _COLUMNS = {
@@ -117,7 +114,9 @@ def ids(node: Node, dialect: str) -> Select[Any] | None:
                 _metric.c.key == at.key, _any(metric_is(_metric.c.value, "=", value) for value in values)
             )
         case Compare(Field(name="attr") as at, operator, value) if operator != "~":
-            return select(_attribute.c.state_id).where(_attribute.c.key == at.key, _attribute_is(operator, value, dialect))
+            return select(_attribute.c.state_id).where(_attribute.c.key == at.key, _typed_is(_attribute, operator, value, dialect))
+        case Compare(Field(name="config") as at, operator, value) if operator != "~":
+            return select(_state.c.id).where(_of_setting(at.key, _typed_is(_setting, operator, value, dialect)))
         case Compare(Field(name="uid"), "=", str(prefix)):
             return select(_state.c.id).where(_begins(_state.c.uid, prefix))
         case Compare(Field(name="tag"), "=", str(name)):
@@ -156,14 +155,14 @@ def _compare(at: Field, operator: str, values: tuple[Value, ...], scope: Scope) 
         case "metrics":
             return _of_state(_metric, at.key, _any(metric_is(_metric.c.value, operator, value) for value in values))
         case "attr":
-            return _of_state(_attribute, at.key, _any(_attribute_is(operator, value, scope.dialect) for value in values))
+            return _of_state(_attribute, at.key, _any(_typed_is(_attribute, operator, value, scope.dialect) for value in values))
         case "tag":
             return _state.c.id.in_(_named(RefKind.TAG, operator, values, scope))
         case "branch":
             reached = chain(_named(RefKind.BRANCH, operator, values, scope), scope.name())
             return _state.c.id.in_(select(reached.c.id))
-        case "run.config":
-            return _of_run(_any(_config_is(at.key, operator, value, scope.dialect) for value in values))
+        case "config":
+            return _of_setting(at.key, _any(_typed_is(_setting, operator, value, scope.dialect) for value in values))
         case "uid":
             found = _any(_begins(_state.c.uid, str(value)) for value in values)
             return found if operator == "=" else not_(found)
@@ -191,8 +190,8 @@ def _exists(at: Field, scope: Scope) -> ColumnElement[bool]:
             return _state.c.id.in_(select(chain(heads, scope.name()).c.id))
         case "message":
             return _state.c.message.is_not(None)
-        case "run.config":
-            return _of_run(_config_has(_config_items(scope.dialect), at.key))
+        case "config":
+            return _of_setting(at.key)
         case "run.uid" | "run.host" | "run.user" | "run.git_commit":
             return _of_run(run_column(at.name).is_not(None))
     return true()
@@ -226,19 +225,24 @@ def _named(kind: RefKind, operator: str, values: tuple[Value, ...], scope: Scope
     return select(_ref.c.state_id).where(_ref.c.kind == kind.value, names)
 
 
-def _attribute_is(operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
-    """Kinds do not mix: a number is compared with numbers, a text with texts."""
+def _of_setting(key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
+    """A setting of the state's run is so."""
+    return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_setting.c.run_id).where(_setting.c.key == key, *where)))
+
+
+def _typed_is(belongs: Any, operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
+    """An attribute or a setting is so. Kinds do not mix: a number is compared with numbers, a text with texts."""
     match value:
         case bool():
-            return and_(_attribute.c.type == "bool", metric_is(_attribute.c.number, operator, value))
+            return and_(belongs.c.type == "bool", metric_is(belongs.c.number, operator, value))
         case int() | float():
-            return and_(_attribute.c.type.in_(_NUMBERS), _attribute_number_is(operator, value, dialect))
-    return and_(_attribute.c.type == "str", _text_is(_attribute.c.text, operator, value, dialect))
+            return and_(belongs.c.type.in_(_NUMBERS), _number_is(belongs, operator, value, dialect))
+    return and_(belongs.c.type == "str", _text_is(belongs.c.text, operator, value, dialect))
 
 
-def _attribute_number_is(operator: str, value: float, dialect: str) -> ColumnElement[bool]:
+def _number_is(belongs: Any, operator: str, value: float, dialect: str) -> ColumnElement[bool]:
     """Exactly, as Python compares: of numbers with the same nearest float the digits decide, which ints beyond 2**53 have."""
-    number, digits, near = _attribute.c.number, _attribute.c.text, float(value)
+    number, digits, near = belongs.c.number, belongs.c.text, float(value)
     if not EXACT_INT <= abs(near) < math.inf:
         return metric_is(number, operator, near)
     whole = int(value)
@@ -257,37 +261,6 @@ def _digits_are(digits: ColumnElement[Any], operator: str, whole: int) -> Column
     is_beyond = _OPERATORS["<" if (operator[0] == "<") == (whole > 0) else ">"]
     beyond = or_(is_beyond(length, longer), and_(length == longer, is_beyond(digits, literal(text, String))))
     return or_(beyond, same) if operator.endswith("=") else beyond
-
-
-def _config_items(dialect: str) -> Any:
-    """The entries of a run's configuration, as rows."""
-    columns = ("key", "value", "type") if dialect == "sqlite" else ("key", "value")
-    return func.json_each(_run.c.config).table_valued(*columns, name="item")
-
-
-def _config_has(items: Any, key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
-    return exists(select(literal(1)).select_from(items).where(items.c.key == literal(key, String), *where).correlate(_run))
-
-
-def _config_is(key: str, operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
-    items = _config_items(dialect)
-    if dialect == "sqlite":
-        kind, plain, names = items.c.type, items.c.value, {bool: ("true", "false"), float: ("integer", "real"), str: ("text",)}
-        flag = kind
-    else:
-        kind, plain = func.json_typeof(items.c.value), items.c.value.op("#>>")(literal_column("'{}'"))
-        flag, names = plain, {bool: ("boolean",), float: ("number",), str: ("string",)}
-    match value:
-        case bool():
-            found = _operate(cast(flag, String), operator, literal(str(value).lower(), String))
-        case int() if abs(value) > EXACT_INT:
-            found = _operate(plain if dialect == "sqlite" else cast(plain, Numeric), operator, _number(value))
-        case int() | float():
-            found = metric_is(cast(plain, Double), operator, value)
-        case _:
-            found = _text_is(cast(plain, String), operator, value, dialect)
-    of_kind = kind.in_(names[bool if isinstance(value, bool) else float if isinstance(value, int | float) else str])
-    return _config_has(items, key, case((of_kind, found), else_=false()))  # only what is of the kind may be cast
 
 
 # Operators

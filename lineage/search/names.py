@@ -1,6 +1,6 @@
 """The names that a lineage knows: its metrics, its attributes, the settings of its runs; and what to say of a name that it does not.
 
-A kind of names is called as in a query: ``metrics``, ``attr``, ``run.config``. Whoever adds a kind adds a line to ``_KINDS``.
+A kind of names is called as in a query: ``metrics``, ``attr``, ``config``. Whoever adds a kind adds a line to ``_KINDS``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Select, String, Table, bindparam, func, select
 
 from datastates.errors import SyntaxProblem
-from datastates.lineage.schema import AttributeRow, MetricRow, RunRow, StateRow, table
+from datastates.lineage.schema import AttributeRow, MetricRow, SettingRow, StateRow, table
 from datastates.system.masking import is_secret
 
 from .query import Field, Kind, Query, parse_query
@@ -25,9 +25,8 @@ __all__ = ["check_names", "field_of", "names", "unknown", "written"]
 
 _LISTED = 12
 
-_state, _metric, _attribute, _run = (table(row) for row in (StateRow, MetricRow, AttributeRow, RunRow))
+_state, _metric, _attribute, _setting = (table(row) for row in (StateRow, MetricRow, AttributeRow, SettingRow))
 _ANY_STATE = select(_state.c.id).limit(1)
-_CONFIGS = select(_run.c.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +131,13 @@ def _of_table(word: str, kind: Kind, belongs: Table) -> _Names:
     return _Names(
         word,
         kind,
-        every=lambda session: sorted(session.execute(every).scalars()),
+        every=lambda session: sorted(key for key in session.execute(every).scalars() if not is_secret(key) or belongs is not _setting),
         has=lambda session, key: session.execute(one, {"key": key}).first() is not None,
     )
-
-
-def _settings(session: Session) -> list[str]:
-    found = {str(key) for config in session.execute(_CONFIGS).scalars() for key in config}
-    return sorted(key for key in found if not is_secret(key))
 
 
 _KINDS = {
     "metrics": _of_table("metric", Kind.METRIC, _metric),
     "attr": _of_table("attribute", Kind.ANY, _attribute),
-    "run.config": _Names("setting", Kind.ANY, every=_settings, has=lambda session, key: key in _settings(session)),
+    "config": _of_table("setting", Kind.ANY, _setting),
 }

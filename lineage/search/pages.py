@@ -26,7 +26,7 @@ from sqlalchemy import BigInteger, ColumnElement, Double, Select, String, and_, 
 
 from datastates.errors import InvalidInput
 from datastates.lineage.lookup import states
-from datastates.lineage.schema import AttributeRow, MetricRow, RunRow, StateRow, table, to_us
+from datastates.lineage.schema import AttributeRow, MetricRow, RunRow, SettingRow, StateRow, table, to_us
 from datastates.lineage.states import State
 
 from .conditions import Scope, by_code_point, condition, ids, metric_is, run_column
@@ -41,7 +41,7 @@ SELECTIVE = 5_000
 _PAGE, _PAGE_MAX = 100, 1_000
 _SEAL_BYTES = 8
 
-_state, _metric, _attribute, _run = table(StateRow), table(MetricRow), table(AttributeRow), table(RunRow)
+_state, _metric, _attribute, _setting, _run = (table(row) for row in (StateRow, MetricRow, AttributeRow, SettingRow, RunRow))
 _Scalar = int | float | str | None
 
 
@@ -189,10 +189,10 @@ def _keys_of(at: Field, falls: bool, dialect: str) -> list[_Key]:
     match at.name:
         case "metrics":
             return [_Key(_value_of(_metric, at.key, _metric.c.value), falls, True, Double)]
-        case "attr":  # numbers before texts
-            number = _value_of(_attribute, at.key, _attribute.c.number)
-            text = _value_of(_attribute, at.key, _attribute.c.text, _attribute.c.type == "str")
-            return [_Key(number, falls, True, Double), _Key(by_code_point(text, dialect), falls, True, String)]
+        case "attr":  # numbers before texts, here and below
+            return _typed_keys(_attribute, at.key, falls, dialect, _attribute.c.state_id == _state.c.id)
+        case "config":
+            return _typed_keys(_setting, at.key, falls, dialect, _setting.c.run_id == _state.c.run_id)
         case "step" | "micro_step":
             return [_Key(_state.c[at.name], falls, False, BigInteger)]
         case "created":
@@ -203,8 +203,16 @@ def _keys_of(at: Field, falls: bool, dialect: str) -> list[_Key]:
     return [_Key(by_code_point(column, dialect), falls, True, String)]
 
 
-def _value_of(belongs: Any, key: str, column: ColumnElement[Any], *where: ColumnElement[bool]) -> ColumnElement[Any]:
-    return select(column).where(belongs.c.state_id == _state.c.id, belongs.c.key == literal(key, String), *where).scalar_subquery()
+def _typed_keys(belongs: Any, key: str, falls: bool, dialect: str, is_its: ColumnElement[bool]) -> list[_Key]:
+    """An attribute or a setting of a state."""
+    of = select(belongs.c.number).where(is_its, belongs.c.key == literal(key, String))
+    number = of.scalar_subquery()
+    text = of.with_only_columns(belongs.c.text).where(belongs.c.type == "str").scalar_subquery()
+    return [_Key(number, falls, True, Double), _Key(by_code_point(text, dialect), falls, True, String)]
+
+
+def _value_of(belongs: Any, key: str, column: ColumnElement[Any]) -> ColumnElement[Any]:
+    return select(column).where(belongs.c.state_id == _state.c.id, belongs.c.key == literal(key, String)).scalar_subquery()
 
 
 def _after(keys: Sequence[_Key], last: Sequence[_Scalar]) -> ColumnElement[bool]:

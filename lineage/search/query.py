@@ -1,7 +1,7 @@
 """The meaning of a search: its text as a tree of conditions, an order and a limit.
 
     metrics.val_loss < 0.2 and (step > 500 or tag = 'warm') order by metrics.val_loss, step desc limit 5
-    not metrics."val/loss" >= 0.2 and run.config.lr in (0.1, 0.01) and created > now-2h and descendant_of(warm~3)
+    not metrics."val/loss" >= 0.2 and config.optimizer.lr in (0.1, 0.01) and created > now-2h and descendant_of(warm~3)
 
 Values are numbers, true and false, dates, and texts, whose quotes may be left out where they are one word.
 """
@@ -74,7 +74,9 @@ _FIELDS = {
     "run.user": Kind.TEXT,
     "run.git_commit": Kind.TEXT,
 }
-_KEYED = {"metrics": Kind.METRIC, "attr": Kind.ANY, "run.config": Kind.ANY}
+_KEYED = {"metrics": Kind.METRIC, "attr": Kind.ANY, "config": Kind.ANY}
+_FORMER = "run.config."
+"""How ``config.`` was written, and may be."""
 _KNOWN = (*_FIELDS, *(f"{prefix}.<name>" for prefix in _KEYED))
 _EQUALITY, _ORDERING = ("=", "!="), ("<", "<=", ">", ">=")
 _OPERATORS = {
@@ -91,7 +93,7 @@ _OPERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``name`` is one of the known ones; ``key`` the rest of ``metrics.…``, ``attr.…`` and ``run.config.…``.
+    """``name`` is one of the known ones; ``key`` the rest of ``metrics.…``, ``attr.…`` and ``config.…``.
 
     ``column`` is where it stands in the text, from 1.
     """
@@ -266,7 +268,7 @@ class _Build(Transformer[Token, Any]):
         return tuple(keys)
 
     def key(self, field: _Named, direction: Token | None) -> Order:
-        if field.field.kind is Kind.NAMES or field.field.name == "run.config":
+        if field.field.kind is Kind.NAMES:
             raise Problem(f"states cannot be ordered by {field.text}", field.column)
         return Order(field.field, direction is not None and direction.lower() == "desc")
 
@@ -288,12 +290,14 @@ class _Named:
 def _field(token: Token) -> Field:
     """The field of a name whose parts may be quoted."""
     text, column = str(token), _column(token)
+    if text.startswith(_FORMER):
+        text = text.removeprefix("run.")
     if text in _FIELDS:
         return Field(text, _FIELDS[text], column=column)
     for prefix, kind in _KEYED.items():
         if text.startswith(f"{prefix}."):
             key = ".".join(_parts(text[len(prefix) + 1 :]))
-            if prefix == "run.config" and is_secret(key):
+            if prefix == "config" and is_secret(key):
                 raise problem_at(token, f"{key!r} names a secret: none is searched for")
             return Field(prefix, kind, key, column)
     close = get_close_matches(text, _FIELDS, n=1)

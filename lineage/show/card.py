@@ -46,6 +46,9 @@ class Shown(Protocol):
     def attributes(self) -> Mapping[str, object]: ...
 
     @property
+    def config(self) -> Mapping[str, object]: ...
+
+    @property
     def message(self) -> str | None: ...
 
     @property
@@ -80,6 +83,7 @@ def state_html(state: Shown, *, now: datetime | None = None) -> str:
     facts += [("message", "<br>".join(map(text, state.message.splitlines())))] if state.message else []
     facts += [(f"metrics.{key}", text(f"{value:.9g}")) for key, value in sorted(state.metrics.items())]
     facts += [(f"attr.{key}", text(repr(value), most=_MESSAGE)) for key, value in sorted(state.attributes.items())]
+    facts += [(f"config.{key}", text(repr(value), most=_MESSAGE)) for key, value in sorted(state.config.items())]
     kinds = {edge.parent: f" {edge.kind!s}, weight {edge.weight:g}" for edge in state.edges}
     facts += [("parent", code(short(parent)) + text(kinds.get(parent, ""))) for parent in state.parents]
     facts.append(("size", text(f"{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new")))

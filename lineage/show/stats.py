@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import CTE, ColumnElement, Select, Table, func, select, true
+from sqlalchemy import CTE, ColumnElement, Select, Table, func, select
 
+from datastates.lineage.change.runs import counted
 from datastates.lineage.lookup import states
-from datastates.lineage.schema import AttributeRow, MetricRow, RefRow, RunRow, StateRow, table
-from datastates.lineage.states import OURS, RefKind, State, Status
+from datastates.lineage.schema import AttributeRow, MetricRow, RefRow, RunRow, SettingRow, StateRow, table
+from datastates.lineage.states import RefKind, State, Status
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 __all__ = ["Counts", "KeyStats", "count", "newest"]
 
-_state, _metric, _attribute, _run, _ref = (table(row) for row in (StateRow, MetricRow, AttributeRow, RunRow, RefRow))
+_state, _metric, _attribute, _setting, _run, _ref = (table(row) for row in (StateRow, MetricRow, AttributeRow, SettingRow, RunRow, RefRow))
 
 # One scan of the table, without sorting.
 _STATUSES = select(*(func.count().filter(_state.c.status == status.value).label(status.value) for status in Status)).select_from(_state)
@@ -60,10 +61,10 @@ def count(session: Session) -> Counts:
         statuses=dict(sorted(statuses.items())),
         branches=refs.get(RefKind.BRANCH.value, 0),
         tags=refs.get(RefKind.TAG.value, 0),
-        runs=session.execute(select(func.count()).select_from(_run)).scalar_one(),
+        runs=session.execute(select(func.count()).select_from(_run).where(counted())).scalar_one(),
         metrics=tuple(sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)),
         attributes=tuple(sorted(key for key in session.execute(select(_keys(_attribute).c.key)).scalars() if key is not None)),
-        config=tuple(sorted(key for key in _config_keys(session) if not key.startswith(OURS))),
+        config=tuple(sorted(key for key in session.execute(select(_keys(_setting).c.key)).scalars() if key is not None)),
     )
 
 
@@ -90,10 +91,3 @@ def _ranges() -> Select[Any]:
 
     wanted = of(func.count()), of(func.min(_metric.c.value)), of(func.max(_metric.c.value))
     return select(keys.c.key, *wanted).where(keys.c.key.is_not(None))
-
-
-def _config_keys(session: Session) -> set[str]:
-    if session.get_bind().dialect.name == "sqlite":
-        items = func.json_each(_run.c.config).table_valued("key")
-        return set(session.execute(select(items.c.key).distinct().select_from(_run.join(items, true()))).scalars())
-    return set(session.execute(select(func.json_object_keys(_run.c.config)).distinct()).scalars())

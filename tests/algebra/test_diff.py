@@ -160,6 +160,20 @@ def test_the_terminal_shows_what_changed(tmp_path: Path) -> None:
     assert plain["metrics"] == {"loss": [2.0, 1.0]}
 
 
+def test_the_terminal_says_first_how_configurations_differ(tmp_path: Path) -> None:
+    with datastates.open(tmp_path) as repo:
+        for branch, config in (("main", {"lr": 0.1, "net": {"act": "relu", "width": 8}}), ("fork", {"lr": 0.2, "net": {"act": "relu"}})):
+            with repo.track(branch=branch, weight=torch.ones(3), rng=False, config=config) as run:
+                run.capture(metrics={"loss": 1.0})
+    done = CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main", "fork"])
+    lines = done.stdout.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("config")] == ["lr: 0.1 -> 0.2", "net.width: 8 -> nothing"]
+    assert lines.index("config  lr: 0.1 -> 0.2") < next(at for at, line in enumerate(lines) if line.startswith("tensors"))
+    plain = json.loads(CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main", "fork", "--json"]).stdout)
+    assert plain["config"] == {"lr": [0.1, 0.2], "net.width": [8, None]}
+    assert plain["new"]["config"] == {"lr": 0.2, "net.act": "relu"}
+
+
 def test_a_state_whose_bytes_are_gone_is_unavailable(tmp_path: Path) -> None:
     tree = {"w": torch.ones(1 << 20)}
     with datastates.open(tmp_path, memory_bytes=16 << 20) as repo, repo.track(rng=False, tree=tree, durable_interval_s=1e9) as run:

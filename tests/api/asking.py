@@ -39,7 +39,7 @@ PATIENCE_S = 15.0
 _PIECES = [
     *"()'\"\\~^@{}:.,<>=!*%_-+ \t\n\x00\u00fc\u0301\U0001f600",
     *(" and ", " or ", "not ", " order by ", " limit ", " in (", " desc", "now-", "inf", "nan", "@best:", "@step:", "@{", "..", "metrics."),
-    *("attr.", "run.config.", "branch", "ancestor_of(", "9" * 17, "9" * 20, "-1", "0", "1e400", "true"),
+    *("attr.", "config.", "branch", "ancestor_of(", "9" * 17, "9" * 20, "-1", "0", "1e400", "true"),
 ]
 _NUMBERS: list[object] = [
     0,

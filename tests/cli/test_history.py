@@ -98,6 +98,7 @@ def test_show_tells_all_that_is_known(invoke: Invoke) -> None:
         "durable",
         "loss = 0.333333333",
         "kind = 'base'",
+        "config      lr = 0.1",
         f"parent      {uid('1', 2)[:10]}",
         f"child       {uid('1', 4)[:10]}",
         f"child       {uid('f', 4)[:10]}",
@@ -122,6 +123,7 @@ def test_show_as_json_has_stable_fields(invoke: Invoke) -> None:
     assert [replica["tier"] for replica in shown["replicas"]] == ["local", "memory"]
     assert shown["run_record"]["argv"] == list(RUN.argv)
     assert shown["run"] == RUN.uid
+    assert shown["config"] == {"lr": 0.1}
 
 
 def test_find_lists_what_the_query_asks_for(invoke: Invoke) -> None:

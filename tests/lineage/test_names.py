@@ -29,7 +29,7 @@ def test_names_are_listed_by_kind_and_alphabet(filled: Database) -> None:
     with filled.read() as session:
         assert names(session, "metrics") == ["grad norm", "loss", "val_loss"]
         assert names(session, "attr") == ["kind", "seed"]
-        assert names(session, "run.config") == ["lr", "optimizer.beta"], "and no secrets"
+        assert names(session, "config") == ["lr", "optimizer.beta"], "and no secrets"
 
 
 def test_a_lineage_without_states_knows_no_names_and_refuses_none(database: Database) -> None:
@@ -43,7 +43,7 @@ def test_a_lineage_without_states_knows_no_names_and_refuses_none(database: Data
     [
         "metrics.loss < 1 and not attr.seed in (3, 4) or run.config.lr > 0 order by metrics.val_loss desc, attr.kind limit 3",
         'metrics."grad norm" = 1',
-        "run.config.optimizer.beta > 0",
+        "config.optimizer.beta > 0",
         "metrics.absent exists and not exists attr.absent",  # which ask whether it is there
         "step > 3 and branch = absent and tag ~ x",
     ],
@@ -60,8 +60,8 @@ def test_known_names_pass(filled: Database, text: str) -> None:
         ("step > 3 and metrics.Loss < 1", "there is no metric 'Loss', did you mean metrics.loss?", 14),
         ("order by attr.sed", "there is no attribute 'sed', did you mean attr.seed?", 10),
         ("metrics.seed = 3", "there is no metric 'seed', did you mean attr.seed?", 1),
-        ("attr.lr = 3", "there is no attribute 'lr', did you mean run.config.lr?", 1),
-        ("run.config.learning = 3", "there is no setting 'learning'", 1),
+        ("attr.lr = 3", "there is no attribute 'lr', did you mean config.lr?", 1),
+        ("config.learning = 3", "there is no setting 'learning'", 1),
         ("not (metrics.zzz in (1, 2))", "there is no metric 'zzz'", 6),
     ],
 )
@@ -87,7 +87,7 @@ def test_columns_are_named_as_in_a_query_or_by_bare_names(filled: Database) -> N
         assert field_of(session, "loss") == field_of(session, "metrics.loss") == Field("metrics", Kind.METRIC, "loss")
         assert field_of(session, "grad norm") == field_of(session, 'metrics."grad norm"')
         assert field_of(session, "seed").name == "attr"
-        assert field_of(session, "lr").name == "run.config"
+        assert field_of(session, "lr").name == "config"
         assert field_of(session, "step") == Field("step", Kind.INTEGER)
         assert written(field_of(session, "grad norm")) == 'metrics."grad norm"'
         with pytest.raises(SyntaxProblem, match=r"there is no metric 'los', did you mean metrics\.loss"):

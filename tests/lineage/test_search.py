@@ -48,7 +48,7 @@ _numbers = st.sampled_from(NUMBERS)
 _texts = st.sampled_from([*TEXTS, "b", "abc123"])
 _metric = st.sampled_from(METRICS).map(lambda key: Field("metrics", Kind.METRIC, key))
 _attribute = st.sampled_from(ATTRIBUTES).map(lambda key: Field("attr", Kind.ANY, key))
-_config = st.sampled_from(["lr", "seed", "ü", "flag", "none", "absent"]).map(lambda key: Field("run.config", Kind.ANY, key))
+_config = st.sampled_from(["lr", "seed", "ü", "flag", "none", "absent"]).map(lambda key: Field("config", Kind.ANY, key))
 _integer = st.sampled_from(["step", "micro_step"]).map(lambda name: Field(name, Kind.INTEGER))
 _text = st.sampled_from(["message", "run.host", "run.user", "run.git_commit", "run.uid"]).map(lambda name: Field(name, Kind.TEXT))
 _names = st.sampled_from(["branch", "tag"]).map(lambda name: Field(name, Kind.NAMES))
@@ -96,7 +96,7 @@ def _queries(lineage: Lineage) -> st.SearchStrategy[Query]:
         ),
         max_leaves=6,
     )
-    orderable = st.one_of(_metric, _attribute, _integer, _text, st.sampled_from([_status, _uid, _created]))
+    orderable = st.one_of(_metric, _attribute, _config, _integer, _text, st.sampled_from([_status, _uid, _created]))
     orders = st.lists(st.builds(Order, orderable, st.booleans()), max_size=3).map(tuple)
     return st.builds(Query, st.one_of(st.none(), nodes), orders, st.one_of(st.none(), st.integers(0, 40)))
 
@@ -182,7 +182,7 @@ def _held(field: Field, state: State, lineage: Lineage) -> list[object]:
         case "metrics" | "attr":
             values = state.metrics if field.name == "metrics" else state.attributes
             return [values[field.key]] if field.key in values else []
-        case "run.config":
+        case "config":
             return [run.config[field.key]] if run and field.key in run.config else []
         case "tag":
             return [name for name, uid in lineage.tags.items() if uid == state.uid]
@@ -245,7 +245,7 @@ def _sort_keys(field: Field, state: State, lineage: Lineage) -> list[object]:
     held = next(iter(_held(field, state, lineage)), None)
     if isinstance(held, float) and math.isnan(held):
         held = None
-    if field.name != "attr":
+    if field.name not in ("attr", "config"):
         return [held]
     return [None, held] if isinstance(held, str) else [held if held is None else float(held), None]  # type: ignore[arg-type] # a number
 
@@ -490,12 +490,12 @@ def test_random_queries_parse_to_what_was_written(database: Database) -> None:
 
 def test_any_text_finds_or_fails_as_ours(database: Database, grow: Grow) -> None:
     grow(branch="main", count=3, metrics={"loss": 1.0})
-    fields = "step metrics.loss attr.x run.config.y created uid branch ancestor_of(main) ancestor_of( exists"
+    fields = "step metrics.loss attr.x config.y created uid branch ancestor_of(main) ancestor_of( exists"
     signs = "( ) and or not = != < ~ in , order by desc limit"
     values = "3 -1.5e400 1e5 inf ' \" now now-2h now-99999999999999999d 2026-11-21 0001-01-01 9999-12-31T23:59:59 true abcd ü \0 \ud800"
     words = f"{fields} {signs} {values} {'9' * 30}"
     texts = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(words.split(" ")), max_size=12).map(" ".join))
-    whole = st.sampled_from(["step", "metrics.loss", "micro_step", "created", "attr.x", "run.config.y", "message"])
+    whole = st.sampled_from(["step", "metrics.loss", "micro_step", "created", "attr.x", "config.y", "message"])
     extremes = st.sampled_from(
         ["9" * 30, "-" + "9" * 30, "1e999", "now-99999999999999999d", "0001-01-01", "9999-12-31T23:59:59", "-1e-400"]
     )

@@ -20,7 +20,12 @@ from tests.show.test_html import capture, chain, state
 
 def test_a_frame_has_a_row_a_state_and_columns_named_as_in_a_query() -> None:
     pytest.importorskip("pandas")
-    states = States([state(2, "f" * 24, attributes={"seed": 1}, message="two"), state(1, metrics={"acc": 0.5}, attributes={"note": "x"})])
+    states = States(
+        [
+            state(2, "f" * 24, attributes={"seed": 1}, config={"lr": 0.1}, message="two"),
+            state(1, metrics={"acc": 0.5}, attributes={"note": "x"}),
+        ]
+    )
 
     made = states.frame()
 
@@ -28,12 +33,13 @@ def test_a_frame_has_a_row_a_state_and_columns_named_as_in_a_query() -> None:
     assert made.index.name == "uid"
     assert list(made.columns) == [
         *("step", "created", "status", "message", "parent", "run", "bytes_total", "bytes_new"),
-        *("metrics.acc", "metrics.loss", "attr.note", "attr.seed"),
+        *("metrics.acc", "metrics.loss", "attr.note", "attr.seed", "config.lr"),
     ]
     assert made["step"].tolist() == [2, 1]
     assert made["metrics.loss"].iloc[0] == pytest.approx(1 / 3)
     assert math.isnan(made["metrics.loss"].iloc[1]), "it has none"
     assert made["attr.seed"].tolist() == [1, None]
+    assert made["config.lr"].tolist() == [0.1, None]
     assert made["parent"].iloc[0] == "f" * 24
     assert made["created"].iloc[0].to_pydatetime() == states[0].created_at
     assert str(made["created"].dtype) == "datetime64[us, UTC]"

@@ -127,7 +127,9 @@ def capture(repo: Repository, branch: str, parent: str | None, step: int, **more
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_nothing_that_others_wrote_becomes_markup(attack: str) -> None:
-    hostile = state(3, metrics={attack: 0.5}, attributes={attack: attack}, message=f"{attack}\nand\n{attack}", run=attack)
+    hostile = state(
+        3, metrics={attack: 0.5}, attributes={attack: attack}, config={attack: attack}, message=f"{attack}\nand\n{attack}", run=attack
+    )
     ref = Ref(attack, RefKind.BRANCH, hostile.uid, 1)
 
     for html in (state_html(hostile), states_html([hostile]), graph_html([hostile], [ref])):
@@ -154,6 +156,7 @@ def test_a_state_says_all_that_it_knows() -> None:
         micro_step=2,
         metrics={"loss": 0.123456789123, "val/acc": 0.5},
         attributes={"seed": 3, "note": "plain"},
+        config={"optimizer.lr": 0.25, "name": "tiny"},
         message="first\nsecond",
         edges=(Edge("b" * 24, EdgeKind.SOUP, 0.25),),
         world_size=4,
@@ -163,6 +166,8 @@ def test_a_state_says_all_that_it_knows() -> None:
     seen = look(state_html(merged, now=NOW))
 
     for said in (merged.uid, "12+2", "durable", "12 minutes ago", "first", "second", "metrics.loss", "0.123456789", "metrics.val/acc"):
+        assert said in seen.text
+    for said in ("config.optimizer.lr", "0.25", "config.name", "'tiny'"):
         assert said in seen.text
     for said in ("attr.seed", "'plain'", "soup, weight 0.25", "aaaaaaaaaa", "3.0 MiB, 1.0 MiB of it new", "ranks4", "cccccccccc"):
         assert said in seen.text

@@ -50,7 +50,7 @@ describe("order", () => {
 
 describe("completion", () => {
   it("offers fields at the beginning and after a connective", () => {
-    for (const query of ["", "step > 5 and ", "(", "not "]) expect(offered(query)).toEqual(expect.arrayContaining(["metrics.loss", 'metrics."val loss"', "step", "attr.epoch", "run.config.lr"]));
+    for (const query of ["", "step > 5 and ", "(", "not "]) expect(offered(query)).toEqual(expect.arrayContaining(["metrics.loss", 'metrics."val loss"', "step", "attr.epoch", "config.lr"]));
   });
 
   it("finds a metric by its own name", () => {

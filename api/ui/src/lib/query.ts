@@ -142,7 +142,7 @@ function fields(known: Vocabulary): Option[] {
     ...known.metrics.map((one) => keyed("metrics", one.key, one.hint)),
     ...FIELDS,
     ...known.attributes.map((key) => keyed("attr", key, "attribute")),
-    ...known.config.map((key) => keyed("run.config", key, "configuration")),
+    ...known.config.map((key) => keyed("config", key, "configuration")),
   ];
 }
 
@@ -151,7 +151,7 @@ function operators(field: Word): Option[] {
   const of = (texts: readonly string[]) => texts.map((text) => ({ text: `${text} `, hint: "" }));
   if (field.text === "branch" || field.text === "tag") return [...of(["=", "!=", "~", "in ("])];
   if (field.text === "status" || field.text === "uid") return of(["=", "!=", "in ("]);
-  const isText = field.text === "message" || field.text.startsWith("run.") || field.text.startsWith("attr.");
+  const isText = field.text === "message" || ["run.", "attr.", "config."].some((prefix) => field.text.startsWith(prefix));
   return [...of(isText ? [...OPERATORS, "~", "in ("] : [...OPERATORS, "in ("]), exists];
 }
 

@@ -26,5 +26,5 @@ export const EXAMPLES: readonly (readonly [string, string])[] = [
   ["ancestor_of(main~3)", "all that led to it"],
   ["created > now-2h", "s, m, h, d, w; or a date"],
   ["status in (durable, external)", "where the bytes are"],
-  ["run.config.lr >= 0.1", "by the configuration of the run"],
+  ["config.optimizer.lr >= 0.1", "by the configuration of the training"],
 ];
