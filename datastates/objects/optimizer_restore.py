@@ -14,7 +14,7 @@ from .optimizer_state import is_plain, numbered, options_of
 from .optimizers import CLASS, bare, class_of
 from .report import Findings, Mismatch, describe, leaf_paths, own, write_tensor
 
-__all__ = ["check_optimizer"]
+__all__ = ["check_optimizer", "set_option"]
 
 Names = list[list[str]]
 Tree = Mapping[str, Any]
@@ -137,7 +137,7 @@ class _Check:
                 continue
             if self.findings.wants(join(path, key)):
                 self.findings.restored.append(join(path, key))
-                self.findings.writes.append(partial(_set_option, live, key, value))
+                self.findings.writes.append(partial(set_option, live, key, value))
 
     # --- state of the parameters -------------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ def _home(optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tenso
     return parameter.device
 
 
-def _set_option(group: dict[str, Any], key: str, stored: Any) -> None:
+def set_option(group: dict[str, Any], key: str, stored: Any) -> None:
     """An option in the form that the group has it: a learning rate that is a tensor stays that tensor."""
     live = group.get(key)
     if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor | int | float):

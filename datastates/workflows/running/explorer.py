@@ -27,7 +27,7 @@ from .describe import announce
 from .job import Assignment, Stop
 from .pool import Pool, check_executor, check_pickles
 from .progress import Display, display_for
-from .result import Exploration, read_study
+from .result import Exploration, read_study, say_alike
 from .storage import storage
 from .work import prefix_epochs, work
 from .worker import Explorer, Outcome, Share, Task, Train
@@ -131,6 +131,8 @@ def explore(
         run = _Run(repo, study, plan, origin, known, pool, task, display, retries, presence.close)
         run.until_done()
         report = read_study(repo, study, plan, config=config, errors=run.errors, reused=run.reused)
+        for alike in report.alike:
+            _logger.warning("study %s: %s", study, say_alike(alike))
         return replace(report, storage=storage(repo, study))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +14,19 @@ import torch
 from datastates.capture.handle import Capture
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State, Value
+from datastates.tracking.configuration import configuration
 from datastates.tracking.tracker import Tracker
 from datastates.workflows.plans.plan import Variant
 
 from . import record
+from .settings import Built
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
 
 __all__ = ["Assignment", "Job", "Stop"]
+
+_logger = logging.getLogger(__name__)
 
 Stop = Callable[[Sequence[State]], bool]
 """A study's stop rule: given the states that a variant has reported so far, first epoch first, whether it ends here."""
@@ -72,6 +77,7 @@ class Job:
         self._captures: list[Capture] = []
         self._tracker: Tracker | None = None
         self._step = 0
+        self._set = str(self._history[-1].attributes.get(record.SET, "")) if self._history else ""
 
     @property
     def variant(self) -> Variant:
@@ -95,8 +101,8 @@ class Job:
 
     @property
     def is_new(self) -> bool:
-        """Whether the variant stands where it forks: what its configuration changes in restored objects, such as a learning rate, is
-        to be changed then.
+        """Whether the variant stands where it forks: what its configuration changes in restored objects, other than options of
+        optimizers, is to be changed then.
         """
         return self._from.uid == self._origin.uid
 
@@ -108,10 +114,13 @@ class Job:
     def track(self, **objects: Any) -> Tracker:
         """Track on the variant's branch: restored from its newest state, or else from where it forks.
 
-        ``objects`` and options are those of ``Repository.track``, without branch, start and resume. ``only`` and ``strict`` hold for
-        the fork alone: what the variant itself captured is restored whole. A variant with a ``seed`` of its own is seeded at the fork.
+        What the variant's configuration sets wins over what is restored there, where it is an option of an optimizer: a learning rate
+        stays the one with which the optimizer was built, and a scheduler goes on with it. The configuration is recorded, over a ``config``
+        that is given here. ``objects`` and options are those of ``Repository.track``, without branch, start and resume. ``only`` and
+        ``strict`` hold for the fork alone: what the variant itself captured is restored whole. A variant with a ``seed`` of its own is
+        seeded at the fork.
 
-        :raises InvalidInput: it was called before, or an object does not fit.
+        :raises InvalidInput: it was called before, an object does not fit, or a scheduler cannot follow another learning rate.
         :raises Conflict: somebody else moved the branch.
         """
         if self._tracker is not None:
@@ -120,10 +129,15 @@ class Job:
             raise InvalidInput(f"{', '.join(taken)}: the plan decides that; rename what you track, or leave it out")
         if not self.is_new:
             objects = {name: value for name, value in objects.items() if name not in ("only", "strict")}
+        config = configuration(objects.pop("config", None)) | configuration(self.config)
+        named = objects.get("objects")
+        built = Built({**objects, **(named if isinstance(named, Mapping) else {})})
         self._fetch(self._from)
-        self._tracker = self._repository.track(branch=self._branch, start=self._origin.uid, **objects)
+        self._tracker = self._repository.track(branch=self._branch, start=self._origin.uid, config=config, **objects)
         self._tracker.training.loops.begin_elsewhere(is_between=self.is_new or record.EPOCH in self._from.attributes)
         self._step = self._tracker.step
+        if self.is_new:
+            self._set_options(built)
         seed = self.variant.config.get("seed")
         if self.is_new and isinstance(seed, int):
             seed_everything(seed)
@@ -180,6 +194,13 @@ class Job:
             raise InvalidInput(f"variant {name!r} ended without a result: call job.report(...) at the end of each epoch")
         return record.tag_done(self._repository, study, name, self._assignment.digest, state)
 
+    def _set_options(self, built: Built) -> None:
+        """What the variant sets wins over what was restored where it forks."""
+        applied = built.put_back(self.variant.config)
+        self._set = ", ".join(applied.options)
+        if self.variant.config:
+            _logger.info("variant %s of study %s sets %s", self.variant.name, self._assignment.study, applied)
+
     def _reported(self) -> Sequence[State]:
         """Every report so far; waits until the last of them is recorded."""
         return (*self._history, *(capture.wait() for capture in self._captures))
@@ -192,6 +213,8 @@ class Job:
             record.DIGEST: assignment.digest,
             record.EPOCH: epoch,
         }
+        if self._set:
+            attributes[record.SET] = self._set
         if assignment.variant.train is not None:
             attributes |= {record.SAMPLES: len(assignment.train), record.SAMPLES_ALL: assignment.samples_all}
         return attributes

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from datastates.errors import Conflict, NotFound, Unavailable
 from datastates.lineage.change import clones
 from datastates.lineage.change.refs import check_name
+from datastates.lineage.search import pages as search
 from datastates.lineage.states import Ref, RefKind, State, Status
 from datastates.opening.core import Core
 from datastates.opening.lease import LEASES
@@ -25,6 +26,7 @@ __all__ = [
     "EPOCH",
     "SAMPLES",
     "SAMPLES_ALL",
+    "SET",
     "STUDY",
     "VARIANT",
     "branch_of",
@@ -36,10 +38,12 @@ __all__ = [
     "refs_of",
     "reports",
     "start_tag",
+    "states_of",
 ]
 
 STUDY, VARIANT, DIGEST, EPOCH, SAMPLES, SAMPLES_ALL = "study", "variant", "variant_digest", "epoch", "samples", "samples_all"
-"""The attributes of every state that a job reports."""
+SET = "variant_set"
+"""The attributes of every state that a job reports; the last one says what the variant set of restored optimizers, if anything."""
 
 _DURABLE_S = 60.0
 _ASK_AGAIN_S = 0.05
@@ -87,6 +91,12 @@ def reports(repository: Repository, study: str, variant: str, origin: State, ref
     length = head.generation - origin.generation
     path = repository.log(head, limit=length) if length > 0 else []
     return [state for state in reversed(path) if (state.attributes.get(STUDY), state.attributes.get(VARIANT)) == (study, variant)]
+
+
+def states_of(repository: Repository, study: str) -> list[State]:
+    """All that a study has reported, newest first; nothing where it has reported nothing."""
+    with repository.core.reading() as session:
+        return list(search.find_all(session, f'attr.{STUDY} = "{study}"'))
 
 
 def check_digest(state: State, study: str, variant: str, digest: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from .storage import Storage
 if TYPE_CHECKING:
     from datastates.repository import Repository
 
-__all__ = ["Exploration", "Progress", "Result", "read_study"]
+__all__ = ["Exploration", "Progress", "Result", "read_study", "say_alike"]
 
 
 class Progress(StrEnum):
@@ -48,6 +48,11 @@ class Result:
     def metrics(self) -> Mapping[str, float]:
         """The metrics of ``state``."""
         return {} if self.state is None else self.state.metrics
+
+    @property
+    def set(self) -> str:
+        """What it set of restored optimizers, such as ``lr 0.1 -> 0.01``; empty where nothing."""
+        return "" if self.state is None else str(self.state.attributes.get(record.SET, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,14 @@ class Exploration:
         return {each.variant: each.state for each in self if each.progress is Progress.DONE and each.state is not None}
 
     @property
+    def alike(self) -> list[tuple[str, ...]]:
+        """Finished variants that ended with the same bytes, if there are: what their configurations differ in had no effect."""
+        names: dict[str, list[str]] = {}
+        for name, state in self.done.items():
+            names.setdefault(state.digest, []).append(name)
+        return [tuple(each) for each in names.values() if len(each) > 1]
+
+    @property
     def errors(self) -> dict[str, str]:
         """The errors, by variant."""
         return {each.variant: each.error for each in self if each.error is not None}
@@ -100,7 +113,10 @@ class Exploration:
     def table(self) -> PrintedTable:
         """A table for a terminal, ``print`` or a notebook."""
         table = PrintedTable("variant", "from", "progress", "epochs", "state", title=f"study {self.study}", title_justify="left")
-        table.caption = None if self.storage is None else str(self.storage)
+        table.caption = "\n".join([*map(say_alike, self.alike), *([] if self.storage is None else [str(self.storage)])]) or None
+        is_set = any(each.set for each in self)
+        if is_set:
+            table.add_column("set", overflow="fold")
         names = sorted({key for each in self for key in each.metrics})
         for name in names:
             table.add_column(name, justify="right")
@@ -108,8 +124,15 @@ class Exploration:
             variant = self.plan[each.variant]
             state = "" if each.state is None else each.state.uid[:10]
             metrics = [f"{each.metrics[name]:.4g}" if name in each.metrics else "" for name in names]
-            table.add_row(each.variant, variant.parent or "start", str(each.progress), f"{each.epochs}/{variant.epochs}", state, *metrics)
+            facts = [each.variant, variant.parent or "start", str(each.progress), f"{each.epochs}/{variant.epochs}", state]
+            table.add_row(*facts, *[each.set] * is_set, *metrics)
         return table
+
+
+def say_alike(variants: Sequence[str]) -> str:
+    """A line about variants that ended alike."""
+    some = ", ".join(variants[:5]) + (f" and {len(variants) - 5} more" if len(variants) > 5 else "")
+    return f"{some} ended with the same bytes: what their configurations differ in reached nothing that trains"
 
 
 def _errors(value: object, what: str) -> dict[str, str]:

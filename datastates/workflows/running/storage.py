@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from datastates import values
 from datastates.workflows.plans import arguments
 
-from .record import STUDY, start_tag
+from .record import start_tag, states_of
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
@@ -48,7 +48,7 @@ def storage(repo: Repository, study: str) -> Storage:
 
     :raises NotFound: there is no such study.
     """
-    states = {state.uid: state for state in (repo.state(start_tag(study)), *repo.find(f'attr.{STUDY} = "{study}"'))}
+    states = {state.uid: state for state in (repo.state(start_tag(study)), *states_of(repo, study))}
     packs: dict[str, int] = {}
     count = full = 0
     for uid, state in states.items():

@@ -28,7 +28,7 @@ from datastates.lineage.states import State
 from datastates.workflows.plans import arguments
 from datastates.workflows.plans.plan import Plan, plan_of
 
-from .record import EPOCH, SAMPLES, SAMPLES_ALL, STUDY, VARIANT, branch_of, done_tag, refs_of, start_tag
+from .record import EPOCH, SAMPLES, SAMPLES_ALL, STUDY, VARIANT, branch_of, done_tag, refs_of, start_tag, states_of
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
@@ -116,7 +116,7 @@ def _sum(prefix: Fraction, parts: Mapping[str, _Part], paths: Mapping[str, Itera
 def _tips(repo: Repository, study: str) -> dict[str, str]:
     """The newest state of each variant that has reported anything, by the variant's name."""
     refs = refs_of(repo)
-    names = {state.attributes.get(VARIANT) for state in repo.find(f'attr.{STUDY} = "{study}"')}
+    names = {state.attributes.get(VARIANT) for state in states_of(repo, study)}
     tips = {name: refs.get(done_tag(study, name)) or refs.get(branch_of(study, name)) for name in names if isinstance(name, str)}
     return {name: ref.state for name, ref in sorted(tips.items()) if ref is not None}
 
