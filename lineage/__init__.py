@@ -10,9 +10,13 @@ with database.write() as session:
 
 from __future__ import annotations
 
-from .change.runs import Recovered
-from .database import Database
-from .states import Edge, EdgeKind, NewState, Ref, RefEvent, RefKind, Run, State, StateFacts, Status, Value
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .change.runs import Recovered
+    from .database import Database
+    from .states import Edge, EdgeKind, NewState, Ref, RefEvent, RefKind, Run, State, StateFacts, Status, Value
 
 __all__ = [
     "Database",
@@ -29,3 +33,20 @@ __all__ = [
     "Status",
     "Value",
 ]
+
+
+_ELSEWHERE = {"Database": "database", "Recovered": "change.runs"}
+"""Where a name lives; all others are values, in ``states``."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a name when it is first used, and keep it: whoever reads a lineage does without what changes one."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f".{_ELSEWHERE.get(name, 'states')}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url, text
-from sqlalchemy.orm import Session
 from sqlalchemy.pool import QueuePool
 
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
@@ -28,6 +27,7 @@ from datastates.system.sharing import FILE_MODE, make_folders, share
 from . import deadline
 from .frozen import Frozen, why_frozen
 from .migrations import HEAD, KNOWN
+from .session import Session
 
 __all__ = ["Database", "translate"]
 
@@ -127,7 +127,7 @@ class Database:
         if self._frozen is not None and self._frozen.has_changed():
             self._engine.dispose()
         try:
-            with undisturbed(), Session(engine, autoflush=False, expire_on_commit=False) as session, deadline.enforced(session):
+            with undisturbed(), Session(engine) as session, deadline.enforced(session):
                 yield session
         except (exc.SQLAlchemyError, sqlite3.Error) as error:
             raise translate(error, self._shown) from error

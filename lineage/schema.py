@@ -9,7 +9,8 @@ from datetime import UTC, datetime, timedelta
 from typing import cast
 
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, Table, Text
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from .declared import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
     "EXACT_INT",

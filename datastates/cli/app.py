@@ -11,11 +11,11 @@ from typer.core import TyperGroup
 
 from datastates.errors import DatastatesError
 
-from . import bundle, clone, diff, doctor, history, payload, refs, serve, setup, token
-from .exits import INTERRUPTED, code_of, complain
+from .commands import LazyCommands, simplify
+from .entry import INTERRUPTED
 from .shell import AsJson, Globals, Repo
 
-__all__ = ["app", "main"]
+__all__ = ["app", "run"]
 
 EPILOG = (
     "Exit codes: 0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid input; 6 corrupt;"
@@ -27,6 +27,16 @@ EPILOG = (
 class Group(TyperGroup):
     """Ends every command that fails in one way: a message on standard error and a documented exit code."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = LazyCommands()
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return simplify(super().get_params(ctx))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -34,14 +44,20 @@ class Group(TyperGroup):
             _leave_pipe()
             raise typer.Exit(0) from None
         except (DatastatesError, OSError) as error:
-            complain(error, as_json=_wants_json(ctx))
-            raise typer.Exit(code_of(error)) from None
+            raise typer.Exit(_complain(error, as_json=_wants_json(ctx))) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 
 
 def _wants_json(context: Any) -> bool:
     return isinstance(context.obj, Globals) and context.obj.as_json
+
+
+def _complain(error: BaseException, *, as_json: bool) -> int:
+    from .exits import code_of, complain
+
+    complain(error, as_json=as_json)
+    return code_of(error)
 
 
 app = typer.Typer(
@@ -79,31 +95,15 @@ def _begin(
     context.obj = Globals(repo, packs, as_json)
 
 
-for _register in (
-    setup.register,
-    history.register,
-    refs.register,
-    diff.register,
-    payload.register,
-    bundle.register,
-    serve.register,
-    token.register,
-    clone.register,
-    doctor.register,
-):
-    _register(app)
-
-
-def main() -> None:
-    """Run the terminal; the process ends with the command's exit code."""
+def run() -> None:
+    """Run the command line of this process; ends it with the command's exit code."""
     try:
         app()
     except SystemExit:
         _flush()
         raise
     except Exception as error:  # the one place where a command ends: what no user caused is shown with its trace
-        complain(error, as_json="--json" in sys.argv[1:])
-        sys.exit(code_of(error))
+        sys.exit(_complain(error, as_json="--json" in sys.argv[1:]))
 
 
 def _flush() -> None:

@@ -29,7 +29,7 @@ def tag_names(context: typer.Context, incomplete: str) -> list[str]:
 
 def _refs(context: typer.Context) -> list[tuple[str, str]]:
     try:
-        from datastates.lineage.change import refs
+        from datastates.lineage.search import refs
 
         # While a line is completed no callback has run: the options stand in the parameters only.
         outer = context.parent.params if context.parent is not None else {}

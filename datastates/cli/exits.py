@@ -6,16 +6,12 @@ import os
 import sys
 import traceback
 
-import msgspec
-from rich.console import Console
-from rich.text import Text
-
 from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
 from datastates.system import masking
 
-__all__ = ["EXIT_CODES", "INTERRUPTED", "code_of", "complain"]
+from .styled import Text
 
-INTERRUPTED = 130
+__all__ = ["EXIT_CODES", "code_of", "complain"]
 
 EXIT_CODES = {
     "error": 1,
@@ -50,6 +46,8 @@ def complain(error: BaseException, *, as_json: bool) -> None:
     if os.environ.get("DATASTATES_TRACEBACK"):
         traceback.print_exception(error)
     if as_json:
+        import msgspec
+
         sys.stderr.write(msgspec.json.encode({"error": _describe(error)}).decode() + "\n")
         return
     if isinstance(error, DatastatesError):
@@ -58,7 +56,8 @@ def complain(error: BaseException, *, as_json: bool) -> None:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = f"unexpected {type(error).__name__}: {error}\nDATASTATES_TRACEBACK=1 shows where it comes from"
-    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(masking.text(f"error: {text}"), style="red"))
+    said = Text(masking.text(f"error: {text}"), "red")
+    sys.stderr.write((said.ansi() if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else str(said)) + "\n")
 
 
 def _describe(error: BaseException) -> dict[str, object]:

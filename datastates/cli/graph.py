@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
-from datastates.lineage import Ref, State
 from datastates.lineage.show.lanes import draw, lanes
+from datastates.lineage.states import Ref, State
 
-from .render import age_text, by_state, clean, metrics_text, refs_text, size_text, state_text, status_text, step_text, time_text
+from .render import age_text, by_state, clean, metrics_text, refs_text, state_text, step_text, stored_text, time_text
+from .styled import Text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,12 +29,10 @@ def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, i
     for drawn, paragraph in zip(draw(lanes(states)), texts, strict=True):
         width = max(len(drawn.node), len(drawn.rest)) + 1
         lines += map(_coloured, drawn.before)
-        lines.append(_coloured(drawn.node.ljust(width)) + paragraph[0])
+        lines.append(_coloured(drawn.node.ljust(width)).append(paragraph[0]))
         # The lines after a node come at once: what follows a merge stands beside the lanes that it opened.
         lines += map(_coloured, drawn.after)
-        lines += [_coloured(drawn.rest.ljust(width)) + line for line in paragraph[1:]]
-    for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"  # a folded line would break the lanes
+        lines += [_coloured(drawn.rest.ljust(width)).append(line) for line in paragraph[1:]]
     return lines
 
 
@@ -43,16 +40,15 @@ def write_lines(console: Console, lines: Iterable[Text]) -> None:
     """Write each on a line of its own: cut to the width of a terminal, whole for a program or a file."""
     for line in lines:
         if console.is_terminal:
-            console.print(line, no_wrap=True, overflow="ellipsis")  # said again: print forgets what a Text says of itself
+            console.print(line.cut(console.width), no_wrap=True)
         else:
             console.print(line, soft_wrap=True)
 
 
 def _coloured(prefix: str) -> Text:
-    text = Text(prefix)
+    text = Text()
     for column, box in enumerate(prefix):
-        if box not in " *":
-            text.stylize(_COLOURS[column // 2 % len(_COLOURS)], column, column + 1)
+        text.append(box, "" if box in " *" else _COLOURS[column // 2 % len(_COLOURS)])
     return text
 
 
@@ -61,9 +57,9 @@ def _paragraph(state: State, refs: Sequence[Ref]) -> list[Text]:
     facts = [
         Text.assemble("  step ", (step_text(state), "bold"), f"  {time_text(state.created_at)}, {age_text(state.created_at)}  "),
     ]
-    facts[0].append(status_text(state.status)).append(f", {size_text(state.bytes_total)}")
+    facts[0].append(stored_text(state))
     if state.metrics:
         facts.append(Text(f"  {metrics_text(state.metrics)}"))
     if state.message:
-        facts += [Text(f"  {clean(line)}", style="italic") for line in state.message.splitlines()]
+        facts += [Text(f"  {clean(line)}", "italic") for line in state.message.splitlines()]
     return [head, *facts, Text()]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from itertools import islice
+import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .complete import ref_names
+from .picking import AsCsv, Columns, Since, Sort, columns_of, refine
 from .shell import AsJson, Repo, Shell
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.table import Table
     from sqlalchemy.orm import Session
 
     from datastates.api.models import StateDetail
-    from datastates.lineage import Ref, Run, State
+    from datastates.lineage import Run, State
+    from datastates.lineage.search.query import Field, Query
 
 __all__ = ["register"]
 
@@ -47,24 +52,48 @@ def log(
     all_refs: Annotated[bool, typer.Option("--all", "-a", help="Begin at every branch and tag.")] = False,
     oneline: Annotated[bool, typer.Option("--oneline", help="One line a state.")] = False,
     graph: Annotated[bool, typer.Option("--graph/--no-graph", help="Draw the branches beside the states.")] = True,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new states as they are recorded, until Ctrl-C.")] = False,
+    columns: Columns = None,
+    sort: Sort = None,
+    since: Since = None,
+    as_csv: AsCsv = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show states and their ancestors, newest first."""
-    from datastates.lineage.change import refs
+    """Show states and their ancestors, newest first; with --columns or --sort as a table."""
+    from datastates.lineage.search import refs
 
     if rev is not None and all_refs:
         raise typer.BadParameter("--all begins everywhere: leave REV out", param_hint="--all")
     shell = Shell(context, repo, as_json)
+    if follow:
+        if sort or since or as_csv or columns:
+            raise typer.BadParameter("it goes with no --columns, --sort, --since or --csv", param_hint="--follow")
+        from .follow import follow_log
+
+        follow_log(shell, rev, limit, all_refs=all_refs)
+        return
     with shell.reading() as session:
         names = refs.refs(session)
-        states = _select(session, rev, None if limit == 0 else limit, all_refs=all_refs)
+        most = None if limit == 0 else limit + 1
+        if sort is None and since is None:
+            states = _select(session, rev, most, all_refs=all_refs)
+        else:
+            states = _search(session, _within(session, rev, all_refs=all_refs), most, sort=sort, since=since)[0]
+        chosen = None if columns is None else columns_of(session, columns)
+        shown, is_table = states[: limit or None], columns is not None or sort is not None or as_csv
+        if is_table and not shell.as_json:
+            _write_table(shell, session, shown, chosen=chosen, asked=_asked(session, sort), as_csv=as_csv)
     if shell.as_json:
-        shell.write_lines(states)
-        return
-    from .graph import log_lines
+        shell.write_lines(shown)
+    elif not is_table:
+        from .graph import log_lines
 
-    shell.write(*log_lines(states, names, is_drawn=graph, is_short=oneline))
+        shell.write_cut(log_lines(shown, names, is_drawn=graph, is_short=oneline))
+    if not names:
+        _say_empty(shell)
+    elif len(shown) < len(states):
+        shell.hint(f"these are the newest {limit}: -n 0 shows all, -n another number" if sort is None else _first(limit))
 
 
 def show(
@@ -100,50 +129,123 @@ def find(
             "--limit",
             "-n",
             min=0,
-            help=f"At most so many states; 0: all (default: the query's own limit, else {FOUND}; with --json all).",
+            help=f"At most so many states; 0: all (default: the query's own limit, else {FOUND}; with --json and --csv all).",
             show_default=False,
         ),
     ] = None,
+    columns: Columns = None,
+    sort: Sort = None,
+    since: Since = None,
+    as_csv: AsCsv = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
     """Find states by metric, step, branch, tag, attribute, run or ancestry."""
-    from datastates.lineage.change import refs
-    from datastates.lineage.search import pages as search
     from datastates.lineage.search.query import parse_query
 
     shell = Shell(context, repo, as_json)
-    if limit is None and not shell.as_json and parse_query(query).limit is None:
+    parsed = parse_query(query)
+    if limit is None and not (shell.as_json or as_csv) and parsed.limit is None:
         limit = FOUND
     with shell.reading() as session:
-        found = search.find_all(session, query)
-        if shell.as_json:
-            shell.write_lines(islice(found, limit or None))
-            return
-        states = list(islice(found, limit + 1 if limit else None))
-        names = refs.refs(session)
-    _write_found(shell, states, names, limit)
-
-
-def _write_found(shell: Shell, states: list[State], names: list[Ref], limit: int | None) -> None:
-    """A table; and, where there is more than ``limit``, how to see it."""
-    from .render import by_state, states_table
-
-    shown = states[: limit or None]
-    if shown:
-        shell.write(states_table(shown, by_state(names)))
+        most = limit + 1 if limit else None
+        states, asked = _search(session, parsed, most, sort=sort, since=since, text=query)
+        chosen = None if columns is None else columns_of(session, columns)
+        shown = states[: limit or None]
+        if shown and not shell.as_json:
+            _write_table(shell, session, shown, chosen=chosen, asked=asked.fields, as_csv=as_csv)
+        is_empty = not shown and _is_empty(session)
+    if shell.as_json:
+        shell.write_lines(shown)
     if len(shown) < len(states):
-        shell.hint(f"these are the first {limit}: -n 0 shows all, 'limit' in the query or -n another number")
+        shell.hint(_first(limit))
+    elif is_empty:
+        _say_empty(shell)
+    elif not shown:
+        shell.hint("no state fits")
+
+
+def _first(limit: int | None) -> str:
+    return f"these are the first {limit}: -n 0 shows all, 'limit' in the query or -n another number"
+
+
+def _search(
+    session: Session, query: Query, most: int | None, *, sort: str | None, since: str | None, text: str | None = None
+) -> tuple[list[State], Query]:
+    """At most ``most`` of the states that a query finds as the options say, and the query that was asked in the end."""
+    from datastates.lineage.search.names import check_names
+    from datastates.lineage.search.pages import find_each
+
+    check_names(session, query, text)
+    query = refine(session, query, sort=sort, since=since)
+    if most is not None:
+        query = replace(query, limit=most if query.limit is None else min(query.limit, most))
+    return list(find_each(session, query, text or "")), query
+
+
+def _write_table(
+    shell: Shell, session: Session, states: Sequence[State], *, chosen: Sequence[Field] | None, asked: Sequence[Field], as_csv: bool
+) -> None:
+    from .states import Known, csv_lines, states_table
+
+    with_runs = any(one.name.startswith("run.") for one in (*(chosen or ()), *asked))
+    known = Known.of(session, states, with_runs=with_runs)
+    if as_csv:
+        for line in csv_lines(states, known, chosen=chosen):
+            sys.stdout.write(line + "\n")
+    elif states:
+        shell.write(states_table(states, known, chosen=chosen, asked=asked))
+
+
+def _asked(session: Session, sort: str | None) -> Sequence[Field]:
+    from datastates.lineage.search.query import Query
+
+    return refine(session, Query(None, (), None), sort=sort, since=None).fields
+
+
+def _within(session: Session, rev: str | None, *, all_refs: bool) -> Query:
+    """The states that ``log`` would show, as a query; with ``--all`` every state."""
+    from datastates.lineage.search import refs, revision
+    from datastates.lineage.search.query import parse_query
+
+    def reach(uid: str) -> str:
+        return f"(uid = '{uid}' or ancestor_of('{uid}'))"
+
+    if rev is not None and ".." in rev:
+        found = revision.resolve_range(session, rev)
+        left, right = reach(found.left.uid), reach(found.right.uid)
+        other = f" or {left} and not {right}" if found.is_symmetric else ""
+        return parse_query(f"{right} and not {left}{other}")
+    heads = {ref.name: ref.state for ref in refs.refs(session)}
+    if rev is None and (all_refs or "main" not in heads):
+        return parse_query("")
+    return parse_query(reach(heads["main"] if rev is None else revision.resolve(session, rev).uid))
+
+
+def _is_empty(session: Session) -> bool:
+    from datastates.lineage.search import refs
+
+    return not refs.refs(session)
+
+
+def _say_empty(shell: Shell) -> None:
+    """What to do with a repository in which nothing was captured."""
+    where = shell.url
+    shell.hint(
+        f"no states yet in {where}: a training that captures records them there, `datastates clone` and `datastates import` bring them, "
+        "`datastates demo` makes some to look at"
+    )
 
 
 def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: bool) -> list[State]:
     """The states that the log is to show, newest first."""
-    from datastates.lineage.change import refs
-    from datastates.lineage.search import revision, walk
+    from datastates.lineage.search import refs, walk
 
-    if rev is not None and ".." in rev:
-        return revision.resolve_range(session, rev).states(session, limit)
     if rev is not None:
+        from datastates.lineage.search import revision  # its grammar takes a while to import
+
+        if ".." in rev:
+            return revision.resolve_range(session, rev).states(session, limit)
         return walk.log(session, revision.resolve(session, rev).uid, limit=limit)
     heads = {ref.name: ref.state for ref in refs.refs(session)}
     if "main" in heads and not all_refs:
@@ -164,6 +266,7 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
 def _facts(state: StateDetail, parents: list[State], children: list[State]) -> Table:
     from .render import age_text, facts_table, refs_text, short, size_text, state_text, status_text, step_text, time_text
 
+    was = "" if state.status.is_restorable else "was "
     named = str(refs_text(state.refs)).strip(" ()")
     kinds = {edge.parent: f"  {edge.kind.value}, weight {edge.weight:g}" for edge in state.edges}
     facts: list[tuple[str, object]] = [
@@ -179,7 +282,7 @@ def _facts(state: StateDetail, parents: list[State], children: list[State]) -> T
     facts += [("config", f"{key} = {value!r}") for key, value in sorted(state.config.items())]
     facts += [("parent", state_text(parent).append(kinds.get(parent.uid, ""))) for parent in parents]
     facts += [("child", state_text(child)) for child in children]
-    facts += [("size", f"{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"), ("generation", state.generation)]
+    facts += [("size", f"{was}{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"), ("generation", state.generation)]
     facts += [("ranks", state.world_size if state.world_size > 1 else None)]
     facts += [
         ("replica", f"{one.tier} on {one.node or '?'}, rank {one.rank}, {size_text(one.bytes)} added there") for one in state.replicas

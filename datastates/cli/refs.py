@@ -59,7 +59,7 @@ def tag(
     as_json: AsJson = False,
 ) -> None:
     """List the tags; make, move or delete one."""
-    from datastates.lineage import RefKind
+    from datastates.lineage.states import RefKind
 
     _change(Shell(context, repo, as_json), RefKind.TAG, name, rev, message, delete=delete, move=move, expected=expected)
 
@@ -75,7 +75,7 @@ def branch(
     as_json: AsJson = False,
 ) -> None:
     """List the branches; make, move or delete one."""
-    from datastates.lineage import RefKind
+    from datastates.lineage.states import RefKind
 
     _change(Shell(context, repo, as_json), RefKind.BRANCH, name, rev, None, delete=delete, move=move, expected=expected)
 
@@ -93,7 +93,7 @@ def reflog(
     as_json: AsJson = False,
 ) -> None:
     """Show where a branch or a tag stood, newest first."""
-    from datastates.lineage.change import refs
+    from datastates.lineage.search import refs
 
     from .render import events_table
 
@@ -130,8 +130,7 @@ def _change(
 
 
 def _list(shell: Shell, kind: RefKind | None) -> None:
-    from datastates.lineage.change import refs
-    from datastates.lineage.search import walk
+    from datastates.lineage.search import refs, walk
 
     from .render import refs_table
 
@@ -142,12 +141,15 @@ def _list(shell: Shell, kind: RefKind | None) -> None:
         shell.write_lines(found)
     elif found:
         shell.write(refs_table(found, states))
+    else:
+        what = {None: "branches or tags", "branch": "branches", "tag": "tags"}[kind]
+        shell.hint(f"no {what} yet in {shell.url}: a training makes its branch; `datastates tag NAME REV` and `datastates branch NAME REV`")
 
 
 def _make(shell: Shell, kind: RefKind, name: str, rev: str, message: str | None) -> None:
-    from datastates.lineage import RefKind
     from datastates.lineage.change import refs
     from datastates.lineage.search import revision
+    from datastates.lineage.states import RefKind
 
     with shell.writing() as session:
         state = revision.resolve(session, rev)

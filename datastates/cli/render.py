@@ -1,15 +1,18 @@
-"""How states, refs and their parts look to a person; pure functions to rich renderables."""
+"""How states, refs and their parts look to a person; pure functions to texts and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.text import Text
-
-from datastates.lineage import Ref, RefEvent, RefKind, State, Status
-from datastates.lineage.show.relevance import relevant_keys
 from datastates.lineage.show.texts import age_text, clean, first_line, metrics_text, short, size_text, step_text, time_text
+from datastates.lineage.states import Ref, RefEvent, RefKind, State, Status
+
+from .styled import Text
+from .tables import Column, Table
+
+if TYPE_CHECKING:
+    import rich.table
 
 __all__ = [
     "age_text",
@@ -23,14 +26,13 @@ __all__ = [
     "short",
     "size_text",
     "state_text",
-    "states_table",
     "status_text",
     "step_text",
+    "stored_text",
     "table",
     "time_text",
 ]
 
-_METRIC_COLUMNS = 6
 _STATUS_STYLES = {
     Status.CAPTURED: "cyan",
     Status.DURABLE: "green",
@@ -44,7 +46,13 @@ _REF_STYLES = {RefKind.BRANCH: "bold green", RefKind.TAG: "bold yellow"}
 
 def status_text(status: Status) -> Text:
     """The status in its colour."""
-    return Text(status.value, style=_STATUS_STYLES[status])
+    return Text(status.value, _STATUS_STYLES[status])
+
+
+def stored_text(state: State) -> Text:
+    """``durable, 11.9 MiB``; of what is gone, how much it was."""
+    size = size_text(state.bytes_total)
+    return status_text(state.status).append(f", {size}" if state.status.is_restorable else f" (was {size})")
 
 
 def by_state(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
@@ -59,7 +67,7 @@ def refs_text(refs: Sequence[Ref]) -> Text:
     """`` (main, tag: warm)`` in colours; empty when there are none."""
     if not refs:
         return Text()
-    names = [Text(f"tag: {ref.name}" if ref.kind is RefKind.TAG else ref.name, style=_REF_STYLES[ref.kind]) for ref in refs]
+    names = [Text(clean(f"tag: {ref.name}" if ref.kind is RefKind.TAG else ref.name), _REF_STYLES[ref.kind]) for ref in refs]
     return Text.assemble(" (", Text(", ").join(names), ")")
 
 
@@ -71,72 +79,66 @@ def state_text(state: State, refs: Sequence[Ref] = ()) -> Text:
     if not state.status.is_restorable:
         line.append("  ").append(status_text(state.status))
     if state.message:
-        line.append(f"  {first_line(state.message)}", style="italic")
+        line.append(f"  {first_line(state.message)}", "italic")
     return line
 
 
-def table(*columns: str) -> Table:
-    """An empty table in the one look that they all have."""
-    made = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+def table(*columns: str) -> rich.table.Table:
+    """An empty table of rich's, for long texts that fold."""
+    from rich.table import Table as RichTable
+    from rich.text import Text as RichText
+
+    made = RichTable(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        made.add_column(Text(clean(column)), no_wrap=True, overflow="fold")
-    return made
-
-
-def states_table(states: Sequence[State], refs: Mapping[str, Sequence[Ref]]) -> Table:
-    """One state a row; the metrics that most of them have are columns."""
-    keys = relevant_keys((state.metrics for state in states), _METRIC_COLUMNS)
-    made = table("state", "step", *keys, "status", "captured", "refs", "message")
-    for state in states:
-        made.add_row(
-            Text(short(state.uid), style="yellow"),
-            step_text(state),
-            *(f"{state.metrics[key]:.6g}" if key in state.metrics else "" for key in keys),
-            status_text(state.status),
-            age_text(state.created_at),
-            Text(str(refs_text(refs.get(state.uid, ()))).strip(" ()")),
-            Text(first_line(state.message or "")),
-        )
+        made.add_column(RichText(clean(column)), no_wrap=True, overflow="ellipsis")
     return made
 
 
 def refs_table(refs: Sequence[Ref], states: Mapping[str, State]) -> Table:
     """One branch or tag a row, with what it names."""
-    made = table("name", "kind", "state", "step", "status", "captured", "message")
+    made = Table(
+        [
+            *(Column("name", is_flexible=True), Column("kind", rank=2), Column("state"), Column("step", is_number=True)),
+            *(Column("status", rank=1), Column("captured", rank=3), Column("message", is_flexible=True, rank=4)),
+        ]
+    )
     for ref in refs:
         state = states[ref.state]
-        made.add_row(
-            Text(ref.name, style=_REF_STYLES[ref.kind]),
+        made.add(
+            Text(clean(ref.name), _REF_STYLES[ref.kind]),
             ref.kind.value,
-            Text(short(ref.state), style="yellow"),
+            Text(short(ref.state), "yellow"),
             step_text(state),
             status_text(state.status),
             age_text(state.created_at),
-            Text(first_line(ref.message or "")),
+            first_line(ref.message or ""),
         )
     return made
 
 
 def events_table(events: Sequence[RefEvent]) -> Table:
     """One move of a ref a row, newest first, as ``NAME@{n}`` counts them."""
-    made = table("event", "from", "to", "why", "when")
+    made = Table([Column("event"), Column("from"), Column("to"), Column("why", is_flexible=True), Column("when", rank=1)])
     for index, event in enumerate(events):
-        made.add_row(
-            Text(f"{event.name}@{{{index}}}", style=_REF_STYLES[event.kind]),
-            Text(short(event.old), style="yellow"),
-            Text(short(event.new), style="yellow"),
-            Text(clean(event.reason)),
+        made.add(
+            Text(clean(f"{event.name}@{{{index}}}"), _REF_STYLES[event.kind]),
+            Text(short(event.old), "yellow"),
+            Text(short(event.new), "yellow"),
+            clean(event.reason),
             time_text(event.created_at),
         )
     return made
 
 
-def facts_table(facts: Iterable[tuple[str, object]]) -> Table:
+def facts_table(facts: Iterable[tuple[str, object]]) -> rich.table.Table:
     """Names and values below each other; values that are None or empty are left out."""
-    made = Table.grid(padding=(0, 2))
+    from rich.table import Table as RichTable
+    from rich.text import Text as RichText
+
+    made = RichTable.grid(padding=(0, 2))
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in facts:
         if value is not None and value != "":
-            made.add_row(name, value if isinstance(value, Text) else Text(clean(str(value))))
+            made.add_row(name, value if isinstance(value, Text) else RichText(clean(str(value))))
     return made

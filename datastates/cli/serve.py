@@ -16,7 +16,7 @@ import typer
 from datastates.config import Data
 from datastates.errors import InvalidInput
 
-from .exits import INTERRUPTED
+from .entry import INTERRUPTED
 from .shell import AsJson, Globals, Shell
 from .web import WebOptions, announce_web, opened, serve_web
 

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
-from rich.console import Console, RenderableType
-from rich.text import Text
 
-from datastates.opening.location import Location, discover, locate
+from .entry import orderly
+from .styled import Text
+from .tables import Table
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
     from sqlalchemy.orm import Session
 
+    from datastates.lineage.database import Database
+    from datastates.opening.location import Location
     from datastates.repository import Repository
 
-__all__ = ["AsJson", "Globals", "Repo", "Shell"]
+__all__ = ["AsJson", "Globals", "Repo", "Shell", "is_terminal"]
 
 Repo = Annotated[
     str | None,
@@ -55,12 +60,24 @@ class Shell:
         options = context.ensure_object(Globals)
         options.as_json = self.as_json = as_json or options.as_json  # errors are said the same way
         self._repo, self._packs = repo or options.repo, options.packs
-        width = None if sys.stdout.isatty() else PIPED_WIDTH
-        self.console = Console(highlight=False, markup=False, emoji=False, width=width)
+
+    @cached_property
+    def console(self) -> Console:
+        """Rich's, for what moves or folds; tables and lines do without."""
+        from rich.console import Console
+
+        return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+    @property
+    def width(self) -> int | None:
+        """The columns of the terminal; None where a program reads."""
+        return shutil.get_terminal_size().columns if is_terminal() else None
 
     @property
     def url(self) -> str:
         """The repository that is meant, as it was named or found."""
+        from datastates.opening.location import discover
+
         return self._repo or discover(Path.cwd())
 
     def location(self, *, must_exist: bool = True) -> Location:
@@ -68,31 +85,33 @@ class Shell:
 
         :raises NotFound: ``must_exist``, and it does not.
         """
+        from datastates.opening.location import locate
+
         return locate(self.url, self._packs, must_exist=must_exist)
 
     @contextmanager
-    def reading(self) -> Iterator[Session]:
-        """A transaction that reads its lineage; does without torch."""
-        from datastates.lineage import Database
+    def database(self) -> Iterator[Database]:
+        """The lineage, open; does without torch."""
+        from datastates.lineage.database import Database
 
         database = Database(self.location().database_url, create=False)
         try:
-            with database.read() as session:
-                yield session
+            yield database
         finally:
             database.close()
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A transaction that reads its lineage."""
+        with self.database() as database, database.read() as session:
+            yield session
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A durable transaction that changes its lineage."""
-        from datastates.lineage import Database
-
-        database = Database(self.location().database_url, create=False)
-        try:
-            with database.write(durable=True) as session:
-                yield session
-        finally:
-            database.close()
+        orderly()
+        with self.database() as database, database.write(durable=True) as session:
+            yield session
 
     @contextmanager
     def repository(self) -> Iterator[Repository]:
@@ -100,33 +119,62 @@ class Shell:
         location = self.location()
         from datastates.repository import open as open_repository
 
+        orderly()
         url = location.database_url if location.root is None else location.root
         with open_repository(url, packs=location.packs) as repository:
             yield repository
 
-    def write(self, *renderables: RenderableType) -> None:
-        """Write for people; trailing blanks of tables are cut when a program reads."""
+    def write(self, *items: str | Text | Table | RenderableType) -> None:
+        """Write for people: on a terminal nothing is wider than it; for a program there are neither colours nor trailing blanks."""
+        for item in items:
+            if isinstance(item, Table):
+                self._write_lines(item.lines(self.width))
+                left_out = item.left_out(self.width)
+                if left_out:
+                    self.hint(f"no room here for {', '.join(left_out)}: a wider terminal shows more, --columns chooses")
+            elif isinstance(item, str | Text):
+                self._write_lines([Text(line) for line in item.split("\n")] if isinstance(item, str) else [item])
+            else:
+                self._write_rich(item)
+
+    def write_cut(self, lines: Iterable[Text]) -> None:
+        """Write lines that may be cut to the width of a terminal, and are not to fold."""
+        self._write_lines([line if self.width is None else line.cut(self.width) for line in lines])
+
+    def _write_lines(self, lines: Iterable[Text]) -> None:
+        has_colours = is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
+        for line in lines:
+            sys.stdout.write((line.ansi() if has_colours else str(line)).rstrip() + "\n")
+
+    def _write_rich(self, item: RenderableType) -> None:
         if self.console.is_terminal:
-            for renderable in renderables:
-                if isinstance(renderable, Text):  # print forgets what a Text says of itself
-                    self.console.print(renderable, no_wrap=renderable.no_wrap, overflow=renderable.overflow)
-                else:
-                    self.console.print(renderable)
+            self.console.print(item)
             return
         with self.console.capture() as captured:
-            for renderable in renderables:
-                self.console.print(renderable)
+            self.console.print(item)
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def hint(self, text: str) -> None:
-        """A remark for people, beside what is written: on standard error."""
-        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(text, style="dim")
+        """A remark for people, beside what is written: on standard error, and not with JSON."""
+        if self.as_json:
+            return
+        sys.stdout.flush()  # what it is about comes first
+        is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        sys.stderr.write((Text(text, "dim").ansi() if is_dim else text) + "\n")
 
     def write_json(self, value: object) -> None:
         """One object, on a line of its own."""
+        import msgspec
+
         sys.stdout.write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
 
     def write_lines(self, values: Iterable[object]) -> None:
         """One object a line."""
         for value in values:
             self.write_json(value)
+
+
+def is_terminal() -> bool:
+    """Whether people read what is written to standard output."""
+    forced = os.environ.get("FORCE_COLOR")
+    return sys.stdout.isatty() if forced is None else forced != ""

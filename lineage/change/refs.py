@@ -6,18 +6,18 @@ Branches and tags share one namespace. A branch moves with captures (``record``)
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Select, bindparam, func, insert, select, update
+from sqlalchemy import bindparam, insert, update
 from sqlalchemy import delete as sql_delete
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates import values
-from datastates.errors import Conflict, InvalidInput, NotFound
+from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.lookup import id_of
-from datastates.lineage.schema import RefEventRow, RefRow, StateRow, from_us, table, to_us
-from datastates.lineage.states import Ref, RefEvent, RefKind
+from datastates.lineage.schema import RefEventRow, RefRow, table, to_us
+from datastates.lineage.search.refs import get, last_event, reflog, refs
+from datastates.lineage.states import Ref, RefKind
 
 from . import segments
 
@@ -30,8 +30,7 @@ NAME_LENGTH = 200
 _UID_LIKE = re.compile(r"[0-9a-f]{4,24}")
 _FORBIDDEN = re.compile(r"[\s\x00-\x1f\x7f~^@{}:\\?*\[\]\"'`()]|\.\.")
 
-_ref, _event, _state = table(RefRow), table(RefEventRow), table(StateRow)
-_old, _new = _state.alias("old"), _state.alias("new")
+_ref, _event = table(RefRow), table(RefEventRow)
 
 
 def check_name(name: str) -> str:
@@ -93,41 +92,6 @@ def delete(session: Session, name: str, *, reason: str = "delete") -> Ref:
     return found
 
 
-def get(session: Session, name: str) -> Ref:
-    """The ref of this name.
-
-    :raises NotFound: there is no such ref; names the nearest.
-    """
-    row = session.execute(_REFS.where(_ref.c.name == bindparam("ref")), {"ref": values.text(name, "the name of a branch or a tag")}).first()
-    if row is None:
-        raise NotFound(f"there is no branch or tag {name!r}{_nearest(session, name)}")
-    return _to_ref(row)
-
-
-def refs(session: Session, kind: RefKind | None = None) -> list[Ref]:
-    """All refs, or those of one kind, by name."""
-    query = _REFS if kind is None else _REFS.where(_ref.c.kind == kind.value)
-    return sorted((_to_ref(row) for row in session.execute(query)), key=lambda ref: ref.name)
-
-
-def reflog(session: Session, name: str, *, limit: int | None = None, before: int | None = None) -> list[RefEvent]:
-    """The moves of a name, newest first, even after it was deleted; only ids below ``before``, when it is given.
-
-    :raises NotFound: there never was such a ref; names the nearest that is.
-    """
-    name = values.text(name, "the name of a branch or a tag")
-    query = _EVENTS if before is None else _EVENTS.where(_event.c.id < before)
-    rows = session.execute(query.limit(limit), {"ref": name}).all()
-    if not rows and limit != 0 and before is None:
-        raise NotFound(f"there never was a branch or tag {name!r}{_nearest(session, name)}")
-    return [RefEvent(row.id, row.name, RefKind(row.kind), row.old, row.new, row.reason, from_us(row.created_at)) for row in rows]
-
-
-def last_event(session: Session) -> int:
-    """The id of the newest line of any reflog, 0 when there is none: one look-up shows whether a reflog has grown."""
-    return int(session.execute(_LAST_EVENT).scalar() or 0)
-
-
 def note_event(session: Session, name: str, kind: RefKind, old: int | None, new: int | None, reason: str) -> None:
     """Append to the reflog, by row ids; called in the transaction that changes the ref."""
     row = {"name": name, "kind": kind.value, "old_id": old, "new_id": new, "reason": reason, "created_at": to_us(None)}
@@ -156,15 +120,6 @@ def _changed(result: Any) -> int:
     return int(result.rowcount)
 
 
-def _to_ref(row: Any) -> Ref:
-    return Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message)
-
-
-def _nearest(session: Session, name: str) -> str:
-    names = get_close_matches(name, session.execute(select(_ref.c.name)).scalars().all(), n=3)
-    return f": did you mean {' or '.join(repr(each) for each in names)}?" if names else ""
-
-
 def _problem(name: str) -> str | None:
     if not name:
         return "it is empty"
@@ -190,24 +145,12 @@ def _propose(name: str) -> str:
     return f"branch-{plain}" if _problem(plain) else plain
 
 
-_REFS: Select[Any] = select(_ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _state.c.uid).join_from(
-    _ref, _state, _state.c.id == _ref.c.state_id
-)
-_EVENTS: Select[Any] = (
-    select(_event.c.id, _event.c.name, _event.c.kind, _event.c.reason, _event.c.created_at)
-    .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"))
-    .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
-    .outerjoin(_new, _new.c.id == _event.c.new_id)
-    .where(_event.c.name == bindparam("ref"))
-    .order_by(_event.c.id.desc())
-)
 _MOVE = (
     update(_ref)
     .where(_ref.c.name == bindparam("ref"), _ref.c.state_id == bindparam("old"))
     .values(state_id=bindparam("new"), version=_ref.c.version + 1)
 )
 _LOG = insert(_event)
-_LAST_EVENT = select(func.max(_event.c.id))
 _INSERT = {
     name: make(_ref).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
     for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))

@@ -68,13 +68,13 @@ def field_of(session: Session, text: str) -> Field:
         if kind.has(session, text):
             return Field(name, kind.kind, text)
     try:
-        (order,) = parse_query(f"order by {text}").order
+        (field,) = parse_query(f"exists {text}").fields
     except (SyntaxProblem, ValueError):
         raise unknown(session, Field("metrics", Kind.METRIC, text), text) from None
-    known = _KINDS.get(order.field.name)
-    if known is not None and not known.has(session, order.field.key) and _has_states(session):
-        raise unknown(session, Field(order.field.name, order.field.kind, order.field.key), text)
-    return order.field
+    known = _KINDS.get(field.name)
+    if known is not None and not known.has(session, field.key) and _has_states(session):
+        raise unknown(session, Field(field.name, field.kind, field.key), text)
+    return field
 
 
 def unknown(session: Session, field: Field, text: str) -> SyntaxProblem:

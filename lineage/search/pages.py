@@ -35,7 +35,7 @@ from .query import Among, Compare, Field, Kind, Node, Order, Query, parse_query
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Page", "find", "find_all"]
+__all__ = ["Page", "find", "find_all", "find_each"]
 
 SELECTIVE = 5_000
 _PAGE, _PAGE_MAX = 100, 1_000
@@ -68,14 +68,8 @@ def find(session: Session, text: str, *, after: str | None = None, limit: int | 
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one state")
     place = _Place(to_us(now), query.limit, None) if after is None else _unseal(after, text, query)
-    size = limit or (_PAGE if query.limit is None else min(query.limit, _PAGE_MAX))
-    size = size if place.left is None else min(size, place.left)
-    scope = Scope(session, place.now_us, text)
-    rows = _rows(scope, query, place.last, size + 1) if size else []
-    found = states(session, [int(row[0] or 0) for row in rows[:size]])
-    left = None if place.left is None else place.left - len(found)
-    more = len(rows) > size and left != 0
-    return Page(found, _seal(_Place(place.now_us, left, tuple(rows[size - 1])), text) if more else None)
+    found, following = _turn(session, query, text, place, limit or (_PAGE if query.limit is None else min(query.limit, _PAGE_MAX)))
+    return Page(found, None if following is None else _seal(following, text))
 
 
 def find_all(session: Session, text: str, *, now: datetime | None = None) -> Iterator[State]:
@@ -84,11 +78,28 @@ def find_all(session: Session, text: str, *, now: datetime | None = None) -> Ite
     :raises SyntaxProblem: the query does not parse; points at the column.
     :raises NotFound: a revision in it names nothing.
     """
-    page = find(session, text, limit=_PAGE_MAX, now=now)
-    yield from page.states
-    while page.next is not None:
-        page = find(session, text, after=page.next, limit=_PAGE_MAX)
-        yield from page.states
+    yield from find_each(session, parse_query(text), text, now=now)
+
+
+def find_each(session: Session, query: Query, text: str = "", *, now: datetime | None = None) -> Iterator[State]:
+    """The same for a query that is parsed already; ``text`` is what messages show.
+
+    :raises NotFound: a revision in it names nothing.
+    """
+    place: _Place | None = _Place(to_us(now), query.limit, None)
+    while place is not None:
+        states, place = _turn(session, query, text, place, _PAGE_MAX)
+        yield from states
+
+
+def _turn(session: Session, query: Query, text: str, place: _Place, size: int) -> tuple[list[State], _Place | None]:
+    """At most ``size`` states from a place on, and the place behind them; None after the last."""
+    size = size if place.left is None else min(size, place.left)
+    rows = _rows(Scope(session, place.now_us, text), query, place.last, size + 1) if size else []
+    found = states(session, [int(row[0] or 0) for row in rows[:size]])
+    left = None if place.left is None else place.left - len(found)
+    is_last = len(rows) <= size or left == 0
+    return found, None if is_last else _Place(place.now_us, left, tuple(rows[size - 1]))
 
 
 # Cursors

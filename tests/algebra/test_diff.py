@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import datastates
 from datastates import Repository
 from datastates.algebra.diff import Change, Diff, TensorChange
-from datastates.cli import app
+from datastates.cli.app import app
 
 
 @pytest.fixture

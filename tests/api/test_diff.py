@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from datastates import Repository
 from datastates.api.reads import PayloadReads
 from datastates.api.routes import diff as routes
-from datastates.cli import app as terminal
+from datastates.cli.app import app as terminal
 from datastates.errors import Cancelled
 from tests.api.conftest import BASE, READ
 from tests.api.live import live

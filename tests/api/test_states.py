@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from datastates import Repository
 from datastates.api import norms
 from datastates.api.models import StateDetail
-from datastates.cli import app as terminal
+from datastates.cli.app import app as terminal
 from datastates.content.tree import flatten
 from tests.api.conftest import BASE
 

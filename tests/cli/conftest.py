@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from datastates.cli import app
+from datastates.cli.app import app
 from datastates.content.envelope import wrap
 from datastates.content.manifest import VERSION
 from datastates.lineage import Database, Edge, EdgeKind, Run, Status

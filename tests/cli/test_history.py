@@ -133,9 +133,10 @@ def test_find_lists_what_the_query_asks_for(invoke: Invoke) -> None:
     assert [state["uid"] for state in found.lines] == [uid("1", 7), uid("1", 6)]
     assert list(found.lines[0]) == STATE_FIELDS
     table = invoke("find", "metrics.val_loss < 0.6 order by step").out.splitlines()
-    assert table[0].split()[:4] == ["state", "step", "loss", "val_loss"]
+    assert table[0].split()[:5] == ["state", "step", "branch", "val_loss", "loss"]
     assert [line.split()[1] for line in table[1:]] == ["4", "6"]
-    assert invoke("find", "step > 1000").out == ""
+    nothing = invoke("find", "step > 1000")
+    assert (nothing.code, nothing.out, nothing.err) == (0, "", "no state fits\n")
 
 
 def test_find_shows_a_page_and_says_how_to_see_the_rest(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

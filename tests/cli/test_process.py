@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from datastates.cli.app import app
+from datastates.cli.commands import COMMANDS
 from datastates.cli.exits import EXIT_CODES, code_of
 from datastates.errors import DatastatesError
 from tests.cli.conftest import Invoke, uid
@@ -40,10 +40,9 @@ def test_every_kind_of_error_has_an_exit_code() -> None:
 
 def test_every_command_is_documented() -> None:
     guide = GUIDE.read_text()
-    names = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
 
-    assert names
-    assert [name for name in names if f"`datastates {name}" not in guide] == []
+    assert COMMANDS
+    assert [name for name in COMMANDS if f"`datastates {name}" not in guide] == []
 
 
 def test_every_exit_code_is_documented() -> None:
@@ -86,21 +85,51 @@ def test_json_option_may_stand_before_or_behind_the_command(root: Path, invoke: 
         assert (failed.code, failed.out) == (3, "")
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--help",), ("log", "--help"), ("log", "--oneline"), ("tag", "new", "main"), ("find", "step > 3"), ("--version",)]
-)
-def test_lineage_commands_do_without_torch(root: Path, arguments: tuple[str, ...]) -> None:
+def modules_of(root: Path, *arguments: str) -> set[str]:
+    """The modules that a command has imported when it ends."""
     code = f"""
 import sys
 from datastates.cli import main
 sys.argv = ['datastates', *{list(arguments)!r}]
 try: main()
-finally: print('torch' in sys.modules, file=sys.stderr)
+finally: print(*sys.modules, file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False)
-
     assert done.returncode == 0, done.stderr
-    assert done.stderr.strip() == "False"
+    return set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("log", "--help"), ("log", "--oneline"), ("tag", "new", "main"), ("find", "step > 3"), ("--version",)]
+)
+def test_lineage_commands_do_without_torch(root: Path, arguments: tuple[str, ...]) -> None:
+    assert "torch" not in modules_of(root, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [("log",), ("refs",), ("tag",), ("branch",), ("reflog", "main"), ("find", "step > 3")])
+def test_commands_that_look_import_what_they_need(root: Path, arguments: tuple[str, ...]) -> None:
+    found = modules_of(root, *arguments)
+
+    slow = {"torch", "numpy", "sqlalchemy.orm", "alembic", "pydantic", "rich", "fastapi", "networkx", "msgspec", "datastates.repository"}
+    slow |= {"sqlalchemy.dialects.postgresql"} if arguments[0] in ("log", "refs", "tag", "branch", "reflog") else set()
+    slow |= {"lark"} if arguments[0] != "find" else {"msgspec"}
+    assert found & slow == ({"msgspec"} if arguments[0] == "find" else set()), "each of these takes a tenth of a command's time or more"
+    others = {name.removeprefix("datastates.cli.") for name in found if name.startswith("datastates.cli.")} & {
+        module for name, (_, module) in COMMANDS.items() if name != arguments[0]
+    }
+    assert others <= {COMMANDS[arguments[0]][1]}, "no other command"
+
+
+def test_help_lists_commands_by_what_they_are_for_and_flags_without_a_type(root: Path) -> None:
+    out = run("--help", cwd=root, COLUMNS="120").stdout
+
+    for heading in {heading for heading, _ in COMMANDS.values()}:
+        assert f"─ {heading} ─" in out
+    assert all(f"│ {name} " in out for name in COMMANDS)
+    assert "<bool>" not in out
+    for command in ("log", "find", "serve", "tag"):
+        assert "<bool>" not in run(command, "--help", cwd=root).stdout
+    assert "<int" in run("log", "--help", cwd=root).stdout, "what takes a value says which"
 
 
 def test_help_names_the_exit_codes(tmp_path: Path) -> None:
@@ -185,6 +214,41 @@ main()
 
     assert done.returncode == 128 + signal.SIGINT
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("delay_s", [0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4])
+def test_interrupt_while_it_starts_is_quiet(root: Path, delay_s: float) -> None:
+    """From our first import on; until then it is Python that starts."""
+    code = "import sys; print(flush=True); sys.argv = ['datastates', 'verify', 'main']; from datastates.cli import main; main()"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            process.wait(delay_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+
+    assert process.returncode in (130, 7), "it was interrupted, or had found by then that the bytes are not there"
+    assert "Traceback" not in err
+    assert "KeyboardInterrupt" not in err
+    assert process.returncode == 7 or err == ""
+
+
+def test_interrupt_that_whoever_started_us_ignores_is_ignored(root: Path) -> None:
+    code = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from datastates.cli import history, main
+select = history._select
+history._select = lambda *given, **more: (os.kill(os.getpid(), signal.SIGINT), select(*given, **more))[1]
+sys.argv = ['datastates', 'log', '--oneline']
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "step 8" in done.stdout
 
 
 def test_completion_knows_commands_and_names(root: Path) -> None:

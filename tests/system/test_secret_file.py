@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from datastates.api.routing import Scope
 from datastates.api.tokens import read_tokens
-from datastates.cli import app
+from datastates.cli.app import app
 from datastates.errors import Conflict, InvalidInput
 from datastates.system.secret_file import append_secret, make_token, read_secret, write_secret
 from datastates.transport.session.handshake import read_token

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.orm import Session
 
 import datastates
 from datastates import Config, InvalidInput, Repository, Status, Unavailable
 from datastates.capture.runner import Runner
+from datastates.lineage.session import Session
 from datastates.upkeep.eviction import evict
 from tests.clone.peers.pairs import Made, Training, train
 

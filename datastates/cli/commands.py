@@ -1,0 +1,110 @@
+"""The commands, in the order in which help lists them: where each is defined, and under which heading it stands.
+
+A command's module is imported when the command runs, is completed or is listed by ``--help``, so that none pays for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+__all__ = ["COMMANDS", "LazyCommands", "simplify"]
+
+COMMANDS = {
+    "log": ("Look", "history"),
+    "show": ("Look", "history"),
+    "find": ("Look", "history"),
+    "diff": ("Look", "diff"),
+    "refs": ("Look", "refs"),
+    "reflog": ("Look", "refs"),
+    "tag": ("Name", "refs"),
+    "branch": ("Name", "refs"),
+    "restore": ("Move states", "payload"),
+    "export": ("Move states", "bundle"),
+    "import": ("Move states", "bundle"),
+    "clone": ("Move states", "clone"),
+    "serve": ("Serve", "serve"),
+    "token": ("Serve", "token"),
+    "init": ("Set up and check", "setup"),
+    "verify": ("Set up and check", "payload"),
+    "doctor": ("Set up and check", "doctor"),
+    "demo": ("Set up and check", "setup"),
+}
+"""Its heading and its module, whose ``register`` adds it to a ``typer.Typer``."""
+
+
+class Command(TyperCommand):
+    """A command whose parameters cost what they must."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return simplify(super().get_params(ctx))
+
+
+class LazyCommands(MutableMapping[str, Any]):
+    """The commands by name; each is made when it is asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = _make(name)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        raise TypeError(f"{name} is not in the table of commands: add it there")
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"{name} stays")
+
+
+def _make(name: str) -> Any:
+    heading, module = COMMANDS[name]
+    app = typer.Typer(add_completion=False)
+    import_module(f".{module}", __package__).register(app)
+    app.registered_commands = [one for one in app.registered_commands if name == (one.name or getattr(one.callback, "__name__", None))]
+    (info,) = app.registered_commands
+    info.rich_help_panel, info.cls = heading, Command
+    return typer.main.get_command(app)
+
+
+def simplify(parameters: list[Any]) -> list[Any]:
+    """Show flags without a type, and take values as they are where nothing is to be converted.
+
+    Typer converts by pydantic, whose import takes a third of the time in which ``datastates log`` begins.
+    """
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+        if not isinstance(parameter.process_value, _Unconverted) and parameter.nargs == 1 and not getattr(parameter, "multiple", False):
+            parameter.process_value = _Unconverted(parameter)
+    return parameters
+
+
+class _Unconverted:
+    """What a parameter makes of a value: what is missing, a default, and a text where one is wanted stay what they are."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._convert, self._parameter = parameter.process_value, parameter
+        self._is_text = getattr(getattr(parameter, "type_descriptor", None), "annotation", None) is str
+
+    def __call__(self, context: Any, value: Any) -> Any:
+        of = self._parameter
+        is_missing = value is None and not of.required
+        is_default = value is not None and value is of.default and type(value) in (int, float, str)
+        if not (is_missing or is_default or (self._is_text and type(value) is str)):
+            return self._convert(context, value)
+        return value if of.callback is None else of.callback(context, of, value)

@@ -1,0 +1,97 @@
+"""Tables that fit: narrow ones shorten what is long, then leave out what matters least, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .styled import Text, width_of
+
+__all__ = ["Column", "Table"]
+
+_GAP = 2
+_LEAST = 8
+"""What a column that may be shortened keeps, header or not."""
+
+
+@dataclass(slots=True)
+class Column:
+    """``is_flexible``: its texts may be shortened. Of columns that may be left out those with the highest ``rank`` go first."""
+
+    name: str
+    is_number: bool = False
+    is_flexible: bool = False
+    rank: int = 0
+    cells: list[Text] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """What its widest text takes."""
+        return max([width_of(self.name), *(cell.width for cell in self.cells)])
+
+    @property
+    def least(self) -> int:
+        """What it can do with."""
+        return min(self.width, max(_LEAST, width_of(self.name))) if self.is_flexible else self.width
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows below a header; ``lines`` renders it."""
+
+    columns: list[Column]
+
+    def add(self, *cells: str | Text) -> None:
+        """Add a row, a cell for each column."""
+        for column, cell in zip(self.columns, cells, strict=True):
+            column.cells.append(Text(cell) if isinstance(cell, str) else cell)
+
+    def lines(self, width: int | None) -> list[Text]:
+        """The header and the rows, at most so wide; None: as wide as they are."""
+        columns = self._kept(width)
+        widths = _widths(columns, width)
+        rows = [[Text(column.name, "bold") for column in columns], *map(list, zip(*(column.cells for column in columns), strict=True))]
+        return [_line(row, columns, widths) for row in rows]
+
+    def left_out(self, width: int | None) -> list[str]:
+        """The names of the columns for which there is no room."""
+        kept = self._kept(width)
+        return [column.name for column in self.columns if column not in kept and not _is_blank(column)]
+
+    def _kept(self, width: int | None) -> list[Column]:
+        kept = [column for column in self.columns if not _is_blank(column)] or self.columns[:1]
+        while width is not None and len(kept) > 1 and sum(column.least for column in kept) + _GAP * (len(kept) - 1) > width:
+            last = max(kept, key=lambda column: (column.rank, kept.index(column)))
+            if last.rank == 0:
+                break
+            kept.remove(last)
+        return kept
+
+
+def _is_blank(column: Column) -> bool:
+    return column.rank > 0 and bool(column.cells) and not any(cell.pieces for cell in column.cells)
+
+
+def _widths(columns: Sequence[Column], width: int | None) -> list[int]:
+    """The width of each column: flexible ones give what is too much, the widest first; where that is not enough, the last ones are cut."""
+    widths = [column.width for column in columns]
+    over = 0 if width is None else sum(widths) + _GAP * (len(widths) - 1) - width
+    while over > 0:
+        able = [place for place, column in enumerate(columns) if widths[place] > column.least]
+        if not able:
+            break
+        widest = max(able, key=lambda place: widths[place])
+        widths[widest] -= 1
+        over -= 1
+    for place in reversed(range(len(widths))):
+        given = min(max(0, over), max(0, widths[place] - 1))
+        widths[place] -= given
+        over -= given
+    return widths
+
+
+def _line(row: Sequence[Text], columns: Sequence[Column], widths: Sequence[int]) -> Text:
+    cells = [cell.padded(wide, is_right=column.is_number) for cell, column, wide in zip(row, columns, widths, strict=True)]
+    if not columns[-1].is_number:
+        cells[-1] = row[-1].cut(widths[-1])
+    return Text(" " * _GAP).join(cells)
