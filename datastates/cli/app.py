@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from datastates.errors import DatastatesError
 
 from .commands import LazyCommands, simplify
-from .entry import INTERRUPTED
+from .interrupt import INTERRUPTED
 from .shell import AsJson, Globals, Repo
 
 __all__ = ["app", "run"]

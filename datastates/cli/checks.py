@@ -21,6 +21,7 @@ from pathlib import Path
 from datastates.errors import DatastatesError
 from datastates.opening.location import Location
 
+from .interrupt import orderly
 from .loopback import TRIED_BYTES, try_ucx
 from .render import size_text
 
@@ -57,6 +58,7 @@ def examine(location: Location) -> Iterator[Check]:
     """Every finding, one after the other: the slow ones come last."""
     yield _python()
     yield from _torch()
+    orderly()
     yield from _ucx()
     yield from _mpi()
     yield _sqlite()

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from datastates.config import Data
 from datastates.errors import Conflict, InvalidInput, OverBudget, Unavailable
 from datastates.opening.location import DATABASE, Location, locate
 
+from .interrupt import orderly
 from .shell import AsJson, Globals, Shell
 
 if TYPE_CHECKING:
@@ -75,9 +77,11 @@ def clone(
     if branch is not None:
         _check_name(branch)
     location = locate(into, context.ensure_object(Globals).packs)
+    import_module("datastates.repository")  # what takes long to import comes before anything is begun
     from datastates.clone.peer import connect
     from datastates.transport.contract import Tls
 
+    orderly()
     tls = None if tls_ca is None else Tls(trusted=tls_ca)
     with connect([url, *(also or [])], token_file=token_file, tls=tls, timeout_s=timeout, data=data) as peer:
         state = peer.state(rev)

@@ -16,7 +16,7 @@ import typer
 from datastates.config import Data
 from datastates.errors import InvalidInput
 
-from .entry import INTERRUPTED
+from .interrupt import INTERRUPTED, orderly
 from .shell import AsJson, Globals, Shell
 from .web import WebOptions, announce_web, opened, serve_web
 
@@ -108,6 +108,7 @@ def serve(
     if tls_key is not None and tls_cert is None:
         raise InvalidInput("--tls-key is of no use without --tls-cert: name the certificate too")
     web = WebOptions(web_tokens, write, allowed_host or (), prefix, cors or (), trusted_proxy or (), access_log)
+    orderly()
     with _signals() as ended, opened(shell, context.ensure_object(Globals), repos or []) as repositories, ExitStack() as stack:
         for url in web_urls:
             made, token = serve_web(repositories, url, web)

@@ -9,6 +9,7 @@ import typer
 
 from datastates.opening.location import check_whole
 
+from .interrupt import orderly
 from .shell import AsJson, Repo, Shell
 
 __all__ = ["register"]
@@ -35,6 +36,7 @@ def init(
     location = shell.location(must_exist=False)
     check_whole(location)
     existed = location.root is not None and location.is_present
+    orderly()
     Database(location.database_url).close()
     location.packs.mkdir(parents=True, exist_ok=True)
     root = None if location.root is None else str(location.root)
@@ -54,4 +56,5 @@ def demo(
     """Train a small GPT, capture every step, fork it, prove that it resumes bit for bit, and find wrong labels by a lineage."""
     from datastates.demo.main_job import main
 
+    orderly()
     raise typer.Exit(main([str(folder), *(["--short"] if short else [])]))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .entry import orderly
+from .interrupt import orderly
 from .styled import Text
 from .tables import Table
 

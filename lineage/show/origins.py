@@ -1,35 +1,38 @@
-"""Where states come from, the branch on which each was captured, as the reflog tells it; and which came last."""
+"""Where states come from, the branch to which each belongs; and which came last."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sqlalchemy import BigInteger, bindparam, func, select
 
-from datastates.lineage.lookup import ids_of, states
-from datastates.lineage.schema import RefEventRow, StateRow, table
-from datastates.lineage.states import RefKind, State
+from datastates.lineage.lookup import states
+from datastates.lineage.schema import SegmentRow, StateRow, table
+from datastates.lineage.states import State
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 __all__ = ["branches_of", "newest_id", "states_after"]
 
-_event, _state = table(RefEventRow), table(StateRow)
+_BATCH = 1000
+_segment, _state = table(SegmentRow), table(StateRow)
 _NEWEST = select(func.max(_state.c.id))
 _AFTER = select(_state.c.id).where(_state.c.id > bindparam("last", type_=BigInteger)).order_by(_state.c.id)
-_MOVES = (
-    select(_event.c.new_id, _event.c.name)
-    .where(_event.c.new_id.in_(bindparam("ids", type_=BigInteger, expanding=True)), _event.c.kind == RefKind.BRANCH.value)
-    .order_by(_event.c.id.desc())
+_SEGMENTS = (
+    select(_state.c.uid, func.coalesce(_segment.c.branch, _segment.c.name).label("name"))
+    .join_from(_state, _segment, _segment.c.id == _state.c.segment_id)
+    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
 )
 
 
-def branches_of(session: Session, uids: Collection[str]) -> dict[str, str]:
-    """The branch that first stood at each of some states, by uid; nothing for states that no branch ever stood at."""
-    ids = dict(zip(ids_of(session, list(uids)), uids, strict=True))
-    return {ids[row.new_id]: row.name for row in session.execute(_MOVES, {"ids": list(ids)})}
+def branches_of(session: Session, uids: Sequence[str]) -> dict[str, str]:
+    """The branch to which each of some states belongs, by uid: the one that captured it; nothing for states that none ever had."""
+    found: dict[str, str] = {}
+    for start in range(0, len(uids), _BATCH):
+        found.update((row.uid, row.name) for row in session.execute(_SEGMENTS, {"uids": list(uids[start : start + _BATCH])}))
+    return found
 
 
 def newest_id(session: Session) -> int:

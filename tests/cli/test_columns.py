@@ -78,7 +78,7 @@ def test_csv_has_whole_uids_and_everything(invoke: Invoke) -> None:
     assert found[0]["metrics.val_loss"] == ""
     assert found[1]["branch"] == "main"
     assert found[1]["attr.kind"] == "base"
-    assert datetime.fromisoformat(found[0]["created"])
+    assert datetime.fromisoformat(found[0]["created"]).tzinfo is not None
     assert invoke("log", "fork", "-n", "1", "--csv", "-c", "loss").out == f"uid,metrics.loss\n{uid('f', 6)},0.25\n"
 
 
