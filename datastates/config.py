@@ -171,7 +171,9 @@ def _checked(modules: object) -> tuple[Module, ...]:
     for module in modules:
         what = values.shown(module)
         for method in ("process", "close"):
-            if isinstance(module, type) or not callable(getattr(module, method, None)):
+            if isinstance(module, type):
+                raise InvalidInput(f"modules has {what}: give an object of it, as modules=[{module.__name__}()]")
+            if not callable(getattr(module, method, None)):
                 raise InvalidInput(
                     f"modules has {what}: give an object with a method {method}, such as one of a subclass of datastates.Module"
                 )

@@ -392,6 +392,8 @@ def shown(value: object) -> str:
     if type(value) in _EXACT or type(value) in (bytes, complex):
         said = repr(value)
         return said if len(said) <= 80 else f"{said[:60]}… ({len(said)} characters)"
+    if issubclass(type(value), type):
+        return f"the class {type.__dict__['__name__'].__get__(value)}"
     name = type(value).__name__
     if isinstance(value, dict) and value and all(type(each) is str for each in value):
         return f"a {name} of {', '.join(sorted(value))[:80]}"

@@ -19,7 +19,7 @@ class FiniteCheck(datastates.Module):
 
     def process(self, item: datastates.Item) -> None:
         """Runs on the thread of the modules, with copies of the tensors."""
-        for key, tensor in item.tree("model")["model"].items():
+        for key, tensor in item.tree("model").get("model", {}).items():  # a training may track no model
             if not tensor.isfinite().all():
                 raise ValueError(f"{key} is not finite")
 

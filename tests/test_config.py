@@ -149,3 +149,16 @@ def test_a_tracker_follows_the_cadence_that_it_is_given(tmp_path: Path, every: i
             states = [run.capture().wait() for _ in range(3)]
             repo.core.host().drain()
             assert [str(repo.state(state).status) for state in states] == statuses
+
+
+def test_a_class_that_is_given_for_an_object_is_said_to_be_one(tmp_path: Path) -> None:
+    class Mine(datastates.Module):
+        name = "mine"
+
+        def process(self, item: datastates.Item) -> None: ...
+
+    given: Any = [Mine]
+    with pytest.raises(InvalidInput, match=r"modules has the class Mine: give an object of it, as modules=\[Mine\(\)\]"):
+        Config(modules=given)
+    with pytest.raises(InvalidInput, match="tiers holds the class Mine: give objects of a class that inherits"):
+        datastates.open(tmp_path, config=Config(tiers=given))

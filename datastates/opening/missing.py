@@ -1,4 +1,4 @@
-"""What of a lineage can be had here: in this process's memory, or in the repository's own folder of packs; and why the rest cannot."""
+"""What of a lineage can be had here, from the tiers of the repository; and why the rest cannot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from datastates.lineage.change import folders, runs
 from datastates.lineage.search import walk
 from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.states import Run, State, Status
-from datastates.store.tiers import VOLATILE
+from datastates.store.tier import Tier
+from datastates.store.tiers import DURABLE, VOLATILE, Tiers
 
 from .home import Home
 from .recovery import is_alive
@@ -28,11 +29,15 @@ class Here(Protocol):
         """Its folder of packs."""
 
     @property
+    def tiers(self) -> Tiers:
+        """Its tiers, the user's among them."""
+
+    @property
     def node(self) -> str:
         """The name of this host."""
 
     def holds(self, uid: str) -> bool:
-        """Whether a state's bytes are in this process's memory or in that folder."""
+        """Whether a state's bytes are on one of the tiers, as far as they answer."""
 
 
 def nearest_here(here: Here, session: Session, uid: str) -> State | None:
@@ -44,10 +49,11 @@ def nearest_here(here: Here, session: Session, uid: str) -> State | None:
 
 
 def is_elsewhere(here: Here, session: Session, state: State) -> bool:
-    """Whether a state that is not here can be had from somebody: a process that is seen to live, or another folder of packs."""
+    """Whether a state that is not here can be had elsewhere: from a process that is seen to live, from another folder of packs, or from a
+    tier of the user's that this repository was not given or that does not answer."""
     if not state.status.is_restorable or here.holds(state.uid):
         return False
-    return bool(_living(here, session, state) or _other_folders(here, session, state))
+    return bool(_living(here, session, state) or _other_folders(here, session, state) or _unasked(here, session, state))
 
 
 def explain(here: Here, session: Session, state: State) -> Unavailable:
@@ -65,6 +71,8 @@ def _why(here: Here, session: Session, state: State) -> str:
         return f"is only in the memory of another process, {living}"
     if others := _other_folders(here, session, state):
         return f"is not in {here.home.path}, but in another folder of packs: {others}"
+    if unasked := _unasked(here, session, state):
+        return f"is not in {here.home.path}, but on {unasked}"
     if state.status is Status.CAPTURED:
         holders = _holders(session, state)
         last = ", ".join(f"{run.pid} on {run.host}" for run in holders)
@@ -95,3 +103,20 @@ def _other_folders(here: Here, session: Session, state: State) -> str:
     others = [folder for folder in folders.of_state(session, state.uid) if folder.uid != home.uid]
     there = [one for one in others if one.path != str(home.path) or not (home.is_beside or one.host == here.node)]
     return ", ".join(f"{folder.path} on {folder.host}" for folder in there)
+
+
+def _unasked(here: Here, session: Session, state: State) -> str:
+    """The user's tiers that are said to hold a state, and of which that cannot be found out here."""
+    said = sorted({one.tier for one in replicas_of(session, state.uid)}.difference(VOLATILE, [DURABLE]))
+    given = {tier.name: tier for tier in here.tiers.further}
+    lacking = [f"the {name} tier, with which it was not opened: give it by Config(tiers=[…])" for name in said if name not in given]
+    away = [f"the {name} tier, which does not answer" for name in said if name in given and not _answers(given[name], state.uid)]
+    return ", ".join([*lacking, *away])
+
+
+def _answers(tier: Tier, uid: str) -> bool:
+    try:
+        tier.has(uid)
+    except Unavailable:
+        return False
+    return True

@@ -1,6 +1,7 @@
 """Every example runs as a user runs it: as a script, in its own process.
 
-``demo.py`` in test_demo, the clone in test_clone_example, the soup in test_soup_example, the tier in test_own_tier.
+``demo.py`` in test_demo, the clone in test_clone_example, the soup in test_soup_example, the tier in test_own_tier, the
+module in test_own_module.
 """
 
 from __future__ import annotations

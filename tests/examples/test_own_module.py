@@ -1,0 +1,50 @@
+"""The modules that the guide and the example show pass the suite that they tell others to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import own_module
+import pytest
+
+import datastates
+from datastates import Module
+from datastates.testing import ModuleSuite
+from tests.examples.test_examples import run
+from tests.test_documents import ROOT, blocks
+
+
+def lines_of_the_guide() -> type[Any]:
+    """The class ``Lines``, as the guide shows it."""
+    shown, _, _ = blocks(ROOT / "docs" / "guide" / "modules.md")[0].partition("\nconfig = ")
+    names: dict[str, Any] = {"datastates": datastates}
+    exec(shown, names)  # it is what is tested
+    found: type[Any] = names["Lines"]
+    return found
+
+
+class TestLines(ModuleSuite):
+    """A line of JSON for every state."""
+
+    @pytest.fixture
+    def module(self, tmp_path: Path) -> Iterator[Module]:
+        made = lines_of_the_guide()(tmp_path / "states.jsonl")
+        yield made
+        made.close()  # a configuration alone closes nothing
+
+
+class TestFiniteCheck(ModuleSuite):
+    """Raises for what is not finite."""
+
+    @pytest.fixture
+    def module(self) -> Module:
+        return own_module.FiniteCheck()
+
+
+def test_example_finds_the_state_that_is_not_finite(tmp_path: Path) -> None:
+    first, second = run("own_module.py", cwd=tmp_path).splitlines()
+    assert first == "step 1: finite"
+    assert second.startswith("step 2: module 'finite-check' failed on state ")
+    assert "weight is not finite" in second
