@@ -33,7 +33,7 @@ def parsed(response: httpx.Response, type_: type[T]) -> T:
     :raises PeerFault: it is something else: another program answers there, or another version.
     """
     try:
-        return msgspec.convert(_with_nan(msgspec.json.decode(response.content)), type_)
+        return msgspec.convert(_with_nan(msgspec.json.decode(response.content)), type_, str_keys=True)  # JSON has no other keys
     except msgspec.MsgspecError as error:
         raise PeerFault(
             f"{response.url} answered something else than {type_.__name__} ({error}): is it datastates, of this version?"

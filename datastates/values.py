@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, date, datetime
 from enum import Enum
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import PurePath
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, is_typeddict
 
 from .errors import InvalidInput
 
@@ -49,6 +49,7 @@ __all__ = [
     "takes",
     "text",
     "token",
+    "unpacks",
 ]
 
 KEY_LENGTH = 255
@@ -348,6 +349,35 @@ def takes(**checks: Check) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return decorate
 
 
+def unpacks(options: type, **defaults: object) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """The ``**options`` of a function are those of a TypedDict: it gets each, by default as said here, and ``help`` shows them one by one.
+
+    :param options: the TypedDict.
+    :param defaults: a value for each of its keys.
+    """
+    names = tuple(options.__annotations__)
+    assert is_typeddict(options), f"{options} is no TypedDict"
+    assert defaults.keys() == set(names), f"{options.__qualname__} has {names}, and there are defaults for {tuple(defaults)}"
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        shown = signature(function)
+        own = [each for each in shown.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        known = {*names, *(each.name for each in own)}
+        kinds = options.__annotations__
+        further = [Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_spelt(kinds[name])) for name in names]
+
+        @wraps(function)
+        def filled(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs.keys() - known:
+                raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}")
+            return function(*args, **{**defaults, **kwargs})  # type: ignore[arg-type]  # every key of the TypedDict
+
+        filled.__signature__ = shown.replace(parameters=[*own, *further])  # type: ignore[attr-defined]  # as inspect reads it
+        return filled
+
+    return decorate
+
+
 def patterns(value: object, what: str = "only") -> list[str] | None:
     """One name or pattern, or several; None is all.
 
@@ -402,6 +432,11 @@ def shown(value: object) -> str:
         held = _held(value)
         return f"a {name} of shape {shape}" if held is value else f"{shown(held)} ({name})"
     return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _spelt(annotation: object) -> object:
+    """An annotation as it was written, where it is evaluated later."""
+    return getattr(annotation, "__forward_arg__", annotation)
 
 
 def _bytes_of(text: str) -> int:

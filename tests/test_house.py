@@ -213,3 +213,41 @@ def test_an_unexplained_handler_is_seen() -> None:
     source = f"try:\n    f()\n{handlers}with suppress(KeyError, BaseException):\n    f()"
     assert [said.split()[0] for said in _unexplained("here", source)] == ["here:3", "here:7"]
     assert not [*_unexplained("here", "try:\n    f()\nexcept BaseException:\n    g()\n    raise")]
+
+
+MOST_PARAMETERS = 8
+TAKES_OBJECTS = {"datastates.repository.Repository.track": "whatever it has no parameter for is an object to track"}
+STILL_LONG = {
+    *("datastates.algebra.merge.merge", "datastates.lineage.change.clones.arrive", "datastates.workflows.outliers.study.outliers"),
+    *("datastates.workflows.population.training.population", "datastates.workflows.running.explorer.explore"),
+    *("datastates.workflows.running.explorer._Run.__init__", "datastates.capture.register.Register.__init__"),
+    *("datastates.capture.room.Room.__init__", "datastates.capture.runner.Runner.__init__"),
+    *("datastates.clone.landing.objects.ObjectsSink.__init__", "datastates.tracking.guard.Guard.__init__"),
+    *("datastates.transport.session.server.Server.__init__", "datastates.lineage.show.overview.branches"),
+}
+"""What takes more and should not. Nothing may join; take out what got options or a value of its own."""
+
+
+def _long(name: str, tree: ast.AST) -> Iterator[str]:
+    """The functions of a module that take too many parameters; not those of commands and routes, which Typer and FastAPI read."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from _long(f"{name}.{node.name}", node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            taken = [each for each in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs] if each.arg not in ("self", "cls")]
+            is_command = any(ast.unparse(each.annotation) == "typer.Context" for each in taken if each.annotation)
+            is_route = any(ast.unparse(each).startswith("routes.add(") for each in node.decorator_list)
+            if len(taken) > MOST_PARAMETERS and not is_command and not is_route:
+                yield f"{name}.{node.name}"
+            yield from _long(f"{name}.{node.name}", node)
+
+
+def test_no_function_takes_a_long_list_of_parameters() -> None:
+    """Options that belong together are a TypedDict, which the function unpacks (``values.unpacks``), or a value."""
+    found = {long for name, (_, tree) in MODULES.items() for long in _long(name, tree)}
+    assert found == STILL_LONG | TAKES_OBJECTS.keys()
+
+
+def test_a_long_list_of_parameters_is_seen() -> None:
+    tree = ast.parse("class A:\n    def f(self, a, b, c, d, *, e, f, g, h): ...\n    def g(self, a, b, c, d, /, e, *, f, g, h, i): ...")
+    assert [*_long("here", tree)] == ["here.A.g"]

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum, IntEnum, StrEnum
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import pytest
@@ -238,3 +239,29 @@ def test_a_capture_that_raises_for_an_earlier_one_has_counted_its_step(repo: Rep
     with pytest.raises(datastates.Conflict):
         run.capture()
     assert run.step == 4
+
+
+class Told(TypedDict, total=False):
+    loud: bool
+    times: int
+
+
+@values.takes(times=values.positive)
+@values.unpacks(Told, loud=False, times=1)
+def tell(what: str, **options: Unpack[Told]) -> str:
+    """Say it."""
+    return " ".join([what.upper() if options["loud"] else what] * options["times"])
+
+
+def test_options_have_their_defaults_and_are_checked_by_name() -> None:
+    assert tell("so") == "so"
+    assert tell("so", loud=True, times=2) == "SO SO"
+    with pytest.raises(InvalidInput, match="times is 0"):
+        tell("so", times=0)
+    wrong: Any = {"volume": 3}
+    with pytest.raises(TypeError, match=r"tell\(\) got an unexpected keyword argument 'volume'"):
+        tell("so", **wrong)
+
+
+def test_help_shows_options_one_by_one() -> None:
+    assert str(signature(tell)) == "(what: 'str', *, loud: 'bool' = False, times: 'int' = 1) -> 'str'"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 from datastates import values
 from datastates.config import Config, Data, data_plane
@@ -78,6 +78,25 @@ def connect(
     return Peer(sources)
 
 
+class CloneOptions(TypedDict, total=False):
+    """What ``Peer.clone`` and ``Peer.begin_clone`` take; see there."""
+
+    into: Mapping[str, object] | None
+    repo: Opened | None
+    only: str | Sequence[str] | None
+    strict: bool
+    atomic: bool | None
+    skip_equal: bool
+    tags: bool
+    chain: bool
+    on_progress: Progress | None
+
+
+_CLONED = CloneOptions(
+    into=None, repo=None, only=None, strict=True, atomic=None, skip_equal=False, tags=False, chain=False, on_progress=None
+)
+
+
 class Peer:
     """Other processes' repositories, as one: questions go to the first that answers. Safe from any thread but the transport's."""
 
@@ -117,20 +136,8 @@ class Peer:
 
     # --- clones ------------------------------------------------------------------------------------------------------------
 
-    def clone(
-        self,
-        rev: str | State,
-        *,
-        into: Mapping[str, object] | None = None,
-        repo: Opened | None = None,
-        only: str | Sequence[str] | None = None,
-        strict: bool = True,
-        atomic: bool | None = None,
-        skip_equal: bool = False,
-        tags: bool = False,
-        chain: bool = False,
-        on_progress: Progress | None = None,
-    ) -> Cloned:
+    @values.unpacks(CloneOptions, **_CLONED)
+    def clone(self, rev: str | State, **options: Unpack[CloneOptions]) -> Cloned:
         """Bring a state from the peer's memory into live objects, or into a repository's memory; every byte is checked.
 
             with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
@@ -154,19 +161,7 @@ class Peer:
         :raises Corrupt: bytes came with a wrong digest twice.
         :raises Dirty: a clone in place failed; its cause says why.
         """
-        transfer = self.begin_clone(
-            rev,
-            into=into,
-            repo=repo,
-            only=only,
-            strict=strict,
-            atomic=atomic,
-            skip_equal=skip_equal,
-            tags=tags,
-            chain=chain,
-            on_progress=on_progress,
-        )
-        return transfer.wait()
+        return self.begin_clone(rev, **options).wait()
 
     @values.takes(
         into=values.optional(values.named),
@@ -180,21 +175,8 @@ class Peer:
         resumable=values.flag,
         on_progress=values.optional(values.callback),
     )
-    def begin_clone(
-        self,
-        rev: str | State,
-        *,
-        into: Mapping[str, object] | None = None,
-        repo: Opened | None = None,
-        only: str | Sequence[str] | None = None,
-        strict: bool = True,
-        atomic: bool | None = None,
-        skip_equal: bool = False,
-        tags: bool = False,
-        chain: bool = False,
-        resumable: bool = False,
-        on_progress: Progress | None = None,
-    ) -> Transfer:
+    @values.unpacks(CloneOptions, **_CLONED)
+    def begin_clone(self, rev: str | State, *, resumable: bool = False, **options: Unpack[CloneOptions]) -> Transfer:
         """Start ``clone`` in the background: ``wait`` for it or ``await`` it, on the thread that owns the objects.
 
         :param rev: as for ``clone``.
@@ -209,17 +191,26 @@ class Peer:
         :param resumable: keep what came if it fails: ``Transfer.resume`` goes on, ``Transfer.close`` lets go.
         :param on_progress: as for ``clone``.
         """
+        into, repo = options["into"], options["repo"]
         if (into is None) == (repo is None):
             raise InvalidInput("a clone goes into live objects (into={...}) or into a repository (repo=...): give one of them")
-        opened = loop.run(self.sources.open(_revision(rev), chain=chain))
+        opened = loop.run(self.sources.open(_revision(rev), chain=options["chain"]))
         try:
             arrival: Arrival
             if into is not None:
-                arrival = IntoObjects(opened, into, only=only, strict=strict, atomic=atomic, skip_equal=skip_equal, shadows=self._shadows)
+                arrival = IntoObjects(
+                    opened,
+                    into,
+                    only=options["only"],
+                    strict=options["strict"],
+                    atomic=options["atomic"],
+                    skip_equal=options["skip_equal"],
+                    shadows=self._shadows,
+                )
             else:
                 assert repo is not None, "one of them is given"
-                arrival = IntoRepository.of(self.sources, opened, repo.core, tags=tags)
-            return Transfer(Pull(opened, arrival, timeout_s=self.sources.timeout_s, is_kept=resumable), on_progress)
+                arrival = IntoRepository.of(self.sources, opened, repo.core, tags=options["tags"])
+            return Transfer(Pull(opened, arrival, timeout_s=self.sources.timeout_s, is_kept=resumable), options["on_progress"])
         except BaseException:
             loop.run(opened.close())
             raise
