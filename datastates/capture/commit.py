@@ -1,35 +1,42 @@
 """The one place where a state becomes part of memory and lineage: captures, merges and clones all come here.
 
     enter      its slots become the memory tier's
-    record     the lineage takes it, in one transaction
+    record     the lineage takes it, in one transaction; a round of captures in one
     announce   the engine knows that it is there
 
 Whatever is raised on the way, and between whichever two instructions, in the end all three have the state or none has.
 
 Rules:
-- What the lineage says decides. A state that it has is announced, and then the error is raised; any other leaves memory again.
-- Whether a transaction that did not return went through, the lineage is asked. Where it does not answer, the state leaves memory, and
-  that is told as of any other that does.
+- What the lineage says decides. A state that it has is announced, and then the error is raised (that of a capture by whoever uses its
+  line next); any other leaves memory again, and a capture's handle is told why.
+- Whether a transaction that did not return went through, the lineage is asked. Where it does not answer, a capture waits in the journal,
+  which finds out later. Any other state leaves memory, and that is told as of any other that does.
 - Slots that the memory tier did not take stay with whoever acquired them: what was taken is gone from their list.
+- Each step of the way back may be done twice: where that is interrupted too, it is begun anew.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from datastates.content.manifest import Manifest
 from datastates.errors import Closed, DatastatesError
-from datastates.lineage.change.replicas import held
 from datastates.lineage.database import Database
 from datastates.lineage.states import NewState, State, StateFacts
-from datastates.modules.journal import Journal
+from datastates.modules.record import Record
 from datastates.store.roles import CaptureTier
 from datastates.store.tier import Placed
 from datastates.system.interrupts import Mutex
+
+from .engine import Action, Event, Recorded
+from .line import Staged
+from .pipeline import Pipeline
+from .register import Books, Register
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -59,15 +66,30 @@ class Coming:
 
 
 class Commits:
-    """Takes states in, one after the other. ``announce`` tells the engine of one, any number of times, or raises Closed."""
+    """Takes states in. ``adopt`` tells the engine of a merge or a clone, or raises Closed; ``post`` tells it of captures.
+
+    Either may be told any number of times of one state.
+    """
 
     def __init__(
-        self, database: Database, memory: CaptureTier, journal: Journal, holder: str, *, announce: Callable[[str, Manifest | None], None]
+        self,
+        books: Books,
+        register: Register,
+        pipeline: Pipeline,
+        memory: CaptureTier,
+        *,
+        adopt: Callable[[str, Manifest | None], None],
+        post: Callable[[*tuple[Event, ...]], list[Action]],
     ) -> None:
-        self._database, self._memory, self._journal, self.holder = database, memory, journal, holder
-        self._announce = announce
+        self._database: Database = books.database
+        self.holder = books.holder
+        self._register, self._pipeline, self._memory, self._journal = register, pipeline, memory, register.journal
+        self._record = Record(register.journal, memory, books.holder)
+        self._adopt, self._post = adopt, post
         self._turn = Mutex()
         """One at a time: two clones of one state would each take back what the other counts on."""
+
+    # --- merges and clones: any thread -----------------------------------------------------------------------------------------
 
     def take_in(self, coming: Coming, record: Callable[[Session, NewState], State]) -> State:
         """Let a merge or a clone in: ``record`` tells the lineage of it; what that returns. An interrupt is raised when this is over.
@@ -76,41 +98,80 @@ class Commits:
         """
         uid = coming.facts.uid
         with self._turn:
-            if self._journal.is_leaving(uid):
-                self._journal.tell_evictions()  # it left and comes back: the lineage hears it in this order
             was_here = self._memory.has(uid)
             try:
                 placed = coming.enter()
-                new = coming.told(placed, self._memory, self.holder)
+                if self._journal.is_leaving(uid):
+                    self._journal.tell_evictions()  # it left and comes back: the lineage hears it in this order
                 with self._database.write(durable=True) as session:  # nobody would tell it again
-                    state = record(session, new)
-                self._announce(uid, coming.base)
+                    state = record(session, coming.told(placed, self._memory, self.holder))
+                self._adopt(uid, coming.base)
             except BaseException:
-                self._conclude(coming, was_here=was_here)
+                if not was_here and self._stays(uid, lambda: self._journal.find(uid) is not None):
+                    self._adopt_or_leave(coming)
                 raise
         return state
 
-    def _conclude(self, coming: Coming, *, was_here: bool) -> None:
-        """Something was raised: the state is there for everybody, or for nobody."""
+    def _adopt_or_leave(self, coming: Coming) -> None:
         uid = coming.facts.uid
-        if not self._memory.has(uid):
-            return  # the lineage was not asked yet
-        is_told = self._is_told(uid)
-        if is_told:
-            with suppress(Closed):
-                self._announce(uid, coming.base)
-                return
-        if was_here:
-            return
-        self._memory.remove(uid)
-        if is_told is not False:
+        try:
+            self._adopt(uid, coming.base)
+        except Closed:
+            self._memory.remove(uid)
             self._journal.evict([uid])
 
-    def _is_told(self, uid: str) -> bool | None:
-        """Whether the lineage says that this process holds the state; None when it does not say anything."""
+    # --- captures: the engine thread -------------------------------------------------------------------------------------------
+
+    def take_round(self, captures: Sequence[Staged]) -> None:
+        """Let captures in that were copied. What is wrong with one of them its handle is told; whatever this raises is for ``settle``."""
+        entered: list[Staged] = []
+        for staged in captures:
+            try:
+                self._pipeline.enter(staged)
+                entered.append(staged)
+            except BaseException as exc:  # whatever it is, the handle raises it
+                self._refuse(staged, exc)
+        errors = self._record.process_all([staged.work for staged in entered if staged.work is not None])
+        self._announce(self._concluded(entered, errors))
+
+    def settle(self, captures: Sequence[Staged], error: BaseException) -> None:
+        """A round was broken off by ``error``, wherever: its captures are there for everybody, or for nobody."""
+        self._announce(self._concluded(captures, {staged.progress.uid: error for staged in captures}))
+
+    def _concluded(self, captures: Sequence[Staged], errors: Mapping[str, BaseException]) -> list[Staged]:
+        """Those that are in memory and in the lineage, or will be. The others are in neither from now on, and their handles are told."""
+        wrong = [staged for staged in captures if staged.progress.uid in errors]
+        has_come = {staged.progress.uid: self._has_come(staged) for staged in wrong}  # parents first, the order in which what waits is told
+        for staged in reversed(wrong):  # the newest first: each gives its line back the tip before it
+            error = errors[staged.progress.uid]
+            if has_come[staged.progress.uid]:
+                self._register.note(staged.line, error)
+            else:
+                self._refuse(staged, error)
+        return [staged for staged in captures if has_come.get(staged.progress.uid, True)]
+
+    def _has_come(self, staged: Staged) -> bool:
+        entry = None if staged.work is None else staged.work.entry
+        return entry is not None and self._stays(entry.new.uid, partial(self._journal.conclude, entry))
+
+    def _refuse(self, staged: Staged, error: BaseException) -> None:
+        self._pipeline.leave(staged)
+        self._register.refuse(staged, error)
+
+    def _announce(self, captures: Sequence[Staged]) -> None:
+        self._post(*(Recorded(staged.progress.uid, staged.line.name, time.monotonic()) for staged in captures))
+
+    # --- something was raised ----------------------------------------------------------------------------------------------------
+
+    def _stays(self, uid: str, is_told: Callable[[], bool]) -> bool:
+        """Whether memory and lineage have a state, or will; else neither does from now on."""
+        if not self._memory.has(uid):
+            return False  # the lineage was not asked yet
         try:
-            with self._database.read() as session:
-                return uid in held(session, [uid], tier=self._memory.name, node=self.holder)
+            if is_told():
+                return True
         except DatastatesError:
-            _logger.warning("whether state %s was recorded is not known: it left memory", uid, exc_info=True)
-            return None
+            _logger.warning("whether state %s was recorded is not known: it leaves memory", uid, exc_info=True)
+            self._journal.evict([uid])
+        self._memory.remove(uid)
+        return False

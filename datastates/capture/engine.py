@@ -273,6 +273,8 @@ class Engine:
         return min(due, default=None)
 
     def _on_recorded(self, uid: str, line_name: str, now: float) -> None:
+        if uid in self._entries:
+            return  # it was told twice
         line = self._lines[line_name]
         self._entries[uid] = _Entry(line_name)
         line.head = uid

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from datastates.content.manifest import Manifest
 from datastates.lineage.states import Run, StateFacts
+from datastates.modules.work import Work
 
 from .edits import Edits
 from .handle import Progress
@@ -59,7 +60,10 @@ class Line:
 
 @dataclass(slots=True)
 class Staged:
-    """What is known of a capture before its bytes are digested."""
+    """A capture on its way: what is known of it before its bytes are digested, and ``work``, what the engine's steps made of it.
+
+    What memory has under its uid is this capture's once there is ``work``.
+    """
 
     line: Line
     progress: Progress
@@ -67,6 +71,7 @@ class Staged:
     values: msgspec.Raw
     facts: StateFacts
     job: CopyJob | None = field(default=None, repr=False)
+    work: Work | None = field(default=None, repr=False)
 
     @property
     def held_bytes(self) -> int:

@@ -1,6 +1,6 @@
-"""What becomes of a capture once it was copied: the engine's own steps, one after the other.
+"""The engine's own steps, one after the other: what becomes of a capture once it was copied.
 
-engine thread   copied -> digest -> dedup, one capture after the other; record, a round in one transaction
+engine thread   copied -> digest -> dedup, one capture after the other (``enter``); what comes after is ``commit``'s
 writer thread   write, when the engine says so
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from datastates.content.manifest import Content
+from datastates.errors import Conflict
 from datastates.modules.contract import Step
 from datastates.modules.dedup import Dedup
 from datastates.modules.digest import Digest
-from datastates.modules.record import Record
 from datastates.modules.work import Work, Writing
 from datastates.modules.write import Write
 from datastates.store.arena import Arena
@@ -21,32 +21,45 @@ from datastates.store.roles import CaptureTier, DurableTier
 
 from .line import Staged
 from .register import Books, Register
+from .stage import CopyJob
 
 __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """The steps in order of priority. ``finish`` belongs to the engine thread, ``write`` to the writer thread."""
+    """The steps in order of priority. ``enter`` and ``leave`` belong to the engine thread, ``write`` to the writer thread."""
 
     def __init__(self, books: Books, register: Register, *, arena: Arena, memory: CaptureTier, local: DurableTier) -> None:
-        self._run, self._register, self._arena = books.run, register, arena
+        self._run, self._register, self._arena, self._memory = books.run, register, arena, memory
         self._each: Sequence[Step[Work]] = (Digest(arena), Dedup(memory))
-        self._record = Record(register.journal, memory, books.holder)
         self._write = Write(memory, local, register.journal)
 
-    def finish(self, captures: Sequence[Staged]) -> list[Staged]:
-        """Take a round of captures into memory and into the lineage; those that came about. The others' handles are told why not."""
-        held: dict[str, tuple[Staged, Work]] = {}
-        for staged in captures:
-            try:
-                held[staged.progress.uid] = staged, self._hold(staged)
-            except BaseException as exc:  # whatever it is, the handle raises it
-                self._register.fail(staged, exc)
-        refused = self._record.process_all([work for _, work in held.values()])
-        for uid in reversed(refused):  # the newest first
-            staged, work = held.pop(uid)
-            self._register.refuse(staged, work.before, refused[uid])
-        return [staged for staged, _ in held.values()]
+    def enter(self, staged: Staged) -> None:
+        """Take a capture into memory, each step in turn; its line goes on from it. Whatever this raises, ``leave`` undoes.
+
+        :raises Torn: and whatever else went wrong with the copy.
+        """
+        job, uid = staged.job, staged.progress.uid
+        assert job is not None
+        if job.error is not None:
+            raise job.error
+        if self._memory.has(uid):
+            raise Conflict(f"there is a state {uid} already: every capture needs a uid of its own")
+        work = staged.work = self._begun(staged, job)
+        for step in self._each:
+            step.process(work)
+        self._register.place(uid, staged.line)
+        staged.line.tip = (uid, work.digested().digest)
+
+    def leave(self, staged: Staged) -> None:
+        """Undo ``enter``, as far as it came: memory gives the capture back, and its line goes on from the state before it."""
+        line, work, uid = staged.line, staged.work, staged.progress.uid
+        if work is not None:
+            self._memory.remove(uid)
+        if staged.job is not None:
+            self._arena.take_back(staged.job.slots)  # those that memory did not take
+        if work is not None and line.tip is not None and line.tip[0] == uid:
+            line.tip = work.before
 
     def write(self, uid: str) -> None:
         """Make a state of the memory tier durable."""
@@ -56,26 +69,8 @@ class Pipeline:
         if line is not None and writing.manifest is not None:
             line.placed(writing.manifest)
 
-    def _hold(self, staged: Staged) -> Work:
-        """Each step for one capture, which is in memory then; its line goes on from it."""
-        work = self._copied(staged)
-        try:
-            for step in self._each:
-                step.process(work)
-        except BaseException:
-            self._arena.release(work.slots)
-            raise
-        self._register.place(work.facts.uid, staged.line)
-        staged.line.tip = (work.facts.uid, work.digested().digest)
-        return work
-
-    def _copied(self, staged: Staged) -> Work:
-        """What a capture is, now that its bytes are in its slots; raises what went wrong with the copy."""
-        job, staged.job = staged.job, None
-        assert job is not None
-        if job.error is not None:
-            self._arena.release(job.slots)
-            raise job.error
+    def _begun(self, staged: Staged, job: CopyJob) -> Work:
+        """What a capture is, now that its bytes are in its slots."""
         tip = staged.line.tip
         run = staged.line.run or self._run
         facts = replace(staged.facts, parent=None if tip is None else tip[0], run=run.uid, config=run.chosen)

@@ -97,24 +97,29 @@ class Register:
 
     # --- failing -------------------------------------------------------------------------------------------------------------
 
-    def fail(self, staged: Staged, error: BaseException) -> None:
-        """A capture did not come about."""
+    def refuse(self, staged: Staged, error: BaseException) -> None:
+        """A capture did not come about, and is nowhere. Told again, it changes nothing."""
         _logger.debug("capture of step %s failed", staged.facts.step, exc_info=error)
-        with self._lock:
-            self._progress.pop(staged.progress.uid, None)
-            # An interrupt was raised where it came; a torn capture is its handle's, and the next one is not to tear.
-            if isinstance(error, Exception) and not isinstance(error, Torn):
-                self._note(staged.line, error)
-        staged.progress.fail(error)
-
-    def refuse(self, staged: Staged, before: tuple[str, str] | None, error: BaseException) -> None:
-        """The lineage does not take a capture: it leaves memory, and its line goes on from the state ``before``."""
         uid = staged.progress.uid
-        self._memory.remove(uid)
-        staged.line.tip = before
         with self._lock:
-            self._lines.pop(uid, None)
-        self.fail(staged, error)
+            if staged.work is not None:
+                self._lines.pop(uid, None)
+            self._progress.pop(uid, None)
+        self.note(staged.line, error)
+        staged.progress.fail(staged.progress.error or error)
+
+    def note(self, line: Line, error: BaseException) -> None:
+        """Keep an error of the background for the next caller that uses the line."""
+        # An interrupt was raised where it came; a torn capture is its handle's, and the next one is not to tear.
+        if isinstance(error, Exception) and not isinstance(error, Torn):
+            with self._lock:
+                self._note(line, error)
+
+    def break_off(self, staged: Staged, error: BaseException) -> None:
+        """The engine failed as it went on from a capture. Nobody else would tell its handle, unless it is recorded or waits to be."""
+        self.note(staged.line, error)
+        if staged.progress.state is None and not self.journal.is_pending(staged.progress.uid):
+            staged.progress.fail(staged.progress.error or error)
 
     def fail_write(self, uid: str, error: BaseException) -> None:
         """A state was not written."""
@@ -187,6 +192,8 @@ class Register:
             if line is not None and moved is not None:
                 self._note(line, moved)
         if progress is not None:
+            if progress.state is not None:
+                return  # it was told twice
             progress.advance(state)
         self.hand_on(state, entry.new.facts.branch, progress)
         if state.uid in self._left:

@@ -1,7 +1,7 @@
 """The threads behind captures: they carry out what ``engine`` decides.
 
     stage thread    (stage.py)    copies; hands each capture on, in order
-    engine thread   (rounds.py)   each round of captures through the pipeline, into memory and into the lineage; then room is made ahead
+    engine thread   (rounds.py)   each round of captures into memory and into the lineage (commit.py); then room is made ahead
     writer thread   (pipeline.py) to disk; marked as durable
     arena thread    (warming.py)  memory made warm ahead of need
     modules thread  (modules/own.py) the user's modules, where there are any
@@ -47,7 +47,6 @@ from .engine import (
     Evict,
     GiveUp,
     LineOpened,
-    Recorded,
     RefsChanged,
     Tick,
     Wanted,
@@ -113,8 +112,8 @@ class Runner:
             changed=self._changed,
             on_marked=self._on_marked,
         )
-        self._commits = Commits(books.database, memory, self._register.journal, books.holder, announce=self._adopt)
         self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local)
+        self._commits = Commits(books, self._register, self._pipeline, memory, adopt=self._adopt, post=self._post)
         self.stager = Stager(arena)
         self._rounds = Rounds()
         self._warmer = Warmer(arena, is_given=config.memory_bytes is not None)
@@ -364,22 +363,27 @@ class Runner:
 
     def _run_engine(self) -> None:
         while (captures := self._rounds.take(self._tick_delay())) is not None:
-            if not captures:
-                self._tick()
-                continue
             try:
-                self._finish(captures)
-            except BaseException as exc:  # whatever it is, the handles raise it, and the thread goes on
+                if captures:
+                    self._finish(captures)
+                else:
+                    self._tick()
+            except BaseException as exc:  # whatever it is, the log says it and the lines raise it, and the thread goes on
+                _logger.exception("the engine failed; it goes on")
                 for staged in captures:
-                    self._register.fail(staged, exc)
+                    self._register.break_off(staged, exc)
             finally:
+                for staged in captures:
+                    staged.job = staged.work = None  # they hold what they were copied from
                 self._rounds.end(len(captures))
                 self._changed.ring()
 
     def _finish(self, captures: list[Staged]) -> None:
         """The table of contents of the second half of some captures."""
-        recorded = self._pipeline.finish(captures)
-        self._post(*(Recorded(staged.progress.uid, staged.line.name, time.monotonic()) for staged in recorded))
+        try:
+            self._commits.take_round(captures)
+        except BaseException as exc:  # whatever it is, the handles raise it
+            self._commits.settle(captures, exc)
         self._look_around()
         self._room.make_ahead(self._config.back_pressure)
 

@@ -161,7 +161,8 @@ class Peer:
         :raises Corrupt: bytes came with a wrong digest twice.
         :raises Dirty: a clone in place failed; its cause says why.
         """
-        return self.begin_clone(rev, **options).wait()
+        with self.begin_clone(rev, **options) as transfer:
+            return transfer.wait()
 
     @values.takes(
         into=values.optional(values.named),

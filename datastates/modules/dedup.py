@@ -19,6 +19,5 @@ class Dedup:
         self._memory = memory
 
     def process(self, work: Work) -> None:
-        """Hand the slots over to the tier; if it refuses, they stay the caller's."""
+        """Hand the slots over to the tier, and the list is empty; if it refuses, they stay the caller's."""
         work.bytes_new = self._memory.adopt(work.digested(), work.slots).bytes_new
-        work.slots = []

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from datastates.errors import Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.lineage.change import clones, runs
 from datastates.lineage.change import record as lineage_record
+from datastates.lineage.change.replicas import held
 from datastates.lineage.database import Database
 from datastates.lineage.search import walk
 from datastates.lineage.states import NewState, Run, State
@@ -120,6 +121,37 @@ class Journal:
             if entry.new.uid in told:
                 self._listener.recorded(entry, told[entry.new.uid], None)
         return refused
+
+    def find(self, uid: str) -> State | None:
+        """A state that is in this process's memory, as far as the lineage knows.
+
+        :raises Unavailable: the database is away.
+        """
+        with self._database.read() as session:
+            is_held = uid in held(session, [uid], tier=CAPTURED, node=self._holder)
+            return walk.state(session, uid) if is_held else None
+
+    def conclude(self, entry: Entry) -> bool:
+        """Something was raised while a state was recorded: whether the lineage has it (then the listener hears of it), or it waits.
+
+        :raises DatastatesError: the lineage does not say; that the database is away is no reason.
+        """
+        uid = entry.new.uid
+        with self._turn:
+            state = None
+            try:
+                if self._away_since is None and uid not in self._waiting:
+                    state = self.find(uid)
+                    if state is None:
+                        return False
+                    self._told[uid] = entry.new
+            except Unavailable as error:
+                self._note_away(error)
+            if state is None:
+                self._wait(entry)
+                return True
+        self._listener.recorded(entry, state, None)
+        return True
 
     def mark(self, uid: str, placed: Placed) -> None:
         """A state is on this node's disk.

@@ -28,8 +28,5 @@ class Record:
 
     def process_all(self, works: Sequence[Work]) -> dict[str, Exception]:
         """Record the states of a round in one go; by uid, why some of them were refused."""
-        entries = [work.entry(self._tier, self._holder) for work in works]
-        try:
-            return self._journal.record(entries) if entries else {}
-        except Exception as exc:  # whatever it is, the handles raise it
-            return dict.fromkeys((entry.new.uid for entry in entries), exc)
+        entries = [work.be_told(self._tier, self._holder) for work in works]
+        return self._journal.record(entries) if entries else {}

@@ -19,8 +19,8 @@ class Work:
     """A state whose bytes are in ``slots``, one for each of ``lengths``.
 
     ``parent_digests`` are those of ``facts.parents``. ``content`` lacks the chunks, which ``digest`` adds (``manifest``); ``before`` is the
-    tip of its line, on which it hangs. The slots are whoever's made this until ``dedup`` takes them over; then ``bytes_new`` of them were
-    new in memory.
+    tip of its line, on which it hangs. The slots are whoever's made this until ``dedup`` takes them out of the list; then ``bytes_new`` of
+    them were new in memory. There is an ``entry`` once the lineage may have heard of it.
     """
 
     facts: StateFacts
@@ -31,17 +31,19 @@ class Work:
     before: tuple[str, str] | None = None
     manifest: Manifest | None = None
     bytes_new: int = 0
+    entry: Entry | None = None
 
     def digested(self) -> Manifest:
         """The manifest, once ``digest`` has made it."""
         assert self.manifest is not None, "digest comes first"
         return self.manifest
 
-    def entry(self, tier: Tier, holder: str) -> Entry:
-        """The entry of the journal, once the state is in a tier of which ``holder`` names the place."""
+    def be_told(self, tier: Tier, holder: str) -> Entry:
+        """Its ``entry`` of the journal, now that the state is in a tier of which ``holder`` names the place."""
         digest, total = self.digested().digest, sum(self.lengths)
         new = NewState(self.facts, digest, tier.gives, bytes_total=total, bytes_new=self.bytes_new, tier=tier.name, node=holder)
-        return Entry(new, self.before)
+        self.entry = Entry(new, self.before)
+        return self.entry
 
 
 @dataclass(slots=True)

@@ -156,6 +156,12 @@ class Arena:
                 raise InvalidInput(f"slot {wrong[0]} is not acquired: each slot is released once")
             self._free.update(given)
 
+    def take_back(self, slots: list[int]) -> None:
+        """``release``, and the list is empty afterwards: to be called again by callers that were interrupted."""
+        with self._lock:
+            self.release(slots)
+            slots.clear()
+
     def tensor(self, slot: int) -> torch.Tensor:
         """A slot as a ``uint8`` tensor of ``CHUNK_BYTES``; the same object every time."""
         tensor = self._tensors[slot]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
+from datastates.capture.shutdown import end_later
 from datastates.content.digest import chunk_digest
 from datastates.content.manifest import CHUNK_BYTES, Chunk
 from datastates.errors import Closed, Corrupt, DatastatesError, NotFound, OverBudget, Unavailable
 from datastates.store.arena import Arena
-from datastates.store.roles import CaptureTier
+from datastates.store.roles import CaptureTier, Held
 from datastates.store.tier import Placed, Reader, Tier
+from datastates.system.interrupts import undisturbed
 
 from .untrusted import CheckedManifest
 
@@ -24,6 +29,8 @@ _Key = tuple[bytes, int]
 
 class StateSink:
     """Receives a state into ``memory``. To be made, adopted and abandoned on any thread but the loop's: they may wait.
+
+    A sink that is lost, as an interrupt may lose it, gives everything back once nothing refers to it any more, a data plane for one.
 
     ``acquire`` gives slots of ``arena``; it waits for room as a capture does, or raises OverBudget. ``party`` is whoever the
     state comes from. Chunks in memory that are ours, or came from the same party, are used in place, and stay here; those that one
@@ -57,11 +64,16 @@ class StateSink:
             )
         self._lock = threading.Lock()
         self._is_ended = False
-        self.party, self._held = party, memory.hold(first, party)
+        self.party = party
+        self._held: dict[_Key, Held] = {}
+        self._slots: dict[_Key, int] = {}
+        weakref.finalize(self, end_later, partial(_give_back, memory, arena, self._held, self._slots), os.getpid()).atexit = False
         try:
-            self._slots = self._acquire([key for key in first if key not in self._held], acquire)
+            with undisturbed():
+                self._held.update(memory.hold(first, party))
+                self._slots.update(self._acquire([key for key in first if key not in self._held], acquire))
         except BaseException:
-            memory.let_go(self._held.values())
+            self.abandon()
             raise
         self._missing = {first[key]: None for key in self._slots}
         self._arriving: set[int] = set()
@@ -126,8 +138,7 @@ class StateSink:
             if self._is_ended:
                 return
             self._is_ended = True
-        self._memory.let_go(self._held.values())
-        self._arena.release(self._slots.values())
+        _give_back(self._memory, self._arena, self._held, self._slots)
 
     def _acquire(self, keys: Sequence[_Key], acquire: Callable[[int], Sequence[int] | None]) -> dict[_Key, int]:
         slots = acquire(len(keys)) if keys else []
@@ -171,6 +182,15 @@ class StateSink:
                 self._pending.discard(_key(self.manifest.content.chunks[index]))
             else:
                 self._missing[index] = None
+
+
+def _give_back(memory: CaptureTier, arena: Arena, held: dict[_Key, Held], slots: dict[_Key, int]) -> None:
+    """Once: what was given back, or adopted, is in neither any more."""
+    with undisturbed():
+        memory.let_go(held.values())
+        held.clear()
+        arena.release(slots.values())
+        slots.clear()
 
 
 def _key(chunk: Chunk) -> _Key:
