@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from datastates.content.manifest import Manifest
 
     from .held import HeldReader
+    from .keyed import KeyedTier
     from .tier import Payload, Placed, Reader, SupportsDirectWrite, SupportsManifests, SupportsRemoval, Tier
 
 __all__ = [
     "HeldReader",
+    "KeyedTier",
     "Manifest",
     "Payload",
     "Placed",
@@ -31,6 +33,7 @@ __all__ = [
 
 _MODULES = {
     "HeldReader": "datastates.store.held",
+    "KeyedTier": "datastates.store.keyed",
     "Manifest": "datastates.content.manifest",
     "decode": "datastates.content.digest",
     "encode": "datastates.content.digest",
