@@ -53,7 +53,7 @@ class RefEvents(Iterator[RefEvent]):
         response = self._response
         if response is not None:
             stream = response.extensions.get("network_stream")
-            with suppress(OSError, AttributeError):  # wakes who reads in another thread
+            with suppress(OSError, AttributeError):  # wakes whoever reads in another thread
                 stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr] # httpcore has no types for it
 
     def __enter__(self) -> Self:

@@ -117,7 +117,7 @@ class Metered:
             elif message["type"] == "http.response.body":
                 self._meter.sent(len(message.get("body", b"")))
                 if not message.get("more_body", False):
-                    count()  # before the last piece leaves: who has the answer finds it counted
+                    count()  # before the last piece leaves: whoever has the answer finds it counted
             await send(message)
 
         self._meter.begin()

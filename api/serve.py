@@ -185,7 +185,7 @@ def serve_repository(repository: Opened, url: str, *, token: bytes, tls: Tls | N
     if tls is not None:
         raise Unsupported(f"{url} speaks plain HTTP: leave out tls=, and put a proxy with TLS before it (docs/deployment.md)")
     if is_writable and not token:
-        raise InvalidInput("who may write must show a token: give token= or token_file=, or leave out is_writable=True")
+        raise InvalidInput("whoever may write must show a token: give token= or token_file=, or leave out is_writable=True")
     scope = Scope.WRITE if is_writable else Scope.READ
     return serve_in_thread(repository, url, tokens={token.decode("latin-1"): scope} if token else None)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Statistics"]
 
 _COUNTED = tuple(field.name for field in fields(stats.Counts))
-_AT_ONCE_S = 0.05  # who asks waits for so much counting
+_AT_ONCE_S = 0.05  # whoever asks waits for so much counting
 
 
 class Statistics:

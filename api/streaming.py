@@ -19,7 +19,7 @@ STALLED_S = 60.0
 class Streamed(Response):
     """``pieces`` as the body. ``close`` is called once, however it ends: all sent, the reader gone, stalled, or an error.
 
-    Memory is bounded by who reads: a piece is asked for once the one before it was taken. An error of ``pieces`` breaks the
+    The reader bounds the memory: a piece is asked for once the one before it was taken. An error of ``pieces`` breaks the
     connection, so that nobody takes what was sent for the whole.
     """
 

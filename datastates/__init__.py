@@ -143,7 +143,7 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used, and keep it."""
     if name == "__version__":
-        from importlib.metadata import version  # 20 ms that only who asks should pay
+        from importlib.metadata import version  # 20 ms that only those who ask should pay
 
         value: object = version("datastates")
     elif name in __all__:

@@ -86,7 +86,7 @@ def open(
 
 
 def _device(value: object, what: str) -> torch.device:
-    import torch  # who only looks at a lineage does without
+    import torch  # whoever only looks at a lineage does without it
 
     try:
         return torch.empty(0, device=torch.device(value)).device  # type: ignore[call-overload]  # whatever is none raises
@@ -537,7 +537,7 @@ class Repository:
                 "give token_file= (make one with: datastates token FILE), or leave out is_writable=True (--writable)"
             )
         if url.startswith("http:"):
-            from .api.serve import serve_repository  # FastAPI is imported for who asks for it
+            from .api.serve import serve_repository  # FastAPI is imported when it is asked for
 
             server: Server = serve_repository(self, url, token=secret, tls=tls, is_writable=is_writable)
         else:

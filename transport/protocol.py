@@ -74,7 +74,7 @@ PART_BYTES: Final = 512 << 10
 """How much of a longer body travels in one frame."""
 
 BODY_BYTES: Final = 256 << 20
-"""The most that the parts of one body may have together; who asks may set less."""
+"""The most that the parts of one body may have together; whoever asks may set less."""
 
 PIECES: Final = 64
 """The most pieces that a chunk is sent in."""

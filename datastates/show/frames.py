@@ -48,7 +48,7 @@ def frame(states: Sequence[State]) -> pd.DataFrame:
     :raises Unsupported: pandas is not installed.
     """
     try:
-        import pandas as pd  # half a second that only who asks should pay
+        import pandas as pd  # half a second that only those who ask should pay
     except ImportError as exc:
         raise Unsupported("a frame needs pandas, which is not installed: pip install pandas") from exc
     columns: dict[str, Any] = {

@@ -56,7 +56,9 @@ class Forwarder:
         store = _RelayStore(uid, session.identity)
         if tls is not None and tls.certificate is None:
             await session.close()
-            raise InvalidInput("a chain with TLS needs a certificate at every receiver, who serves too: give tls.certificate and tls.key")
+            raise InvalidInput(
+                "a chain with TLS needs a certificate at every receiver, which serves the state too: give tls.certificate and tls.key"
+            )
         server = Server(
             store, _own_url(transport, session), transport=transport, token=token, tls=tls, timeout_s=session.timeout_s, data=data
         )
