@@ -158,6 +158,7 @@ CASES: dict[str, Callable[[World], Case]] = {
     "register_encoder": lambda w: Case(
         datastates.register_encoder, {"type": type(w.name(), (), {}), "name": w.name(), "encode": repr, "decode": repr}
     ),
+    "Cadence": lambda _: Case(datastates.Cadence, {"every": 3, "interval_s": 2.0}),
     "Config": lambda _: Case(
         Config,
         {
@@ -171,6 +172,7 @@ CASES: dict[str, Callable[[World], Case]] = {
             "cadence": None,
         },
     ),
+    "Config.cadence_with": lambda _: Case(Config().cadence_with, {"cadence": None, "durable_every": 3, "durable_interval_s": 2.0}),
     "Config.from_environment": lambda _: Case(Config.from_environment, {"environ": {"DATASTATES_MEMORY": "2G"}}),
     "PermutationSampler": lambda _: Case(PermutationSampler, {"length": 9, "seed": 1, "shuffle": True}),
     "PermutationSampler.batches": lambda _: Case(PermutationSampler(9).batches, {"batch_size": 2, "drop_last": False, "epochs": 1}),
@@ -282,6 +284,8 @@ HANDED_OUT = {
 
 OTHERWISE = {
     "Capture": "made by Tracker.capture",
+    "Cadence.is_due": "called by us",
+    "Cadence.next_due": "called by us",
     "Ensemble": "made by Repository.ensemble",
     "Ensemble.each": "takes what the user's module takes",
     "Guard": "made by Tracker.guard",
