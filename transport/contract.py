@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from datastates.errors import InvalidInput
 from datastates.values import shown
@@ -16,7 +16,7 @@ from datastates.values import shown
 if TYPE_CHECKING:
     from .wire.arrival import Door
 
-__all__ = ["Channel", "End", "Link", "Listener", "SupportsParts", "Terms", "Tls", "Transport", "tls_of"]
+__all__ = ["Channel", "End", "Link", "Listener", "Terms", "Tls", "Transport", "tls_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +106,6 @@ class Link(ABC):
     @abstractmethod
     async def abort(self) -> None:
         """Stop everything under way; idempotent. Once this returns no buffer is read or written any more."""
-
-
-@runtime_checkable
-class SupportsParts(Protocol):
-    """A link over which one message may lie in several pieces, at the other end in others: a chunk is one message then, whatever it is
-    received into. Both ends' links can do it, or neither."""
-
-    async def send_parts(self, tag: int, parts: Sequence[memoryview]) -> None:
-        """See ``Link.send``."""
-
-    async def receive_parts(self, tag: int, into: Sequence[memoryview]) -> None:
-        """See ``Link.receive``."""
 
 
 class Listener(ABC):

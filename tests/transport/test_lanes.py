@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import secrets
 import shutil
@@ -21,7 +20,7 @@ from datastates.errors import Disconnected, InvalidInput, PeerFault
 from datastates.testing import TransportSuite
 from datastates.testing.transports import linked
 from datastates.transport import loop
-from datastates.transport.contract import Link, SupportsParts, Terms, Tls
+from datastates.transport.contract import Link, Terms, Tls
 from datastates.transport.session.server import Server
 from datastates.transport.session.session import Session
 from datastates.transport.wire import joining, tcp
@@ -95,25 +94,23 @@ class TestLanes(TransportSuite):
     def url(self) -> str:
         return "tcp://127.0.0.1:0"
 
-    def test_a_message_in_pieces_arrives_in_other_pieces(self, transport: PairedTransport) -> None:
-        rng = random.Random(5)
-        data = memoryview(rng.randbytes(3 << 20))
-        memory = memoryview(bytearray(len(data)))
+    def test_nothing_is_received_into_memory_that_is_read_only(self, transport: PairedTransport) -> None:
+        async def work() -> None:
+            async with linked(transport) as (_, there):
+                with pytest.raises(InvalidInput, match="read-only"):
+                    await there.receive(9, memoryview(b"fixed"))
 
-        def pieces(of: memoryview, count: int) -> list[memoryview]:
-            edges = [0, 0, *sorted(rng.randrange(len(of)) for _ in range(count)), len(of)]  # one of them is empty
-            return [of[a:b] for a, b in itertools.pairwise(edges)]
+        self.run(work())
+
+    def test_messages_of_any_size_arrive_whole(self, transport: PairedTransport) -> None:
+        sizes = [0, 1, 15, 16, 17, (4 << 20) - 1, 4 << 20, 9 << 20]
 
         async def work() -> None:
             async with linked(transport) as (here, there):
-                assert isinstance(here, SupportsParts)
-                assert isinstance(there, SupportsParts)
-                for tag, (sent, received) in enumerate([(1, 3000), (3000, 1), (700, 700), (0, 0)]):
-                    memory[:] = bytes(len(memory))
-                    await asyncio.gather(here.send_parts(tag, pieces(data, sent)), there.receive_parts(tag, pieces(memory, received)))
-                    assert memory == data
-                with pytest.raises(InvalidInput):
-                    await there.receive_parts(9, [memory[:1], data[:1]])
+                data, memory = [random.Random(size).randbytes(size) for size in sizes], [bytearray(size) for size in sizes]
+                sends = [here.send(tag, memoryview(each)) for tag, each in enumerate(data)]
+                await asyncio.gather(*sends, *(there.receive(tag, memoryview(each)) for tag, each in enumerate(memory)))
+                assert memory == data
 
         self.run(work())
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from datastates.errors import DatastatesError, Disconnected, InvalidInput
-from datastates.transport.contract import Link, SupportsParts
+from datastates.transport.contract import Link
 from datastates.transport.failures import revive
 from datastates.transport.protocol import PIECES, Gone, Message, Want
 from datastates.transport.wire.plane import Plane
@@ -116,12 +116,10 @@ class Receiving:
                     return
 
     async def _receive(self, link: Link, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
-        messages = [buffers] if isinstance(link, SupportsParts) else [[buffer] for buffer in buffers]
-        tag = self._take_tags(len(messages))
+        tag = self._take_tags(len(buffers))
         gone: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
-        posted = [asyncio.create_task(self._message(link, tag + n, into)) for n, into in enumerate(messages)]
-        lengths = tuple(sum(buffer.nbytes for buffer in into) for into in messages)
-        want = Want(handle, index, tag, lengths, self._plane.generation)
+        posted = [asyncio.create_task(self._message(link, tag + n, buffer)) for n, buffer in enumerate(buffers)]
+        want = Want(handle, index, tag, tuple(buffer.nbytes for buffer in buffers), self._plane.generation)
         try:
             await link.posted()
             if not self._wanted:
@@ -156,11 +154,8 @@ class Receiving:
         first, self._count = self._count, self._count + count
         return self._tags | first
 
-    async def _message(self, link: Link, tag: int, into: Sequence[memoryview]) -> None:
-        if isinstance(link, SupportsParts):
-            await link.receive_parts(tag, into)
-        else:
-            await link.receive(tag, *into)
+    async def _message(self, link: Link, tag: int, into: memoryview) -> None:
+        await link.receive(tag, into)
         self._moved_at = self._clock()
 
     async def _take_back(self, link: Link, posted: Sequence[asyncio.Task[None]]) -> None:

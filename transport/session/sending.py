@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from datastates.errors import Closed, Corrupt, DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.system.seldom import Seldom
-from datastates.transport.contract import Link, SupportsParts
+from datastates.transport.contract import Link
 from datastates.transport.failures import again, describe
 from datastates.transport.protocol import Digests, Gone, Message, Took, Want
 from datastates.transport.store import Source, SupportsRecall
@@ -276,12 +276,9 @@ class Sending:
             self._sent.states[held.uid] += sum(want.pieces)
 
     async def _hand_over(self, link: Link, want: Want, pieces: Sequence[memoryview]) -> None:
-        """Hand over as many messages as the peer waits for; a single one as its bytes lie here, if the link takes that."""
-        if isinstance(link, SupportsParts) and len(want.pieces) == 1:
-            await self._message(link.send_parts(want.tag, pieces), want.pieces[0])
-        else:
-            cut_anew = cut(pieces, want.pieces)
-            await asyncio.gather(*(self._message(link.send(want.tag + n, data), data.nbytes) for n, data in enumerate(cut_anew)))
+        """Hand over as many messages as the peer waits for."""
+        messages = cut(pieces, want.pieces)
+        await asyncio.gather(*(self._message(link.send(want.tag + n, data), data.nbytes) for n, data in enumerate(messages)))
 
     async def _message(self, sending: Awaitable[None], size: int) -> None:
         if not self._moving:

@@ -14,10 +14,8 @@ import socket
 import ssl
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Any, Final
 
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault
@@ -36,7 +34,6 @@ MOST: Final = 4
 """Connections that a peer may have in one direction: another version may find another number best."""
 
 _PLACE = b"lanes"
-_VECTOR = 512  # pieces in one call; the kernel takes 1024 at most
 _message = struct.Struct(">QQ")
 _FROM_DIALLER, _TO_DIALLER = b">", b"<"
 _logger = logging.getLogger(__name__)
@@ -122,20 +119,19 @@ class Lanes:
 class _Slot:
     """Memory that waits for a message, and the task that waits for it."""
 
-    __slots__ = ("done", "parts", "size")
+    __slots__ = ("done", "memory")
 
-    def __init__(self, parts: Sequence[memoryview], done: asyncio.Future[None]) -> None:
-        self.parts, self.done = parts, done
-        self.size = _size(parts)
+    def __init__(self, memory: memoryview, done: asyncio.Future[None]) -> None:
+        self.memory, self.done = memory, done
 
 
 class _Outgoing:
     """A message that waits to be sent."""
 
-    __slots__ = ("done", "parts", "tag")
+    __slots__ = ("data", "done", "tag")
 
-    def __init__(self, tag: int, parts: Sequence[memoryview], done: asyncio.Future[None]) -> None:
-        self.tag, self.parts, self.done = tag, parts, done
+    def __init__(self, tag: int, data: memoryview, done: asyncio.Future[None]) -> None:
+        self.tag, self.data, self.done = tag, data, done
 
 
 class _LanesLink(Link):
@@ -157,28 +153,20 @@ class _LanesLink(Link):
     # --- the loop thread ----------------------------------------------------------------------------------------------------
 
     async def send(self, tag: int, data: memoryview) -> None:
-        """Send to the receiver of the tag at the other end."""
-        await self.send_parts(tag, [data])
-
-    async def receive(self, tag: int, into: memoryview) -> None:
-        """Receive from the sender of the tag at the other end."""
-        await self.receive_parts(tag, [into])
-
-    async def send_parts(self, tag: int, parts: Sequence[memoryview]) -> None:
-        """Send to the receiver of the tag at the other end, straight from where the parts are."""
+        """Send to the receiver of the tag at the other end, straight from where the bytes are."""
         done = self._begin(_FROM_DIALLER)
-        self._outgoing.put(_Outgoing(tag, [_flat(part) for part in parts], done))
+        self._outgoing.put(_Outgoing(tag, _flat(data), done))
         await asyncio.shield(done)
 
-    async def receive_parts(self, tag: int, into: Sequence[memoryview]) -> None:
-        """Receive from the sender of the tag at the other end, straight to where the parts belong."""
-        if any(part.readonly for part in into):
+    async def receive(self, tag: int, into: memoryview) -> None:
+        """Receive from the sender of the tag at the other end, straight to where the bytes belong."""
+        if into.readonly:
             raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
         done = self._begin(_TO_DIALLER)
         with self._changed:
             if tag in self._slots:
                 raise PeerFault(f"tag {tag} is used twice at once")
-            self._slots[tag] = _Slot([_flat(part) for part in into], done)
+            self._slots[tag] = _Slot(_flat(into), done)
             self._changed.notify_all()
         await asyncio.shield(done)
 
@@ -272,8 +260,8 @@ class _LanesLink(Link):
             slot = self._slots.pop(tag, None)
             if slot is None or self._error is not None:
                 return None
-            if slot.size != length:
-                fault = PeerFault(f"the message of tag {tag} has {length} bytes, {slot.size} were waited for")
+            if slot.memory.nbytes != length:
+                fault = PeerFault(f"the message of tag {tag} has {length} bytes, {slot.memory.nbytes} were waited for")
                 self._call(self._refuse, slot, fault)
                 return None
             lane.is_busy = True
@@ -384,51 +372,45 @@ class _Lane:
 
     def _send(self, link: _LanesLink) -> None:
         while (outgoing := link.next_outgoing(self)) is not None:
-            header = memoryview(_message.pack(outgoing.tag, _size(outgoing.parts)))
-            left = deque([header, *outgoing.parts])
+            left = [memoryview(_message.pack(outgoing.tag, outgoing.data.nbytes)), outgoing.data]
             if isinstance(self._connection, ssl.SSLSocket):
-                while left:
-                    self._connection.sendall(left.popleft())
+                for part in left:
+                    self._connection.sendall(part)
             else:
                 while left:
-                    _advance(left, self._connection.sendmsg(list(islice(left, _VECTOR))))
+                    left = _rest(left, self._connection.sendmsg(left))
             link.moved(self, outgoing.done)
             del outgoing, left
 
     def _receive(self, link: _LanesLink) -> None:
         header = memoryview(bytearray(_message.size))
-        while self._fill([header]):
+        while self._fill(header):
             tag, length = _message.unpack(header)
             slot = link.next_slot(self, tag, length)
-            if slot is None or not self._fill(slot.parts):
+            if slot is None or not self._fill(slot.memory):
                 return
             link.moved(self, slot.done)
             del slot
 
-    def _fill(self, parts: Sequence[memoryview]) -> bool:
+    def _fill(self, memory: memoryview) -> bool:
         """Receive so many bytes; False if the connection ends before."""
-        left = deque(part for part in parts if part)
-        while left:
-            if isinstance(self._connection, ssl.SSLSocket):
-                count = self._connection.recv_into(left[0])
-            else:
-                count = self._connection.recvmsg_into(list(islice(left, _VECTOR)), 0, socket.MSG_WAITALL)[0]
+        flags = 0 if isinstance(self._connection, ssl.SSLSocket) else socket.MSG_WAITALL
+        while memory:
+            count = self._connection.recv_into(memory, memory.nbytes, flags)
             if not count:
                 return False
-            _advance(left, count)
+            memory = memory[count:]
         return True
 
 
-def _size(parts: Sequence[memoryview]) -> int:
-    return sum(part.nbytes for part in parts)
-
-
-def _advance(left: deque[memoryview], count: int) -> None:
-    """Note that bytes of what was left have moved."""
-    while left and count >= left[0].nbytes:
-        count -= left.popleft().nbytes
-    if count:
-        left[0] = left[0][count:]
+def _rest(left: Sequence[memoryview], sent: int) -> list[memoryview]:
+    """What is left of some pieces when so many bytes were sent."""
+    rest = []
+    for piece in left:
+        if sent < piece.nbytes:
+            rest.append(piece[sent:])
+        sent = max(0, sent - piece.nbytes)
+    return rest
 
 
 def _flat(memory: memoryview) -> memoryview:
