@@ -119,10 +119,10 @@ class Lanes:
 class _Slot:
     """Memory that waits for a message, and the task that waits for it."""
 
-    __slots__ = ("done", "memory")
+    __slots__ = ("done", "into")
 
-    def __init__(self, memory: memoryview, done: asyncio.Future[None]) -> None:
-        self.memory, self.done = memory, done
+    def __init__(self, into: memoryview, done: asyncio.Future[None]) -> None:
+        self.into, self.done = into, done
 
 
 class _Outgoing:
@@ -260,8 +260,8 @@ class _LanesLink(Link):
             slot = self._slots.pop(tag, None)
             if slot is None or self._error is not None:
                 return None
-            if slot.memory.nbytes != length:
-                fault = PeerFault(f"the message of tag {tag} has {length} bytes, {slot.memory.nbytes} were waited for")
+            if slot.into.nbytes != length:
+                fault = PeerFault(f"the message of tag {tag} has {length} bytes, {slot.into.nbytes} were waited for")
                 self._call(self._refuse, slot, fault)
                 return None
             lane.is_busy = True
@@ -387,7 +387,7 @@ class _Lane:
         while self._fill(header):
             tag, length = _message.unpack(header)
             slot = link.next_slot(self, tag, length)
-            if slot is None or not self._fill(slot.memory):
+            if slot is None or not self._fill(slot.into):
                 return
             link.moved(self, slot.done)
             del slot
