@@ -46,7 +46,7 @@ class Training:
 
     def __init__(self, repo: Repository, branch: str = "main") -> None:
         self.weight = torch.zeros(SLOT // 8)
-        self.run: Tracker = repo.track(weight=self.weight, branch=branch, rng=False)
+        self.run: Tracker = repo.track(weight=self.weight, branch=branch, rng=False, config={"lr": 0.1, "name": branch})
 
     def capture(self, count: int = 1) -> list[datastates.Capture]:
         made = []
@@ -83,6 +83,7 @@ def forget(server: Postgresql, url: str, since: str, *, with_run: bool = False) 
         connection.execute("DELETE FROM ref_event WHERE id >= %s", [event])
         connection.execute("DELETE FROM state WHERE id >= %s", [first])
         if with_run:
+            connection.execute("DELETE FROM setting")
             connection.execute("DELETE FROM run")
     server.kill()
     server.start_again()
@@ -93,6 +94,8 @@ def check_log(repo: Repository, handles: list[datastates.Capture], branch: str =
     states = [handle.wait(timeout_s=60) for handle in handles]
     log = repo.log(branch)
     assert [state.uid for state in reversed(log)] == [state.uid for state in states]
+    assert log[0].config == {"lr": 0.1, "name": branch}
+    assert all(state.config == log[0].config for state in log if state.run is not None), "a run that was forgotten is told again whole"
     for state, above in zip(log, [*log[1:], None], strict=True):
         assert state.parents == (() if above is None else (above.uid,))
         assert state.metrics == {"loss": 1 / state.step}
