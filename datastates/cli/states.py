@@ -86,7 +86,7 @@ def _every(states: Sequence[State]) -> list[tuple[str, str]]:
 
 _HEADERS = {"uid": "state", "created": "captured"}
 _RANKS = {"message": 900, "created": 800, "status": 500, "refs": 700, "branch": 100}
-_FLEXIBLE = {"message": 20, "branch": 0, "refs": 0, "attr": 0, "run.config": 0, "tag": 0}
+_FLEXIBLE = {"message": 20, "branch": 0, "refs": 0, "attr": 0, "config": 0, "tag": 0}
 
 
 def _column(name: str, key: str, place: int, *, is_chosen: bool) -> Column:
@@ -122,6 +122,8 @@ def _value(state: State, name: str, key: str, known: Known) -> Value:
             return state.metrics.get(key)
         case "attr":
             return state.attributes.get(key)
+        case "config":
+            return state.config.get(key)
         case "created":
             return state.created_at.isoformat()
         case "branch":
@@ -140,7 +142,7 @@ def _value(state: State, name: str, key: str, known: Known) -> Value:
     run = known.runs.get(state.run or "")
     if run is None:
         return None
-    said: Value = run.config.get(key) if name == "run.config" else getattr(run, name.removeprefix("run."), None)
+    said: Value = getattr(run, name.removeprefix("run."), None)
     return said
 
 

@@ -194,3 +194,8 @@ def test_nothing_that_a_terminal_would_obey_is_printed(invoke: Invoke, root: Pat
         out = invoke(*command).out
         assert "[red]plain" in out
         assert not set(out) & {"\x1b", "\x07", "\x9b"}
+
+
+def test_settings_are_columns(invoke: Invoke) -> None:
+    configured = invoke("find", "config.lr = 0.1 and branch = main and step < 3", "--columns", "step,config.lr").out.splitlines()
+    assert [line.split()[1:] for line in configured] == [["step", "lr"], ["2", "0.1"], ["1", "0.1"]]
