@@ -10,7 +10,7 @@ describe("address", () => {
 
   it("brings a whole view back", () => {
     const view: View = {
-      repository: "runs & more", scene: "graph", opened: ["b".repeat(24)], alone: ["c".repeat(24)],
+      repository: "runs & more", scene: "graph", by: "-best", metric: "val_loss", group: "config.lr", opened: ["b".repeat(24)], alone: ["c".repeat(24)],
       heads: ["main~3", "without/3"],
       query: 'metrics."val loss" < 0.2 or step > 5',
       columns: ["step", "metrics.a,b", "attr.x=y"],

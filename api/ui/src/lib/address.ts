@@ -8,6 +8,10 @@ export type Theme = "auto" | "light" | "dark";
 export interface View {
   repository: string;
   scene: Scene;
+  /** Of the branches: their order, the metric that they are judged by, what they are grouped by. Empty: as the server has it. */
+  by: string;
+  metric: string;
+  group: string;
   /** Uids of states whose stretches are shown whole in the graph, and of those that have a row of their own in it. */
   opened: string[];
   alone: string[];
@@ -29,7 +33,7 @@ export interface View {
 }
 
 export const DEFAULTS: Readonly<View> = {
-  repository: "", scene: "graph", opened: [], alone: [], heads: [], query: "", columns: [], sort: "", selected: null, marked: null, panel: "none", keys: [], theme: "auto",
+  repository: "", scene: "branches", by: "", metric: "", group: "", opened: [], alone: [], heads: [], query: "", columns: [], sort: "", selected: null, marked: null, panel: "none", keys: [], theme: "auto",
 };
 
 const PANELS: readonly string[] = ["none", "detail", "curves", "diff"];
@@ -48,6 +52,9 @@ export function parseAddress(search: string): View {
   const uid = (name: string) => (isUid(one(name)) ? one(name) : null);
   const view = {
     repository: one("repo"),
+    by: /^-?[a-z]{1,20}$/.test(one("by")) ? one("by") : "",
+    metric: one("metric"),
+    group: one("group"),
     opened: said.getAll("open").filter(isUid).slice(-MOST),
     alone: said.getAll("alone").filter(isUid).slice(-MOST),
     heads: said.getAll("head").filter(Boolean),
@@ -69,6 +76,9 @@ export function writeAddress(view: View): string {
   const put = (name: string, value: string | null) => value && said.append(name, value);
   put("repo", view.repository);
   put("view", view.scene === sceneOf(view) ? null : view.scene);
+  put("by", view.by);
+  put("metric", view.metric);
+  put("group", view.group);
   for (const uid of view.opened) put("open", uid);
   for (const uid of view.alone) put("alone", uid);
   for (const head of view.heads) put("head", head);

@@ -2,7 +2,7 @@
 import type { paths } from "../generated/openapi";
 import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
-import type { GraphPage, Value } from "./types";
+import type { Branches, GraphPage, Value } from "./types";
 import { view } from "./view.svelte";
 
 type Method = "get" | "put" | "patch" | "delete";
@@ -57,6 +57,9 @@ export const getReflog = (name: string, query: Query<`${typeof HERE}/reflog/{nam
 
 /** Every branch and tag. */
 export const getRefs = (signal?: AbortSignal) => get(`${HERE}/refs`, {}, {}, signal);
+
+/** The branches, one row each. */
+export const getBranches = (query: Query<`${typeof HERE}/branches`>, signal?: AbortSignal) => get(`${HERE}/branches`, {}, query, signal) as Promise<Branches>;
 
 /** Two states compared; without `tensors` only steps, metrics, values and code. */
 export const getDiff = <T = Answer<`${typeof HERE}/diff`>>(query: { old: string; new: string; only?: string[]; tensors?: boolean }, signal?: AbortSignal) =>

@@ -6,6 +6,8 @@ type Schemas = components["schemas"];
 export type Value = string | number | boolean | null;
 export type Page<T> = { items: T[]; next: string | null };
 
+export type Branch = Required<Schemas["Branch"]>;
+export type Branches = Omit<Required<Schemas["Branches"]>, "items"> & { items: Branch[] };
 export type Edge = Schemas["Edge"];
 export type Fork = Schemas["Fork"];
 /** A server of this version says all of it. */

@@ -16,7 +16,7 @@ export function change(patch: Partial<View>, how: "push" | "replace" = "push"): 
   if (address === location.pathname + location.search + location.hash) return;
   if (how === "push") history.pushState(null, "", address);
   else history.replaceState(null, "", address);
-  if ("columns" in patch || "query" in patch || "sort" in patch) remember();
+  if ("columns" in patch && !("repository" in patch)) remember();
 }
 
 /** Select a state, and open what shows it. */
@@ -42,30 +42,26 @@ export function followAddress(): void {
   addEventListener("popstate", read);
 }
 
-/** Choose a repository. What its last visitor here had set comes back, unless the address says otherwise. */
+/** Choose a repository. The columns that its last visitor here had chosen come back, unless the address names others. */
 export function enterRepository(name: string, how: "push" | "replace" = "push"): void {
   const isNew = view.repository !== "" && view.repository !== name;
-  const isAsked = !isNew && [...new URLSearchParams(location.search).keys()].some((key) => key !== "repo" && key !== "theme");
   const kept = recall(name);
   const asked = isNew ? { ...DEFAULTS, theme: view.theme } : view;
   change({
     ...asked,
     repository: name,
     columns: asked.columns.length ? asked.columns : kept.columns,
-    ...(isAsked ? {} : { query: kept.query, sort: kept.sort }),
   }, how);
 }
 
 interface Kept {
   columns: string[];
-  query: string;
-  sort: string;
 }
 
 const keyOf = (name: string) => `datastates.view.${name}`;
 
 function recall(name: string): Kept {
-  const nothing = { columns: [], query: "", sort: "" };
+  const nothing = { columns: [] };
   try {
     return { ...nothing, ...(JSON.parse(localStorage.getItem(keyOf(name)) ?? "{}") as Partial<Kept>) };
   } catch {
@@ -75,7 +71,7 @@ function recall(name: string): Kept {
 
 function remember(): void {
   if (!view.repository) return;
-  const kept: Kept = { columns: view.columns, query: view.query, sort: view.sort };
+  const kept: Kept = { columns: view.columns };
   try {
     localStorage.setItem(keyOf(view.repository), JSON.stringify(kept));
   } catch {

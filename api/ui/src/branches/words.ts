@@ -1,0 +1,39 @@
+/** What a row of the branches says, as text. Pure. */
+import { formatValue } from "../lib/format";
+import type { Branch } from "../lib/types";
+
+const UNITS: readonly (readonly [number, string])[] = [[86_400, "d"], [3_600, "h"], [60, "min"]];
+
+/** How long something took: `12 s`, `3.4 min`, `5.0 h`. */
+export function formatTook(seconds: number): string {
+  for (const [size, unit] of UNITS) if (seconds >= size) return `${(seconds / size).toFixed(seconds / size < 10 ? 1 : 0)} ${unit}`;
+  return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
+}
+
+/** One setting that a branch changed: `lr 0.1 → 0.03`; of a root, or what is new, only its value. */
+export function settingText({ key, value, parent }: Branch["config"][number]): string {
+  if (parent === null) return `${key} ${formatValue(value)}`;
+  return `${key} ${formatValue(parent)} → ${value === null ? "gone" : formatValue(value)}`;
+}
+
+/** The points of a curve as a path in a box of this size; null where there are not two numbers. */
+export function pathOf(steps: readonly number[], values: readonly (number | null)[], width: number, height: number): string | null {
+  const points = steps.map((step, index) => [step, values[index]] as const).filter((one): one is readonly [number, number] => typeof one[1] === "number" && Number.isFinite(one[1]));
+  if (points.length < 2) return null;
+  const [left, right] = [points[0]![0], points.at(-1)![0]];
+  const [low, high] = [Math.min(...points.map((one) => one[1])), Math.max(...points.map((one) => one[1]))];
+  const x = (step: number) => 1 + ((step - left) / Math.max(1e-12, right - left)) * (width - 2);
+  const y = (value: number) => (high === low ? height / 2 : 2 + ((high - value) / (high - low)) * (height - 4));
+  return points.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+}
+
+/** What a click on a header makes of the present order: the usual way first, then turned, then the usual order of all. */
+export function nextBy(by: string, sort: string): string {
+  return by === sort ? `-${sort}` : by === `-${sort}` ? "" : sort;
+}
+
+export const LIFE_MEANS: Readonly<Record<string, string>> = {
+  running: "its process runs",
+  ended: "its process has ended",
+  unknown: "whether its process runs cannot be told from here",
+};

@@ -1,0 +1,62 @@
+/** The branches at a glance, as the view asks for them: pages that follow each other. */
+import { getBranches } from "./api";
+import { asProblem, type Problem } from "./problem";
+import type { Branch, Branches } from "./types";
+import { view } from "./view.svelte";
+
+const PAGE = 100;
+
+class BranchList {
+  items = $state.raw<Branch[]>([]);
+  /** What the first page said of the whole. */
+  whole = $state.raw<Branches | null>(null);
+  problem = $state<Problem | null>(null);
+  isLoading = $state(false);
+
+  #next: string | null = null;
+  #ending = new AbortController();
+
+  /** Read anew; as many as were here, so that nothing jumps. What was here stays until the answer is. */
+  async open(): Promise<void> {
+    this.#ending.abort();
+    this.#ending = new AbortController();
+    const wanted = Math.max(PAGE, Math.min(500, this.items.length));
+    await this.#fetch(null, wanted);
+  }
+
+  async more(): Promise<void> {
+    if (this.#next !== null && !this.isLoading) await this.#fetch(this.#next, PAGE);
+  }
+
+  get hasMore(): boolean {
+    return this.whole !== null && this.items.length < this.whole.matching;
+  }
+
+  forget(): void {
+    this.#ending.abort();
+    this.items = [];
+    this.whole = this.problem = null;
+  }
+
+  async #fetch(after: string | null, limit: number): Promise<void> {
+    const { signal } = this.#ending;
+    this.isLoading = true;
+    try {
+      const page = await getBranches(
+        { q: view.query, sort: view.by || "changed", limit, ...(view.metric ? { metric: view.metric } : {}), ...(view.group ? { group: view.group } : {}), ...(after ? { after } : {}) },
+        signal,
+      );
+      if (signal.aborted) return;
+      this.items = after === null ? page.items : [...this.items, ...page.items];
+      this.#next = page.next;
+      this.whole = page;
+      this.problem = null;
+    } catch (error) {
+      if (signal.aborted) return;
+      this.problem = asProblem(error);
+    }
+    this.isLoading = false;
+  }
+}
+
+export const branchList = new BranchList();

@@ -1,0 +1,100 @@
+"""The opening view: a row a branch, from which every history is one click away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.page.conftest import Wood
+
+pytestmark = pytest.mark.slow
+
+FORK = "round-3/lr-0.1"
+
+
+def told(wood: Wood, **query: str) -> dict[str, Any]:
+    """What the API says of the branches."""
+    found: dict[str, Any] = httpx.get(f"{wood.address}/api/v1/repositories/wood/branches", params=query).json()
+    return found
+
+
+def row(page: Page, name: str) -> Locator:
+    return page.locator(f"[data-branch='{name}']")
+
+
+def names(page: Page) -> list[str]:
+    return [str(name) for name in page.locator("[data-branch]").evaluate_all("rows => rows.map(row => row.dataset.branch)")]
+
+
+def open_(page: Page, address: str) -> None:
+    page.goto(address)
+    page.locator("[data-branch]").first.wait_for()
+
+
+def test_what_is_opened_first_are_the_branches(woods: Wood, page: Page) -> None:
+    open_(page, woods.address)
+    said = told(woods)
+    assert names(page) == [one["name"] for one in said["items"]]
+    expect(page.get_by_role("status").filter(has_text="branches")).to_have_text(f"{said['total']} branches")
+    one = next(one for one in said["items"] if one["name"] == FORK)
+    there = row(page, FORK)
+    expect(there.locator(".fork")).to_have_text(f"main @ {one['fork']['step']}")
+    expect(there.locator(".best")).to_contain_text(f"{one['best']['value']:.4g}")
+    expect(there.locator(".line path")).to_be_attached()
+    expect(page.locator(".best .chief")).to_have_count(1)
+
+
+def test_a_history_is_one_click_below_and_one_key_back(woods: Wood, page: Page) -> None:
+    open_(page, woods.address)
+    row(page, FORK).get_by_role("button", name=FORK).click()
+    expect(page.locator(f"#state-{woods.uid(FORK)}")).to_be_in_viewport()
+    assert "view=graph" in page.url
+    assert "head=round-3" in page.url
+    page.go_back()
+    expect(row(page, FORK)).to_be_visible()
+
+
+def test_the_fork_of_a_branch_is_shown_among_all(woods: Wood, page: Page) -> None:
+    open_(page, woods.address)
+    fork = next(one for one in told(woods)["items"] if one["name"] == FORK)["fork"]["state"]
+    row(page, FORK).locator(".fork button").click()
+    expect(page.locator(f"#state-{fork}")).to_be_in_viewport()
+    expect(page.locator(f"#state-{fork}")).to_have_attribute("aria-selected", "true")
+
+
+def test_branches_are_sorted_grouped_and_filtered_and_the_address_says_it(woods: Wood, page: Page) -> None:
+    open_(page, woods.address)
+    page.get_by_role("columnheader", name="Best", exact=True).get_by_role("button").click()
+    best = [one["name"] for one in told(woods, sort="best")["items"]]
+    expect(page.locator("[data-branch]").first).to_have_attribute("data-branch", best[0])
+    assert names(page) == best
+    page.get_by_label("grouped by").select_option("attr.epoch")
+    expect(page.locator("tr.group").first).to_be_visible()
+    page.get_by_role("combobox", name="Filter").fill("step > 300")
+    page.keyboard.press("Enter")
+    wanted = told(woods, q="step > 300")
+    expect(page.get_by_role("status").filter(has_text="branches")).to_have_text(f"{wanted['matching']} of {wanted['total']} branches")
+    assert {"by=best", "group=attr.epoch", "q=step"} <= {part for part in ("by=best", "group=attr.epoch", "q=step") if part in page.url}
+    page.get_by_role("combobox", name="Filter").fill("step > ")
+    page.keyboard.press("Enter")
+    expect(page.locator("#filter-problem")).to_be_visible()
+
+
+def test_a_branch_that_is_captured_on_is_told_at_once(wood: Wood, page: Page) -> None:
+    open_(page, wood.address)
+    expect(page.get_by_text("live", exact=True)).to_be_visible()
+    expect(page.locator("[data-branch]").first).to_have_attribute("data-branch", "main")
+    wood.capture("round-0/lr-0.3", 2)
+    expect(page.locator("[data-branch]").first).to_have_attribute("data-branch", "round-0/lr-0.3")
+
+
+def test_keys_alone_lead_from_a_branch_to_its_states(woods: Wood, page: Page) -> None:
+    open_(page, woods.address)
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    chosen = names(page)[1]
+    page.keyboard.press("Enter")
+    expect(page.locator(f"#state-{woods.uid(chosen)}")).to_have_attribute("aria-selected", "true")
