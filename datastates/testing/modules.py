@@ -54,6 +54,7 @@ class ModuleSuite(ABC):
 
     def test_a_configuration_takes_it(self, module: Module) -> None:
         assert Config(modules=[module]).modules == (module,)
+        module.close()  # no repository does
 
     def test_it_may_be_closed_before_it_has_seen_anything(self, module: Module, memory: CaptureTier) -> None:
         assert _run(module, memory, []) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,9 @@ class TestLines(ModuleSuite):
     """A line of JSON for every state."""
 
     @pytest.fixture
-    def module(self, tmp_path: Path) -> Iterator[Module]:
-        made = lines_of_the_guide()(tmp_path / "states.jsonl")
-        yield made
-        made.close()  # a configuration alone closes nothing
+    def module(self, tmp_path: Path) -> Module:
+        made: Module = lines_of_the_guide()(tmp_path / "states.jsonl")
+        return made
 
 
 class TestFiniteCheck(ModuleSuite):
