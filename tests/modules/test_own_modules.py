@@ -334,7 +334,7 @@ def test_of_a_state_that_left_memory_before_it_was_recorded_the_facts_are_left()
     ("modules", "said"),
     [
         (Noting(), "modules is .*give a list"),
-        ([Noting], "give an object with a method process"),
+        ([Noting], r"modules has the class Noting: give an object of it, as modules=\[Noting\(\)\]"),
         ([object()], "give an object with a method process"),
         ([Noting(name="")], "the name of the module"),
         ([Noting(priority="first")], "the priority of the module 'noting'"),  # type: ignore[arg-type]  # what is tested
