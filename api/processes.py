@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from datastates.lineage.change import runs
 from datastates.lineage.states import Run
 from datastates.opening.home import Home
-from datastates.opening.recovery import life_of
+from datastates.opening.life import life_of
 
 from .models import RunInfo
 

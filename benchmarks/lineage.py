@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import secrets
-import sqlite3
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import machine, out, table
-from many_states import BRANCHES, METRICS, RARE, fill
+from many_states import BRANCHES, METRICS, RARE, make
 
 from datastates.lineage import Database, NewState, StateFacts
 from datastates.lineage.change import record
@@ -104,10 +103,7 @@ def prepare(folder: Path, count: int) -> str:
     if not path.exists():
         began = time.monotonic()
         unfinished = folder / f"unfinished-{os.getpid()}.db"
-        Database(f"sqlite:///{unfinished}").close()
-        with sqlite3.connect(unfinished) as connection:
-            fill(connection, count)
-        connection.close()
+        make(unfinished, count)
         unfinished.rename(path)
         out(f"built {count:,} states in {time.monotonic() - began:.0f} s, {path.stat().st_size >> 20} MiB")
     return url

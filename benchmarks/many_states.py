@@ -6,8 +6,12 @@ import hashlib
 import random
 import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 
-__all__ = ["BRANCHES", "METRICS", "RARE", "fill"]
+from datastates.lineage import Database
+from datastates.lineage.migrations.versions import v0007_segments
+
+__all__ = ["BRANCHES", "METRICS", "RARE", "fill", "make"]
 
 BRANCHES = 50
 METRICS = ("loss", "val_loss", "acc", "grad_norm")
@@ -15,27 +19,38 @@ RARE = 10
 """How many states have a metric ``rare`` above 0.5: what a rare filter finds."""
 
 
-def fill(connection: sqlite3.Connection, count: int) -> None:
+def make(path: Path, count: int, branches: int = BRANCHES) -> None:
+    """A lineage in a new file: ``fill``, and the summaries that ``record`` would have kept."""
+    database = Database(f"sqlite:///{path}")
+    with sqlite3.connect(path) as connection:
+        fill(connection, count, branches)
+    connection.close()
+    with database.write() as session:
+        v0007_segments.fill(session.connection())
+    database.close()
+
+
+def fill(connection: sqlite3.Connection, count: int, branches: int = BRANCHES) -> None:
     """Chains of equal length: ``main``, and branches that fork from it at random; every state has five metrics."""
     connection.execute("pragma synchronous=off")
     connection.executemany(
         "insert into state (id, uid, digest, parent_id, generation, jump_id, jump_step, step, micro_step, created_at, status, bytes_total,"
         " bytes_new, world_size) values (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, 'evicted', 0, 0, 1)",
-        states(count),
+        states(count, branches),
     )
-    connection.executemany("insert into metric (state_id, key, value) values (?, ?, ?)", metrics(count))
-    length = count // BRANCHES
-    heads = [("main" if branch == 0 else f"branch-{branch}", "branch", (branch + 1) * length, 1) for branch in range(BRANCHES)]
+    connection.executemany("insert into metric (state_id, key, value) values (?, ?, ?)", metrics(count, branches))
+    length = count // branches
+    heads = [("main" if branch == 0 else f"branch-{branch}", "branch", (branch + 1) * length, 1) for branch in range(branches)]
     connection.executemany("insert into ref (name, kind, state_id, version) values (?, ?, ?, ?)", heads)
     connection.commit()
     connection.execute("analyze")
 
 
-def states(count: int) -> Iterator[tuple[object, ...]]:
+def states(count: int, branches: int) -> Iterator[tuple[object, ...]]:
     """Rows in order of id, with the jump pointers that ``record`` would make: over two equal jumps, else one up."""
-    rng, length = random.Random(0), count // BRANCHES
+    rng, length = random.Random(0), count // branches
     generation, jump = [0] * (count + 1), [0] * (count + 1)
-    for id_ in range(1, length * BRANCHES + 1):
+    for id_ in range(1, length * branches + 1):
         branch, place = divmod(id_ - 1, length)
         parent = id_ - 1 if place else (rng.randrange(length // 2, length) if branch else 0)
         if parent:
@@ -49,11 +64,11 @@ def states(count: int) -> Iterator[tuple[object, ...]]:
         yield id_, uid, "0" * 40 + uid, parent or None, generation[id_], jump[id_] or None, lowest, generation[id_], id_
 
 
-def metrics(count: int) -> Iterator[tuple[int, str, float]]:
+def metrics(count: int, branches: int) -> Iterator[tuple[int, str, float]]:
     """Rows in the order of their key."""
     rng = random.Random(1)
     every = max(1, count // RARE)
-    for id_ in range(1, count // BRANCHES * BRANCHES + 1):
+    for id_ in range(1, count // branches * branches + 1):
         for key in METRICS:
             yield id_, key, rng.random()
         yield id_, "rare", 0.9 if id_ % every == 0 else 0.1

@@ -18,9 +18,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from common import out
-from many_states import fill
-
-from datastates.lineage import Database
+from many_states import make
 
 __all__ = ["bare", "capturing", "copied", "repository", "served", "uids"]
 
@@ -47,10 +45,7 @@ def repository(folder: Path, count: int) -> Path:
     if not (root / "lineage.db").exists():
         began, unfinished = time.monotonic(), folder / f"unfinished-{os.getpid()}"
         unfinished.mkdir(parents=True)
-        Database(f"sqlite:///{unfinished}/lineage.db").close()
-        with sqlite3.connect(unfinished / "lineage.db") as connection:
-            fill(connection, count)
-        connection.close()
+        make(unfinished / "lineage.db", count)
         unfinished.rename(root)
         out(f"built {count:,} states in {time.monotonic() - began:.0f} s, {(root / 'lineage.db').stat().st_size >> 20} MiB")
     return root

@@ -19,7 +19,7 @@ from .lineage.change import refs as lineage_refs
 from .lineage.search import pages as search
 from .lineage.search import walk
 from .lineage.search.names import check_names
-from .lineage.states import Ref, RefEvent, RefKind, State
+from .lineage.states import Ref, RefEvent, RefKind, Run, State
 from .objects.handed import split_values
 from .objects.loops import LOOPS
 from .objects.oversights import refuse_misspelt
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .algebra.ensemble import Ensemble
     from .algebra.merge import MergeOptions
     from .clone.serving import Server
+    from .lineage.show.branches import Branches
     from .policy.cadence import Cadence
     from .transport.contract import Tls
 
@@ -364,6 +365,34 @@ class Repository:
 
         with self.core.reading() as session:
             return view.graph(session, of=of, ancestors=ancestors, descendants=descendants)
+
+    @values.takes(query=values.string, metric=values.optional(values.string), sort=values.string, group=values.optional(values.string))
+    def overview(self, query: str = "", *, metric: str | None = None, sort: str = "changed", group: str | None = None) -> Branches:
+        """The branches at a glance: where each forked, how it went, its best state and the best that can be restored, what was configured.
+
+            for branch in repo.overview(sort="best"):
+                print(branch.name, branch.states, branch.best)
+
+        :param query: a condition, as of ``find``; it must hold of a branch's newest state.
+        :param metric: what ``last``, ``best`` and ``line`` are of; None: the most relevant one.
+        :param sort: ``changed``, ``name``, ``began``, ``best``, ``last``, ``step``, ``states``, ``restorable``, ``durable``, ``bytes`` or
+            ``took``; the best, newest and longest come first, unless ``-`` stands before it.
+        :param group: ``study``, ``config.KEY`` or ``attr.KEY``: branches with the same value stand together.
+        :raises SyntaxProblem: the query does not parse; points at the column.
+        """
+        from .show.overview import overview  # few ask for it, and it brings its own
+
+        return overview(self.core, query, metric=metric, sort=sort, group=group)
+
+    @values.takes(limit=values.optional(values.count))
+    def runs(self, *, limit: int | None = None) -> list[Run]:
+        """The processes that tracked, the last begun first; ``finished_at`` is None of those that never said that they ended.
+
+        print(repo.runs(limit=3))
+        """
+        from .show.overview import runs
+
+        return runs(self.core, limit)
 
     # --- made of several states --------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen
 from datastates.lineage.show import overview
 from datastates.lineage.show.goals import Direction
-from datastates.opening.recovery import life_of
+from datastates.opening.life import life_of
 
 __all__ = ["routes"]
 

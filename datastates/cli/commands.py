@@ -15,6 +15,11 @@ from typer.core import TyperCommand
 __all__ = ["COMMANDS", "LazyCommands", "simplify"]
 
 COMMANDS = {
+    "branches": ("Look", "overview"),
+    "best": ("Look", "overview"),
+    "watch": ("Look", "overview"),
+    "runs": ("Look", "overview"),
+    "stats": ("Look", "overview"),
     "log": ("Look", "history"),
     "show": ("Look", "history"),
     "find": ("Look", "history"),

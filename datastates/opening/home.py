@@ -15,7 +15,6 @@ from pathlib import Path
 from datastates.errors import Unavailable
 from datastates.lineage.change import folders
 from datastates.lineage.database import Database
-from datastates.store.files import TEMPORARY, locked, sync_folder, write_file
 from datastates.system.regular import make_regular, read_regular
 from datastates.system.sharing import may_read
 
@@ -123,6 +122,8 @@ def _read(packs: Path) -> str | None:
 
 def _identify(packs: Path) -> str:
     """Write an identity, unless another process was first."""
+    from datastates.store.files import TEMPORARY, locked, sync_folder, write_file  # which imports torch: who only looks does without
+
     with locked(packs, is_shared=False):
         found = _read(packs)
         if found is not None:

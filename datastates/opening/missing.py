@@ -13,7 +13,7 @@ from datastates.store.tier import Tier
 from datastates.store.tiers import DURABLE, VOLATILE, Tiers
 
 from .home import Home
-from .recovery import is_alive
+from .life import is_alive
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

@@ -152,6 +152,11 @@ def _insert(connection: Connection, made: Mapping[tuple[int, int, str], Tally]) 
         connection.execute(insert(_stretch), rows)
 
 
+def _segment_of(state: Any) -> Any:
+    """Not the column itself: SQLite would begin with all states of the segment, by their index, and not with the path."""
+    return func.coalesce(state.c.segment_id, 0)
+
+
 def _walk(is_next: Any, is_first: Any) -> Any:
     low = bindparam("low", type_=Integer)
     start = select(_state.c.id, _state.c.parent_id, _state.c.generation).where(_state.c.id == bindparam("head", type_=BigInteger), is_first)
@@ -166,7 +171,7 @@ def _ending() -> Any:
     start = select(_state.c.id, _state.c.parent_id, _state.c.segment_id, low)
     walk = start.where(_state.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True))).cte("ending", recursive=True)
     step = select(_next.c.id, _next.c.parent_id, _next.c.segment_id, walk.c.low).join_from(walk, _next, _next.c.id == walk.c.parent_id)
-    walk = walk.union_all(step.where(_next.c.generation >= walk.c.low, _next.c.segment_id == walk.c.segment_id))
+    walk = walk.union_all(step.where(_next.c.generation >= walk.c.low, _segment_of(_next) == walk.c.segment_id))
     return select(walk.c.id, walk.c.segment_id, walk.c.low, _metric.c.key, _metric.c.value).join_from(
         walk, _metric, _metric.c.state_id == walk.c.id
     )
@@ -174,8 +179,8 @@ def _ending() -> Any:
 
 _ENDING = _ending()
 _wanted = bindparam("segment", type_=BigInteger)
-_own = _walk(_next.c.segment_id == _wanted, _state.c.segment_id == _wanted)
-_free = _walk(_next.c.segment_id.is_(None), _state.c.segment_id.is_(None))
+_own = _walk(_segment_of(_next) == _wanted, _segment_of(_state) == _wanted)
+_free = _walk(_segment_of(_next) == 0, _segment_of(_state) == 0)
 _OWN = select(_own.c.id, _own.c.parent_id, _own.c.generation)
 _FREE = select(_free.c.id, _free.c.parent_id, _free.c.generation)
 _VALUES = select(_own.c.id, _metric.c.key, _metric.c.value).join_from(_own, _metric, _metric.c.state_id == _own.c.id)

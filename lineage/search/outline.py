@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Integer, bindparam, select
+from sqlalchemy import BigInteger, Integer, bindparam, func, select
 
 from datastates.lineage.schema import MetricRow, SegmentRow, StateRow, StretchRow, table
 from datastates.lineage.tally import STATES, Tally, place_of
@@ -139,8 +139,13 @@ def _beyond() -> Any:
     """The parent of the oldest state that is on the way and in no segment."""
     walk = select(_state.c.id, _state.c.parent_id).where(_state.c.id == bindparam("head", type_=BigInteger)).cte("beyond", recursive=True)
     step = select(_next.c.id, _next.c.parent_id).join_from(walk, _next, _next.c.id == walk.c.parent_id)
-    walk = walk.union_all(step.where(_next.c.segment_id.is_(None)))
+    walk = walk.union_all(step.where(_segment_of(_next) == 0))
     return select(walk.c.parent_id).order_by(walk.c.id).limit(1)
+
+
+def _segment_of(state: Any) -> Any:
+    """Not the column itself: SQLite would begin with all states of the segment, by their index, and not with the path."""
+    return func.coalesce(state.c.segment_id, 0)
 
 
 def _path(is_first: Any, is_next: Any) -> Any:
@@ -163,8 +168,8 @@ _of = bindparam("of", type_=BigInteger)
 _GENERATION = select(_state.c.generation).where(_state.c.id == bindparam("head", type_=BigInteger))
 _NAMES = select(_state.c.id, _state.c.uid, _state.c.step).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
 _SPANS, _BEYOND = _spans(), _beyond()
-_OWN = _path(_state.c.segment_id == _of, _next.c.segment_id == _of)
-_FREE = _path(_state.c.segment_id.is_(None), _next.c.segment_id.is_(None))
+_OWN = _path(_segment_of(_state) == _of, _segment_of(_next) == _of)
+_FREE = _path(_segment_of(_state) == 0, _segment_of(_next) == 0)
 _STRETCHES = (
     select(_stretch, _stretch.c["count"].label("number"))
     .where(_stretch.c.segment_id == _of, _stretch.c.key == bindparam("wanted"))

@@ -18,10 +18,11 @@ class Direction(StrEnum):
 _FALLING = {"loss", "nll", "perplexity", "ppl", "error", "errors", "err", "mse", "rmse", "mae", "wer", "cer", "fid", "cost", "regret"}
 _RISING = {"acc", "accuracy", "auc", "auroc", "f1", "bleu", "rouge", "map", "miou", "iou", "dice", "precision", "recall", "reward",
            "return", "score", "r2", "psnr", "ssim", "top1", "top5", "correct"}  # fmt: skip
+_PLAIN = re.compile(r"[a-z0-9]+")
 _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 
 
 def direction_of(key: str) -> Direction:
     """Accuracies and what else is known to rise: the larger; all else, as losses: the smaller."""
-    words = {word.lower() for word in _WORD.findall(key)}
+    words = {word.lower() for word in _WORD.findall(key)} | set(_PLAIN.findall(key.lower()))
     return Direction.MAX if words & _RISING and not words & _FALLING else Direction.MIN

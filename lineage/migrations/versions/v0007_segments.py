@@ -1,4 +1,4 @@
-"""What each branch has to itself, and summaries of its metrics. Lineages of before get both here: a million states take half a minute."""
+"""What each branch has to itself, and summaries of its metrics. Lineages of before get both here: a million states take a minute or two."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ _BRANCHES = sa.text(
 )
 _FREE = sa.text(
     "WITH RECURSIVE path (id, parent_id, generation) AS ("
-    " SELECT id, parent_id, generation FROM state WHERE id = :head AND segment_id IS NULL"
+    " SELECT id, parent_id, generation FROM state WHERE id = :head AND coalesce(segment_id, 0) = 0"
     " UNION ALL SELECT state.id, state.parent_id, state.generation FROM path"
-    " JOIN state ON state.id = path.parent_id WHERE state.segment_id IS NULL"
+    " JOIN state ON state.id = path.parent_id WHERE coalesce(state.segment_id, 0) = 0"
     ") SELECT id, parent_id, generation FROM path"
 )
 _MAKE = sa.text("INSERT INTO segment (id, name, branch, fork_id, first_id) VALUES (:id, :name, :name, :fork, :first)")

@@ -1,0 +1,46 @@
+"""Whether the process of a run lives, as far as one can tell from here. Does without torch."""
+
+from __future__ import annotations
+
+from datastates.lineage.show.branches import Life
+from datastates.lineage.states import Run
+
+from .home import FOLDER, Home
+from .lease import Seen, look
+from .whereabouts import is_running
+
+__all__ = ["is_alive", "is_dead", "life_of"]
+
+
+def is_dead(run: Run, home: Home) -> bool:
+    """Whether the process of a run that did not finish has certainly ended, as far as this folder is concerned.
+
+    That its lease is free says so, whatever host wrote it. A copy of a lease says so where the lineage was copied with it: that
+    process writes to the original. A lease that is missing says nothing; then only the kernel can, if the process was one of ours to see.
+    """
+    folder = run.config.get(FOLDER)
+    if folder is not None and folder != home.uid:
+        return False
+    seen = look(home.path, run.process or run.uid)
+    if seen is Seen.HELD:
+        return False
+    if seen is Seen.COPY and home.is_beside:
+        return True
+    running = is_running(run)
+    if seen is Seen.FREE:
+        return running is not True
+    return running is False and folder is not None
+
+
+def is_alive(run: Run, home: Home) -> bool:
+    """Whether the process of a run is seen to live. What is neither alive nor dead is unknown."""
+    if run.finished_at is not None or is_dead(run, home):
+        return False
+    return look(home.path, run.process or run.uid) is Seen.HELD or is_running(run) is True
+
+
+def life_of(run: Run, home: Home) -> Life:
+    """What is known of a run's process."""
+    if run.finished_at is not None or is_dead(run, home):
+        return Life.ENDED
+    return Life.RUNNING if is_alive(run, home) else Life.UNKNOWN

@@ -1,0 +1,119 @@
+"""``branches``, ``best``, ``runs``, ``stats`` and ``watch``."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from datastates.api.models import Branches
+from datastates.cli.glance import branches_table, duration_text, spark_text
+from datastates.lineage import Database
+from datastates.lineage.show.overview import branches
+from tests.cli.conftest import uid
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Invoke
+
+pytestmark = pytest.mark.usefixtures("root")
+
+
+def lines_of(found: Branches, width: int) -> list[str]:
+    from rich.console import Console
+
+    console = Console(width=width, highlight=False, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(branches_table(found, width))
+    return captured.get().splitlines()
+
+
+def test_branches_say_what_a_person_asks_first(invoke: Invoke) -> None:
+    done = invoke("branches", "--sort", "name")
+    head, fork, main = done.out.splitlines()
+    assert done.code == 0
+    assert head.split()[:3] == ["branch", "step", "loss"]
+    assert "main step 3" in fork
+    assert "0.142857" in main.replace("0.14286", "0.142857")
+
+
+def test_branches_as_json_are_those_of_the_lineage(invoke: Invoke) -> None:
+    fork, main = invoke("branches", "--sort", "name", "--json").lines
+    assert (fork["name"], fork["fork"]["branch"], fork["fork"]["state"], fork["states"]) == ("fork", "main", uid("1", 3), 3)
+    assert (main["states"], main["best"]["step"], main["best_restorable"]["step"]) == (8, 7, 7)
+
+
+def test_branches_for_a_spreadsheet(invoke: Invoke) -> None:
+    rows = list(csv.DictReader(io.StringIO(invoke("branches", "--csv", "--sort", "name").out)))
+    assert [(row["branch"], row["fork_branch"], row["fork_step"], row["best_step"]) for row in rows] == [
+        ("fork", "main", "3", "6"),
+        ("main", "", "", "7"),
+    ]
+
+
+def test_a_condition_and_a_part_of_the_name_choose(invoke: Invoke) -> None:
+    assert [line["name"] for line in invoke("branches", "step > 7", "--json").lines] == ["main"]
+    assert [line["name"] for line in invoke("branches", "--name", "or", "--json").lines] == ["fork"]
+    done = invoke("branches", "step > 70")
+    assert (done.code, done.out) == (0, "")
+    assert "none of 2 branches is so" in done.err
+
+
+def test_the_best_can_be_restored_by_the_command_that_is_said(invoke: Invoke) -> None:
+    done = invoke("best", "val_loss")
+    assert [line.split()[1] for line in done.out.splitlines()[1:]] == ["main"]
+    assert f"datastates restore {uid('1', 6)[:10]} --into" in done.err
+    assert [line["best"]["step"] for line in invoke("best", "loss", "--max", "--json").lines] == [1, 4]
+    assert "did you mean metrics.val_loss" in invoke("best", "val_los").err
+
+
+def test_runs_and_numbers(invoke: Invoke) -> None:
+    (run,) = invoke("runs", "--json").lines
+    assert (run["uid"], run["branches"], run["life"]) == ("a" * 24, ["fork", "main"], "unknown")
+    assert "fork, main" in invoke("runs").out
+    stats = invoke("stats", "--json").json
+    assert (stats["states"], stats["branches"], stats["tags"], stats["runs"]) == (11, 2, 1, 1)
+    assert "9 captured, 1 durable, 1 evicted" in invoke("stats").out
+
+
+@pytest.mark.parametrize("command", [["branches"], ["runs"], ["stats"], ["best", "loss"], ["watch", "--times", "1"]])
+def test_an_empty_repository_says_what_to_do_next(invoke: Invoke, tmp_path: Path, command: list[str]) -> None:
+    assert invoke("init", str(tmp_path / "empty")).code == 0
+    done = invoke("--repo", str(tmp_path / "empty"), *command)
+    assert done.code == 0
+    assert "nothing is captured here yet" in done.err
+
+
+def test_watching_ends_after_so_many_looks(invoke: Invoke) -> None:
+    done = invoke("watch", "--times", "2", "--every", "0.1")
+    assert done.code == 0
+    assert done.out.count("branch") == 1, "what is as it was is not written again"
+    assert invoke("watch", "--times", "1", "--json").json["total"] == 2
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 140, 200, 10_000])
+def test_tables_fit_whatever_the_width(root: Path, width: int) -> None:
+    database = Database(f"sqlite:///{root}/lineage.db")
+    with database.read() as session:
+        found = branches(session, sort="name")
+    database.close()
+    head, fork, main = lines_of(found, width)
+    assert max(map(len, (head, fork, main))) <= width
+    assert "fork" in fork
+    assert ("restorable best" in head) == (width >= 80)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [([], ""), ([1.0], "▁"), ([0.0, 1.0], "▁█"), ([1.0, None, 0.0], "█·▁"), ([None, None], "··"), ([2.0, 2.0], "▁▁")],
+)
+def test_a_curve_as_a_line_of_bars(values: list[float | None], text: str) -> None:
+    assert spark_text(values, 12) == text
+    assert len(spark_text([float(number) for number in range(1000)], 12)) == 12
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (5400, "1.5 h"), (200_000, "2.3 d")])
+def test_spans_of_time(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
