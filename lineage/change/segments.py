@@ -107,7 +107,7 @@ def _cut(connection: Connection, name: str, segment: int, old: int, new: int, ge
 
 def _path(connection: Connection, head: int, segment: int | None, low: int = 0) -> list[Any]:
     """The first parents of a state and itself as long as they belong to a segment, or to none; the oldest first."""
-    rows = connection.execute(_FREE if segment is None else _OWN, {"head": head, "segment": segment, "low": low}).all()
+    rows = connection.execute(_PATH, {"head": head, "segment": segment or 0, "low": low}).all()
     return sorted(rows, key=lambda row: int(row.id))
 
 
@@ -152,38 +152,42 @@ def _insert(connection: Connection, made: Mapping[tuple[int, int, str], Tally]) 
         connection.execute(insert(_stretch), rows)
 
 
-def _segment_of(state: Any) -> Any:
-    """Not the column itself: SQLite would begin with all states of the segment, by their index, and not with the path."""
-    return func.coalesce(state.c.segment_id, 0)
+def _columns(state: Any) -> tuple[Any, ...]:
+    return state.c.id, state.c.parent_id, state.c.generation, func.coalesce(state.c.segment_id, 0).label("segment")
 
 
-def _walk(is_next: Any, is_first: Any) -> Any:
-    low = bindparam("low", type_=Integer)
-    start = select(_state.c.id, _state.c.parent_id, _state.c.generation).where(_state.c.id == bindparam("head", type_=BigInteger), is_first)
-    walk = start.where(_state.c.generation >= low).cte("segment_path", recursive=True)
-    step = select(_next.c.id, _next.c.parent_id, _next.c.generation).join_from(walk, _next, _next.c.id == walk.c.parent_id)
-    return walk.union_all(step.where(_next.c.generation >= low, is_next))
+def _walk() -> Any:
+    """A state and its first parents down to ``low``, as long as they are in ``segment``, where 0 is none.
+
+    What stops the walk is asked of the path: for a condition on what is joined SQLite would first read that whole table.
+    """
+    low, wanted = bindparam("low", type_=Integer), bindparam("segment", type_=BigInteger)
+    start = select(*_columns(_state)).where(_state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low)
+    walk = start.cte("segment_path", recursive=True)
+    step = select(*_columns(_next)).join_from(walk, _next, _next.c.id == walk.c.parent_id)
+    walk = walk.union_all(step.where(walk.c.generation > low, walk.c.segment == wanted))
+    return select(walk.c.id, walk.c.parent_id, walk.c.generation).where(walk.c.segment == wanted).cte("own")
 
 
 def _ending() -> Any:
     """Back from the last state of each stretch to its first one, or to that of the segment."""
-    low = (_state.c.generation - (STATES - 1)).label("low")
-    start = select(_state.c.id, _state.c.parent_id, _state.c.segment_id, low)
-    walk = start.where(_state.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True))).cte("ending", recursive=True)
-    step = select(_next.c.id, _next.c.parent_id, _next.c.segment_id, walk.c.low).join_from(walk, _next, _next.c.id == walk.c.parent_id)
-    walk = walk.union_all(step.where(_next.c.generation >= walk.c.low, _segment_of(_next) == walk.c.segment_id))
-    return select(walk.c.id, walk.c.segment_id, walk.c.low, _metric.c.key, _metric.c.value).join_from(
-        walk, _metric, _metric.c.state_id == walk.c.id
-    )
+    fixed = (_state.c.generation - (STATES - 1)).label("low"), _state.c.segment_id.label("own")
+    start = select(*_columns(_state), *fixed).where(_state.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True)))
+    walk = start.cte("ending", recursive=True)
+    step = select(*_columns(_next), walk.c.low, walk.c.own).join_from(walk, _next, _next.c.id == walk.c.parent_id)
+    walk = walk.union_all(step.where(walk.c.generation > walk.c.low, walk.c.segment == walk.c.own))
+    values = select(walk.c.id, walk.c.own.label("segment_id"), walk.c.low, _metric.c.key, _metric.c.value)
+    return _with_metrics(values, walk).where(walk.c.segment == walk.c.own)
 
 
-_ENDING = _ending()
-_wanted = bindparam("segment", type_=BigInteger)
-_own = _walk(_segment_of(_next) == _wanted, _segment_of(_state) == _wanted)
-_free = _walk(_segment_of(_next) == 0, _segment_of(_state) == 0)
-_OWN = select(_own.c.id, _own.c.parent_id, _own.c.generation)
-_FREE = select(_free.c.id, _free.c.parent_id, _free.c.generation)
-_VALUES = select(_own.c.id, _metric.c.key, _metric.c.value).join_from(_own, _metric, _metric.c.state_id == _own.c.id)
+def _with_metrics(chosen: Any, walk: Any) -> Any:
+    """Outer, so that SQLite begins with the path, however short, and not with all metrics; what has none is left out after."""
+    return chosen.outerjoin_from(walk, _metric, _metric.c.state_id == walk.c.id).where(func.coalesce(_metric.c.state_id, 0) > 0)
+
+
+_ENDING, _own = _ending(), _walk()
+_PATH = select(_own.c.id, _own.c.parent_id, _own.c.generation)
+_VALUES = _with_metrics(select(_own.c.id, _metric.c.key, _metric.c.value), _own)
 _LEAVE = update(_segment).where(_segment.c.branch == bindparam("of")).values(branch=None)
 _PLACE = (
     select(_segment.c.id.label("segment_id"), _state.c.segment_id.label("of_new"), _state.c.generation)

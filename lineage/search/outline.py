@@ -60,7 +60,7 @@ def outline(session: Session, head: int, key: str) -> Outline:
             found.update(points)
             count += number
         last = min(spans, key=lambda span: int(span.head))
-        at = session.execute(_BEYOND, {"head": last.head}).scalar() if last.segment_id is None else None
+        at = session.execute(_BEYOND, {"head": last.head, "of": 0, "low": 0}).scalar() if last.segment_id is None else None
     ids = sorted(found)
     return Outline(array("q", ids), array("d", [found[id_] for id_ in ids]), count)
 
@@ -112,7 +112,7 @@ def _points(stretches: Iterable[Any]) -> Iterator[Row]:
 
 def _values(session: Session, head: int, segment: int | None, low: int, key: str) -> list[Row]:
     """The values of a state and its first parents in its segment, or outside of all segments, down to a generation."""
-    rows = session.execute(_FREE if segment is None else _OWN, {"head": head, "of": segment, "low": low, "wanted": key})
+    rows = session.execute(_VALUES, {"head": head, "of": segment or 0, "low": low, "wanted": key})
     return sorted((int(row.id), _number(row.value)) for row in rows)
 
 
@@ -135,41 +135,37 @@ def _spans() -> Any:
     return select(walk.c.head, walk.c.segment_id, walk.c.generation)
 
 
-def _beyond() -> Any:
-    """The parent of the oldest state that is on the way and in no segment."""
-    walk = select(_state.c.id, _state.c.parent_id).where(_state.c.id == bindparam("head", type_=BigInteger)).cte("beyond", recursive=True)
-    step = select(_next.c.id, _next.c.parent_id).join_from(walk, _next, _next.c.id == walk.c.parent_id)
-    walk = walk.union_all(step.where(_segment_of(_next) == 0))
-    return select(walk.c.parent_id).order_by(walk.c.id).limit(1)
+def _columns(state: Any) -> tuple[Any, ...]:
+    return state.c.id, state.c.parent_id, state.c.generation, func.coalesce(state.c.segment_id, 0).label("segment")
 
 
-def _segment_of(state: Any) -> Any:
-    """Not the column itself: SQLite would begin with all states of the segment, by their index, and not with the path."""
-    return func.coalesce(state.c.segment_id, 0)
+def _path(name: str) -> Any:
+    """A state and its first parents down to ``low``, as long as they are in the segment ``of``, where 0 is none; and the one beyond.
 
-
-def _path(is_first: Any, is_next: Any) -> Any:
+    What stops the walk is asked of the path: for a condition on what is joined SQLite would first read that whole table.
+    """
     low = bindparam("low", type_=Integer)
-    walk = (
-        select(_state.c.id, _state.c.parent_id)
-        .where(_state.c.id == bindparam("head", type_=BigInteger), is_first, _state.c.generation >= low)
-        .cte("own_path", recursive=True)
-    )
-    step = select(_next.c.id, _next.c.parent_id).join_from(walk, _next, _next.c.id == walk.c.parent_id)
-    walk = walk.union_all(step.where(_next.c.generation >= low, is_next))
+    start = select(*_columns(_state)).where(_state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low)
+    walk = start.cte(name, recursive=True)
+    step = select(*_columns(_next)).join_from(walk, _next, _next.c.id == walk.c.parent_id)
+    return walk.union_all(step.where(walk.c.generation > low, walk.c.segment == _of))
+
+
+def _points_of(walk: Any) -> Any:
     # Outer, so that SQLite begins with the path, however short, and not with all values of the metric.
     points = select(walk.c.id, _metric.c.value).outerjoin_from(
         walk, _metric, (_metric.c.state_id == walk.c.id) & (_metric.c.key == bindparam("wanted"))
     )
-    return points.where(_metric.c.key.is_not(None))
+    return points.where(walk.c.segment == _of, func.coalesce(_metric.c.state_id, 0) > 0)
 
 
 _of = bindparam("of", type_=BigInteger)
 _GENERATION = select(_state.c.generation).where(_state.c.id == bindparam("head", type_=BigInteger))
 _NAMES = select(_state.c.id, _state.c.uid, _state.c.step).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
-_SPANS, _BEYOND = _spans(), _beyond()
-_OWN = _path(_segment_of(_state) == _of, _segment_of(_next) == _of)
-_FREE = _path(_segment_of(_state) == 0, _segment_of(_next) == 0)
+_SPANS = _spans()
+_way = _path("own_path")
+_VALUES = _points_of(_way)
+_BEYOND = select(_way.c.id).where(_way.c.segment != _of)
 _STRETCHES = (
     select(_stretch, _stretch.c["count"].label("number"))
     .where(_stretch.c.segment_id == _of, _stretch.c.key == bindparam("wanted"))

@@ -124,12 +124,13 @@ def batches(rows: Iterable[dict[str, object]]) -> Iterator[list[dict[str, object
 _BRANCHES = sa.text(
     "SELECT ref.name, ref.state_id, (SELECT min(id) FROM ref_event WHERE ref_event.name = ref.name) AS made FROM ref WHERE kind = 'branch'"
 )
+# What ends the walk is asked of the path: for a condition on what is joined SQLite would first read that whole table.
 _FREE = sa.text(
-    "WITH RECURSIVE path (id, parent_id, generation) AS ("
-    " SELECT id, parent_id, generation FROM state WHERE id = :head AND coalesce(segment_id, 0) = 0"
-    " UNION ALL SELECT state.id, state.parent_id, state.generation FROM path"
-    " JOIN state ON state.id = path.parent_id WHERE coalesce(state.segment_id, 0) = 0"
-    ") SELECT id, parent_id, generation FROM path"
+    "WITH RECURSIVE path (id, parent_id, generation, segment_id) AS ("
+    " SELECT id, parent_id, generation, segment_id FROM state WHERE id = :head"
+    " UNION ALL SELECT state.id, state.parent_id, state.generation, state.segment_id FROM path"
+    " JOIN state ON state.id = path.parent_id WHERE path.segment_id IS NULL"
+    ") SELECT id, parent_id, generation FROM path WHERE segment_id IS NULL"
 )
 _MAKE = sa.text("INSERT INTO segment (id, name, branch, fork_id, first_id) VALUES (:id, :name, :name, :fork, :first)")
 _TAKE = sa.text("UPDATE state SET segment_id = :segment WHERE id IN :ids").bindparams(sa.bindparam("ids", expanding=True))
