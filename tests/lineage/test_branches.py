@@ -116,7 +116,7 @@ def test_a_condition_is_one_on_the_newest_state(database: Database, grow: Grow) 
             branches(session, "metrics.loss <")
         for wrong in ({"query": "order by step"}, {"query": "step > 1 limit 2"}, {"sort": "x"}, {"group": "step"}, {"limit": 0}):
             with pytest.raises(InvalidInput):
-                branches(session, **wrong)  # type: ignore[arg-type]  # each is of the type that it should have
+                branches(session, **wrong)
 
 
 def test_a_branch_that_was_made_and_not_trained_has_nothing_to_itself(database: Database, grow: Grow) -> None:
