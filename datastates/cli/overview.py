@@ -74,7 +74,7 @@ def branches(
     """Show each branch: its curve, its best, what can be restored, where it forked, what was configured, whether it runs."""
     shell = Shell(context, repo, as_json)
     with _looking(shell) as (session, home):
-        found = _ask(session, home, query, name, metric, rising, sort, group, limit)
+        found = _ask((session, home), query, name, metric, rising, sort, group, limit)
     _write(shell, found, as_csv=as_csv)
 
 
@@ -94,7 +94,7 @@ def best(
     shell = Shell(context, repo, as_json)
     with _looking(shell) as (session, home):
         check_names(session, f"metrics.{_quoted(metric)} > 0")
-        found = _ask(session, home, query, "", metric, rising, "best", None, limit)
+        found = _ask((session, home), query, "", metric, rising, "best", None, limit)
     found = replace(found, items=tuple(item for item in found if item.best is not None))
     _write(shell, found, as_csv=as_csv)
     points = [item.best_restorable for item in found if item.best_restorable is not None]
@@ -175,7 +175,7 @@ def watch(
 
     def look() -> Branches:
         with database.read() as session:
-            return _ask(session, home, query, "", metric, rising, sort, group, limit)
+            return _ask((session, home), query, "", metric, rising, sort, group, limit)
 
     try:
         _watch(shell, look, every, times)
@@ -259,8 +259,7 @@ def _looking(shell: Shell) -> Iterator[tuple[Session, Home]]:
 
 
 def _ask(
-    session: Session,
-    home: Home,
+    where: tuple[Session, Home],
     query: str,
     name: str,
     metric: str | None,
@@ -273,6 +272,7 @@ def _ask(
     from datastates.lineage.show.goals import Direction
     from datastates.opening.life import life_of
 
+    session, home = where
     return overview.branches(
         session,
         query,
