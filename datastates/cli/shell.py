@@ -131,7 +131,7 @@ class Shell:
                 self._write_lines(item.lines(self.width))
                 left_out = item.left_out(self.width)
                 if left_out:
-                    self.hint(f"no room here for {', '.join(left_out)}: a wider terminal shows more, --columns chooses")
+                    self.hint(f"no room here for {', '.join(left_out)}: a wider terminal shows more")
             elif isinstance(item, str | Text):
                 self._write_lines([Text(line) for line in item.split("\n")] if isinstance(item, str) else [item])
             else:
