@@ -21,7 +21,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "dark": {"color_scheme": "dark"},
     "phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 844}},
 }
-PANELS = ("table", "detail", "tensors", "curves", "diff", "help", "ref", "edit-ref", "token")
+PANELS = ("branches", "graph", "table", "detail", "tensors", "curves", "diff", "help", "ref", "edit-ref", "token")
 
 
 @pytest.mark.in_turn
@@ -44,9 +44,23 @@ def faults(page: Page, site: Site, grown: Grown, panel: str) -> list[str]:
 def show(page: Page, site: Site, grown: Grown, panel: str) -> None:
     """Open a panel, and wait for what it shows."""
     uid, other = grown["warm"].uid, grown["hot"].uid
-    query = {"table": "", "curves": f"state={uid}&panel=curves", "diff": f"mark={uid}&state={other}&panel=diff", "help": ""}
+    query = {
+        "branches": "view=branches",
+        "graph": "view=graph",
+        "table": "",
+        "curves": f"state={uid}&panel=curves",
+        "diff": f"mark={uid}&state={other}&panel=diff",
+        "help": "",
+    }
     page.goto(site.address(query.get(panel, f"state={uid}&panel=detail")))
-    awaited = {"table": ".row", "curves": "[data-panel=curves] canvas", "diff": "tr[data-tensor]", "help": ".row"}
+    awaited = {
+        "branches": "[data-branch]",
+        "graph": ".row",
+        "table": ".row",
+        "curves": "[data-panel=curves] canvas",
+        "diff": "tr[data-tensor]",
+        "help": ".row",
+    }
     page.locator(awaited.get(panel, "[data-panel=detail] [data-child]")).first.wait_for()
     if panel == "help":
         page.keyboard.press("?")
