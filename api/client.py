@@ -28,6 +28,7 @@ from .models import (
     Branches,
     Evicted,
     GraphPage,
+    Overview,
     Page,
     Ref,
     RefEvent,
@@ -230,6 +231,14 @@ class Client:
         """
         params: dict[str, Any] = {"head": values.revisions(heads), "first": first, "count": count}
         return self._get("/graph", GraphPage, params if around is None else params | {"around": self._uid(around)})
+
+    def graph_overview(self, *heads: str | State, fold: bool = False) -> Overview:
+        """The whole of a graph in small: where each branch stands in it.
+
+        :param heads: the revisions; none: every branch and tag.
+        :param fold: whether states that only follow one another share a row.
+        """
+        return self._get("/graph/overview", Overview, {"head": values.revisions(heads), "fold": fold})
 
     def series(self, heads: str | State | Sequence[str | State], keys: str | Sequence[str], *, points: int | None = None) -> Series:
         """Curves of metrics along the first parents of some revisions, thinned to ``points`` each."""

@@ -366,7 +366,7 @@ class Repository:
         with self.core.reading() as session:
             return view.graph(session, of=of, ancestors=ancestors, descendants=descendants)
 
-    @values.takes(query=values.string, metric=values.optional(values.string), sort=values.string, group=values.optional(values.string))
+    @values.takes(query=values.string, metric=values.optional(values.key), sort=values.string, group=values.optional(values.text))
     def overview(self, query: str = "", *, metric: str | None = None, sort: str = "changed", group: str | None = None) -> Branches:
         """The branches at a glance: where each forked, how it went, its best state and the best that can be restored, what was configured.
 
@@ -388,7 +388,9 @@ class Repository:
     def runs(self, *, limit: int | None = None) -> list[Run]:
         """The processes that tracked, the last begun first; ``finished_at`` is None of those that never said that they ended.
 
-        print(repo.runs(limit=3))
+            print(repo.runs(limit=3))
+
+        :param limit: so many at most; None: all of them.
         """
         from .show.overview import runs
 

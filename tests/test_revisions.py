@@ -155,6 +155,7 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Client.evict(rev)": World.evict,
     "Client.graph(around)": lambda world, rev: world.client.graph(around=rev, count=1),
     "Client.graph(heads)": lambda world, rev: world.client.graph("main", rev),
+    "Client.graph_overview(heads)": lambda world, rev: world.client.graph_overview("main", rev),
     "Client.log(rev)": lambda world, rev: [state.uid for state in world.client.log(rev)],
     "Client.move(rev)": World.move_remotely,
     "Client.series(heads)": lambda world, rev: (len(world.client.series([rev], "loss").lines), len(world.client.series(rev, "loss").lines)),

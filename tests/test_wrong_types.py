@@ -211,6 +211,8 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Repository.reflog": lambda w: Case(w.repo.reflog, {"name": "main"}),
     "Repository.log": lambda w: Case(w.repo.log, {"rev": "main", "limit": 3}),
     "Repository.find": lambda w: Case(w.repo.find, {"query": "step > 1 limit 3"}),
+    "Repository.overview": lambda w: Case(w.repo.overview, {"query": "step > 1", "metric": "loss", "sort": "name", "group": "study"}),
+    "Repository.runs": lambda w: Case(w.repo.runs, {"limit": 3}),
     "Repository.ancestors": lambda w: Case(w.repo.ancestors, {"rev": "main", "limit": 3}),
     "Repository.descendants": lambda w: Case(w.repo.descendants, {"rev": "start", "limit": 3}),
     "Repository.graph": lambda w: Case(w.repo.graph, {"rev": "main"}),

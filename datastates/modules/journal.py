@@ -105,7 +105,7 @@ class Journal:
         waiting = [entry.new.facts for entry in list(self._waiting.values())]
         steps = ", ".join(f"{facts.branch} step {facts.step} ({facts.uid[:10]})" for facts in waiting[-5:])
         what = f"{len(waiting)} states wait to be recorded, the last of them {steps}" if waiting else "nothing waits to be recorded"
-        return Unavailable(f"the lineage does not answer since {time.monotonic() - since:.0f} s ({self._why}); {what}")
+        return Unavailable(f"the lineage does not answer since {time.monotonic() - since:.0f} s ({self._why}); {what}", trouble="lineage")
 
     # --- what is told ------------------------------------------------------------------------------------------------------
 

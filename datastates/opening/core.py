@@ -297,7 +297,8 @@ def _raise_first(errors: list[Exception]) -> None:
     """Raise the first error, if there is one; those that say something else than the ones before them are logged."""
     for index, error in enumerate(errors[1:], 1):
         if not any(error is said or (isinstance(error, DatastatesError) and error.repeats(said)) for said in errors[:index]):
-            _logger.error("closing the repository failed in another way too: %s", error, exc_info=error)
+            known = isinstance(error, DatastatesError)  # its message says enough
+            _logger.error("closing the repository failed in another way too: %s", error, exc_info=None if known else error)
     if errors:
         raise errors[0]
 

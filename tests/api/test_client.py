@@ -404,7 +404,14 @@ def test_every_operation_of_the_document_is_a_method(url: str, client: Client, t
     client.download("main", tmp_path / "x.safetensors"), client.refs(), client.ref("main"), list(client.reflog("main")), list(client.runs())
     client.move("new", "main~2", expected=client.tag("new", "main"))
     client.delete_ref(client.branch("other", "main"))
-    client.run(next(client.runs()).uid), client.graph(), client.series("main", "loss"), client.diff("main~2", "main"), client.stats()
+    (
+        client.run(next(client.runs()).uid),
+        client.graph(),
+        client.graph_overview(fold=True),
+        client.series("main", "loss"),
+        client.diff("main~2", "main"),
+        client.stats(),
+    )
     assert [branch.name for branch in client.branches(sort="name")] == ["fork", "lone", "main", "soup"]
     client.events().close()
     paths = httpx.get(f"{url}/api/v1/openapi.json", headers={"Authorization": f"Bearer {READ}"}).json()["paths"]
