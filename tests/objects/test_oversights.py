@@ -31,7 +31,7 @@ def test_a_misspelt_option_is_refused(repo: Repository, name: str) -> None:
 
 
 def test_values_of_other_names_are_tracked(repo: Repository) -> None:
-    names = ("epoch", "state", "seed", "steps", "name", "config", "lr", "batch", "fold", "restarts")
+    names = ("epoch", "state", "seed", "steps", "name", "lr", "batch", "fold", "restarts")
     assert set(repo.track(weight=torch.zeros(1), **dict.fromkeys(names, 1)).values) == set(names)  # type: ignore[arg-type]
 
 

@@ -36,6 +36,7 @@ def test_what_a_peer_says_is_cut_and_cannot_steer_a_terminal(caplog: pytest.LogC
 
 
 def test_strangers_do_not_fill_the_log() -> None:
-    for name in ("session.server", "session.session", "wire.tcp", "failures", "clone.fetch", "session.sending"):
+    names = ("session.server", "session.life", "session.answers", "session.sending", "clone.fetch", "clone.forward", "failures")
+    for name in (*names, "wire.tcp", "wire.visitors"):
         module = importlib.import_module(f"datastates.transport.{name}")
         assert any(isinstance(each, Seldom) for each in logging.getLogger(module.__name__).filters), name

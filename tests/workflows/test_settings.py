@@ -96,7 +96,7 @@ def by_hand(repo: Repository, config: dict[str, float]) -> torch.Tensor:
     return torch.cat([each.flatten() for each in model.state_dict().values()])
 
 
-def test_a_grid_over_rates_trains_each_variant_as_by_hand(repo: Repository) -> None:
+def test_a_grid_over_rates_trains_each_variant_as_by_hand(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = grid({"lr": [0.1, 0.01, 0.001], "wd": [0.0, 0.3]}, epochs=1)
     report = go(repo, "plain", plan, plain, config={"width": 16})
     assert report
@@ -108,6 +108,7 @@ def test_a_grid_over_rates_trains_each_variant_as_by_hand(repo: Repository) -> N
     assert len({tuple(each.tolist()) for each in found.values()}) == 6
     assert report["lr=0.1,wd=0.0"].set == "lr 0.01 -> 0.1, weight_decay 0.1 -> 0"
     assert report["lr=0.01,wd=0.3"].set == "weight_decay 0.1 -> 0.3"
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal wraps what was set
     assert "lr 0.01 -> 0.1" in str(report.table())
     assert report.alike == []
     assert [state.config["lr"] for state in repo.find("config.lr > 0.005 and config.wd = 0 order by config.lr")] == [0.01, 0.1]

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, NotFound, Unavailable
+from datastates.system.seldom import Seldom
 from datastates.transport.contract import Tls, Transport
 from datastates.transport.protocol import BODY_BYTES, Identity, Offer, RefRecord, StatePage, StateRecord
 from datastates.transport.session.ahead import may_dial
@@ -23,6 +24,7 @@ from .fetch import Fetched, fetch
 __all__ = ["Forwarder"]
 
 _logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
 _LINGER_S = 30.0
 _TRIES = 8
 _FAILED = 100

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from datastates.errors import DatastatesError, InvalidInput, PeerFault, Unavailable
+from datastates.system.seldom import Seldom
 from datastates.transport.clone.fetch import fetch
 from datastates.transport.limits import Budget, Limits
 from datastates.transport.protocol import Find, Log, Offer, Open, Opened, Push, Question, Refs, Resolve
@@ -27,6 +28,7 @@ from .sending import Sending, Sent
 __all__ = ["Answers", "Service"]
 
 _logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
 
 _ROOM_AT_ONCE = 2
 _T = TypeVar("_T")
