@@ -102,6 +102,11 @@ class Database:
         with self._writing(self._durable_writer if durable else self._writer) as session:
             yield session
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it can be asked nothing any more."""
+        return self._closed
+
     def close(self) -> None:
         """Close every connection; idempotent."""
         self._closed = True

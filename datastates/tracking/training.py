@@ -212,8 +212,9 @@ class Training:
         self._fence.remove()
         self.core.trainings.discard(self)  # a repository outlives the models of its trainings
         self.core.drain()
-        with suppress(Unavailable, NotFound), self.core.database.write() as session:  # its process finishes it at the latest
-            runs.finish(session, self.run.uid)
+        if not self.core.database.is_closed:  # the repository may have been closed after an interrupt of this
+            with suppress(Unavailable, NotFound), self.core.database.write() as session:  # its process finishes it at the latest
+                runs.finish(session, self.run.uid)
         self._is_ended = True  # an interrupt before this: the next call goes on
         self._finalizer.detach()
         self.heed_edits()

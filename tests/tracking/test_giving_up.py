@@ -67,6 +67,8 @@ def test_a_write_that_was_given_up_is_no_error_of_the_close(repo: Repository, wr
         thread.join(60)
     assert runner.errors() == []
     run.close()
+    with datastates.open(repo.location.packs.parent) as again:
+        assert all(each.finished_at is not None for each in again.runs())
 
 
 def test_a_branch_whose_head_was_given_up_goes_back_when_the_repository_is_closed(
