@@ -83,10 +83,10 @@ class Room:
             self.capture(name)
 
     def begin(self, name: str = "main") -> datastates.Capture:
-        """The next state, which is another one than the last. The error of an earlier one comes out first."""
-        with suppress(MemoryError, Conflict):
-            self.runs[name]._training.raise_background_error()
+        """The next state, which is another one than the last. The error of an earlier one comes out first, now or at the capture."""
         self.weights[name] += 1.0
+        with suppress(MemoryError, Conflict):
+            return self.runs[name].capture()
         return self.runs[name].capture()
 
     def capture(self, name: str = "main") -> State:
