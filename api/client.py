@@ -205,7 +205,7 @@ class Client:
     # --- the whole -----------------------------------------------------------------------------------------------------------
 
     def runs(self, *, limit: int | None = None) -> Iterator[RunInfo]:
-        """The processes that tracked; page by page."""
+        """The trainings, the last begun first; page by page."""
         return self._pages("/runs", RunInfo, {}, limit)
 
     def run(self, uid: str) -> RunInfo:

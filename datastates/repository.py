@@ -386,7 +386,7 @@ class Repository:
 
     @values.takes(limit=values.optional(values.count))
     def runs(self, *, limit: int | None = None) -> list[Run]:
-        """The processes that tracked, the last begun first; ``finished_at`` is None of those that never said that they ended.
+        """The trainings, the last begun first; ``finished_at`` is None of those that never said that they ended.
 
             print(repo.runs(limit=3))
 

@@ -1,4 +1,4 @@
-"""What each branch has to itself, and summaries of its metrics. Lineages of before get both here: a million states take a minute or two."""
+"""What each branch has to itself, and summaries of its metrics. Lineages of before get both here: about 6 s for 50,000 states."""
 
 from __future__ import annotations
 
