@@ -20,6 +20,7 @@ describe("address", () => {
       panel: "diff",
       keys: ["val/loss", "lr"],
       theme: "dark",
+      own: { "curves.log": "1", zoom: "2" },
     };
     expect(parseAddress(writeAddress(view))).toEqual(view);
   });
@@ -27,6 +28,12 @@ describe("address", () => {
   it("shows states where a link of before names some", () => {
     expect([parseAddress("?q=step>3").scene, parseAddress("?panel=curves").scene, parseAddress("?repo=runs&theme=dark").scene]).toEqual(["states", "states", DEFAULTS.scene]);
     expect(writeAddress({ ...DEFAULTS, scene: "states", query: "step > 3" })).toBe("?q=step+%3E+3");
+  });
+
+  it("keeps what it does not know for the panel that does, but no more than fits", () => {
+    expect(parseAddress("?later.smooth=0.5&Bad=1&__proto__=2&q=step").own).toEqual({ "later.smooth": "0.5" });
+    expect(parseAddress(`?long=${"x".repeat(3000)}`).own).toEqual({});
+    expect(Object.keys(parseAddress(`?${Array.from({ length: 99 }, (_, n) => `k${n}=1`).join("&")}`).own)).toHaveLength(40);
   });
 
   it("takes nothing that cannot be", () => {

@@ -30,10 +30,12 @@ export interface View {
   /** Metrics whose curves are drawn; none: the first that the repository has. */
   keys: string[];
   theme: Theme;
+  /** What panels keep in the address for themselves, as it stands there: see `own.svelte.ts`. */
+  own: Readonly<Record<string, string>>;
 }
 
 export const DEFAULTS: Readonly<View> = {
-  repository: "", scene: "branches", by: "", metric: "", group: "", opened: [], alone: [], heads: [], query: "", columns: [], sort: "", selected: null, marked: null, panel: "none", keys: [], theme: "auto",
+  repository: "", scene: "branches", by: "", metric: "", group: "", opened: [], alone: [], heads: [], query: "", columns: [], sort: "", selected: null, marked: null, panel: "none", keys: [], theme: "auto", own: {},
 };
 
 const PANELS: readonly string[] = ["none", "detail", "curves", "diff"];
@@ -43,6 +45,22 @@ const sceneOf = (view: Omit<View, "scene">): Scene =>
   view.heads.length || view.query || view.sort || view.selected || view.marked || view.panel !== "none" ? "states" : DEFAULTS.scene;
 const MOST = 16;
 const THEMES: readonly string[] = ["auto", "light", "dark"];
+/** The names that are not a panel's own. */
+export const CORE: readonly string[] = ["repo", "view", "by", "metric", "group", "open", "alone", "head", "q", "columns", "sort", "state", "mark", "panel", "key", "theme"];
+const OWN = /^[a-z][a-z0-9.]{0,30}$/;
+const OWN_MOST = 40;
+const OWN_LENGTH = 2_000;
+
+export const isOwn = (name: string): boolean => OWN.test(name) && !CORE.includes(name);
+
+/** What was encoded; nothing where somebody cut it short. */
+export function decoded(said: string): string {
+  try {
+    return decodeURIComponent(said);
+  } catch {
+    return "";
+  }
+}
 
 /** The view that an address's query asks for. What it does not know or cannot be is left at its default. */
 export function parseAddress(search: string): View {
@@ -59,13 +77,14 @@ export function parseAddress(search: string): View {
     alone: said.getAll("alone").filter(isUid).slice(-MOST),
     heads: said.getAll("head").filter(Boolean),
     query: one("q"),
-    columns: one("columns").split(",").filter(Boolean).map(decodeURIComponent),
+    columns: one("columns").split(",").map(decoded).filter(Boolean),
     sort: one("sort"),
     selected: uid("state"),
     marked: uid("mark"),
     panel: PANELS.includes(one("panel")) ? (one("panel") as Panel) : ("none" as Panel),
     keys: said.getAll("key").filter(Boolean),
     theme: THEMES.includes(one("theme")) ? (one("theme") as Theme) : ("auto" as Theme),
+    own: Object.fromEntries([...said].filter(([name, value]) => isOwn(name) && value && value.length <= OWN_LENGTH).slice(0, OWN_MOST)),
   } satisfies Omit<View, "scene">;
   return { ...view, scene: SCENES.includes(one("view")) ? (one("view") as Scene) : sceneOf(view) };
 }
@@ -90,6 +109,7 @@ export function writeAddress(view: View): string {
   put("panel", view.panel === "none" ? null : view.panel);
   for (const key of view.keys) put("key", key);
   put("theme", view.theme === "auto" ? null : view.theme);
+  for (const name of Object.keys(view.own).sort()) put(name, view.own[name] ?? null);
   const text = said.toString();
   return text && `?${text}`;
 }
