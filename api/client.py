@@ -240,9 +240,17 @@ class Client:
         """
         return self._get("/graph/overview", Overview, {"head": values.revisions(heads), "fold": fold})
 
-    def series(self, heads: str | State | Sequence[str | State], keys: str | Sequence[str], *, points: int | None = None) -> Series:
-        """Curves of metrics along the first parents of some revisions, thinned to ``points`` each."""
-        params: dict[str, Any] = {"head": values.revisions(heads), "key": keys}
+    def series(
+        self, heads: str | State | Sequence[str | State], keys: str | Sequence[str], *, points: int | None = None, **asked: str
+    ) -> Series:
+        """Curves of metrics along the first parents of some revisions.
+
+        :param heads: the revisions.
+        :param keys: the metrics.
+        :param points: what each curve is thinned to.
+        :param asked: ``shape``, ``x`` and ``group``, as in the API.
+        """
+        params: dict[str, Any] = {"head": values.revisions(heads), "key": keys, **asked}
         return self._get("/series", Series, params if points is None else params | {"points": points})
 
     def diff(self, old: str | State, new: str | State, *, only: str | Sequence[str] | None = None, tensors: bool = True) -> Diff:

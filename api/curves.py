@@ -4,29 +4,54 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from datastates.lineage.lookup import states
+from datastates.lineage.search.axis import Axis, along
 from datastates.lineage.search.order import uids_of
-from datastates.lineage.search.outline import Outline, generation_of, names_of, outline
+from datastates.lineage.search.outline import Means, Outline, generation_of, means, names_of, outline
 from datastates.lineage.search.series import Curve, curve, partings
 from datastates.lineage.search.walk import first_meeting
+from datastates.lineage.states import Value
 
 from .models import Fork, Series, SeriesLine
-from .thinning import thin
+from .thinning import pool, thin
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Curves"]
+__all__ = ["Curves", "Shape"]
 
 _POINTS = 2_000_000  # kept in memory, 24 bytes each
 _TRIED = 4  # curves of which one may share a path with the one that is wanted
 _LONG = 4096  # a path of so many states is drawn by its summaries
-_OUTLINES = 64  # kept in memory
+_OUTLINES = 256  # kept in memory, about 100 kB each for 100,000 states
+
+
+class Shape(StrEnum):
+    """What is kept of a curve that has more points than fit: those that show its extremes, or the means of stretches.
+
+    Extremes show what one curve does; means are what curves are averaged by, as extremes say nothing of how many values are near them.
+    """
+
+    EXTREMES = "extremes"
+    MEANS = "means"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The points of a curve that fit: row ids and values, and of how many points they are. ``steps`` are there where they are known."""
+
+    ids: list[int]
+    values: npt.NDArray[np.float64]
+    total: int
+    steps: npt.NDArray[np.int64] | None = None
 
 
 class Curves:
@@ -34,26 +59,66 @@ class Curves:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, int], Curve] = OrderedDict()
-        self._outlines: OrderedDict[tuple[str, int], Outline] = OrderedDict()
+        self._outlines: OrderedDict[tuple[str, int, Shape], Outline | Means] = OrderedDict()
         self._lock = threading.Lock()
 
-    def series(self, session: Session, heads: Sequence[str], ids: Sequence[int], keys: Sequence[str], points: int) -> Series:
-        """Each metric of ``keys`` along the first parents of each head; ``ids`` are the states that ``heads`` name."""
+    def series(
+        self,
+        session: Session,
+        heads: Sequence[str],
+        ids: Sequence[int],
+        keys: Sequence[str],
+        points: int,
+        *,
+        axis: Axis = Axis.STEP,
+        shape: Shape = Shape.EXTREMES,
+        groups: Mapping[int, Value] | None = None,
+    ) -> Series:
+        """Each metric of ``keys`` along the first parents of each head; ``ids`` are the states that ``heads`` name.
+
+        :param session: what is read from.
+        :param heads: revisions, as they were given.
+        :param ids: the row ids of their states.
+        :param keys: metrics.
+        :param points: at most so many a line.
+        :param axis: what else than its step is told of each point.
+        :param shape: what is kept of lines with more points.
+        :param groups: the group of each state, by row id.
+        """
         uids = dict(zip(ids, uids_of(session, ids), strict=True))
-        lines = (self._line(session, head, id_, uids[id_], key, points) for head, id_ in zip(heads, ids, strict=True) for key in keys)
+        lines = []
+        for head, id_ in zip(heads, ids, strict=True):
+            is_long = generation_of(session, id_) >= _LONG
+            for key in keys:
+                kept = self._long(session, id_, key, points, shape) if is_long else self._short(session, id_, key, points, shape)
+                lines.append(_line(session, head, uids[id_], key, kept, axis, (groups or {}).get(id_)))
         return Series(tuple(lines), tuple(_forks(session, heads, ids)))
 
-    def _line(self, session: Session, name: str, head: int, uid: str, key: str, points: int) -> SeriesLine:
-        if generation_of(session, head) >= _LONG:
-            return _long_line(session, name, uid, key, self._outline_of(session, head, key), points)
-        return _line(session, name, uid, key, self._of(session, head, key), points)
+    def _long(self, session: Session, head: int, key: str, points: int, shape: Shape) -> _Kept:
+        found = self._outline_of(session, head, key, shape)
+        if isinstance(found, Means):
+            ends, values = pool(found.sums, found.counts, points)
+            return _Kept(np.asarray(found.ids)[ends].tolist(), values, found.count)
+        kept = thin(found.values, points)
+        return _Kept(np.asarray(found.ids)[kept].tolist(), np.asarray(found.values)[kept], found.count)
 
-    def _outline_of(self, session: Session, head: int, key: str) -> Outline:
+    def _short(self, session: Session, head: int, key: str, points: int, shape: Shape) -> _Kept:
+        found = self._of(session, head, key)
+        ids, steps, values = np.asarray(found.ids), np.asarray(found.steps), np.asarray(found.values)
+        order = np.argsort(steps, kind="stable")  # a guard that went back, or a user who counts anew
+        if shape is Shape.MEANS and len(order) > points:
+            is_number = np.isfinite(values[order])
+            ends, pooled = pool(np.where(is_number, values[order], 0.0), is_number, points)
+            return _Kept(ids[order[ends]].tolist(), pooled, len(ids), steps[order[ends]])
+        kept = order[thin(values[order], points)]
+        return _Kept(ids[kept].tolist(), values[kept], len(ids), steps[kept])
+
+    def _outline_of(self, session: Session, head: int, key: str, shape: Shape) -> Outline | Means:
         with self._lock:
-            found = self._outlines.pop((key, head), None)
-        made = found or outline(session, head, key)
+            found = self._outlines.pop((key, head, shape), None)
+        made = found or (means if shape is Shape.MEANS else outline)(session, head, key)
         with self._lock:
-            self._outlines[key, head] = made
+            self._outlines[key, head, shape] = made
             while len(self._outlines) > _OUTLINES:
                 self._outlines.popitem(last=False)
         return made
@@ -86,38 +151,26 @@ class Curves:
                 self._kept.popitem(last=False)
 
 
-def _line(session: Session, head: str, state: str, key: str, found: Curve, points: int) -> SeriesLine:
-    steps = np.asarray(found.steps)
-    values = np.asarray(found.values)
-    order = np.argsort(steps, kind="stable")  # a guard that went back, or a user who counts anew
-    kept = order[thin(values[order], points)]
-    ids = np.asarray(found.ids)[kept].tolist()
+def _line(session: Session, head: str, state: str, key: str, kept: _Kept, axis: Axis, group: Value) -> SeriesLine:
+    """Where its steps are not known they are read, with the uids, for the points that are shown."""
+    ids, values, xs = kept.ids, kept.values.tolist(), along(session, kept.ids, axis)
+    if kept.steps is None:
+        named = names_of(session, ids)
+        order = sorted(range(len(named)), key=lambda place: named[place][1])
+        steps, uids = [named[place][1] for place in order], [named[place][0] for place in order]
+        values, xs = [values[place] for place in order], [xs[place] for place in order] if xs else []
+    else:
+        steps, uids = kept.steps.tolist(), uids_of(session, ids)
     return SeriesLine(
         head=head,
         state=state,
         key=key,
-        steps=tuple(steps[kept].tolist()),
-        values=tuple(values[kept].tolist()),
-        uids=tuple(uids_of(session, ids)),
-        total=len(found.ids),
-    )
-
-
-def _long_line(session: Session, head: str, state: str, key: str, found: Outline, points: int) -> SeriesLine:
-    """The same of a path of which only some points are known; where its steps are is read for those that are shown."""
-    values = np.asarray(found.values)
-    kept = thin(values, points)
-    named = names_of(session, np.asarray(found.ids)[kept].tolist())
-    steps = np.asarray([step for _, step in named], dtype=np.int64)
-    order = np.argsort(steps, kind="stable")
-    return SeriesLine(
-        head=head,
-        state=state,
-        key=key,
-        steps=tuple(steps[order].tolist()),
-        values=tuple(values[kept][order].tolist()),
-        uids=tuple(named[place][0] for place in order.tolist()),
-        total=found.count,
+        steps=tuple(steps),
+        values=tuple(values),
+        uids=tuple(uids),
+        total=kept.total,
+        xs=tuple(xs),
+        group=group,
     )
 
 

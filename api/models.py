@@ -180,7 +180,11 @@ class GraphPage:
 
 @dataclass(frozen=True, slots=True)
 class SeriesLine:
-    """One metric along the first parents of ``head``, steps rising. ``total`` points there are; these are those that a curve needs."""
+    """One metric along the first parents of ``head``, steps rising. ``total`` points there are; these are those that a curve needs.
+
+    ``xs`` are where the points stand when they were asked for over something else than steps: seconds since 1970, or epochs; None where
+    a state says none. ``group`` is what the head's state has of what curves were to be grouped by.
+    """
 
     head: str
     state: str
@@ -189,6 +193,8 @@ class SeriesLine:
     values: tuple[float | None, ...]
     uids: tuple[str, ...]
     total: int
+    xs: tuple[float | None, ...] = ()
+    group: Value = None
 
 
 @dataclass(frozen=True, slots=True)

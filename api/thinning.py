@@ -1,4 +1,4 @@
-"""Curves with fewer points that look the same: M4.
+"""Curves with fewer points: such as look the same, by M4, or the means of stretches.
 
 Of each stretch of a curve the first, the last, the least and the greatest point are kept, after Jugel, Jerzak, Hackenbroich and Markl,
 "M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014. Stretches have equally many points here rather than equally many
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["thin"]
+__all__ = ["pool", "thin"]
 
 _KEPT = 5  # of each stretch
 
@@ -36,3 +36,17 @@ def thin(values: npt.ArrayLike, points: int) -> npt.NDArray[np.intp]:
         kept.append(starts + rows(is_gap.astype(np.float64)).argmax(axis=1))
     places = np.unique(np.concatenate(kept))
     return places[places < len(given)]
+
+
+def pool(sums: npt.ArrayLike, counts: npt.ArrayLike, points: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    """The means of at most ``points`` stretches of sums of so many values: the place where each stretch ends, and its mean.
+
+    The mean of no values is NaN.
+    """
+    total, number = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
+    if not len(total):
+        return np.arange(0), total
+    starts = np.arange(0, len(total), -(-len(total) // points))
+    with np.errstate(invalid="ignore"):
+        means = np.add.reduceat(total, starts) / np.add.reduceat(number, starts)
+    return np.append(starts[1:], len(total)) - 1, means

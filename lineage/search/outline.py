@@ -20,7 +20,7 @@ from datastates.lineage.tally import STATES, Tally, place_of
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Outline", "generation_of", "names_of", "outline", "own_points"]
+__all__ = ["Means", "Outline", "generation_of", "means", "names_of", "outline", "own_points"]
 
 _EXACT = 256  # a branch of so many states is read state by state
 
@@ -48,21 +48,41 @@ def generation_of(session: Session, id_: int) -> int:
     return int(session.execute(_GENERATION, {"head": id_}).scalar_one())
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Sums of one metric along a path, by rising row id: of each whole stretch, at its last state, and of each state beside those.
+
+    ``counts`` values are in each sum; gaps are in none.
+    """
+
+    ids: array[int]
+    sums: array[float]
+    counts: array[int]
+    count: int
+
+
 def outline(session: Session, head: int, key: str) -> Outline:
     """A metric along the first parents of ``head``, a row id."""
     found: dict[int, float] = {}
     count = 0
-    at: int | None = head
-    while at is not None:
-        spans = session.execute(_SPANS, {"head": at}).all()
-        for span in spans:
-            points, number = _span(session, span.head, span.segment_id, span.generation, key)
-            found.update(points)
-            count += number
-        last = min(spans, key=lambda span: int(span.head))
-        at = session.execute(_BEYOND, {"head": last.head, "of": 0, "low": 0}).scalar() if last.segment_id is None else None
+    for stretches, rest in _spans_of(session, head, key):
+        found.update(_points(stretches))
+        found.update(rest)
+        count += sum(int(row.number) for row in stretches) + len(rest)
     ids = sorted(found)
     return Outline(array("q", ids), array("d", [found[id_] for id_ in ids]), count)
+
+
+def means(session: Session, head: int, key: str) -> Means:
+    """The same as sums: what a mean over many states needs, and what no extremes can say."""
+    found: dict[int, tuple[float, int]] = {}
+    count = 0
+    for stretches, rest in _spans_of(session, head, key):
+        found.update((row.last_id, (row.total, row.number - row.gaps)) for row in stretches)
+        found.update((id_, (value, 1) if math.isfinite(value) else (0.0, 0)) for id_, value in rest)
+        count += sum(int(row.number) for row in stretches) + len(rest)
+    ids = sorted(found)
+    return Means(array("q", ids), array("d", [found[id_][0] for id_ in ids]), array("q", [found[id_][1] for id_ in ids]), count)
 
 
 def own_points(session: Session, head: int, segment: int, key: str, states: int) -> list[Row]:
@@ -88,15 +108,17 @@ def names_of(session: Session, ids: Sequence[int]) -> list[tuple[str, int]]:
     return [found[id_] for id_ in ids]
 
 
-def _span(session: Session, head: int, segment: int | None, generation: int, key: str) -> tuple[list[Row], int]:
-    """The points of what a path has in one segment, and how many values there are. Beyond all segments there are no summaries."""
-    if segment is None:
-        rows = _values(session, head, None, 0, key)
-        return rows, len(rows)
-    whole = place_of(generation + 1)
-    stretches = session.execute(_STRETCHES, {"of": segment, "wanted": key, "upto": whole}).all()
-    rest = _values(session, head, segment, whole * STATES, key)
-    return [*_points(stretches), *rest], sum(int(row.number) for row in stretches) + len(rest)
+def _spans_of(session: Session, head: int, key: str) -> Iterator[tuple[Sequence[Any], list[Row]]]:
+    """What a path has in each segment: whole stretches, and the values beside them. Beyond all segments there are no summaries."""
+    at: int | None = head
+    while at is not None:
+        spans = session.execute(_SPANS, {"head": at}).all()
+        for span in spans:
+            whole = 0 if span.segment_id is None else place_of(span.generation + 1)
+            stretches = session.execute(_STRETCHES, {"of": span.segment_id, "wanted": key, "upto": whole}).all() if whole else []
+            yield stretches, _values(session, span.head, span.segment_id, whole * STATES, key)
+        last = min(spans, key=lambda span: int(span.head))
+        at = session.execute(_BEYOND, {"head": last.head, "of": 0, "low": 0}).scalar() if last.segment_id is None else None
 
 
 def _points(stretches: Iterable[Any]) -> Iterator[Row]:

@@ -23,14 +23,15 @@ from sqlalchemy import BigInteger, bindparam, func, select
 
 from datastates.errors import InvalidInput
 from datastates.lineage.change import runs
-from datastates.lineage.schema import AttributeRow, MetricRow, RefRow, RunRow, SegmentRow, StateRow, StretchRow, from_us, table, to_us
+from datastates.lineage.schema import MetricRow, RefRow, RunRow, SegmentRow, StateRow, StretchRow, from_us, table, to_us
 from datastates.lineage.search.conditions import Scope, condition
 from datastates.lineage.search.query import parse_query
-from datastates.lineage.states import OURS, RefKind, Run, Status, Value
+from datastates.lineage.states import RefKind, Run, Status, Value
 from datastates.lineage.tally import WHOLE
 
 from .branches import Branch, Branches, Group, Life, Living, Origin, Point, Setting
 from .goals import Direction, direction_of
+from .grouping import attributes_of, configs_of, groups_of
 from .relevance import by_relevance
 from .sparkline import lines_of
 
@@ -222,20 +223,9 @@ def _count(session: Session, rows: Sequence[_Row]) -> None:
 
 
 def _group(session: Session, rows: Sequence[_Row], group: str) -> None:
-    kind, _, key = group.partition(".")
-    if group == "study":
-        kind, key = "attr", "study"
-    values: Mapping[int, Value]
-    if kind == "attr" and key:
-        values = _attributes(session, [row.head_id for row in rows], key)
-        for row in rows:
-            row.group = values.get(row.head_id)
-    elif kind == "config" and key:
-        configs = configs_of(session, [row.run_id for row in rows if row.run_id is not None])
-        for row in rows:
-            row.group = configs.get(row.run_id or 0, {}).get(key)
-    else:
-        raise InvalidInput(f"branches cannot be grouped by {group!r}: name 'study', 'config.KEY' or 'attr.KEY'")
+    values = groups_of(session, group, {row.head_id: row.run_id for row in rows})
+    for row in rows:
+        row.group = values.get(row.head_id)
 
 
 def _groups(rows: Sequence[_Row], direction: Direction) -> tuple[Group, ...]:
@@ -248,24 +238,6 @@ def _groups(rows: Sequence[_Row], direction: Direction) -> tuple[Group, ...]:
         best = min((row for row in members if row.best is not None), key=lambda row: sign * (row.best or 0.0), default=None)
         made.append(Group(members[0].group, len(members), None if best is None else best.best, None if best is None else best.name))
     return tuple(made)
-
-
-def configs_of(session: Session, ids: Sequence[int]) -> dict[int, dict[str, Value]]:
-    """What was chosen for runs, by row id."""
-    found: dict[int, dict[str, Value]] = {}
-    wanted = sorted(set(ids))
-    for start in range(0, len(wanted), _BATCH):
-        for id_, run in runs.by_ids(session, wanted[start : start + _BATCH]).items():
-            found[id_] = {key: value for key, value in run.config.items() if not key.startswith(OURS)}
-    return found
-
-
-def _attributes(session: Session, ids: Sequence[int], key: str) -> dict[int, Value]:
-    found: dict[int, Value] = {}
-    for start in range(0, len(ids), _BATCH):
-        rows = session.execute(_ATTRIBUTES, {"ids": ids[start : start + _BATCH], "of": key})
-        found.update({row.state_id: row.text if row.type == "str" else row.number for row in rows})
-    return found
 
 
 # Order, and places in it
@@ -367,7 +339,7 @@ class _Page:
         run_ids = {id_ for row in rows for id_ in (row.run_id, row.fork_run_id) if id_ is not None}
         known = _runs(session, run_ids)
         configs = configs_of(session, list(run_ids))
-        studies, variants = (_attributes(session, [row.head_id for row in rows], key) for key in ("study", "variant"))
+        studies, variants = (attributes_of(session, [row.head_id for row in rows], key) for key in ("study", "variant"))
         lines = lines_of(session, [(row.head_id, row.segment_id, row.states) for row in rows], self.metric, POINTS)
         rates = _rates(session, rows)
         done = set(session.execute(_FINISHED).all())
@@ -504,7 +476,7 @@ def _rate(row: _Row, back: Sequence[Any]) -> float | None:
 _BATCH = 500
 
 _state, _run, _ref, _segment, _stretch = (table(row) for row in (StateRow, RunRow, RefRow, SegmentRow, StretchRow))
-_metric, _attribute = table(MetricRow), table(AttributeRow)
+_metric = table(MetricRow)
 _fork, _first, _parent = _state.alias("fork"), _state.alias("first"), _segment.alias("parent")
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 _is_branch = _ref.c.kind == RefKind.BRANCH.value
@@ -530,9 +502,6 @@ _COUNTS_OF = (
     .group_by(_state.c.segment_id, _state.c.status)
 )
 _SOME = select(_state.c.id, _state.c.uid, _state.c.step, _state.c.status).where(_state.c.id.in_(_ids))
-_ATTRIBUTES = select(_attribute.c.state_id, _attribute.c.type, _attribute.c.number, _attribute.c.text).where(
-    _attribute.c.state_id.in_(_ids), _attribute.c.key == bindparam("of")
-)
 _FINISHED = select(_ref.c.name, _ref.c.state_id).where(_ref.c.kind == RefKind.TAG.value, _ref.c.name.like(_DONE + "%"))
 
 

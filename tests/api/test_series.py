@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from datastates import Repository
 from datastates.api import curves
 from datastates.api.curves import Curves
+from datastates.lineage.change import annotate
 from datastates.lineage.search import revision
+from datastates.lineage.search.axis import Axis
 from datastates.lineage.search.series import curve
 from tests.api.conftest import BASE, train
 
 if TYPE_CHECKING:
-    import pytest
     from fastapi.testclient import TestClient
 
+    from datastates.lineage.states import Value
 
-def series(client: TestClient, *heads: str, key: list[str] | str = "loss", points: int = 1000) -> dict[str, Any]:
-    answer = client.get(f"{BASE}/series", params={"head": heads, "key": key, "points": points})
+
+def series(client: TestClient, *heads: str, key: list[str] | str = "loss", points: int = 1000, **asked: str) -> dict[str, Any]:
+    answer = client.get(f"{BASE}/series", params={"head": heads, "key": key, "points": points, **asked})
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+def note(repo: Repository, rev: str, **attributes: Value) -> None:
+    with repo.core.database.write() as session:
+        annotate.annotate(session, repo.state(rev).uid, attributes)
 
 
 def test_a_line_for_each_head_and_metric(client: TestClient, repo: Repository) -> None:
@@ -97,6 +107,79 @@ def test_few_points_are_kept_in_memory(repo: Repository, monkeypatch: pytest.Mon
     assert sum(len(one.ids) for one in kept._kept.values()) <= 12
 
 
+def test_points_have_a_time_or_an_epoch_where_they_are_asked_for(client: TestClient, repo: Repository) -> None:
+    with repo.track(branch="epochs", rng=False, strict=False, value=1) as run:
+        for step in range(1, 5):
+            run.capture(step=step, metrics={"loss": 1 / step} | ({"epoch": step / 4} if step > 2 else {}), attributes={"epoch": 7 * step})
+    states = repo.log("epochs")[::-1]
+
+    (line,) = series(client, "epochs", x="time")["lines"]
+    assert line["xs"] == [state.created_at.timestamp() for state in states]
+    (line,) = series(client, "epochs", x="epoch")["lines"]
+    assert line["xs"] == [7, 14, 0.75, 1.0], "a metric says it before an attribute does"
+    assert series(client, "main", x="epoch")["lines"][0]["xs"] == [None] * 8
+    assert series(client, "main")["lines"][0]["xs"] == []
+
+
+def test_the_epoch_of_a_state_that_was_noted_later_is_told(client: TestClient, repo: Repository) -> None:
+    query = {"head": "main", "key": "loss", "x": "epoch"}
+    before = client.get(f"{BASE}/series", params=query)
+    note(repo, "main", epoch=3)
+    again = client.get(f"{BASE}/series", params=query, headers={"If-None-Match": before.headers["etag"]})
+    assert again.status_code == 200
+    assert again.json()["lines"][0]["xs"][-1] == 3
+
+
+def test_lines_say_their_group(client: TestClient, repo: Repository) -> None:
+    def groups(group: str) -> list[Any]:
+        return [line["group"] for line in series(client, "main", "fork", "main~1", group=group)["lines"]]
+
+    assert groups("attr.branch") == ["main", "fork", "main"]
+    assert groups("attr.rate") == [0.1, 0.3, 0.1]
+    assert groups("config.nope") == groups("study") == [None] * 3
+    query = {"head": "main", "key": "loss", "group": "attr.seed"}
+    etag = client.get(f"{BASE}/series", params=query).headers["etag"]
+    note(repo, "main", seed=3)
+    assert client.get(f"{BASE}/series", params=query, headers={"If-None-Match": etag}).status_code == 200, "attributes change"
+
+
+def test_means_are_those_of_equal_stretches_and_fall_on_states(client: TestClient, repo: Repository) -> None:
+    train(repo, "main", 40)
+    states = repo.log("main")[::-1]
+    losses = [state.metrics["loss"] for state in states]
+    (line,) = series(client, "main", points=12, shape="means")["lines"]
+    assert line["total"] == 48
+    assert line["values"] == pytest.approx([sum(losses[first : first + 4]) / 4 for first in range(0, 48, 4)])
+    assert line["uids"] == [state.uid for state in states[3::4]]
+    assert line["steps"] == [state.step for state in states[3::4]]
+    (short,) = series(client, "main", points=48, shape="means")["lines"]
+    assert short["values"] == losses, "what fits is not averaged"
+
+
+def test_means_of_a_long_path_are_those_of_its_states(client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(repo, "main", 150)
+    (short,) = series(client, "main", points=10, shape="means")["lines"]
+    monkeypatch.setattr(curves, "_LONG", 1)
+    states = repo.log("main")[::-1]
+    with repo.core.reading() as session:
+        ids = [revision.resolve_id(session, "main")]
+        (line,) = Curves().series(session, ["main"], ids, ["loss"], 1000, shape=curves.Shape.MEANS, axis=Axis.TIME).lines
+    losses = [state.metrics["loss"] for state in states]
+    assert (line.total, short["total"]) == (158, 158)
+    ends = [[state.uid for state in states].index(uid) for uid in line.uids]
+    assert ends[:2] == [63, 127]
+    assert line.values[0] == pytest.approx(sum(losses[:64]) / 64)
+    assert line.values[1] == pytest.approx(sum(losses[64:128]) / 64)
+    assert list(line.values[2:]) == losses[128:]
+    assert list(line.xs) == [states[end].created_at.timestamp() for end in ends]
+
+
+def test_where_paths_part_is_told_without_any_line(client: TestClient, repo: Repository) -> None:
+    found = client.get(f"{BASE}/series", params={"head": ["main", "fork"]}).json()
+    assert found["lines"] == []
+    assert [fork["state"] for fork in found["forks"]] == [repo.state("warm").uid]
+
+
 def test_who_has_the_curves_gets_304_until_a_head_moves(client: TestClient, repo: Repository) -> None:
     query = {"head": "main", "key": "loss"}
     etag = client.get(f"{BASE}/series", params=query).headers["etag"]
@@ -116,7 +199,8 @@ def test_too_much_is_refused(client: TestClient) -> None:
     assert answer.status_code == 400
     assert "at most 3125 points fit" in answer.json()["detail"]
     wrongs: list[dict[str, Any]] = [
-        {"key": "loss"}, {"head": "main"}, {"head": "main", "key": "loss", "points": 1}, {"head": ["a"] * 33, "key": "loss"},
+        {"key": "loss"}, {"head": "main", "key": "loss", "points": 1}, {"head": ["a"] * 129, "key": "loss"},
+        {"head": "main", "key": "loss", "x": "age"}, {"head": "main", "key": "loss", "shape": "star"}, {"head": "main", "group": "colour"},
     ]  # fmt: skip
     for wrong in wrongs:
         assert client.get(f"{BASE}/series", params=wrong).status_code == 400

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.api.thinning import thin
+from datastates.api.thinning import pool, thin
 
 _numbers = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -38,3 +38,11 @@ def test_a_short_spike_is_seen_in_its_place() -> None:
     assert len(places) >= 250
     kept = values[places]
     assert np.abs(np.interp(np.arange(100_000), places, kept) - values)[:77_000].max() == pytest.approx(0, abs=0.02)
+
+
+def test_pooled_sums_are_means_of_what_was_counted() -> None:
+    ends, means = pool([1.0, 2.0, 6.0, 0.0, 0.0], [1, 1, 2, 0, 0], 3)
+    assert ends.tolist() == [1, 3, 4]
+    assert means[:2].tolist() == [1.5, 3.0]
+    assert math.isnan(means[2]), "of nothing there is no mean"
+    assert pool([], [], 10)[0].tolist() == []

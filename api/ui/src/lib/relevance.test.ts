@@ -1,16 +1,19 @@
+import { readFileSync } from "node:fs";
 import { expect, it } from "vitest";
 import { byRelevance, chiefMetric, guessAim } from "./relevance";
 
-it("puts the loss first, then what was validated, then other losses, then the rest", () => {
-  const keys = ["acc", "lr", "test/acc", "val/acc", "train_loss", "val_loss", "loss", "grad/norm"];
-  expect(byRelevance(keys)).toEqual(["loss", "val_loss", "val/acc", "test/acc", "train_loss", "acc", "grad/norm", "lr"]);
-  expect(byRelevance(keys, ["lr"])[0]).toBe("lr");
+/** What the same rules in Python are tested with too (tests/lineage/test_relevance.py). */
+const table = JSON.parse(readFileSync(new URL("./relevance.test.json", import.meta.url), "utf8")) as { ordered: string[][]; better: Record<string, string> };
+
+it("orders metrics as every other part does, the loss first", () => {
+  for (const keys of table.ordered) expect(byRelevance([...keys].reverse())).toEqual(keys);
+  expect(byRelevance(table.ordered[0]!, ["lr"])[0]).toBe("lr");
 });
 
-it("judges by what was validated where there is something", () => {
-  expect([chiefMetric(["loss", "val_loss"]), chiefMetric(["lr", "loss"]), chiefMetric([])]).toEqual(["val_loss", "loss", null]);
+it("judges by the metric that matters most, as branches are judged", () => {
+  expect([chiefMetric(["val_loss", "loss"]), chiefMetric(["lr", "val_loss"]), chiefMetric([])]).toEqual(["loss", "val_loss", null]);
 });
 
-it("takes accuracies for better when they are higher", () => {
-  expect([guessAim("val/acc"), guessAim("loss")]).toEqual(["max", "min"]);
+it("takes for better what every other part takes for better", () => {
+  for (const [key, better] of Object.entries(table.better)) expect([key, guessAim(key)]).toEqual([key, better]);
 });

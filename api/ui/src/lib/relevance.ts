@@ -1,21 +1,30 @@
-/** Which metrics people look at first, as the terminal has it (lineage/show/relevance.py): the loss, what was validated, then the rest by prefix. */
+/** Which metrics people look at first, and which way they get better, as everywhere (lineage/show/relevance.py and goals.py): the loss,
+ what was validated, then the rest by prefix. `relevance.test.json` is what both are tested with. */
 
 const CHECKED: Readonly<Record<string, number>> = { val: 0, valid: 0, validation: 0, eval: 0, dev: 0, test: 1 };
 
 type Rank = readonly [number, number, string, number, string];
 
 function rank(key: string): Rank {
-  const words = key.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [""];
+  const words = (key.match(/[\p{L}\p{N}]+/gu) ?? [""]).map((word) => word.toLowerCase());
   const [first = "", last] = [words[0], words.at(-1)];
   const isChecked = first in CHECKED && words.length > 1;
   const group = words.length === 1 && first === "loss" ? 0 : isChecked ? 1 : last === "loss" ? 2 : 3;
   return [group, isChecked ? (CHECKED[first] ?? 0) : 0, first, Number(last !== "loss"), key];
 }
 
+/** Texts by code points, as Python has them: by themselves they are ordered by UTF-16. */
+function order(one: number | string, other: number | string): number {
+  if (typeof one === "number" || typeof other === "number") return Number(one) - Number(other);
+  const [first, second] = [[...one], [...other]];
+  const at = first.findIndex((letter, index) => letter !== second[index]);
+  return at < 0 ? first.length - second.length : (first[at]!.codePointAt(0) ?? 0) - (second[at]?.codePointAt(0) ?? -1);
+}
+
 function compare(one: Rank, other: Rank): number {
   for (let index = 0; index < one.length; index++) {
-    if (one[index]! < other[index]!) return -1;
-    if (one[index]! > other[index]!) return 1;
+    const found = order(one[index]!, other[index]!);
+    if (found) return found;
   }
   return 0;
 }
@@ -32,11 +41,14 @@ export function relevantKeys(known: readonly { key: string; count: number }[], m
   return byRelevance(ordered.slice(0, most).map((one) => one.key));
 }
 
-/** The metric by which branches are judged unless another is chosen: what was validated before the loss itself, as it says more. */
-export function chiefMetric(keys: readonly string[]): string | null {
-  const ordered = byRelevance(keys);
-  return ordered.find((key) => rank(key)[0] === 1) ?? ordered[0] ?? null;
-}
+/** The metric by which states are judged unless another is chosen: the one that matters most, as for branches. */
+export const chiefMetric = (keys: readonly string[]): string | null => byRelevance(keys)[0] ?? null;
 
-/** Whether more is better, by the usual names; the user may turn it round. */
-export const guessAim = (key: string): "min" | "max" => (/acc|auc|f1|score|bleu|rouge|precision|recall|reward|psnr|ssim|iou|r2/i.test(key) ? "max" : "min");
+const FALLING = new Set("loss nll perplexity ppl error errors err mse rmse mae wer cer fid cost regret".split(" "));
+const RISING = new Set("acc accuracy auc auroc f1 bleu rouge map miou iou dice precision recall reward return score r2 psnr ssim top1 top5 correct".split(" "));
+
+/** Which way a metric gets better, by the words of its name, as the API has it (lineage/show/goals.py); the user may turn it round. */
+export function guessAim(key: string): "min" | "max" {
+  const words = [...(key.match(/[A-Z]?[a-z0-9]+|[A-Z0-9]+/g) ?? []), ...(key.toLowerCase().match(/[a-z0-9]+/g) ?? [])].map((word) => word.toLowerCase());
+  return words.some((word) => RISING.has(word)) && !words.some((word) => FALLING.has(word)) ? "max" : "min";
+}

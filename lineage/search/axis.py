@@ -1,0 +1,52 @@
+"""What curves are drawn over: steps, the time at which states were captured, or the epoch that a training says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from sqlalchemy import BigInteger, bindparam, select
+
+from datastates.lineage.schema import AttributeRow, MetricRow, StateRow, table
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["EPOCH", "Axis", "along"]
+
+EPOCH = "epoch"
+"""The metric, or else the attribute, that says in which epoch a state was captured."""
+
+_BATCH = 1000
+
+
+class Axis(StrEnum):
+    """What stands on the axis of a curve."""
+
+    STEP = "step"
+    TIME = "time"
+    EPOCH = "epoch"
+
+
+def along(session: Session, ids: Sequence[int], axis: Axis) -> list[float | None]:
+    """Where states stand, by row id and in the order of ``ids``: in seconds since 1970, or in epochs, or None; nothing for steps."""
+    if axis is Axis.STEP:
+        return []
+    found: dict[int, float | None] = {}
+    wanted = sorted(set(ids))
+    for start in range(0, len(wanted), _BATCH):
+        some = {"ids": wanted[start : start + _BATCH]}
+        if axis is Axis.TIME:
+            found.update((row.id, row.created_at / 1e6) for row in session.execute(_TIMES, some))
+        else:  # metrics last: what was measured counts before what was noted
+            found.update((row.state_id, row.number) for row in session.execute(_NOTED, some))
+            found.update((row.state_id, row.value) for row in session.execute(_MEASURED, some))
+    return [found.get(id_) for id_ in ids]
+
+
+_state, _metric, _attribute = table(StateRow), table(MetricRow), table(AttributeRow)
+_ids = bindparam("ids", type_=BigInteger, expanding=True)
+_TIMES = select(_state.c.id, _state.c.created_at).where(_state.c.id.in_(_ids))
+_MEASURED = select(_metric.c.state_id, _metric.c.value).where(_metric.c.state_id.in_(_ids), _metric.c.key == EPOCH)
+_NOTED = select(_attribute.c.state_id, _attribute.c.number).where(_attribute.c.state_id.in_(_ids), _attribute.c.key == EPOCH)
