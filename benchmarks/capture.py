@@ -1,6 +1,7 @@
 """What a capture costs: how long it blocks, what memory it takes, and what a training run pays for one at every step.
 
     python benchmarks/capture.py [--quick] [--part blocking|tiny|training|memory|start] [--json FILE] [--folder DIR]
+    python benchmarks/capture.py --part training --rounds 12 --method "datastates, every step durable"
     python benchmarks/capture.py --part start [--size 1M|30M|100M] [--seconds 30]
 
 Every method is measured in turn, round after round, in one run; a training segment with captures is compared with the
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -198,11 +199,11 @@ def _training_methods() -> dict[str, Method]:
     }
 
 
-def training(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
-    """A 29M-parameter GPT, a capture at every step: short segments of each method between segments without any."""
+def training(folder: Path, *, quick: bool, rounds: int, only: Sequence[str] = ()) -> dict[str, Any]:
+    """A 29M-parameter GPT, a capture at every step: short segments of each method, or of ``only`` some, between segments without any."""
     trainer = Trainer.make(TINY if quick else MEDIUM)
     steps = 5 if quick else 15
-    methods = _training_methods()
+    methods = {name: method for name, method in _training_methods().items() if name in (only or TRAINED)}
     overheads: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
     segment(trainer, None, steps)
     before = segment(trainer, None, steps)
@@ -308,6 +309,8 @@ def _fresh(folder: Path, name: str) -> Path:
     return path
 
 
+TRAINED = [*_training_methods()]
+
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "blocking": blocking_large,
     "tiny": blocking_tiny,
@@ -327,6 +330,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
     parser.add_argument("--size", choices=SIZES, action="append", help="for the part start: these sizes only")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the part start: how long each training takes")
+    parser.add_argument("--method", choices=TRAINED, action="append", help="for the part training: these methods only, in many rounds")
     parser.add_argument("--rounds", type=int, help="how often each method is measured (5)")
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 5)
@@ -344,6 +348,7 @@ def main() -> None:
             out(f"{machine()}; torch on one thread")
             parts: dict[str, Callable[..., dict[str, Any]]] = {
                 **PARTS,
+                "training": partial(training, only=options.method or ()),
                 "start": partial(start, sizes=options.size or SIZES, seconds=options.seconds),
             }
             results = {part: parts[part](folder, quick=options.quick, rounds=rounds) for part in options.part or parts}
