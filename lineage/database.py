@@ -32,13 +32,22 @@ from .session import Session
 __all__ = ["Database", "translate"]
 
 BUSY_TIMEOUT_S = 60.0
+UPGRADE_TIMEOUT_S = 3600.0
+"""How long an upgrade waits for another one, which takes minutes for a million states; PostgreSQL waits without end."""
 _MARKER_TABLES = ("state", "ref_event", "replica")
 _MIGRATION_LOCK = 0x6461_7461_7374  # the advisory lock of PostgreSQL; any number that others hardly choose
 _BEGIN = "datastates_begin"
 _IMMEDIATE = "BEGIN IMMEDIATE"
+_PATIENT = "datastates_patient"
 _ASK_AGAIN_MS = 3  # SQLite asks after 1 and after 2 ms more, then begins to wait longer
 _DURABLE = "datastates_durable"
 _CANCELLED = "57014"  # what PostgreSQL calls a statement that was ended
+_DISK_FULL = "53100"  # and a disk without room
+_UNWRITTEN = {
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_TRUNCATE),
+    *(sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC, sqlite3.SQLITE_IOERR_SHMOPEN, sqlite3.SQLITE_IOERR_SHMSIZE),
+}
+"""What SQLite calls it."""
 _PATIENCE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 """A server that was cut off is found dead in half a minute, not when the kernel gives up. Its URL may say otherwise."""
 _migrating = threading.Lock()  # Alembic's context is a global of the process
@@ -149,7 +158,7 @@ class Database:
             self._engine.dispose()
         if self.is_sqlite:
             self._use_wal()
-        with _migrating, self._writing(self._durable_writer) as session:
+        with _migrating, self._writing(self._durable_writer.execution_options(**{_PATIENT: True})) as session:
             connection = session.connection()
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
@@ -190,6 +199,8 @@ def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> Datasta
         return Conflict(f"{where}: another transaction was first, nothing was changed: do it again ({said})")
     if isinstance(error, exc.TimeoutError):
         return Unavailable(f"{where}: every connection of this process is in use ({said})")
+    if code == _DISK_FULL or getattr(origin, "sqlite_errorcode", None) in _UNWRITTEN:
+        return Unavailable(f"{where} cannot be written ({said}): see that its disk is well and has room, then try again")
     if "is locked" in lower:
         return Unavailable(f"{where} was locked by another process for {BUSY_TIMEOUT_S:.0f} s: see which one writes, then try again")
     if "not a database" in lower:
@@ -272,14 +283,14 @@ def _on_sqlite_begin(connection: Connection) -> None:
         raw.execute("PRAGMA synchronous=FULL" if durable else "PRAGMA synchronous=NORMAL")
         connection.info[_DURABLE] = durable
     if options.get(_BEGIN) == _IMMEDIATE:
-        _begin_immediate(raw)
+        _begin_immediate(raw, UPGRADE_TIMEOUT_S if options.get(_PATIENT) else BUSY_TIMEOUT_S)
     else:
         raw.execute("BEGIN")
 
 
-def _begin_immediate(raw: sqlite3.Connection) -> None:
+def _begin_immediate(raw: sqlite3.Connection, timeout_s: float) -> None:
     """Take the write lock. SQLite's own waiting sleeps ever longer and lets newcomers pass; this asks every few milliseconds."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     raw.execute(f"PRAGMA busy_timeout={_ASK_AGAIN_MS}")
     try:
         while True:

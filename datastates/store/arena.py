@@ -14,6 +14,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -156,10 +157,10 @@ class Arena:
                 raise InvalidInput(f"slot {wrong[0]} is not acquired: each slot is released once")
             self._free.update(given)
 
-    def take_back(self, slots: list[int]) -> None:
-        """``release``, and the list is empty afterwards: to be called again by callers that were interrupted."""
+    def take_back(self, slots: list[int] | dict[Any, int]) -> None:
+        """``release``, and the list or dict is empty afterwards: to be called again by callers that were interrupted."""
         with self._lock:
-            self.release(slots)
+            self.release(slots.values() if isinstance(slots, dict) else slots)
             slots.clear()
 
     def tensor(self, slot: int) -> torch.Tensor:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +33,9 @@ __all__ = ["MemoryTier"]
 
 _Key = tuple[bytes, int]
 """A chunk's digest and length."""
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 _STATE_BYTES, _CHUNK_ENTRY_BYTES = 4096, 256
 """What a state and each of its chunks take as Python objects here, in the engine, and in what the lineage is told of them (measured)."""
@@ -77,13 +83,13 @@ class MemoryTier(CaptureTier):
         with self._lock:
             self._check_open()
             placed = self._find(manifest)
-            if placed is not None:
-                self._arena.release(slots)
-                slots.clear()
-                return placed
-            chunks = tuple(self._place(key, slot, OURS) for key, slot in zip(keys, slots, strict=True))
-            placed = self._enter(manifest, chunks, slots)
-            slots.clear()
+            if placed is None:
+                with self._wholly(manifest):
+                    chunks = tuple(self._place(key, slot, OURS) for key, slot in zip(keys, slots, strict=True))
+                    placed = self._enter(manifest, chunks, slots)
+                    taken = {chunk.slot for chunk in chunks}
+                    slots[:] = [slot for slot in slots if slot not in taken]  # the last step, after which the others are not undone
+            self._arena.take_back(slots)
             return placed
 
     def hold(self, keys: Iterable[tuple[bytes, int]], party: str = OURS) -> dict[tuple[bytes, int], Held]:
@@ -115,9 +121,9 @@ class MemoryTier(CaptureTier):
             raise InvalidInput(f"state {manifest.origin.uid} came without {len(left)} of its {len(set(keys))} chunks")
         with self._lock:
             self._check_open()
-            placed = self._settle(manifest, keys, held, filled, party)
-            held.clear()
-            filled.clear()
+            with self._wholly(manifest, held, filled):
+                placed = self._settle(manifest, keys, held, filled, party)
+            self._arena.take_back(filled)
             return placed
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
@@ -132,17 +138,17 @@ class MemoryTier(CaptureTier):
             placed = self._find(manifest)
             if placed is not None:
                 return placed
-        held = self.hold(keys)  # stays here while the rest is copied without the lock
+        held, filled = self.hold(keys), dict[_Key, int]()  # stays here while the rest is copied without the lock
         try:
             views = {key: view for key, view in zip(keys, payload.chunks, strict=True) if key not in held}
-            slots = self._acquire(manifest, len(views))
+            filled.update(zip(views, self._acquire(manifest, len(views)), strict=True))
+            for key, slot in filled.items():
+                np.copyto(np.frombuffer(self._arena.memory(slot, key[1]), np.uint8), np.frombuffer(views[key], np.uint8))
+            return self.settle(manifest, held, filled)
         except BaseException:
             self.let_go(held.values())
+            self._arena.take_back(filled)
             raise
-        for slot, (key, view) in zip(slots, views.items(), strict=True):
-            np.copyto(np.frombuffer(self._arena.memory(slot, key[1]), np.uint8), np.frombuffer(view, np.uint8))
-        with self._lock:
-            return self._settle(manifest, keys, held, dict(zip(views, slots, strict=True)), OURS)
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
         """Open a state; its slots stay while the reader is open."""
@@ -251,21 +257,50 @@ class MemoryTier(CaptureTier):
             )
         return slots
 
-    def _settle(
-        self, manifest: Manifest, keys: tuple[_Key, ...], held: Mapping[_Key, Held], filled: Mapping[_Key, int], party: str
-    ) -> Placed:
-        """Enter a state whose chunks are ``held`` already or were ``filled``; others may have brought the same meanwhile."""
+    @contextmanager
+    def _wholly(self, manifest: Manifest, *given: dict[_Key, Any]) -> Iterator[None]:
+        """A block that lets a state in, or changes nothing: neither what is known of states and chunks, nor what was ``given`` for it.
+
+        No slot goes back to the arena inside: that cannot be undone.
+        """
+        uid, keys, parts = manifest.origin.uid, _keys(manifest), [id(part) for part in _shared_parts(manifest)]
+        state, beside, shared = self._states.get(uid), self._beside, {part: self._shared[part] for part in parts}
+        chunks = {key: {chunk: chunk.uses for chunk in self._chunks.get(key, ())} for key in keys}
+        copies = [each.copy() for each in given]
+        try:
+            yield
+        except BaseException:
+            self._beside = beside
+            _put_back(self._states, {uid: state})
+            _put_back(self._shared, {part: count or None for part, count in shared.items()})
+            _put_back(self._chunks, {key: list(before) or None for key, before in chunks.items()})
+            for chunk, uses in chain.from_iterable(before.items() for before in chunks.values()):
+                chunk.uses = uses  # and whose its bytes are stays true
+            for each, copy in zip(given, copies, strict=True):
+                each.clear()
+                each.update(copy)
+            raise
+
+    def _settle(self, manifest: Manifest, keys: tuple[_Key, ...], held: dict[_Key, Held], filled: dict[_Key, int], party: str) -> Placed:
+        """Enter a state whose chunks are ``held`` already or were ``filled``; others may have brought the same meanwhile.
+
+        What is left in ``filled`` is to go back to the arena.
+        """
         here = self._states.get(manifest.origin.uid)
         if here is not None:
             slots = {**{key: chunk.slot for key, chunk in held.items()}, **filled}
             self._check_same(here, manifest, slots)
-            self._unuse(held.values())
-            self._arena.release(filled.values())
+            filled.update((chunk.key, chunk.slot) for chunk in self._unused(held.values()))
+            held.clear()
             return Placed(here.manifest, 0)
         distinct = {**held, **{key: self._place(key, slot, party) for key, slot in filled.items()}}
         for key, count in Counter(keys).items():
             distinct[key].uses += count - 1
-        return self._enter(manifest, tuple(distinct[key] for key in keys), filled.values())
+        placed = self._enter(manifest, tuple(distinct[key] for key in keys), filled.values())
+        for key in [key for key, slot in filled.items() if distinct[key].slot == slot]:
+            del filled[key]
+        held.clear()
+        return placed
 
     def _check_same(self, here: _State, manifest: Manifest, slots: Mapping[_Key, int]) -> None:
         """Compare two states whose uid and digest are equal, which proves nothing: the earlier one may be forged."""
@@ -279,11 +314,9 @@ class MemoryTier(CaptureTier):
             )
 
     def _enter(self, manifest: Manifest, chunks: tuple[Held, ...], slots: Iterable[int]) -> Placed:
-        """``slots`` are what was brought: those that are not needed go back."""
+        """Know a state; ``slots`` are what was brought for it, of which it keeps those of its chunks."""
         kept = {chunk.slot: chunk.key[1] for chunk in chunks}
-        brought = set(slots)
-        self._arena.release(brought.difference(kept))
-        bytes_new = sum(kept[slot] for slot in brought.intersection(kept))
+        bytes_new = sum(kept[slot] for slot in kept.keys() & slots)
         manifest = msgspec.structs.replace(manifest, packs=(), refs=())
         weight = _weight(manifest)
         self._states[manifest.origin.uid] = _State(manifest, chunks, weight)
@@ -327,18 +360,22 @@ class MemoryTier(CaptureTier):
         return self._unuse(state.chunks)
 
     def _unuse(self, chunks: Iterable[Held]) -> int:
-        """Count the uses down; the bytes of chunks that nothing uses any more."""
-        freed, slots = 0, []
+        """Count the uses down, and give back the slots of chunks that nothing uses any more; how many bytes those have."""
+        unused = self._unused(chunks)
+        self._arena.release(chunk.slot for chunk in unused)
+        return sum(chunk.key[1] for chunk in unused)
+
+    def _unused(self, chunks: Iterable[Held]) -> list[Held]:
+        """Count the uses down; the chunks that nothing uses any more, and that are not known from now on."""
+        unused = []
         for chunk in chunks:
             chunk.uses -= 1
             if not chunk.uses:
                 self._chunks[chunk.key].remove(chunk)
                 if not self._chunks[chunk.key]:
                     del self._chunks[chunk.key]
-                slots.append(chunk.slot)
-                freed += chunk.key[1]
-        self._arena.release(slots)
-        return freed
+                unused.append(chunk)
+        return unused
 
 
 class _MemoryReader(Reader):
@@ -400,6 +437,15 @@ class _MemoryReader(Reader):
 
 def _keys(manifest: Manifest) -> tuple[_Key, ...]:
     return tuple((chunk.digest, chunk.length) for chunk in manifest.content.chunks)
+
+
+def _put_back(known: dict[_K, _V], before: Mapping[_K, _V | None]) -> None:
+    """What is known of these keys is again what it was before; None: nothing."""
+    for key, value in before.items():
+        if value is None:
+            known.pop(key, None)
+        else:
+            known[key] = value
 
 
 def _weight(manifest: Manifest) -> int:

@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 
 _COMMIT = codes_of(commit, journal, Runner._adopt, Register.place, Register.adopt, Register.refuse, Register.note, Register._on_recorded)
 _CAPTURE = _COMMIT | codes_of(record, work, digest, dedup, Pipeline.enter, Pipeline.leave, Pipeline._begun)
-_MERGE = _COMMIT | codes_of(merge._make)
-_LANDING = _COMMIT | codes_of(arrivals.land, StateSink.adopt, pull.Pull.land, pull.IntoRepository.land, transfer.Transfer._finish)
+_MEMORY = codes_of(MemoryTier.adopt, MemoryTier.settle, MemoryTier._wholly, MemoryTier._settle, MemoryTier._place, MemoryTier._enter)
+_MERGE = _COMMIT | _MEMORY | codes_of(merge._make)
+_LANDING = _COMMIT | _MEMORY | codes_of(arrivals.land, StateSink.adopt, pull.Pull.land, pull.IntoRepository.land, transfer.Transfer._finish)
 _ANYWHERE = _COMMIT | codes_of(merge, arrivals, landing, peer, pull, transfer)
 
 TIMEOUT_S = 60.0
@@ -62,6 +63,11 @@ def out_of_memory() -> None:
 def interrupt() -> None:
     """As Ctrl-C does in the main thread, but at once, in a section of ``undisturbed`` as well."""
     raise KeyboardInterrupt
+
+
+def leave() -> None:
+    """As a handler does that ends the process."""
+    raise SystemExit
 
 
 def ctrl_c() -> None:
@@ -179,7 +185,7 @@ def _survived(interruption: Interruption) -> Iterator[None]:
     try:
         with interruption.here():
             yield
-    except (MemoryError, KeyboardInterrupt):
+    except (MemoryError, KeyboardInterrupt, SystemExit):
         assert interruption.place is not None
 
 
@@ -253,7 +259,7 @@ class Rounds:
         for handle in handles:
             try:
                 assert handle.wait(timeout_s=TIMEOUT_S).uid == handle.uid
-            except (MemoryError, KeyboardInterrupt, Conflict, Torn):
+            except (MemoryError, KeyboardInterrupt, SystemExit, Conflict, Torn):
                 assert handle.error is not None
         if interruption.place is None:
             assert [type(handle.error) for handle in handles] == self._errors
@@ -276,7 +282,16 @@ def test_captures_that_are_interrupted_are_there_for_all_or_for_none(
 # --- merges and clones -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("error", "codes"), [(out_of_memory, _MERGE), (interrupt, _MERGE), (ctrl_c, _ANYWHERE)])
+@pytest.mark.parametrize("error", [out_of_memory, interrupt, leave])
+def test_captures_that_are_interrupted_as_memory_takes_them_are_there_or_not(
+    room: Room, monkeypatch: pytest.MonkeyPatch, error: Callable[[], None]
+) -> None:
+    with monkeypatch.context() as patch:
+        places = each_step(Rounds(room, patch, "").take, room.check, _MEMORY, error)
+    assert len(places) > 5
+
+
+@pytest.mark.parametrize(("error", "codes"), [(out_of_memory, _MERGE), (interrupt, _MERGE), (leave, _MEMORY), (ctrl_c, _ANYWHERE)])
 def test_a_merge_that_is_interrupted_is_there_for_all_or_for_none(
     room: Room, error: Callable[[], None], codes: frozenset[CodeType]
 ) -> None:
@@ -291,7 +306,7 @@ def test_a_merge_that_is_interrupted_is_there_for_all_or_for_none(
     assert len(each_step(act, room.check, codes, error)) > 10
 
 
-@pytest.mark.parametrize(("error", "codes"), [(out_of_memory, _LANDING), (interrupt, _LANDING), (ctrl_c, _ANYWHERE)])
+@pytest.mark.parametrize(("error", "codes"), [(out_of_memory, _LANDING), (interrupt, _LANDING), (leave, _MEMORY), (ctrl_c, _ANYWHERE)])
 def test_a_clone_that_is_interrupted_is_there_for_all_or_for_none(
     room: Room, tmp_path: Path, error: Callable[[], None], codes: frozenset[CodeType]
 ) -> None:
