@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from . import values
 from .capture.shutdown import settle
 from .config import BackPressure, Config, data_plane
-from .errors import Conflict, DatastatesError, InvalidInput
+from .errors import DatastatesError, InvalidInput
 from .lineage.change import refs as lineage_refs
 from .lineage.search import pages as search
 from .lineage.search import walk
 from .lineage.search.names import check_names
-from .lineage.states import Ref, RefEvent, RefKind, Run, State
+from .lineage.states import Ref, RefEvent, Run, State
 from .objects.handed import split_values
-from .objects.loops import LOOPS
 from .objects.oversights import refuse_misspelt
 from .objects.report import RestoreReport
-from .objects.rng import RngState
 from .opening.core import Core
 from .opening.location import Location, locate
 from .show.frames import States
@@ -32,7 +30,7 @@ from .system.interrupts import undisturbed
 from .tracking.configuration import configuration
 from .tracking.start import Terms, follow, together
 from .tracking.tracker import Tracker
-from .upkeep.loading import load, restore, verify
+from .upkeep.loading import device_of, load, restore, verify
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -86,15 +84,6 @@ def open(
         return Repository(location, config)
 
 
-def _device(value: object, what: str) -> torch.device:
-    import torch  # whoever only looks at a lineage does without it
-
-    try:
-        return torch.empty(0, device=torch.device(value)).device  # type: ignore[call-overload]  # whatever is none raises
-    except Exception as exc:
-        raise InvalidInput(f"{what} is {values.shown(value)}: give a device that is here, such as 'cpu' ({exc})") from exc
-
-
 def _tls(value: object, what: str) -> Tls:
     from .transport.contract import tls_of  # the transport takes a while to import, and few serve
 
@@ -115,6 +104,15 @@ class Repository:
 
     # --- tracking --------------------------------------------------------------------------------------------------------
 
+    @values.takes(
+        branch=values.text,
+        resume=values.flag,
+        gradients=values.flag,
+        only=values.patterns,
+        strict=values.flag,
+        defer=values.flag,
+        objects=values.optional(values.named),
+    )
     def track(
         self,
         *,
@@ -168,32 +166,22 @@ class Repository:
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
         """
         self.core.check_open()
-        branch = values.text(branch, "branch")
         self.core.home.check_writable()
-        if not isinstance(rng, bool):
-            raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
-        settings = configuration(config)
-        tracked = together(more, {} if objects is None else values.named(objects, "objects"))
-        cadence = self.config.cadence_with(cadence, durable_every=durable_every, durable_interval_s=durable_interval_s)
-        if back_pressure is not None:
-            back_pressure = values.choice(back_pressure, BackPressure, "back_pressure")
-        if LOOPS in tracked:
-            raise InvalidInput(f"the name {LOOPS!r} is taken by the place of run.epochs and run.steps: rename what you track")
-        if rng:
-            tracked["rng"] = RngState()
-        plain, live = split_values(tracked)
+        plain, live = split_values(together(more, objects or {}, rng=rng))
         refuse_misspelt(plain.keys() & more.keys(), signature(Repository.track).parameters)
         terms = Terms(
             branch=branch,
             start=None if start is None else values.revision(start),
-            resume=values.flag(resume, "resume"),
-            only=values.patterns(only),
-            strict=values.flag(strict, "strict"),
-            gradients=values.flag(gradients, "gradients"),
-            defer=values.flag(defer, "defer"),
-            cadence=cadence,
-            back_pressure=back_pressure or self.config.back_pressure,
-            config=settings,
+            resume=resume,
+            only=only,
+            strict=strict,
+            gradients=gradients,
+            defer=defer,
+            cadence=self.config.cadence_with(cadence, durable_every=durable_every, durable_interval_s=durable_interval_s),
+            back_pressure=self.config.back_pressure
+            if back_pressure is None
+            else values.choice(back_pressure, BackPressure, "back_pressure"),
+            config=configuration(config),
         )
         return follow(self.core, live, plain, terms)
 
@@ -210,7 +198,7 @@ class Repository:
         """
         return self.core.state(rev)
 
-    @values.takes(rev=values.revision, only=values.patterns, device=values.optional(_device))
+    @values.takes(rev=values.revision, only=values.patterns, device=values.optional(device_of))
     def load(self, rev: str | State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None) -> Any:
         """A state's tree: nested containers of tensors, each byte checked. The caller owns the tensors.
 
@@ -265,13 +253,7 @@ class Repository:
         :raises Conflict: the name is taken by another state.
         """
         with self._changing(rev) as (session, uid):
-            try:
-                return lineage_refs.tag(session, name, uid, message=message)
-            except Conflict:
-                found = lineage_refs.get(session, name)
-                if found.kind is not RefKind.TAG or found.state != uid:
-                    raise
-                return found
+            return lineage_refs.keep_tag(session, name, uid, message=message)
 
     @values.takes(rev=values.revision)
     def branch(self, name: str, rev: str | State | None) -> Ref:
@@ -475,10 +457,10 @@ class Repository:
         :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
         :raises Conflict: a name is taken, or the branch is elsewhere.
         """
-        from .algebra.merge import merge
+        from .algebra.merge import Names, merge
 
-        names = {"into": into, "tag": tag, "message": message}
-        return merge(self.core, revs, method=method, weights=weights, only=only, rest=rest, options=options, **names)
+        names = Names(into, tag, message)
+        return merge(self.core, revs, method=method, weights=weights, only=only, rest=rest, names=names, options=options)
 
     @values.takes(rev=values.revision)
     def verify_merge(self, rev: str | State) -> State:
@@ -558,29 +540,19 @@ class Repository:
         :raises Unsupported: ``data="ucx"``, and UCXX is not installed.
         """
         from .clone.serving import PeerServer  # the transport takes a while to import, and few serve
-        from .transport.session.handshake import read_token
+        from .transport.session.handshake import check_writers, read_token
 
         self.core.check_open()
         secret = read_token(token, token_file)
-        if is_writable and not secret and not url.startswith("memory:"):  # which this process alone reaches
-            raise InvalidInput(
-                "whoever may write must show a token, on 127.0.0.1 too, where every user of the machine is: set DATASTATES_TOKEN, "
-                "give token_file= (make one with: datastates token FILE), or leave out is_writable=True (--writable)"
-            )
+        if is_writable:
+            check_writers(url, secret)
         if url.startswith("http:"):
             from .api.serve import serve_repository  # FastAPI is imported when it is asked for
 
             server: Server = serve_repository(self, url, token=secret, tls=tls, is_writable=is_writable)
         else:
-            server = PeerServer(
-                self.core,
-                url,
-                token=secret,
-                tls=tls,
-                is_writable=is_writable,
-                timeout_s=timeout_s,
-                data=self.config.data if data is None else data,
-            )
+            data = self.config.data if data is None else data
+            server = PeerServer(self.core, url, token=secret, tls=tls, is_writable=is_writable, timeout_s=timeout_s, data=data)
         self.core.servers.append(server)
         return server
 

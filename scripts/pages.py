@@ -117,6 +117,7 @@ def terminal() -> str:
     from typer.main import get_command
 
     from datastates.cli.app import app
+    from datastates.cli.examples import EXAMPLES
 
     group: Any = get_command(app)
     above = group.make_context("datastates", [], resilient_parsing=True)
@@ -127,7 +128,14 @@ def terminal() -> str:
     for name, command in sorted(group.commands.items()):
         context = command.context_class(command, info_name=name, parent=above)
         usage = " ".join([name, *command.collect_usage_pieces(context)])
-        parts += [f"## `datastates {name}`", f"    datastates {usage}", _plain(command.help or ""), _table(command.params)]
+        parts += [
+            f"## `datastates {name}`",
+            f"    datastates {usage}",
+            _plain(command.help or ""),
+            "For example:",
+            f"    {EXAMPLES[name]}",
+            _table(command.params),
+        ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

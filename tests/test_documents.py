@@ -149,6 +149,15 @@ def test_every_public_name_is_in_the_reference() -> None:
             assert known == f"{package}.{name}" or known.endswith(f".{name}.study.{name}") or known.endswith(f".{name}.training.{name}")
 
 
+def test_every_command_has_an_example() -> None:
+    """``tests/cli/test_examples.py`` runs them."""
+    from datastates.cli.commands import COMMANDS
+    from datastates.cli.examples import EXAMPLES
+
+    assert EXAMPLES.keys() == COMMANDS.keys()
+    assert [name for name, line in EXAMPLES.items() if not line.startswith(f"datastates {name}")] == []
+
+
 def test_every_command_is_in_the_reference() -> None:
     from datastates.cli.commands import COMMANDS
 

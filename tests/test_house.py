@@ -217,15 +217,6 @@ def test_an_unexplained_handler_is_seen() -> None:
 
 MOST_PARAMETERS = 8
 TAKES_OBJECTS = {"datastates.repository.Repository.track": "whatever it has no parameter for is an object to track"}
-STILL_LONG = {
-    *("datastates.algebra.merge.merge", "datastates.lineage.change.clones.arrive", "datastates.workflows.outliers.study.outliers"),
-    *("datastates.workflows.population.training.population", "datastates.workflows.running.explorer.explore"),
-    *("datastates.workflows.running.explorer._Run.__init__", "datastates.capture.register.Register.__init__"),
-    *("datastates.capture.room.Room.__init__", "datastates.capture.runner.Runner.__init__"),
-    *("datastates.clone.landing.objects.ObjectsSink.__init__", "datastates.tracking.guard.Guard.__init__"),
-    *("datastates.transport.session.server.Server.__init__", "datastates.lineage.show.overview.branches"),
-}
-"""What takes more and should not. Nothing may join; take out what got options or a value of its own."""
 
 
 def _long(name: str, tree: ast.AST) -> Iterator[str]:
@@ -245,7 +236,7 @@ def _long(name: str, tree: ast.AST) -> Iterator[str]:
 def test_no_function_takes_a_long_list_of_parameters() -> None:
     """Options that belong together are a TypedDict, which the function unpacks (``values.unpacks``), or a value."""
     found = {long for name, (_, tree) in MODULES.items() for long in _long(name, tree)}
-    assert found == STILL_LONG | TAKES_OBJECTS.keys()
+    assert found == TAKES_OBJECTS.keys()
 
 
 def test_a_long_list_of_parameters_is_seen() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -37,7 +37,7 @@ from .recipes import Method, Recipe, plan_recipe, recipe_of
 if TYPE_CHECKING:
     from datastates.store.arena import Arena
 
-__all__ = ["MergeOptions", "merge", "verify_merge"]
+__all__ = ["MergeOptions", "Names", "merge", "verify_merge"]
 
 
 class MergeOptions(TypedDict, total=False):
@@ -52,6 +52,15 @@ class MergeOptions(TypedDict, total=False):
     base: str | State
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the result is called: a branch that it goes on, a tag, and a text of its own."""
+
+    into: str | None
+    tag: str | None
+    message: str | None
+
+
 def merge(
     core: Core,
     revs: Sequence[str | State],
@@ -60,15 +69,13 @@ def merge(
     weights: Sequence[float] | None,
     only: str | Sequence[str] | None,
     rest: str,
-    into: str | None,
-    tag: str | None,
-    message: str | None,
+    names: Names,
     options: MergeOptions,
 ) -> State:
     """See ``Repository.merge``."""
     states = _members(core, revs)
     recipe = plan_recipe(method, len(states), weights=weights, only=only, rest=rest, options=dict(options))
-    _check_names(core, into, tag, [] if recipe.method is Method.GREEDY else states, recipe)
+    _check_names(core, names.into, names.tag, [] if recipe.method is Method.GREEDY else states, recipe)
     notes: dict[str, Value] = {}
     match recipe.method:
         case Method.GREEDY:
@@ -79,10 +86,10 @@ def merge(
         case Method.TIES:
             recipe = replace(recipe, base=_base(core, states, options.get("base")).uid)
     with Blend(core, recipe, states) as blend:
-        made = _make(core, blend, into=into, message=message, attributes={**recipe.attributes(), **notes})
-    if tag is not None:
+        made = _make(core, blend, into=names.into, message=names.message, attributes={**recipe.attributes(), **notes})
+    if names.tag is not None:
         with core.writing() as session:
-            lineage_refs.tag(session, tag, made.uid)
+            lineage_refs.tag(session, names.tag, made.uid)
     return made
 
 

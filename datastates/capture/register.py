@@ -22,7 +22,7 @@ from .engine import Engine
 from .handle import Progress
 from .line import Line, Staged
 
-__all__ = ["Books", "Register"]
+__all__ = ["Books", "Locked", "Register"]
 
 _logger = logging.getLogger(__name__)
 
@@ -37,28 +37,34 @@ class Books:
     holder: str
 
 
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """The engine and the lock that guards it, and what the register keeps; no I/O happens under it. ``changed`` rings after a change."""
+
+    engine: Engine
+    lock: Mutex
+    changed: Bell
+
+
 class Register:
     """Keeps, for each state, its line and the progress that its handle shows; moves them on as the lineage and the tiers say.
 
-    ``lock`` is the runner's: it guards the engine and all of this. No I/O happens under it. ``on_marked`` is called after a state was
-    marked as durable.
+    ``on_marked`` is called after a state was marked as durable.
     """
 
     def __init__(
         self,
         books: Books,
+        locked: Locked,
         *,
-        engine: Engine,
         memory: CaptureTier,
         local: DurableTier,
         own: Own,
         copies: Copies,
-        lock: Mutex,
-        changed: Bell,
         on_marked: Callable[[], None],
     ) -> None:
-        self._engine, self._memory, self._own, self._on_marked = engine, memory, own, on_marked
-        self._lock, self._changed, self._copies = lock, changed, copies
+        self._engine, self._lock, self._changed = locked.engine, locked.lock, locked.changed
+        self._memory, self._own, self._copies, self._on_marked = memory, own, copies, on_marked
         self._progress: dict[str, Progress] = {}
         self._lines: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from datastates.config import BackPressure
@@ -12,16 +13,15 @@ from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import OverBudget
 from datastates.store.arena import Arena
 from datastates.store.roles import CaptureTier
-from datastates.system.bell import Bell
-from datastates.system.interrupts import Mutex, checkpoint
+from datastates.system.interrupts import checkpoint
 
 from .engine import Action, Refuse, RoomNeeded
 from .line import Line
-from .register import Register
+from .register import Locked, Register
 from .rounds import Rounds
 from .warming import Warmer
 
-__all__ = ["Room"]
+__all__ = ["Questions", "Room"]
 
 _logger = logging.getLogger(__name__)
 
@@ -35,10 +35,19 @@ _MOST_IN_FLIGHT = 64
 """Captures whose second half is not done: those without tensors take no slots, and would be without number."""
 
 
-class Room:
-    """Gives out slots. ``post`` asks the engine, ``check_open`` raises when nothing more is captured, ``backlog`` counts recorded states
-    that users' modules have not seen: they keep their memory as captures in flight do.
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What the runner is asked when room is wanted. ``post`` asks the engine, ``check_open`` raises when nothing more is captured,
+    ``backlog`` counts recorded states that users' modules have not seen: they keep their memory as captures in flight do.
     """
+
+    post: Callable[[RoomNeeded], list[Action]]
+    check_open: Callable[[], None]
+    backlog: Callable[[], int]
+
+
+class Room:
+    """Gives out slots."""
 
     def __init__(
         self,
@@ -48,15 +57,12 @@ class Room:
         warmer: Warmer,
         rounds: Rounds,
         register: Register,
-        lock: Mutex,
-        changed: Bell,
-        post: Callable[[RoomNeeded], list[Action]],
-        check_open: Callable[[], None],
-        backlog: Callable[[], int],
+        locked: Locked,
+        questions: Questions,
     ) -> None:
         self._arena, self._memory, self._warmer, self._rounds = arena, memory, warmer, rounds
-        self._register, self._lock, self._changed = register, lock, changed
-        self._post, self._check_open, self._backlog = post, check_open, backlog
+        self._register, self._lock, self._changed = register, locked.lock, locked.changed
+        self._post, self._check_open, self._backlog = questions.post, questions.check_open, questions.backlog
         self._next_slots = 0
 
     @property

@@ -24,8 +24,6 @@ from datastates.config import BackPressure, Config
 from datastates.content.manifest import Manifest
 from datastates.errors import Closed, Conflict, Torn, Unavailable
 from datastates.lineage.change import refs as lineage_refs
-from datastates.lineage.database import Database
-from datastates.lineage.search.holders import holder
 from datastates.lineage.states import NewState, RefKind, Run, State
 from datastates.modules.copies import Copies
 from datastates.modules.own import Own
@@ -56,8 +54,8 @@ from .engine import (
 )
 from .line import Line, Staged
 from .pipeline import Pipeline
-from .register import Books, Register
-from .room import Room
+from .register import Books, Locked, Register
+from .room import Questions, Room
 from .rounds import Rounds
 from .stage import CopyJob, Stager
 from .warming import Warmer
@@ -84,34 +82,21 @@ class Runner:
 
     def __init__(
         self,
+        books: Books,
+        config: Config,
         *,
-        database: Database,
         arena: Arena,
         memory: CaptureTier,
         local: DurableTier,
         further: Sequence[Tier] = (),
-        config: Config,
-        run: Run,
-        node: str,
-        folder: str,
     ) -> None:
-        self._database, self._config = database, config
+        self._database, self._config = books.database, config
         self._lock, self._changed = Mutex(), Bell()
         self._engine = Engine(most_held=min(MOST_HELD, max(arena.capacity, _LEAST_HELD)))
         self._own = Own(config.modules, memory, self._changed.ring)
-        self._copies = Copies(local, further, database, self._changed.ring)
-        books = Books(database, run, folder, holder(node, run.uid))
-        self._register = Register(
-            books,
-            engine=self._engine,
-            memory=memory,
-            local=local,
-            own=self._own,
-            copies=self._copies,
-            lock=self._lock,
-            changed=self._changed,
-            on_marked=self._on_marked,
-        )
+        self._copies = Copies(local, further, books.database, self._changed.ring)
+        locked = Locked(self._engine, self._lock, self._changed)
+        self._register = Register(books, locked, memory=memory, local=local, own=self._own, copies=self._copies, on_marked=self._on_marked)
         self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local)
         self._commits = Commits(books, self._register, self._pipeline, memory, adopt=self._adopt, post=self._post)
         self.stager = Stager(arena)
@@ -123,11 +108,8 @@ class Runner:
             warmer=self._warmer,
             rounds=self._rounds,
             register=self._register,
-            lock=self._lock,
-            changed=self._changed,
-            post=self._post,
-            check_open=self._raise_if_closed,
-            backlog=lambda: self._own.backlog,
+            locked=locked,
+            questions=Questions(self._post, self._raise_if_closed, lambda: self._own.backlog),
         )
         self._memory = memory
         memory.on_let_go = self._changed.ring

@@ -67,7 +67,7 @@ def clone(
         typer.Option("--data", help="What carries the bytes (default: DATASTATES_DATA, else auto). ucx needs ucx://.", show_default=False),
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="A source that is silent for so long is gone.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Treat a source that is silent for this long as dead.")
     ] = 10.0,
     as_json: AsJson = False,
 ) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from .examples import EXAMPLES
+
 __all__ = ["COMMANDS", "LazyCommands", "simplify"]
 
 COMMANDS = {
@@ -82,7 +84,7 @@ def _make(name: str) -> Any:
     import_module(f".{module}", __package__).register(app)
     app.registered_commands = [one for one in app.registered_commands if name == (one.name or getattr(one.callback, "__name__", None))]
     (info,) = app.registered_commands
-    info.rich_help_panel, info.cls = heading, Command
+    info.rich_help_panel, info.cls, info.epilog = heading, Command, f"Example: {EXAMPLES[name]}"
     return typer.main.get_command(app)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-Limit = Annotated[int, typer.Option("--limit", "-n", min=0, help="At most so many states; 0: all.")]
+Limit = Annotated[int, typer.Option("--limit", "-n", min=0, help="Show at most this many states; 0 shows all.")]
 
 FOUND = 100
 """How many states ``find`` shows to people who did not say."""
@@ -129,7 +129,7 @@ def find(
             "--limit",
             "-n",
             min=0,
-            help=f"At most so many states; 0: all (default: the query's own limit, else {FOUND}; with --json and --csv all).",
+            help=f"Show at most this many states; 0 shows all (default: the query's own limit, else {FOUND}; with --json and --csv all).",
             show_default=False,
         ),
     ] = None,

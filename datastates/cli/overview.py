@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from datetime import datetime
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 from rich.text import Text
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from datastates.lineage.show.branches import Branches
+    from datastates.lineage.show.overview import Choice
     from datastates.opening.home import Home
 
 __all__ = ["register"]
@@ -32,13 +33,15 @@ NOTHING = "nothing is captured here yet: run.capture() in a training makes the f
 Query = Annotated[
     str,
     typer.Argument(
-        metavar="[QUERY]", help="A condition on the newest state of each branch, such as 'metrics.val_loss < 0.2'.", show_default=False
+        metavar="QUERY", help="A condition on the newest state of each branch, such as 'metrics.val_loss < 0.2'.", show_default=False
     ),
 ]
 Metric = Annotated[
-    str | None, typer.Option("--metric", "-m", metavar="KEY", help="Of what values and curves are (default: the most relevant one).")
+    str | None, typer.Option("--metric", "-m", metavar="KEY", help="The metric of the values and curves (default: the most relevant one).")
 ]
-Rising = Annotated[bool | None, typer.Option("--max/--min", help="The larger or the smaller is better (default: by the metric's name).")]
+Rising = Annotated[
+    bool | None, typer.Option("--max/--min", help="Whether larger or smaller values are better (default: by the metric's name).")
+]
 Sorted = Annotated[
     str,
     typer.Option(
@@ -47,8 +50,13 @@ Sorted = Annotated[
         help="changed, name, began, best, last, step, states, restorable, durable, bytes or took; -BY: the other way.",
     ),
 ]
-Grouped = Annotated[str | None, typer.Option("--group", metavar="BY", help="study, config.KEY or attr.KEY.", show_default=False)]
-Limit = Annotated[int, typer.Option("--limit", "-n", min=0, help="At most so many; 0: all.")]
+Grouped = Annotated[
+    str | None,
+    typer.Option(
+        "--group", metavar="BY", help="Put branches with the same value together: study, config.KEY or attr.KEY.", show_default=False
+    ),
+]
+Limit = Annotated[int, typer.Option("--limit", "-n", min=0, help="Show at most this many; 0 shows all.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Write a table for a spreadsheet.", show_default=False)]
 
 
@@ -61,7 +69,7 @@ def register(app: typer.Typer) -> None:
 def branches(
     context: typer.Context,
     query: Query = "",
-    name: Annotated[str, typer.Option("--name", metavar="PART", help="A part of the names that are wanted.", show_default=False)] = "",
+    name: Annotated[str, typer.Option("--name", metavar="PART", help="Only branches whose name contains this.", show_default=False)] = "",
     metric: Metric = None,
     rising: Rising = None,
     sort: Sorted = "changed",
@@ -74,7 +82,7 @@ def branches(
     """Show each branch: its curve, its best, what can be restored, where it forked, what was configured, whether it runs."""
     shell = Shell(context, repo, as_json)
     with _looking(shell) as (session, home):
-        found = _ask((session, home), query, name, metric, rising, sort, group, limit)
+        found = _ask((session, home), query, rising, name=name, metric=metric, sort=sort, group=group, limit=limit or None)
     _write(shell, found, as_csv=as_csv)
 
 
@@ -94,7 +102,7 @@ def best(
     shell = Shell(context, repo, as_json)
     with _looking(shell) as (session, home):
         check_names(session, f"metrics.{_quoted(metric)} > 0")
-        found = _ask((session, home), query, "", metric, rising, "best", None, limit)
+        found = _ask((session, home), query, rising, metric=metric, sort="best", limit=limit or None)
     found = replace(found, items=tuple(item for item in found if item.best is not None))
     _write(shell, found, as_csv=as_csv)
     points = [item.best_restorable for item in found if item.best_restorable is not None]
@@ -160,8 +168,8 @@ def watch(
     sort: Sorted = "changed",
     group: Grouped = None,
     limit: Limit = 20,
-    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="How often it looks.")] = 2.0,
-    times: Annotated[int, typer.Option("--times", min=0, help="How often in all; 0: until it is interrupted.")] = 0,
+    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="How often to look.")] = 2.0,
+    times: Annotated[int, typer.Option("--times", min=0, help="How often in all; 0: until Ctrl-C.")] = 0,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -175,7 +183,7 @@ def watch(
 
     def look() -> Branches:
         with database.read() as session:
-            return _ask((session, home), query, "", metric, rising, sort, group, limit)
+            return _ask((session, home), query, rising, metric=metric, sort=sort, group=group, limit=limit or None)
 
     try:
         _watch(shell, look, every, times)
@@ -258,29 +266,12 @@ def _looking(shell: Shell) -> Iterator[tuple[Session, Home]]:
         yield session, home
 
 
-def _ask(
-    where: tuple[Session, Home],
-    query: str,
-    name: str,
-    metric: str | None,
-    rising: bool | None,
-    sort: str,
-    group: str | None,
-    limit: int,
-) -> Branches:
+def _ask(where: tuple[Session, Home], query: str, rising: bool | None, **choice: Unpack[Choice]) -> Branches:
     from datastates.lineage.show import overview
     from datastates.lineage.show.goals import Direction
     from datastates.opening.life import life_of
 
     session, home = where
-    return overview.branches(
-        session,
-        query,
-        name=name,
-        metric=metric,
-        direction=None if rising is None else Direction.MAX if rising else Direction.MIN,
-        sort=sort,
-        group=group,
-        limit=limit or None,
-        living=partial(life_of, home=home),
-    )
+    choice["direction"] = None if rising is None else Direction.MAX if rising else Direction.MIN
+    choice["living"] = partial(life_of, home=home)
+    return overview.branches(session, query, **choice)

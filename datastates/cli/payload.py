@@ -29,7 +29,9 @@ def register(app: typer.Typer) -> None:
 def restore(
     context: typer.Context,
     rev: Rev,
-    into: Annotated[Path, typer.Option("--into", metavar="FILE.safetensors|FOLDER", help="One file, or a folder with one file an object.")],
+    into: Annotated[
+        Path, typer.Option("--into", metavar="FILE.safetensors|FOLDER", help="One file, or a folder with one file for each object.")
+    ],
     only: Annotated[
         list[str] | None,
         typer.Option(

@@ -40,7 +40,7 @@ def serve(
     urls: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[URL]...",
+            metavar="URL",
             help="Where to listen: http://HOST:PORT for the page and the web API (default: http://127.0.0.1:8642), "
             "tcp://HOST:PORT for other processes to clone from (ucx:// where UCX may carry the bytes); or both. Port 0: any that is free.",
             show_default=False,
@@ -57,13 +57,19 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="http:// here, instead of URL.", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="http:// there, instead of URL.", show_default=False)] = None,
+    host: Annotated[
+        str | None,
+        typer.Option("--host", metavar="ADDRESS", help="Listen for HTTP at this address, instead of naming a URL.", show_default=False),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=0, max=65535, help="Listen for HTTP at this port, instead of naming a URL.", show_default=False),
+    ] = None,
     write: Annotated[bool, typer.Option("--write", help="The page may write; makes a token if there is none, and prints it.")] = False,
     web_tokens: Annotated[
         Path | None,
         typer.Option(
-            "--web-tokens", metavar="FILE", help="http: lines 'SCOPE TOKEN' (default: DATASTATES_WEB_TOKENS).", show_default=False
+            "--web-tokens", metavar="FILE", help="http: a file of lines 'SCOPE TOKEN' (default: DATASTATES_WEB_TOKENS).", show_default=False
         ),
     ] = None,
     allowed_host: Annotated[
@@ -98,11 +104,11 @@ def serve(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="tcp, ucx: a peer that is silent for so long is gone.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="tcp, ucx: treat a peer that is silent for this long as dead.")
     ] = 10.0,
     as_json: AsJson = False,
 ) -> None:
-    """Serve repositories until Ctrl-C or SIGTERM: the page and the web API, or states to clone. Beyond 127.0.0.1 a token is a must."""
+    """Serve repositories until Ctrl-C or SIGTERM: the page and the web API, or states to clone. Beyond 127.0.0.1 it needs a token."""
     shell = Shell(context, None, as_json)
     web_urls, clone_urls = _where(urls or [], host, port)
     if tls_key is not None and tls_cert is None:

@@ -53,7 +53,7 @@ def demo(
     ),
     short: Annotated[bool, typer.Option("--short", help="A tiny model and a few steps.")] = False,
 ) -> None:
-    """Train a small GPT, capture every step, fork it, prove that it resumes bit for bit, and find wrong labels by a lineage."""
+    """Train a small GPT, capture every step, fork it, prove that it resumes bit for bit, and find wrong labels by their losses."""
     from datastates.demo.main_job import main
 
     orderly()

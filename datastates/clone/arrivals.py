@@ -79,9 +79,7 @@ def land(
     *,
     ancestry: Sequence[State],
     tags: Sequence[Ref],
-    source: str,
-    source_repository: str,
-    bytes_moved: int,
+    came: clones.Provenance,
 ) -> State:
     """Make a state whose chunks are all here one of the repository's, with what is told of its ancestry and tags.
 
@@ -94,17 +92,7 @@ def land(
 
     def record(session: Session, new: NewState) -> State:
         clones.import_ancestry(session, ancestry)
-        return clones.arrive(
-            session,
-            state,
-            run=run,
-            tier=new.tier,
-            node=core.node,
-            bytes_new=new.bytes_new,
-            source=source,
-            source_repository=source_repository,
-            bytes_moved=bytes_moved,
-        )
+        return clones.arrive(session, state, run=run, tier=new.tier, node=core.node, bytes_new=new.bytes_new, came=came)
 
     with undisturbed():
         _check_on_disk(core, sink)

@@ -126,9 +126,7 @@ class IntoRepository(Arrival):
             opened.state,
             ancestry=self._ancestry,
             tags=self._tags,
-            source=self._sink.party,
-            source_repository=opened.repository,
-            bytes_moved=sum(fetched.bytes_by_feed.values()),
+            came=clones.Provenance(self._sink.party, opened.repository, sum(fetched.bytes_by_feed.values())),
         )
         return state, None
 

@@ -183,16 +183,8 @@ class RepositoryStore:
         """Record what was pushed."""
         assert isinstance(sink, StateSink), "receive made it"
         state, ancestry, tags = _told(offer)
-        state = arrivals.land(
-            self._core,
-            sink,
-            state,
-            ancestry=ancestry,
-            tags=tags,
-            source=_PUSHERS,
-            source_repository="",
-            bytes_moved=sink.bytes_missing,
-        )
+        came = clones.Provenance(_PUSHERS, "", sink.bytes_missing)
+        state = arrivals.land(self._core, sink, state, ancestry=ancestry, tags=tags, came=came)
         self._rooms.pop(sink).close()
         return record_of(state)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from datastates import values
 from datastates.capture.host import Host
+from datastates.capture.register import Books
 from datastates.capture.runner import Runner
 from datastates.capture.shutdown import close_at_exit, closed
 from datastates.config import Config
@@ -119,17 +120,9 @@ class Core:
                 runs.start(session, run)
             arena = Arena(budget)
             memory = captures_in(arena, holder(self.node, run.uid))
-            runner = Runner(
-                database=self.database,
-                arena=arena,
-                memory=memory,
-                local=self.tiers.durable,
-                further=self.tiers.further,
-                config=self.config,
-                run=run,
-                node=self.node,
-                folder=folder,
-            )
+            books = Books(self.database, run, folder, holder(self.node, run.uid))
+            tiers = self.tiers
+            runner = Runner(books, self.config, arena=arena, memory=memory, local=tiers.durable, further=tiers.further)
         except BaseException:
             lease.close()
             raise

@@ -37,7 +37,7 @@ from datastates.policy.spikes import Spikes
 from .soundness import is_sound
 from .training import Training
 
-__all__ = ["Data", "Guard", "Rewind"]
+__all__ = ["Data", "Guard", "Rewind", "Rules"]
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +57,19 @@ class Rewind:
     problem: str
     good: State
     branch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """When a guard steps in and what it does then; see ``Tracker.guard``."""
+
+    spike: float | None
+    patience: int
+    window: int
+    back: int
+    data: Data
+    limit: int
+    keep: Sequence[str]
 
 
 class Run(Protocol):
@@ -96,28 +109,17 @@ class Guard:
     The guard's own memory, of the last losses, begins anew with each process.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        training: Training,
-        *,
-        spike: float | None,
-        patience: int,
-        window: int,
-        back: int,
-        data: Data,
-        limit: int,
-        keep: Sequence[str],
-    ) -> None:
+    def __init__(self, run: Run, training: Training, rules: Rules) -> None:
+        data = rules.data
         if data not in ("skip", "reshuffle"):
             raise InvalidInput(f"data is {data!r}: choose 'skip' or 'reshuffle'")
-        if back < 1 or limit < 1:
-            raise InvalidInput(f"back is {back} and limit {limit}: both count from 1")
+        if rules.back < 1 or rules.limit < 1:
+            raise InvalidInput(f"back is {rules.back} and limit {rules.limit}: both count from 1")
         refs.check_name(_name(run.branch, 10**12, 100))
-        self._run, self._training, self._spikes = run, training, Spikes(spike, window, patience)
-        self._window, self._back, self._limit, self._data = window, back, limit, data
+        self._run, self._training, self._rules = run, training, rules
+        self._spikes = Spikes(rules.spike, rules.window, rules.patience)
         self._samplers = [found for _, found in parts(training.objects) if isinstance(found, PermutationSampler)]
-        self._kept = _kept(training, keep, is_skipping=data == "skip")
+        self._kept = _kept(training, rules.keep, is_skipping=data == "skip")
         if data == "reshuffle" and not self._samplers:
             raise InvalidInput(
                 "data='reshuffle' changes the order of a PermutationSampler, and none is tracked: track one, or choose data='skip'"
@@ -158,14 +160,14 @@ class Guard:
         if uid is not None and uid != self._good[-1]:
             self._good.append(uid)
         self._calm += 1
-        if self._calm >= self._window:
+        if self._calm >= self._rules.window:
             self._in_a_row = 0
 
     def _rewind(self, step: int, loss: float, problem: str) -> None:
         """Abandon, find, put back: the table of contents of a rewind."""
         run = self._run
         branch = self._abandon(step, loss, problem)
-        depth = self._back << min(self._in_a_row, 30)
+        depth = self._rules.back << min(self._in_a_row, 30)
         good = self._find(depth)
         if good is None:
             raise Unavailable(
@@ -175,11 +177,11 @@ class Guard:
         self._put_back(good)
         self.rewinds.append(Rewind(step, loss, problem, good, branch))
         self._in_a_row, self._calm = self._in_a_row + 1, 0
-        if self._in_a_row > self._limit:
+        if self._in_a_row > self._rules.limit:
             raise self._gave_up(self.rewinds[-self._in_a_row :])
         _logger.warning(
             "the loss of step %d %s: back at step %d (%s), what came since is on %s; rewind %d of %d in a row",
-            step, problem, good.step, good.uid[:10], branch, self._in_a_row, self._limit,
+            step, problem, good.step, good.uid[:10], branch, self._in_a_row, self._rules.limit,
         )  # fmt: skip
 
     def _abandon(self, step: int, loss: float, problem: str) -> str:
@@ -234,7 +236,7 @@ class Guard:
             for module in training.adapted.modules:
                 module.zero_grad()
         self._good = deque([good.uid], maxlen=self._good.maxlen)
-        if self._data == "reshuffle":
+        if self._rules.data == "reshuffle":
             prefix = _name(training.branch, 0, 1).removesuffix("0")
             with training.core.reading() as session:
                 salt = sum(ref.name.startswith(prefix) for ref in refs.refs(session))
@@ -246,7 +248,7 @@ class Guard:
         last = rewinds[-1]
         branches = ", ".join(repr(rewind.branch) for rewind in rewinds)
         return Unavailable(
-            f"branch {self._run.branch!r} does not get over step {last.step}: its loss {last.problem}, after {self._limit} rewinds"
+            f"branch {self._run.branch!r} does not get over step {last.step}: its loss {last.problem}, after {self._rules.limit} rewinds"
             f" in a row; the branch and what it tracks are back at step {last.good.step} ({last.good.uid[:10]}), what was tried is on"
             f" {branches}:"
             " lower the learning rate, look at the data, or go further back (back=…)",

@@ -14,6 +14,8 @@ from datastates.config import BackPressure
 from datastates.errors import InvalidInput
 from datastates.lineage.change import refs
 from datastates.lineage.states import Value
+from datastates.objects.loops import LOOPS
+from datastates.objects.rng import RngState
 from datastates.opening.core import Core
 from datastates.policy.cadence import Cadence
 from datastates.system.interrupts import undisturbed
@@ -42,17 +44,22 @@ class Terms:
     config: Mapping[str, Value]
 
 
-def together(more: Mapping[str, object], objects: Mapping[str, object]) -> dict[str, object]:
-    """Everything that is tracked, by name.
+def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: object) -> dict[str, object]:
+    """Everything that is tracked, by name; ``rng`` says whether the global random number generators are.
 
     :raises InvalidInput: a name is taken, or given twice.
     """
+    if not isinstance(rng, bool):
+        raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
     twice = sorted(more.keys() & objects.keys())
     if twice:
         raise InvalidInput(f"{', '.join(twice)}: given by keyword and in objects=; give each of them once")
     if "rng" in objects:
         raise InvalidInput("the name 'rng' is taken by the random number generators: rename what you track")
-    return {values.text(name, "the name of what is tracked"): found for name, found in {**more, **objects}.items()}
+    tracked = {values.text(name, "the name of what is tracked"): found for name, found in {**more, **objects}.items()}
+    if LOOPS in tracked:
+        raise InvalidInput(f"the name {LOOPS!r} is taken by the place of run.epochs and run.steps: rename what you track")
+    return tracked | {"rng": RngState()} if rng else tracked
 
 
 def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], terms: Terms) -> Tracker:

@@ -302,10 +302,10 @@ class Tracker:
         :param keep: names of tracked objects that are not to go back, such as a count of batches.
         :raises InvalidInput: one of these means nothing, or there is no order of the data that could be changed.
         """
-        from .guard import Guard  # few guard
+        from .guard import Guard, Rules  # few guard
 
         self._training.check_usable()
-        return Guard(self, self._training, spike=spike, patience=patience, window=window, back=back, data=data, limit=limit, keep=keep)
+        return Guard(self, self._training, Rules(spike, patience, window, back, data, limit, keep))
 
     def close(self) -> None:
         """Take the hooks off and make the branch's head durable; idempotent.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from datastates import values
+from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 from datastates.objects.report import RestoreReport, Selection
 from datastates.objects.restore import reads, restore_into
@@ -18,7 +20,20 @@ from .salvage import naming_a_way_on
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load", "restore", "verify"]
+__all__ = ["device_of", "load", "restore", "verify"]
+
+
+def device_of(value: object, what: str) -> torch.device:
+    """A device of this machine.
+
+    :raises InvalidInput: it is none.
+    """
+    import torch  # whoever only looks at a lineage does without it
+
+    try:
+        return torch.empty(0, device=torch.device(value)).device  # type: ignore[call-overload]  # whatever is none raises
+    except Exception as exc:
+        raise InvalidInput(f"{what} is {values.shown(value)}: give a device that is here, such as 'cpu' ({exc})") from exc
 
 
 def load(core: Core, state: State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None) -> Any:

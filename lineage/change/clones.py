@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Clone",
+    "Provenance",
     "arrive",
     "check_ancestry",
     "check_arrival",
@@ -50,6 +51,15 @@ class Clone:
     run: str | None
     bytes_moved: int
     created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What the record of an arrival is told: where the state came from, the uid of that lineage, and how many bytes were moved for it."""
+
+    source: str
+    repository: str
+    bytes_moved: int
 
 
 def repository_uid(session: Session) -> str:
@@ -143,9 +153,7 @@ def arrive(
     tier: str,
     node: str,
     bytes_new: int,
-    source: str,
-    source_repository: str,
-    bytes_moved: int,
+    came: Provenance,
 ) -> State:
     """A state's bytes came onto a tier of this process: record it, or its new replica, and where it came from; the state as it is now.
 
@@ -160,8 +168,8 @@ def arrive(
     else:
         new = _new(state, here, status=Status.CAPTURED)
         record(session, replace(new, tier=tier, node=holder(node, run), bytes_new=bytes_new))
-    row = {"held": state.uid, "run": run, "source": source, "source_repository": source_repository, "node": node}
-    session.execute(_INSERT, {**row, "bytes_moved": bytes_moved, "created_at": to_us(None)})
+    row = {"held": state.uid, "run": run, "source": came.source, "source_repository": came.repository, "node": node}
+    session.execute(_INSERT, {**row, "bytes_moved": came.bytes_moved, "created_at": to_us(None)})
     return load(session, [state.uid])[0]
 
 

@@ -52,6 +52,20 @@ def tag(session: Session, name: str, uid: str, *, message: str | None = None, re
     return _make(session, Ref(name, RefKind.TAG, uid, 1, message), reason)
 
 
+def keep_tag(session: Session, name: str, uid: str, *, message: str | None = None) -> Ref:
+    """Name a state for good, unless this tag names it already: then the tag as it stands.
+
+    :raises Conflict: the name is taken by another state, or by a branch.
+    """
+    try:
+        return tag(session, name, uid, message=message)
+    except Conflict:
+        found = get(session, name)
+        if found.kind is not RefKind.TAG or found.state != uid:
+            raise
+        return found
+
+
 def branch(session: Session, name: str, uid: str, *, reason: str = "branch") -> Ref:
     """A new branch with its head at a state.
 

@@ -32,8 +32,8 @@ def test_states_from_before_clones_stay_and_can_be_cloned(empty_url: str, new_st
             assert refs.get(session, "main").state == second.uid
             now = clones.repository_uid(session)
             for state in (first, second):
-                origin = {"source": "x", "source_repository": "y"}
-                clones.arrive(session, state, run=None, tier=CAPTURED, node="here", bytes_new=0, bytes_moved=1, **origin)
+                came = clones.Provenance("x", "y", bytes_moved=1)
+                clones.arrive(session, state, run=None, tier=CAPTURED, node="here", bytes_new=0, came=came)
         with opened.read() as session:
             assert session.execute(text("SELECT count(*) FROM repository")).scalar_one() == 1
             assert {each.source_repository for each in clones.clones_of(session, first.uid)} == {"y"}

@@ -52,9 +52,7 @@ def arrive(database: Database, state: State, *, run: Run | None = None, node: st
             tier=CAPTURED,
             node=node,
             bytes_new=7,
-            source=SOURCE,
-            source_repository="c" * 24,
-            bytes_moved=5,
+            came=clones.Provenance(SOURCE, "c" * 24, bytes_moved=5),
         )
 
 

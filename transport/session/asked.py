@@ -84,11 +84,11 @@ class Asked:
             case Push():
                 self._begin_upload(number, question)
             case Release():
-                self._life.guard(self._reply, number, self._release, question)
+                self._life.depend_on(self._reply, number, self._release, question)
             case Digests():
-                self._life.guard(self._reply, number, self._sending.digests, question)
+                self._life.depend_on(self._reply, number, self._sending.digests, question)
             case _:
-                self._life.guard(self._answer, number, question)
+                self._life.depend_on(self._answer, number, question)
 
     def part(self, number: int, data: bytes) -> None:
         """A part of what the peer says of a state that it pushes.
@@ -106,7 +106,7 @@ class Asked:
         upload.moved_at = self._clock()
         if len(upload.body) == upload.push.bytes:
             del self._uploads[number]
-            self._life.guard(self._reply, number, self._take_push, upload)
+            self._life.depend_on(self._reply, number, self._take_push, upload)
 
     def close(self) -> None:
         """The session is over."""
@@ -122,7 +122,7 @@ class Asked:
             if len(self._refused) > _QUESTIONS:
                 del self._refused[next(iter(self._refused))]
             self._questions.discard(number)
-            self._life.guard(self._post, Failed(number, describe(exc)))
+            self._life.depend_on(self._post, Failed(number, describe(exc)))
         else:
             self._uploads[number] = _Upload(push, self._clock())
 

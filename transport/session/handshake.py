@@ -90,6 +90,18 @@ def read_token(
     return raw
 
 
+def check_writers(url: str, token: bytes) -> None:
+    """Refuse to let peers write who need not show a token; a ``memory:`` address is reached by this process alone.
+
+    :raises InvalidInput: there is no token.
+    """
+    if not token and not url.startswith("memory:"):
+        raise InvalidInput(
+            "whoever may write must show a token, on 127.0.0.1 too, where every user of the machine is: set DATASTATES_TOKEN, "
+            "give token_file= (make one with: datastates token FILE), or leave out is_writable=True (--writable)"
+        )
+
+
 async def _bounded(channel: Channel, timeout_s: float, handshake: Coroutine[None, None, tuple[Sealed, Ready]]) -> tuple[Sealed, Ready]:
     try:
         async with asyncio.timeout(timeout_s):

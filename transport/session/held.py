@@ -43,7 +43,7 @@ class Feeds:
             return _HeldFeed(self, handle, manifest, lengths, None)
 
         def took(count: int, size: int) -> None:
-            self.life.guard(self.post, Took(handle, count, size))
+            self.life.depend_on(self.post, Took(handle, count, size))
 
         return _HeldFeed(self, handle, manifest, lengths, NearChunks(self.near, addresses, took))
 

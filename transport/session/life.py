@@ -50,9 +50,9 @@ class Life:
                 raise
             raise again(self.error) from None
 
-    def guard(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+    def depend_on(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         """Do it in a task of its own; if it fails the session is over."""
-        self.spawn(self._guarded(work, *arguments))
+        self.spawn(self._or_fall(work, *arguments))
 
     def fall(self, error: DatastatesError, *, farewell: str | None = None) -> None:
         """End the session with an error, unless it has one already. A peer is told what its fault was, or the ``farewell``."""
@@ -74,7 +74,7 @@ class Life:
         if not task.cancelled():
             task.exception()  # looked at: whoever waits for it, if anybody still does, gets it as well
 
-    async def _guarded(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+    async def _or_fall(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         try:
             await work(*arguments)
         except DatastatesError as exc:

@@ -108,8 +108,8 @@ class Session:
         self._asked = Asked(
             answers, self._sending, life=self._life, post=self._post, clock=self._clock, peer=self.peer, feed=self._feeds.open
         )
-        self._life.guard(self._read)
-        self._life.guard(self._pulse)
+        self._life.depend_on(self._read)
+        self._life.depend_on(self._pulse)
 
     def _answers_of(self, service: Service) -> Answers:
         terms, neighbours = self._begun.terms, service.neighbours
@@ -330,7 +330,7 @@ class Session:
             case Moved():
                 self._plane.moved(message)
                 if message.asks:
-                    self._life.guard(self._plane.answer)
+                    self._life.depend_on(self._plane.answer)
             case Took():
                 self._sending.took(message)
             case Ask(number, question):
@@ -354,7 +354,7 @@ class Session:
             self._check_peer()
             self._asking.expire(SILENT_TIMEOUTS * self.timeout_s, ANSWER_TIMEOUTS * self.timeout_s)
             if not self._writing.locked():
-                self._life.guard(self._post, Ping(self._sending.bytes))
+                self._life.depend_on(self._post, Ping(self._sending.bytes))
 
     def _check_peer(self) -> None:
         now, limit = self._clock(), self.timeout_s

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from datastates import values
 from datastates.content.digest import pieces_digest
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.content.shards import is_whole
@@ -39,6 +40,18 @@ class _Arriving:
     scratch: torch.Tensor | None
 
 
+class SinkOptions(TypedDict, total=False):
+    """What an ``ObjectsSink`` takes beside the state and the objects; see there."""
+
+    only: str | Sequence[str] | None
+    strict: bool
+    atomic: bool
+    skip_equal: bool
+    keep: bool
+    scratch: int
+    shadows: Shadows | None
+
+
 class ObjectsSink:
     """Receives a state into ``objects``. Made, committed and closed on the thread that owns them; misfits are refused when it is made.
 
@@ -53,23 +66,13 @@ class ObjectsSink:
     :raises Corrupt: the manifest's tree is none of named objects.
     """
 
-    def __init__(
-        self,
-        checked: CheckedManifest,
-        objects: Mapping[str, object],
-        *,
-        only: str | Sequence[str] | None = None,
-        strict: bool = True,
-        atomic: bool = True,
-        skip_equal: bool = False,
-        keep: bool = False,
-        scratch: int = 16,
-        shadows: Shadows | None = None,
-    ) -> None:
+    @values.unpacks(SinkOptions, only=None, strict=True, atomic=True, skip_equal=False, keep=False, scratch=16, shadows=None)
+    def __init__(self, checked: CheckedManifest, objects: Mapping[str, object], **options: Unpack[SinkOptions]) -> None:
+        only, atomic, shadows = options["only"], options["atomic"], options["shadows"]
         self.manifest = checked.manifest
         self.lengths = checked.lengths
         self._parts = checked
-        self._objects, self._only, self._strict, self._keeps = objects, only, strict, keep
+        self._objects, self._only, self._strict, self._keeps = objects, only, options["strict"], options["keep"]
         wants = reads(objects, only)
         self._wanted = holders(self._parts.specs, [wants(spec.path) for spec in self._parts.specs])
         self._shadows = shadows
@@ -79,7 +82,7 @@ class ObjectsSink:
         targets = self._check()
         self._homes = {} if atomic else self._find_homes(targets)
         self._routes = self._route(is_atomic=atomic)
-        self._scratch = Scratch(scratch)
+        self._scratch = Scratch(options["scratch"])
         self._missing = dict.fromkeys(sorted(self._routes))
         self._accepted: set[int] = set()
         self._arriving: dict[int, _Arriving] = {}
@@ -87,7 +90,7 @@ class ObjectsSink:
         self._token = object()
         self._is_touched = self._is_committed = self._is_closed = False
         self._given: list[tuple[int, int]] = []
-        if skip_equal and not atomic:
+        if options["skip_equal"] and not atomic:
             self._skip_equal()
         self._shadow.warm(list(self._fresh_extents()))
         if self._homes:

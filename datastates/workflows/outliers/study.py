@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict, Unpack
 
 from torch import nn
 
@@ -29,6 +30,18 @@ def _model(value: object, what: str) -> nn.Module:
     return value
 
 
+class OutlierOptions(TypedDict, total=False):
+    """What else ``outliers`` takes; see there."""
+
+    subsets: Mapping[str, Sequence[int]] | None
+    states: int
+    noise_rate: float | None
+    name: str
+    batch: int
+    steps_per_epoch: int | None
+    on_progress: Callable[[int, int], None] | None
+
+
 @values.takes(
     repo=arguments.repository,
     branches=values.revisions,
@@ -45,6 +58,7 @@ def _model(value: object, what: str) -> nn.Module:
     steps_per_epoch=values.optional(arguments.positive),
     on_progress=values.optional(values.callback),
 )
+@values.unpacks(OutlierOptions, subsets=None, states=8, noise_rate=None, name="model", batch=1024, steps_per_epoch=None, on_progress=None)
 def outliers(
     repo: Repository,
     branches: str | State | Sequence[str | State] = (),
@@ -54,13 +68,7 @@ def outliers(
     count: int,
     study: str | None = None,
     plan: Plan | None = None,
-    subsets: Mapping[str, Sequence[int]] | None = None,
-    states: int = 8,
-    noise_rate: float | None = None,
-    name: str = "model",
-    batch: int = 1024,
-    steps_per_epoch: int | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    **options: Unpack[OutlierOptions],
 ) -> OutlierReport:
     """Score ``count`` samples by their losses under states that the lineage holds already, and rank them.
 
@@ -96,15 +104,16 @@ def outliers(
     :raises Unavailable: not one state could be read.
     :raises Unsupported: ``noise_rate`` is None, and scikit-learn, which estimates it, is not installed.
     """
-    names = values.revisions(branches)
+    names, subsets = values.revisions(branches), options["subsets"]
     check_subsets(subsets or {}, count)
     if not names and study is None:
         raise InvalidInput("outliers was given neither branches nor a study: name at least one of them")
-    found = gather(repo, names, study=study, plan=plan, count=count, states=states, steps_per_epoch=steps_per_epoch)
-    meter = Meter(repo, model, loss, name=name, batch=batch)
-    losses = measure(meter, found.sources, count, on_progress or (lambda done, total: None))
+    epoch, most = options["steps_per_epoch"], options["states"]
+    found = gather(repo, names, study=study, plan=plan, count=count, states=most, steps_per_epoch=epoch)
+    meter = Meter(repo, model, loss, name=options["name"], batch=options["batch"])
+    losses = measure(meter, found.sources, count, options["on_progress"] or (lambda done, total: None))
     scores = put_together(losses.lineage.mean(), losses.held_out.mean(), losses.spread)
-    selection = select(scores, noise_rate)
+    selection = select(scores, options["noise_rate"])
     if subsets is None:
         subsets = plan.subsets if plan is not None else {}
     return OutlierReport(

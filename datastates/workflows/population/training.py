@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from datastates import values
 from datastates.errors import InvalidInput, Unavailable
@@ -24,7 +24,7 @@ from datastates.workflows.plans.builders import Choice, Data, Distribution, LogU
 from datastates.workflows.plans.plan import Plan, Variant
 from datastates.workflows.running import record
 from datastates.workflows.running.executors import Processes
-from datastates.workflows.running.explorer import explore
+from datastates.workflows.running.explorer import USUAL, RunOptions, explore
 from datastates.workflows.running.pool import check_pickles
 from datastates.workflows.running.result import Exploration, read_study
 from datastates.workflows.running.worker import Train
@@ -41,6 +41,36 @@ Perturb = Callable[[Mapping[str, Value], Mapping[str, Distribution], random.Rand
 
 _AGAIN = 0.25
 _FACTORS = (0.8, 1.25)
+
+
+class PopulationOptions(RunOptions, total=False):
+    """What else ``population`` takes; see there."""
+
+    mode: Literal["min", "max"]
+    members: int
+    rounds: int
+    epochs_per_round: int
+    initial: Sequence[Mapping[str, Value]]
+    exploit: float
+    perturb: Perturb | None
+    seed: int
+    executor: Executor | Callable[[], Executor] | None
+    data: Data | None
+
+
+_USUAL = PopulationOptions(
+    mode="min",
+    members=8,
+    rounds=4,
+    epochs_per_round=1,
+    initial=(),
+    exploit=0.25,
+    perturb=None,
+    seed=0,
+    executor=None,
+    data=None,
+    **USUAL,
+)
 
 
 @values.takes(
@@ -64,6 +94,7 @@ _FACTORS = (0.8, 1.25)
     share=values.optional(values.string),
     progress=values.flag,
 )
+@values.unpacks(PopulationOptions, **_USUAL)
 def population(
     repo: Repository,
     start: str | State,
@@ -72,21 +103,7 @@ def population(
     study: str,
     search: Mapping[str, Distribution],
     metric: str,
-    mode: Literal["min", "max"] = "min",
-    members: int = 8,
-    rounds: int = 4,
-    epochs_per_round: int = 1,
-    initial: Sequence[Mapping[str, Value]] = (),
-    config: Mapping[str, Value] | None = None,
-    exploit: float = 0.25,
-    perturb: Perturb | None = None,
-    seed: int = 0,
-    executor: Executor | Callable[[], Executor] | None = None,
-    retries: int = 1,
-    threads: int = 1,
-    share: str | None = None,
-    progress: bool = True,
-    data: Data | None = None,
+    **options: Unpack[PopulationOptions],
 ) -> Population:
     """Train ``members`` from ``start`` for ``rounds``; after each round the worst part goes on from copies of the best, changed a little.
 
@@ -121,17 +138,21 @@ def population(
     :raises Conflict: the study was trained with other arguments.
     :raises Unavailable: no member of a round came to a number; the first one's error is in the message.
     """
-    _check(search, initial, members=members, rounds=rounds, exploit=exploit, mode=mode)
+    members, rounds, mode, exploit = options["members"], options["rounds"], options["mode"], options["exploit"]
+    config, executor, perturb, data = options["config"], options["executor"], options["perturb"], options["data"]
+    retries, threads, share, progress = options["retries"], options["threads"], options["share"], options["progress"]
+    _check(search, options["initial"], members=members, rounds=rounds, exploit=exploit, mode=mode)
     split = arguments.split({} if data is None else data, "data")
-    rule = _Rule(metric, mode, dict(search), exploit, perturb or perturbed, seed, has_seed="seed" in {**(config or {}), **search})
+    has_seed = "seed" in {**(config or {}), **search}
+    rule = _Rule(metric, mode, dict(search), exploit, perturb or perturbed, options["seed"], has_seed=has_seed)
     with ExitStack() as stack:
         if executor is None:
             check_pickles(train, None)
             executor = stack.enter_context(Processes(max(1, min(members, len(os.sched_getaffinity(0)) // threads))))
         trained: list[Member] = []
         for round_ in range(1, rounds + 1):
-            begun = _begin(rule, members, initial) if round_ == 1 else rule.next(trained[-members:])
-            plan = _plan(trained, begun, epochs_per_round, split)
+            begun = _begin(rule, members, options["initial"]) if round_ == 1 else rule.next(trained[-members:])
+            plan = _plan(trained, begun, options["epochs_per_round"], split)
             if _is_over(repo, study, round_):
                 report = read_study(repo, study, plan, config=config)  # who failed then has failed for good: others went on from that
             else:

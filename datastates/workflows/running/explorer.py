@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput
@@ -35,12 +35,26 @@ from .worker import Explorer, Outcome, Share, Task, Train
 if TYPE_CHECKING:
     from datastates.repository import Repository
 
-__all__ = ["explore"]
+__all__ = ["USUAL", "RunOptions", "explore"]
 
 _logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _GRACE_S = 30.0
+
+
+class RunOptions(TypedDict, total=False):
+    """How plans are run; see ``explore``."""
+
+    config: Mapping[str, Value] | None
+    retries: int
+    threads: int
+    share: str | None
+    progress: bool
+
+
+USUAL = RunOptions(config=None, retries=1, threads=1, share=None, progress=True)
+"""What is not said."""
 
 
 @values.takes(
@@ -55,6 +69,7 @@ _GRACE_S = 30.0
     share=values.optional(values.string),
     progress=values.flag,
 )
+@values.unpacks(RunOptions, **USUAL)
 def explore(
     repo: Repository,
     start: str | State,
@@ -63,12 +78,8 @@ def explore(
     executor: Executor | Callable[[], Executor] | None = None,
     *,
     study: str,
-    config: Mapping[str, Value] | None = None,
-    retries: int = 1,
-    threads: int = 1,
     stop: Stop | None = None,
-    share: str | None = None,
-    progress: bool = True,
+    **options: Unpack[RunOptions],
 ) -> Exploration:
     """Train every variant of a plan, each on its own branch ``<study>/<variant>``; the same call again goes on where this one stopped.
 
@@ -103,7 +114,8 @@ def explore(
     :raises InvalidInput: the executor, the train function or a name cannot be used; says why.
     :raises KeyboardInterrupt: the study was interrupted; what is there stays, and the same call goes on.
     """
-    _check(plan, study, train, executor, stop, retries=retries, threads=threads)
+    config, threads, share = options["config"], options["threads"], options["share"]
+    _check(plan, study, train, executor, stop, retries=options["retries"], threads=threads)
     with ExitStack() as stack:
         presence = stack.enter_context(_Presence(repo, study))
         shared = None if share is None else _serve(repo, share, stack)
@@ -125,10 +137,10 @@ def explore(
             )
             return Task(repo.location, worker_config, assignment, train, stop, presence.explorer, shared, threads)
 
-        if progress:
+        if options["progress"]:
             announce(study, plan, work(plan, prefix_epochs=prefix_epochs(repo, origin.uid)))
-        display = stack.enter_context(display_for(study, plan, progress=progress))
-        run = _Run(repo, study, plan, origin, known, pool, task, display, retries, presence.close)
+        display = stack.enter_context(display_for(study, plan, progress=options["progress"]))
+        run = _Run(repo, study, plan, origin, dict(known.done), pool, task, display, options["retries"], presence.close)
         run.until_done()
         report = read_study(repo, study, plan, config=config, errors=run.errors, reused=run.reused)
         for alike in report.alike:
@@ -136,36 +148,33 @@ def explore(
         return replace(report, storage=storage(repo, study))
 
 
+@dataclass(slots=True)
 class _Run:
     """One pass over a plan: which variants may begin, are under way, or have failed. Everything runs on the explorer's thread."""
 
-    def __init__(
-        self,
-        repo: Repository,
-        study: str,
-        plan: Plan,
-        origin: State,
-        known: Exploration,
-        pool: Pool,
-        task: Callable[[Variant, State], Task],
-        display: Display,
-        retries: int,
-        leave: Callable[[], None],
-    ) -> None:
-        self._repo, self._study, self._plan, self._origin = repo, study, plan, origin
-        self._pool, self._task, self._display, self._retries = pool, task, display, retries
-        self._leave = leave
-        self._done = dict(known.done)
-        self.reused = frozenset(self._done)
-        self.errors: dict[str, str] = {}
-        self._attempts: Counter[str] = Counter()
-        self._at_work: dict[str, _Flight] = {}
-        self._ended: queue.SimpleQueue[tuple[str, Future[Outcome]]] = queue.SimpleQueue()
+    repo: Repository
+    study: str
+    plan: Plan
+    origin: State
+    done: dict[str, State]
+    pool: Pool
+    task: Callable[[Variant, State], Task]
+    display: Display
+    retries: int
+    leave: Callable[[], None]
+    reused: frozenset[str] = field(init=False)
+    errors: dict[str, str] = field(default_factory=dict)
+    _attempts: Counter[str] = field(default_factory=Counter)
+    _at_work: dict[str, _Flight] = field(default_factory=dict)
+    _ended: queue.SimpleQueue[tuple[str, Future[Outcome]]] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.reused = frozenset(self.done)
 
     def until_done(self) -> None:
         """Submit what may begin, take in what ended, until nothing is left."""
         for name in self.reused:
-            self._display.ended(name, "reused")
+            self.display.ended(name, "reused")
         try:
             while self._submit_ready() or self._at_work:
                 with suppress(queue.Empty):
@@ -176,25 +185,25 @@ class _Run:
             raise
 
     def _submit_ready(self) -> bool:
-        ready = [variant for variant in self._plan.variants if self._may_begin(variant)]
+        ready = [variant for variant in self.plan.variants if self._may_begin(variant)]
         for variant in ready:
             self._submit(variant)
         return bool(ready)
 
     def _may_begin(self, variant: Variant) -> bool:
         name = variant.name
-        if name in self._done or name in self.errors or name in self._at_work:
+        if name in self.done or name in self.errors or name in self._at_work:
             return False
-        return variant.parent is None or variant.parent in self._done
+        return variant.parent is None or variant.parent in self.done
 
     def _submit(self, variant: Variant) -> None:
         name = variant.name
         self._attempts[name] += 1
-        parent = self._origin if variant.parent is None else self._done[variant.parent]
+        parent = self.origin if variant.parent is None else self.done[variant.parent]
         flight = _Flight(parent, self._epochs_behind(name, parent))
-        self._display.begun(name, self._attempts[name])
+        self.display.begun(name, self._attempts[name])
         try:
-            future = self._pool.submit(self._task(variant, parent))
+            future = self.pool.submit(self.task(variant, parent))
         except Exception as exc:  # an executor of the user's may raise anything: the variant failed
             future = Future()
             future.set_exception(exc)
@@ -216,21 +225,21 @@ class _Run:
         outcome = future.result()
         if outcome.uid is None:
             return self._failed(name, outcome.error or "it failed", outcome.traceback)
-        self._done[name] = self._repo.state(outcome.uid)
-        self._display.reported(name, self._done[name])
-        self._display.ended(name, "done")
+        self.done[name] = self.repo.state(outcome.uid)
+        self.display.reported(name, self.done[name])
+        self.display.ended(name, "done")
         _logger.debug("variant %s began from %s", name, outcome.source)
         return None
 
     def _failed(self, name: str, error: str, trace: str) -> None:
         attempts = self._attempts[name]
-        if attempts <= self._retries:
-            self._display.ended(name, f"tried again: {error}")
-            _logger.warning("variant %s of study %s failed, it is tried again: %s", name, self._study, error)
+        if attempts <= self.retries:
+            self.display.ended(name, f"tried again: {error}")
+            _logger.warning("variant %s of study %s failed, it is tried again: %s", name, self.study, error)
             return
         self.errors[name] = f"{error}\n\n{trace}".rstrip() if trace else error
-        self._display.ended(name, "failed")
-        _logger.error("variant %s of study %s failed after %d attempts: %s", name, self._study, attempts, error)
+        self.display.ended(name, "failed")
+        _logger.error("variant %s of study %s failed after %d attempts: %s", name, self.study, attempts, error)
 
     def _broke(self, name: str, flight: _Flight, error: BrokenExecutor) -> None:
         """Note that a worker, or another one of the same pool, died: a variant that made progress meanwhile is not to blame."""
@@ -239,8 +248,8 @@ class _Run:
             "its worker process died (a crash, the kernel's out-of-memory killer, a script without `if __name__ == '__main__'`,"
             " or a train function that no module has, as in a notebook)"
         )
-        if not self._pool.mend():
-            self._attempts[name] = self._retries + 1
+        if not self.pool.mend():
+            self._attempts[name] = self.retries + 1
             what += "; the executor is broken: pass a function that makes one"
         elif self._epochs_behind(name, flight.parent) > flight.epochs:
             self._attempts[name] -= 1
@@ -249,30 +258,30 @@ class _Run:
     def _repo_recovers(self) -> None:
         from datastates.opening.recovery import recover
 
-        recover(self._repo.core.database, self._repo.core.tiers.durable, self._repo.core.home)
+        recover(self.repo.core.database, self.repo.core.tiers.durable, self.repo.core.home)
 
     def _epochs_behind(self, name: str, parent: State) -> int:
-        return len(record.reports(self._repo, self._study, name, parent))
+        return len(record.reports(self.repo, self.study, name, parent))
 
     def _look(self) -> None:
         """Tell the display what was reported since the last look."""
         if not self._at_work:
             return
-        refs = record.refs_of(self._repo)
+        refs = record.refs_of(self.repo)
         for name, flight in self._at_work.items():
-            ref = refs.get(record.branch_of(self._study, name))
+            ref = refs.get(record.branch_of(self.study, name))
             if ref is None or ref.state == flight.shown:
                 continue
             flight.shown = ref.state
-            state = self._repo.state(ref.state)
-            if state.attributes.get(record.VARIANT) == name and state.attributes.get(record.STUDY) == self._study:
-                self._display.reported(name, state)
+            state = self.repo.state(ref.state)
+            if state.attributes.get(record.VARIANT) == name and state.attributes.get(record.STUDY) == self.study:
+                self.display.reported(name, state)
 
     def _interrupt(self) -> None:
         """Ask everybody to stop, and wait a while for what they then make durable."""
-        _logger.warning("study %s is interrupted: %d variants make their last state durable", self._study, len(self._at_work))
-        self._leave()
-        self._pool.stop()
+        _logger.warning("study %s is interrupted: %d variants make their last state durable", self.study, len(self._at_work))
+        self.leave()
+        self.pool.stop()
         for flight in self._at_work.values():
             if flight.future is not None:
                 flight.future.cancel()
@@ -283,9 +292,7 @@ class _Run:
             except queue.Empty:
                 continue
             self._at_work.pop(name, None)
-        _logger.warning(
-            "study %s: %d of %d variants are done; the same call goes on from here", self._study, len(self._done), len(self._plan)
-        )
+        _logger.warning("study %s: %d of %d variants are done; the same call goes on from here", self.study, len(self.done), len(self.plan))
 
 
 @dataclass(slots=True)

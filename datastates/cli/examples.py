@@ -1,0 +1,32 @@
+"""One line a command, which its ``--help`` shows. The tests run each of them, as far as it ends by itself."""
+
+from __future__ import annotations
+
+__all__ = ["EXAMPLES"]
+
+EXAMPLES = {
+    "branches": "datastates branches 'metrics.val_loss < 0.2' --sort best",
+    "best": "datastates best val_loss",
+    "watch": "datastates watch --metric val_loss --every 5",
+    "runs": "datastates runs -n 5",
+    "stats": "datastates stats",
+    "log": "datastates log main --columns val_loss --since 7d",
+    "show": "datastates show main@best:val_loss",
+    "find": "datastates find 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'",
+    "diff": "datastates diff main~3 main --only 'model/*' --sort change",
+    "refs": "datastates refs",
+    "reflog": "datastates reflog main",
+    "tag": "datastates tag baseline main~3 --message 'before the new schedule'",
+    "branch": "datastates branch second-try main@best:val_loss",
+    "restore": "datastates restore main@best:val_loss --into weights.safetensors --only model",
+    "export": "datastates export baseline --bundle baseline-bundle",
+    "import": "datastates import baseline-bundle --repo elsewhere",
+    "clone": "datastates clone tcp://127.0.0.1:4711/main --into mine",
+    "serve": "datastates serve http://127.0.0.1:8642 tcp://127.0.0.1:4711",
+    "token": "datastates token clone.token",
+    "init": "datastates init elsewhere",
+    "verify": "datastates verify main",
+    "doctor": "datastates doctor",
+    "demo": "datastates demo --short",
+}
+"""By the name of the command."""
