@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datastates.lineage.lookup import states
-from datastates.lineage.search.axis import Axis, along
+from datastates.lineage.search.axis import Axis, along, began
 from datastates.lineage.search.order import uids_of
 from datastates.lineage.search.outline import Means, Outline, generation_of, means, names_of, outline
 from datastates.lineage.search.series import Curve, curve, partings
@@ -89,9 +89,10 @@ class Curves:
         lines = []
         for head, id_ in zip(heads, ids, strict=True):
             is_long = generation_of(session, id_) >= _LONG
+            since = began(session, id_) if axis is Axis.TIME else None
             for key in keys:
                 kept = self._long(session, id_, key, points, shape) if is_long else self._short(session, id_, key, points, shape)
-                lines.append(_line(session, head, uids[id_], key, kept, axis, (groups or {}).get(id_)))
+                lines.append(_line(session, head, uids[id_], key, kept, axis, since, (groups or {}).get(id_)))
         return Series(tuple(lines), tuple(_forks(session, heads, ids)))
 
     def _long(self, session: Session, head: int, key: str, points: int, shape: Shape) -> _Kept:
@@ -151,7 +152,7 @@ class Curves:
                 self._kept.popitem(last=False)
 
 
-def _line(session: Session, head: str, state: str, key: str, kept: _Kept, axis: Axis, group: Value) -> SeriesLine:
+def _line(session: Session, head: str, state: str, key: str, kept: _Kept, axis: Axis, since: float | None, group: Value) -> SeriesLine:
     """Where its steps are not known they are read, with the uids, for the points that are shown."""
     ids, values, xs = kept.ids, kept.values.tolist(), along(session, kept.ids, axis)
     if kept.steps is None:
@@ -170,6 +171,7 @@ def _line(session: Session, head: str, state: str, key: str, kept: _Kept, axis: 
         uids=tuple(uids),
         total=kept.total,
         xs=tuple(xs),
+        began=since,
         group=group,
     )
 

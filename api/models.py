@@ -183,7 +183,8 @@ class SeriesLine:
     """One metric along the first parents of ``head``, steps rising. ``total`` points there are; these are those that a curve needs.
 
     ``xs`` are where the points stand when they were asked for over something else than steps: seconds since 1970, or epochs; None where
-    a state says none. ``group`` is what the head's state has of what curves were to be grouped by.
+    a state says none. With times ``began`` is when the first state was captured that belongs to the head's branch. ``group`` is what
+    the head's state has of what curves were to be grouped by.
     """
 
     head: str
@@ -194,6 +195,7 @@ class SeriesLine:
     uids: tuple[str, ...]
     total: int
     xs: tuple[float | None, ...] = ()
+    began: float | None = None
     group: Value = None
 
 

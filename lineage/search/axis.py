@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from sqlalchemy import BigInteger, bindparam, select
+from sqlalchemy import BigInteger, bindparam, func, select
 
-from datastates.lineage.schema import AttributeRow, MetricRow, StateRow, table
+from datastates.lineage.schema import AttributeRow, MetricRow, SegmentRow, StateRow, table
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["EPOCH", "Axis", "along"]
+__all__ = ["EPOCH", "Axis", "along", "began"]
 
 EPOCH = "epoch"
 """The metric, or else the attribute, that says in which epoch a state was captured."""
@@ -45,7 +45,19 @@ def along(session: Session, ids: Sequence[int], axis: Axis) -> list[float | None
     return [found.get(id_) for id_ in ids]
 
 
-_state, _metric, _attribute = table(StateRow), table(MetricRow), table(AttributeRow)
+def began(session: Session, id_: int) -> float:
+    """When the branch of ``id_``, a row id, began behind its fork, or at its root: in seconds since 1970."""
+    return int(session.execute(_BEGAN, {"id": id_}).scalar_one()) / 1e6
+
+
+_state, _metric, _attribute, _segment = table(StateRow), table(MetricRow), table(AttributeRow), table(SegmentRow)
+_first = _state.alias("first")
+_BEGAN = (
+    select(func.coalesce(_first.c.created_at, _state.c.created_at))
+    .outerjoin_from(_state, _segment, _segment.c.id == _state.c.segment_id)
+    .outerjoin(_first, _first.c.id == _segment.c.first_id)
+    .where(_state.c.id == bindparam("id", type_=BigInteger))
+)
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 _TIMES = select(_state.c.id, _state.c.created_at).where(_state.c.id.in_(_ids))
 _MEASURED = select(_metric.c.state_id, _metric.c.value).where(_metric.c.state_id.in_(_ids), _metric.c.key == EPOCH)

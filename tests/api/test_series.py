@@ -115,6 +115,8 @@ def test_points_have_a_time_or_an_epoch_where_they_are_asked_for(client: TestCli
 
     (line,) = series(client, "epochs", x="time")["lines"]
     assert line["xs"] == [state.created_at.timestamp() for state in states]
+    assert line["began"] == states[0].created_at.timestamp()
+    assert series(client, "fork", x="time")["lines"][0]["began"] == repo.state("fork~2").created_at.timestamp(), "its own first state"
     (line,) = series(client, "epochs", x="epoch")["lines"]
     assert line["xs"] == [7, 14, 0.75, 1.0], "a metric says it before an attribute does"
     assert series(client, "main", x="epoch")["lines"][0]["xs"] == [None] * 8

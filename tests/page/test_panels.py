@@ -125,11 +125,10 @@ def test_curves_of_branches_are_chosen_and_the_best_is_flagged(shared: Site, gro
     assert "key=val%2Faccuracy" in page.url
     accuracy.locator("tbody").get_by_role("button").first.click()
     expect(accuracy).to_be_visible()
-    curves.locator(".picked").get_by_role("button", name="Open").click()
     expect(panel(page, "detail").locator("code.uid")).to_be_visible()
 
 
-def test_a_click_on_a_point_selects_its_state_and_drag_zooms(shared: Site, grown: Grown, page: Page) -> None:
+def test_a_click_on_a_point_opens_its_state_beside_the_curves_and_drag_zooms(shared: Site, grown: Grown, page: Page) -> None:
     page.goto(shared.address("panel=curves&head=main&key=loss"))
     over = panel(page, "curves").locator(".u-over")
     box = over.bounding_box()
@@ -142,9 +141,12 @@ def test_a_click_on_a_point_selects_its_state_and_drag_zooms(shared: Site, grown
     reset.click()
     expect(reset).to_have_count(0)
     over.click(position={"x": box["width"] - 3, "y": box["height"] / 2})
+    expect(panel(page, "detail").locator("code.uid")).to_have_text(grown["main"].uid)
+    expect(over).to_be_visible()
+    panel(page, "curves").get_by_role("button", name="Close the selected state").click()
+    expect(panel(page, "detail")).to_have_count(0)
     picked = panel(page, "curves").locator(".picked")
     expect(picked).to_contain_text(grown["main"].uid[:8])
-    expect(over).to_be_visible()
     picked.get_by_role("button", name="Open").click()
     expect(panel(page, "detail").locator("code.uid")).to_have_text(grown["main"].uid)
 

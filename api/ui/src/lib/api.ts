@@ -47,8 +47,7 @@ export const getGraph = (of: GraphOf, window: { first?: number; count?: number; 
   get(`${HERE}/graph`, {}, { ...graphQuery(of), ...window }, signal) as Promise<GraphPage>;
 /** The whole of that graph in small. */
 export const getOverview = (of: GraphOf, signal?: AbortSignal) => get(`${HERE}/graph/overview`, {}, graphQuery(of), signal);
-export const getSeries = ({ heads, keys, points }: { heads: string[]; keys: string[]; points?: number }, signal?: AbortSignal) =>
-  get(`${HERE}/series`, {}, { head: heads, key: keys, ...(points ? { points } : {}) }, signal);
+export const getSeries = (query: Query<`${typeof HERE}/series`>, signal?: AbortSignal) => get(`${HERE}/series`, {}, query, signal);
 export const getStats = (signal?: AbortSignal) => get(`${HERE}/stats`, {}, {}, signal);
 export const getRun = (uid: string, signal?: AbortSignal) => get(`${HERE}/runs/{uid}`, { uid }, {}, signal);
 export const getRef = (name: string, signal?: AbortSignal) => get(`${HERE}/refs/{name}`, { name }, {}, signal);

@@ -19,9 +19,10 @@ export function change(patch: Partial<View>, how: "push" | "replace" = "push"): 
   if ("columns" in patch && !("repository" in patch)) remember();
 }
 
-/** Select a state, and open what shows it. */
+/** Select a state, and open what shows it: beside curves, where they are open. */
 export function openState(uid: string): void {
-  change({ selected: uid, panel: "detail" });
+  if (view.panel === "curves") change({ selected: uid, own: { ...view.own, "curves.beside": "1" } });
+  else change({ selected: uid, panel: "detail" });
 }
 
 /** Close the innermost thing that is open: a dialog, then the panel. False when nothing was. */
@@ -31,7 +32,8 @@ export function close(): boolean {
     return true;
   }
   if (view.panel === "none") return false;
-  change({ panel: "none" });
+  const { "curves.full": isFull, ...own } = view.own;
+  change(isFull && view.panel === "curves" ? { own } : { panel: "none" });
   return true;
 }
 

@@ -1,16 +1,15 @@
 import { describe, expect, it } from "vitest";
 import type { SeriesLine } from "../../lib/types";
-import { chosenHeads, chosenKeys, toggled } from "./choice";
-import { align, ends, nearestPlace, smooth, valueAt } from "./points";
+import { align, dashes, ends, homeless, nearestPlace, placesOf, smooth, valueAt } from "./points";
 
-const line = (head: string, steps: number[], values: (number | null)[]): SeriesLine => ({
-  head, state: "", key: "loss", steps, values, uids: steps.map((step) => `${head}${step}`), total: steps.length,
+const line = (head: string, steps: number[], values: (number | null)[], xs: (number | null)[] = []): SeriesLine => ({
+  head, state: "", key: "loss", steps, values, uids: steps.map((step) => `${head}${step}`), total: steps.length, xs, began: null, group: null,
 });
 
 describe("align", () => {
   it("puts lines of different steps over one axis, and tells no point from one that is not a number", () => {
     const aligned = align([line("a", [1, 3], [5, null]), line("b", [2, 3], [6, 7])]);
-    expect(aligned.steps).toEqual([1, 2, 3]);
+    expect(aligned.xs).toEqual([1, 2, 3]);
     expect(aligned.values).toEqual([[5, undefined, null], [undefined, 6, 7]]);
     expect(aligned.uids[1]).toEqual([undefined, "b2", "b3"]);
   });
@@ -46,9 +45,28 @@ it("finds the nearest point on either side", () => {
   expect(nearestPlace([undefined], 0)).toBe(-1);
 });
 
-it("shows main and a loss first unless something was chosen", () => {
-  expect(chosenHeads([], ["a", "main"])).toEqual(["main", "a"]);
-  expect(chosenHeads(["a"], ["a", "main"])).toEqual(["a"]);
-  expect(chosenKeys([], ["acc", "lr", "val_loss", "loss"])).toEqual(["loss", "val_loss"]);
-  expect(toggled(["a"], "a")).toEqual([]);
+describe("places", () => {
+  it("counts the time that passed from where a branch has states of its own", () => {
+    const late = line("late", [5, 6], [1, 2], [1000, 1060]);
+    expect(placesOf(late, "elapsed")).toEqual([0, 60]);
+    expect(placesOf({ ...late, began: 1050 }, "elapsed")).toEqual([null, 10]);
+    expect(placesOf(late, "time")).toEqual([1000, 1060]);
+    expect(placesOf(late, "step")).toEqual([5, 6]);
+  });
+
+  it("leaves out points that stand nowhere, and counts them", () => {
+    const some = line("a", [1, 2, 3], [7, 8, 9], [0.5, null, 1]);
+    expect(align([some], "epoch")).toEqual({ xs: [0.5, 1], values: [[7, 9]], uids: [["a1", "a3"]] });
+    expect([homeless([some, some], "epoch"), homeless([some], "step")]).toEqual([2, 0]);
+  });
+
+  it("takes the last of the points of one epoch", () => {
+    expect(align([line("a", [1, 2, 3], [7, 8, 9], [1, 1, 2])], "epoch").values).toEqual([[8, 9]]);
+  });
+});
+
+it("tells lines of one colour apart by dashes", () => {
+  const [first, other, second] = dashes([3, 5, 3]);
+  expect([first, other]).toEqual([[], []]);
+  expect(second).not.toEqual([]);
 });

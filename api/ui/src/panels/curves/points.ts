@@ -1,30 +1,46 @@
-/** Curves as numbers: aligned by step, smoothed, and what is said of them beside. Pure. */
+/** Curves as numbers: over one axis, smoothed, and what is said of them beside. Pure. */
 import type { SeriesLine } from "../../lib/types";
+import type { Axis } from "./settings.svelte";
 
 export type Y = number | null | undefined;
 
-/** What a chart draws: all steps of all lines, and each line over them. `undefined` is no point, null one that is not a number. */
+/** What a chart draws: all places of all lines, and each line over them. `undefined` is no point, null one that is not a number. */
 export interface Aligned {
-  steps: number[];
+  xs: number[];
   values: Y[][];
-  /** For each line the uid at each step, where it has a point. */
+  /** For each line the uid at each place, where it has a point. */
   uids: (string | undefined)[][];
 }
 
-export function align(lines: readonly SeriesLine[]): Aligned {
-  const steps = [...new Set(lines.flatMap((line) => line.steps))].sort((one, other) => one - other);
-  const places = new Map(steps.map((step, index) => [step, index]));
-  const values = lines.map(() => new Array<Y>(steps.length).fill(undefined));
-  const uids = lines.map(() => new Array<string | undefined>(steps.length).fill(undefined));
+/** Where the points of a line stand; null where nothing says it. Time that passed counts from where the branch's own states begin; what it has in
+ common with others before is left out. */
+export function placesOf(line: SeriesLine, axis: Axis): readonly (number | null)[] {
+  if (axis === "step") return line.steps;
+  if (axis !== "elapsed") return line.xs;
+  const began = line.began ?? line.xs[0] ?? 0;
+  return line.xs.map((x) => (x === null || x < began ? null : x - began));
+}
+
+/** Of points of one line that stand at the same place, the last one counts. */
+export function align(lines: readonly SeriesLine[], axis: Axis = "step"): Aligned {
+  const all = lines.map((line) => placesOf(line, axis));
+  const xs = [...new Set(all.flat())].filter((x) => x !== null).sort((one, other) => one - other);
+  const places = new Map(xs.map((x, index) => [x, index]));
+  const values = lines.map(() => new Array<Y>(xs.length).fill(undefined));
+  const uids = lines.map(() => new Array<string | undefined>(xs.length).fill(undefined));
   lines.forEach((line, number) => {
-    line.steps.forEach((step, index) => {
-      const place = places.get(step)!;
+    all[number]!.forEach((x, index) => {
+      if (x === null) return;
+      const place = places.get(x)!;
       values[number]![place] = line.values[index] ?? null;
       uids[number]![place] = line.uids[index];
     });
   });
-  return { steps, values, uids };
+  return { xs, values, uids };
 }
+
+/** How many points have no place because nothing says their epoch. */
+export const homeless = (lines: readonly SeriesLine[], axis: Axis): number => (axis === "epoch" ? lines.reduce((sum, line) => sum + line.xs.filter((x) => x === null).length, 0) : 0);
 
 /** Exponential moving average with weight `factor` of what was before, corrected for its beginning; gaps are stepped over. */
 export function smooth(values: readonly Y[], factor: number): Y[] {
@@ -74,3 +90,13 @@ export function nearestPlace(values: readonly Y[], place: number): number {
   return -1;
 }
 
+/** Dashes for lines whose colours are the same: the first is drawn through. */
+export function dashes(colours: readonly number[]): number[][] {
+  const kinds = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
+  const seen = new Map<number, number>();
+  return colours.map((colour) => {
+    const before = seen.get(colour) ?? 0;
+    seen.set(colour, before + 1);
+    return kinds[before % kinds.length]!;
+  });
+}

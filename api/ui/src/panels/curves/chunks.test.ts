@@ -1,0 +1,10 @@
+import { expect, it } from "vitest";
+import { mostAtOnce, nextSize, pointsOf } from "./chunks";
+
+it("asks for more at once while answers are quick, and for fewer when they are slow", () => {
+  expect([nextSize(1, 20, 16), nextSize(4, 500, 16), nextSize(4, 2000, 16), nextSize(1, 9000, 16), nextSize(16, 1, 16)]).toEqual([2, 4, 2, 1, 16]);
+});
+
+it("never asks for more than the API answers", () => {
+  for (const heads of [1, 8, 40, 100]) for (const keys of [1, 5, 32]) expect(mostAtOnce(pointsOf(heads), keys) * keys * pointsOf(heads)).toBeLessThanOrEqual(200_000);
+});

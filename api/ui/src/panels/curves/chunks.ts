@@ -1,0 +1,18 @@
+/** How many curves are asked for at once, and with how many points. Pure. */
+
+const POINTS_AT_ONCE = 200_000; // the API's limit
+const AT_ONCE = 16;
+const QUICK_MS = 200;
+const SLOW_MS = 800;
+
+/** Fewer points a line where there are many lines: as many as can be seen. */
+export const pointsOf = (heads: number): number => (heads <= 8 ? 1000 : heads <= 64 ? 500 : 250);
+
+/** How many heads one question may be about. */
+export const mostAtOnce = (points: number, keys: number): number => Math.max(1, Math.min(AT_ONCE, Math.floor(POINTS_AT_ONCE / (points * Math.max(1, keys)))));
+
+/** How many heads the next question is about, after one that took so long. */
+export function nextSize(size: number, tookMs: number, most: number): number {
+  const wanted = tookMs < QUICK_MS ? size * 2 : tookMs > SLOW_MS ? Math.floor(size / 2) : size;
+  return Math.max(1, Math.min(wanted, most));
+}

@@ -1,0 +1,28 @@
+/** How large panels were left, in pixels: kept for this browser, not in the address, as screens differ. */
+
+const KEY = "datastates.sizes";
+
+const sizes = $state<Record<string, number>>(recall());
+
+/** Undefined: as it comes. */
+export const sizeOf = (panel: string): number | undefined => sizes[panel];
+
+/** `size` null: as it comes. */
+export function resized(panel: string, size: number | null): void {
+  if (size === null) delete sizes[panel];
+  else sizes[panel] = size;
+  try {
+    localStorage.setItem(KEY, JSON.stringify(sizes));
+  } catch {
+    // a browser that keeps nothing: they last as long as the page
+  }
+}
+
+function recall(): Record<string, number> {
+  try {
+    const kept = JSON.parse(localStorage.getItem(KEY) ?? "{}") as Record<string, unknown>;
+    return Object.fromEntries(Object.entries(kept).filter((pair): pair is [string, number] => typeof pair[1] === "number" && pair[1] > 0));
+  } catch {
+    return {};
+  }
+}
