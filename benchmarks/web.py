@@ -24,6 +24,7 @@ from urllib.parse import quote
 
 import web_mlflow
 from common import machine, out, short, table
+from web_curves import cold_curves
 from web_load import Asked, Load, percentile, saturate, think
 from web_page import pages
 from web_parts import bare, capturing, copied, repository, served, uids
@@ -58,6 +59,7 @@ def main() -> int:
         if not arguments.no_page:
             with copied(repository(arguments.folder, min(arguments.states))) as root, served(root) as base:
                 found["page"] = pages(f"{base}/", min(arguments.states), mlflow, rounds=max(3, arguments.rounds))
+            found["curves"] = cold_curves(arguments.folder, max(arguments.states), 10, rounds=max(3, arguments.rounds))
     if why:
         out(f"MLflow was not measured: {why}")
     if arguments.json:

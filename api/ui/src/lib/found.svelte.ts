@@ -1,57 +1,87 @@
-/** What a filter finds, in its order: pages that follow each other as one scrolls. */
+/** What a filter finds, in its order: pages that follow each other as one scrolls. Those that were not looked at for long leave, and come again by
+ their cursors: so the last of very many states can be reached, and the first again. */
 import { getStates } from "./api";
+import { Rows } from "./blocks";
 import { asProblem, type Problem } from "./problem";
 import type { State } from "./types";
 
 const PAGE = 200;
 const LARGE = 1_000;
-/** As many states as a tab can hold with ease. */
-const MOST = 100_000;
+const AHEAD = 50;
+
+/** A page that was read: where it begins, and how to read it again. */
+interface Page {
+  first: number;
+  after: string | null;
+  limit: number;
+}
 
 class Found {
-  states = $state.raw<State[]>([]);
+  /** How many states are known to be found so far. */
+  count = $state(0);
   problem = $state<Problem | null>(null);
   isLoading = $state(false);
-  /** Whether more follow those that are here. */
+  /** Whether more follow those that are known. */
   hasMore = $state(false);
   /** Whether a filter has been answered: until then what was there before stays. */
   isActive = $state(false);
-  /** Whether all that follows is being fetched, to reach its end. */
+  /** Whether all that follows is being counted, to reach its end. */
   isEnding = $state(false);
   /** The filter whose answer is here. */
   answered = $state("");
 
+  /** Changes with what is here. */
+  #tick = $state(0);
+  #rows = new Rows<State>();
+  #pages: Page[] = [];
   #query = "";
   #next: string | null = null;
   #ending = new AbortController();
+  #asked = new Set<number>();
+
+  /** Undefined: it is not here, or not any more; `show` brings it. */
+  stateAt(index: number): State | undefined {
+    void this.#tick;
+    return this.#rows.at(index);
+  }
+
+  indexOf(uid: string): number | null {
+    void this.#tick;
+    for (const [index, state] of this.#rows.entries()) if (state.uid === uid) return index;
+    return null;
+  }
 
   /** Find anew. What was found stays visible until the answer is here, and when the query does not parse. */
   async open(query: string): Promise<void> {
     this.#ending.abort();
     this.#ending = new AbortController();
     this.#query = query;
-    this.#next = null;
     this.isEnding = false;
-    await this.#fetch((items) => items, PAGE);
+    await this.#follow(null, PAGE, true);
   }
 
   /** Forget all: history is shown again. */
   close(): void {
     this.#ending.abort();
-    this.states = [];
+    this.#forget();
+    this.count = 0;
     this.problem = null;
     this.isLoading = this.hasMore = this.isActive = this.isEnding = false;
   }
 
-  more(): void {
-    if (this.hasMore && !this.isLoading) void this.#append(PAGE);
+  /** Have the states from `start` to before `end`, and those that follow soon. */
+  async show(start: number, end: number): Promise<void> {
+    const { signal } = this.#ending;
+    if (end >= this.count - AHEAD && this.hasMore && !this.isLoading) void this.#follow(this.#next, PAGE, false);
+    const missing = this.#pages.filter(({ first, limit }) => first < end && first + limit > start && this.#lacks(Math.max(first, start), Math.min(first + limit, end)));
+    await Promise.all(missing.map((page) => this.#again(page, signal)));
   }
 
-  /** Fetch all that follows; `stop` ends it. What is here by then can be shown. */
+  /** Count all that follows; `stop` ends it. What is here by then can be shown. */
   async toEnd(): Promise<void> {
     this.isEnding = true;
     const { signal } = this.#ending;
-    while (this.isEnding && this.hasMore && !signal.aborted && this.states.length < MOST) await this.#append(LARGE);
+    while (this.isEnding && this.hasMore && !signal.aborted) await this.#follow(this.#next, LARGE, false, "uid");
     if (!signal.aborted) this.isEnding = false;
   }
 
@@ -59,29 +89,61 @@ class Found {
     this.isEnding = false;
   }
 
-  #append(limit: number): Promise<void> {
-    return this.#fetch((items) => [...this.states, ...items], limit);
+  #lacks(start: number, end: number): boolean {
+    for (let index = start; index < Math.min(end, this.count); index++) if (!this.#rows.at(index)) return true;
+    return false;
   }
 
-  async #fetch(join: (items: State[]) => State[], limit: number): Promise<void> {
+  #forget(): void {
+    this.#rows.clear();
+    this.#pages = [];
+    this.#asked.clear();
+    this.#next = null;
+    this.#tick += 1;
+  }
+
+  /** Read the page that follows; with `fields` only to know where it ends. */
+  async #follow(after: string | null, limit: number, isFirst: boolean, fields?: string): Promise<void> {
     const { signal } = this.#ending;
     const query = this.#query;
     this.isLoading = true;
     try {
-      const page = await getStates({ q: query, after: this.#next, limit }, signal);
+      const page = await getStates({ q: query, after, limit, ...(fields ? { fields } : {}) }, signal);
       if (signal.aborted) return;
-      this.states = join(page.items);
+      if (isFirst) {
+        this.#forget();
+        this.count = 0;
+      }
+      this.#pages.push({ first: this.count, after, limit: page.items.length });
+      if (!fields) this.#rows.put(this.count, page.items);
+      this.count += page.items.length;
       this.#next = page.next;
       this.hasMore = page.next !== null;
       this.problem = null;
       this.answered = query;
       this.isActive = true;
+      this.#tick += 1;
     } catch (error) {
       if (signal.aborted) return;
       this.problem = asProblem(error);
       this.hasMore = false;
     }
     this.isLoading = false;
+  }
+
+  async #again(page: Page, signal: AbortSignal): Promise<void> {
+    if (this.#asked.has(page.first)) return;
+    this.#asked.add(page.first);
+    try {
+      const { items } = await getStates({ q: this.answered, after: page.after, limit: page.limit }, signal);
+      if (signal.aborted || !this.#pages.includes(page)) return;
+      this.#rows.put(page.first, items);
+      this.#tick += 1;
+    } catch (error) {
+      if (!signal.aborted) this.problem = asProblem(error);
+    } finally {
+      this.#asked.delete(page.first);
+    }
   }
 }
 

@@ -13,7 +13,7 @@ class Shown {
   /** What the search found is shown. Until its first answer the history stays. */
   readonly isSearch = $derived(this.isWanted && found.isActive);
   readonly query = $derived(withOrder(view.query, view.sort));
-  readonly total = $derived(this.isSearch ? found.states.length : history.total);
+  readonly total = $derived(this.isSearch ? found.count : history.total);
   readonly problem = $derived(this.isWanted ? (found.problem ?? history.problem) : history.problem);
   readonly isLoading = $derived(this.isSearch ? found.isLoading : history.isLoading);
   /** The rows are not those of the filter: its question failed. */
@@ -21,7 +21,7 @@ class Shown {
   readonly isEmpty = $derived(!this.isLoading && this.total === 0 && this.problem === null);
 
   stateAt(index: number): State | undefined {
-    return this.isSearch ? found.states[index] : history.stateAt(index);
+    return this.isSearch ? found.stateAt(index) : history.stateAt(index);
   }
 
   rowAt(index: number): GraphRow | undefined {
@@ -29,14 +29,12 @@ class Shown {
   }
 
   indexOf(uid: string): number | null {
-    const index = this.isSearch ? found.states.findIndex((state) => state.uid === uid) : history.indexOf(uid);
-    return index === undefined || index < 0 ? null : index;
+    return (this.isSearch ? found.indexOf(uid) : history.indexOf(uid)) ?? null;
   }
 
   /** Have rows fetched. */
   async show(start: number, end: number): Promise<void> {
-    if (!this.isSearch) await history.show(start, end);
-    else if (end >= found.states.length - 50) found.more();
+    await (this.isSearch ? found : history).show(start, end);
   }
 
   /** Of a row: as the history said with it, so that a name is never seen where the rows no longer have it. */
