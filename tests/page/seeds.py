@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from datastates.lineage.change import record, refs, runs
-from datastates.lineage.states import Run, Status
+from datastates.lineage.states import Run, Status, Value
 from tests.support.lineages import told
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _branch(
     keys: list[str],
 ) -> str:
     """Its states, and a run of its own; gives the newest."""
-    config = {"lr": rate, "seed": seed, "optimizer.name": "adamw"}
+    config: dict[str, Value] = {"lr": rate, "seed": seed, "optimizer.name": "adamw"}
     run = Run(
         f"{rng.getrandbits(96):024x}", "node-1", "somebody", 1, ("train",), None, None, config, {}, began,
         began + timedelta(hours=1), branch=name,
