@@ -26,10 +26,12 @@ from .downloads import download
 from .following import RefEvents
 from .models import (
     Branches,
+    Comparison,
     Evicted,
     GraphPage,
     Overview,
     Page,
+    Parallels,
     Ref,
     RefEvent,
     RepositoryInfo,
@@ -43,6 +45,7 @@ from .models import (
 
 if TYPE_CHECKING:
     from datastates.algebra.diff import Diff
+    from datastates.algebra.histogram import Histogram
 
 __all__ = ["Client"]
 
@@ -253,18 +256,50 @@ class Client:
         params: dict[str, Any] = {"head": values.revisions(heads), "key": keys, **asked}
         return self._get("/series", Series, params if points is None else params | {"points": points})
 
-    def diff(self, old: str | State, new: str | State, *, only: str | Sequence[str] | None = None, tensors: bool = True) -> Diff:
-        """What changed between two states.
+    def diff(
+        self, old: str | State, new: str | State, *, only: str | Sequence[str] | None = None, tensors: bool = True, stat: bool = False
+    ) -> Diff:
+        """What changed between two states; its ``lacking`` says why tensors could not be compared, if they could not.
 
         :param old: the state from which changes count.
         :param new: the state to which they lead.
         :param only: which tensors are compared.
         :param tensors: False compares everything else; the server then reads no payload.
+        :param stat: compare tensors by their manifests alone, which reads no payload either.
         """
         from datastates.algebra.diff import Diff  # knows torch, which takes a while to import
 
-        params: dict[str, Any] = {"old": values.revision(old), "new": values.revision(new), "tensors": tensors}
+        params: dict[str, Any] = {"old": values.revision(old), "new": values.revision(new), "tensors": tensors, "stat": stat}
         return self._get("/diff", Diff, params if only is None else params | {"only": only})
+
+    def compare(self, revs: Sequence[str | State]) -> Comparison:
+        """States beside each other: configuration, metrics, attributes, code, and where each can be restored; at most 32 of them."""
+        return self._get("/comparison", Comparison, {"rev": values.revisions(revs)})
+
+    def parallels(self, query: str = "", *, name: str = "", taken: str = "best", limit: int = 1000) -> Parallels:
+        """Branches by their settings and metrics, an axis each.
+
+        :param query: a condition, as of ``find``; it must hold of a branch's newest state.
+        :param name: a part of the names that are wanted.
+        :param taken: which value of a metric stands for a branch: ``best`` or ``last``.
+        :param limit: at most so many branches.
+        :raises SyntaxProblem: the query does not parse; has the column.
+        """
+        return self._get("/parallels", Parallels, {"q": query, "name": name, "taken": taken, "limit": limit})
+
+    def histogram(self, revs: str | State | Sequence[str | State], path: str, *, bins: int = 64, scale: str = "linear") -> Histogram:
+        """How the values of one tensor are spread in some states, over the same bins.
+
+        :param revs: one state, or up to four of them.
+        :param path: the tensor, as ``diff`` and ``tensors`` say it.
+        :param bins: how many.
+        :param scale: ``linear``, or ``log``: bins are then equally wide in the logarithms of magnitudes.
+        :raises NotFound: a state has no such tensor; names close ones.
+        :raises InvalidInput: the server would have to read for longer than it may.
+        """
+        from datastates.algebra.histogram import Histogram  # knows torch, which takes a while to import
+
+        return self._get("/histogram", Histogram, {"rev": values.revisions(revs), "path": path, "bins": bins, "scale": scale})
 
     def stats(self) -> Stats:
         """What the repository holds."""

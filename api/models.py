@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 from datastates.lineage.search.holders import Replica
 from datastates.lineage.show.branches import Branch, Branches, Life
+from datastates.lineage.show.comparison import Comparison
+from datastates.lineage.show.parallels import Parallels
 from datastates.lineage.show.stats import Counts, KeyStats
 from datastates.lineage.states import Ref, RefEvent, RefKind, Run, State, Value
 
@@ -17,6 +19,7 @@ __all__ = [
     "Annotations",
     "Branch",
     "Branches",
+    "Comparison",
     "Evicted",
     "Fork",
     "GraphPage",
@@ -25,6 +28,7 @@ __all__ = [
     "NewRef",
     "Overview",
     "Page",
+    "Parallels",
     "Ref",
     "RefEvent",
     "RefMove",

@@ -29,6 +29,7 @@ _TAGS = {
     "graph": "The graph of states, with lanes for drawing, a window at a time.",
     "series": "Curves of metrics.",
     "diff": "What changed between two states.",
+    "comparison": "States beside each other, branches by settings and metrics, tensors by their values.",
     "payload": "The tensors themselves, and how to drop them.",
     "refs": "Branches and tags.",
     "runs": "The processes that captured.",

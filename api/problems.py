@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import Scope
 
-__all__ = ["MEDIA_TYPE", "STATUSES", "Problem", "Refusal", "install", "problem_of", "respond"]
+__all__ = ["MEDIA_TYPE", "STATUSES", "Problem", "Refusal", "install", "placeless", "problem_of", "respond"]
 
 MEDIA_TYPE = "application/problem+json"
 _SHOWN = 100
@@ -122,14 +122,18 @@ def problem_of(error: Exception) -> Problem:
     return _with(problem, status, nearest=error.nearest) if isinstance(error, Unavailable | Corrupt) else problem
 
 
-def _placeless(problem: Problem, scope: Scope) -> Problem:
-    """Leave out where a repository is on the server's disk, or its database: that is nobody else's business."""
+def placeless(text: str, scope: Scope) -> str:
+    """Leave out where a repository is on the server's disk, or its database, and secrets: that is nobody else's business."""
     served = scope["app"].state.served if "app" in scope else {}
-    detail = problem.detail
     for name, each in served.items():
         location = each.core.location
         for place in (location.packs, location.root, location):
-            detail = detail.replace(str(place), name) if place is not None else detail
+            text = text.replace(str(place), name) if place is not None else text
+    return masking.text(text)
+
+
+def _placeless(problem: Problem, scope: Scope) -> Problem:
+    detail = placeless(problem.detail, scope)
     return problem if detail == problem.detail else _with(problem, problem.status, detail=detail)
 
 

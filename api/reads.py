@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import anyio.from_thread
 
-from datastates.errors import Cancelled, Unavailable
+from datastates.errors import Cancelled, InvalidInput, Unavailable
 
 from .problems import Refusal
 
 if TYPE_CHECKING:
     from fastapi import Request
 
-__all__ = ["PayloadReads", "stop_when_gone"]
+__all__ = ["PayloadReads", "stop_after", "stop_when_gone"]
 
 _AT_ONCE = 4
 _WAIT_S = 2.0
@@ -60,5 +60,19 @@ def stop_when_gone(request: Request) -> Callable[[], None]:
         looked = time.monotonic()
         if anyio.from_thread.run(request.is_disconnected):
             raise Cancelled("the client hung up")
+
+    return look
+
+
+def stop_after(seconds: float, what: str, instead: str) -> Callable[[], None]:
+    """A function to be called often; ``what`` takes too long then, and ``instead`` is what its client may do.
+
+    :raises InvalidInput: so many seconds have passed.
+    """
+    until = time.monotonic() + seconds
+
+    def look() -> None:
+        if time.monotonic() > until:
+            raise InvalidInput(f"{what} takes more than {seconds:g} s, and was given up: {instead}")
 
     return look

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .algebra.merge import MergeOptions
     from .clone.serving import Server
     from .lineage.show.branches import Branches
+    from .lineage.show.comparison import Comparison
     from .policy.cadence import Cadence
     from .transport.contract import Tls
 
@@ -380,18 +381,37 @@ class Repository:
 
     # --- made of several states --------------------------------------------------------------------------------------------
 
-    @values.takes(old=values.revision, new=values.revision, only=values.patterns, on_progress=values.optional(values.callback))
+    @values.takes(revs=values.several(values.revision))
+    def compare(self, revs: Sequence[str | State]) -> Comparison:
+        """States beside each other: configuration, metrics, attributes and code, what differs first; and where each can be restored.
+
+        It reads no payload, so states whose bytes are gone can be compared as well.
+
+            for row in repo.compare(["main~3", "main"]).metrics:
+                print(row.key, row.values)
+
+        :param revs: two to 32 of them.
+        """
+        from .show.overview import comparison
+
+        return comparison(self.core, values.revisions(revs))
+
+    @values.takes(
+        old=values.revision, new=values.revision, only=values.patterns, stat=values.flag, on_progress=values.optional(values.callback)
+    )
     def diff(
         self,
         old: str | State,
         new: str | State,
         *,
         only: str | Sequence[str] | None = None,
+        stat: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Diff:
         """What changed between two states: each tensor's norms, distance, cosine, largest change, changed fraction; metrics, config, code.
 
-        It needs memory for a few tensors only; what both hold in the same chunks is not read.
+        It needs memory for a few tensors only; what both hold in the same chunks is not read. Where the bytes of one of them are gone,
+        all else is told, and ``lacking`` says why no tensors are, and which state can be restored instead.
 
             for change in repo.diff("main~3", "main").tensors:
                 print(change.path, change.relative)
@@ -399,12 +419,12 @@ class Repository:
         :param old: the state from which changes count.
         :param new: the state to which they lead.
         :param only: which tensors are compared, as in ``load``.
+        :param stat: read no payload: tensors are ``same`` by their digests, or ``unread``.
         :param on_progress: called with the bytes of ``new`` that were compared, and all of them.
-        :raises Unavailable: the bytes of one of them are gone.
         """
         from .algebra.diff import diff
 
-        return diff(self.core, old, new, only=only, on_progress=on_progress)
+        return diff(self.core, old, new, only=only, stat=stat, on_progress=on_progress)
 
     @values.takes(
         revs=values.several(values.revision),

@@ -149,6 +149,7 @@ class World:
 CALLS: dict[str, Callable[[World, Any], object]] = {
     "Client.annotate(rev)": lambda world, rev: world.client.annotate(rev, note="seen").uid,
     "Client.branch(rev)": lambda world, rev: world.client.branch(world.fresh(), rev).state,
+    "Client.compare(revs)": lambda world, rev: [each.state.uid for each in world.client.compare([rev, "main"])],
     "Client.diff(new)": lambda world, rev: world.client.diff("main", rev, tensors=False).new.uid,
     "Client.diff(old)": lambda world, rev: world.client.diff(rev, "main", tensors=False).old.uid,
     "Client.download(rev)": lambda world, rev: world.client.download(rev, world.folder / world.fresh()).read_bytes(),
@@ -156,6 +157,10 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Client.graph(around)": lambda world, rev: world.client.graph(around=rev, count=1),
     "Client.graph(heads)": lambda world, rev: world.client.graph("main", rev),
     "Client.graph_overview(heads)": lambda world, rev: world.client.graph_overview("main", rev),
+    "Client.histogram(revs)": lambda world, rev: (
+        world.client.histogram(rev, "model/weight").states,
+        world.client.histogram([rev], "model/weight").states,
+    ),
     "Client.log(rev)": lambda world, rev: [state.uid for state in world.client.log(rev)],
     "Client.move(rev)": World.move_remotely,
     "Client.series(heads)": lambda world, rev: (len(world.client.series([rev], "loss").lines), len(world.client.series(rev, "loss").lines)),
@@ -173,6 +178,7 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Repository.ancestors(rev)": lambda world, rev: [state.uid for state in world.repo.ancestors(rev)],
     "Repository.branch(rev)": lambda world, rev: world.repo.branch(world.fresh(), rev).state,
     "Repository.descendants(rev)": lambda world, rev: {state.uid for state in world.repo.descendants(rev) if state.step <= 3},
+    "Repository.compare(revs)": lambda world, rev: [each.state.uid for each in world.repo.compare([rev, "main"])],
     "Repository.diff(new)": lambda world, rev: world.repo.diff("main", rev).new.uid,
     "Repository.diff(old)": lambda world, rev: world.repo.diff(rev, "main").old.uid,
     "Repository.ensemble(revs)": lambda world, rev: world.ensemble([rev, "main"]),

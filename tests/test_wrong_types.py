@@ -216,7 +216,8 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Repository.ancestors": lambda w: Case(w.repo.ancestors, {"rev": "main", "limit": 3}),
     "Repository.descendants": lambda w: Case(w.repo.descendants, {"rev": "start", "limit": 3}),
     "Repository.graph": lambda w: Case(w.repo.graph, {"rev": "main"}),
-    "Repository.diff": lambda w: Case(w.repo.diff, {"old": "start", "new": "main", "only": "model", "on_progress": None}),
+    "Repository.compare": lambda w: Case(w.repo.compare, {"revs": ["start", "main"]}),
+    "Repository.diff": lambda w: Case(w.repo.diff, {"old": "start", "new": "main", "only": "model", "stat": False, "on_progress": None}),
     "Repository.merge": lambda w: Case(
         w.repo.merge,
         {

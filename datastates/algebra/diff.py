@@ -1,13 +1,14 @@
 """What changed from one state to another: tensor by tensor, and in values, metrics, configuration and code.
 
 Tensors are read piece by piece: memory for a few of them is enough, however large the states are. What both hold in the same chunks
-is not read at all.
+is not read at all. Of a state whose bytes are gone, or are not here, all else is told, and which state can be had instead.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from datastates.content.geometry import dtype_of, rebuild
 from datastates.content.manifest import CHUNK_BYTES, Manifest, Shard, TensorSpec
 from datastates.content.shards import bytes_of
 from datastates.content.skeleton import VALUE, decode_skeleton, paths
+from datastates.errors import Unavailable
 from datastates.lineage.change import runs
 from datastates.lineage.search import walk
 from datastates.lineage.states import Run, State
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     from datastates.store.tier import Reader
 
-__all__ = ["Change", "Diff", "TensorChange", "diff", "pieces", "to_plain", "untied"]
+__all__ = ["Change", "Diff", "Lacking", "TensorChange", "diff", "pieces", "to_plain", "untied"]
 
 _PIECE = 1 << 20  # elements that are compared at once, as float64
 
@@ -42,10 +44,14 @@ Pair = tuple[object, object]
 
 
 class Change(StrEnum):
-    """How a tensor changed. ``RECAST``: its dtype or its shape differs."""
+    """How a tensor changed. ``RECAST``: its dtype or its shape differs.
+
+    ``UNREAD``, where no payload is read: it lies in chunks that differ, and may have changed or not.
+    """
 
     SAME = "same"
     CHANGED = "changed"
+    UNREAD = "unread"
     RECAST = "recast"
     ADDED = "added"
     REMOVED = "removed"
@@ -80,8 +86,20 @@ class TensorChange:
 
 
 @dataclass(frozen=True, slots=True)
+class Lacking:
+    """A state whose tensors and values could not be compared, why, and the nearest of its first parents that can be restored."""
+
+    state: str
+    why: str
+    nearest: State | None
+
+
+@dataclass(frozen=True, slots=True)
 class Diff:
-    """From ``old`` to ``new``; ``base`` is their nearest common ancestor. Metrics, config and versions are those that differ."""
+    """From ``old`` to ``new``; ``base`` is their nearest common ancestor. Metrics, config and versions are those that differ.
+
+    Where the bytes of one of them cannot be had, ``tensors`` and ``values`` are empty and ``lacking`` says of which, and why.
+    """
 
     old: State
     new: State
@@ -93,6 +111,7 @@ class Diff:
     config: Mapping[str, Pair]
     versions: Mapping[str, Pair]
     code: Pair | None
+    lacking: tuple[Lacking, ...] = ()
 
     def count(self, change: Change) -> int:
         """How many tensors changed in this way."""
@@ -106,20 +125,25 @@ def diff(
     *,
     only: str | Sequence[str] | None = None,
     with_tensors: bool = True,
+    stat: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
     """Compare two states; see ``Repository.diff``. ``on_progress`` gets the bytes of ``new`` that were compared, and all of them.
 
-    Without ``with_tensors`` no payload is opened: no tensors, and no values, which are stored beside them. What ``on_progress``
-    raises ends the comparison.
+    Without ``with_tensors`` no payload is opened: no tensors, and no values, which are stored beside them. With ``stat`` manifests are
+    read and no payload. What ``on_progress`` raises ends the comparison.
     """
     one, other = core.state(old), core.state(new)
     tensors: tuple[TensorChange, ...] = ()
     values: Mapping[str, Pair] = {}
+    lacking: tuple[Lacking, ...] = ()
     if with_tensors:
-        with core.open_payload(one) as before, core.open_payload(other) as after:
-            tensors = tuple(_tensors(before, after, Selection(only).wants, on_progress or (lambda done, total: None)))
-            values = _masked(_delta(_values(before.manifest), _values(after.manifest)))
+        with ExitStack() as stack:
+            readers, lacking = _opened(core, (one, other), stack)
+            if not lacking:
+                before, after = readers
+                tensors = tuple(_tensors(before, after, Selection(only).wants, on_progress or (lambda done, total: None), stat))
+                values = _masked(_delta(_values(before.manifest), _values(after.manifest)))
     with core.database.read() as session:
         base = walk.merge_base(session, one.uid, other.uid)
         ran = [None if state.run is None else runs.get(session, state.run) for state in (one, other)]
@@ -135,6 +159,7 @@ def diff(
         config=_delta(one.config, other.config),
         versions=_delta(*({} if run is None else run.versions for run in ran)),
         code=None if commits[0] == commits[1] else (commits[0], commits[1]),
+        lacking=lacking,
     )
 
 
@@ -146,17 +171,29 @@ def to_plain(found: Diff) -> dict[str, object]:
     return plain
 
 
+def _opened(core: Core, states: Sequence[State], stack: ExitStack) -> tuple[list[Reader], tuple[Lacking, ...]]:
+    """The payload of each, open until the end of the block; and those that cannot be had."""
+    readers, lacking = [], []
+    for state in states:
+        try:
+            readers.append(stack.enter_context(core.open_payload(state)))
+        except Unavailable as error:
+            nearest = None if error.nearest is None else core.state(error.nearest)
+            lacking.append(Lacking(state.uid, str(error), nearest))
+    return readers, tuple(lacking)
+
+
 # Tensors
 
 
 def _tensors(
-    before: Reader, after: Reader, wants: Callable[[str], bool], on_progress: Callable[[int, int], None]
+    before: Reader, after: Reader, wants: Callable[[str], bool], on_progress: Callable[[int, int], None], stat: bool
 ) -> Iterator[TensorChange]:
     olds, news = ({spec.path: spec for spec in untied(reader) if wants(spec.path)} for reader in (before, after))
     total = sum(map(bytes_of, news.values()))
     done = 0
     for path, new in news.items():
-        yield _compare(before, after, olds.get(path), new)
+        yield _compare(before, after, olds.get(path), new, stat)
         done += bytes_of(new)
         on_progress(done, total)
     for path, old in olds.items():
@@ -174,13 +211,17 @@ def _placed(spec: TensorSpec, owner: TensorSpec) -> TensorSpec:
     return TensorSpec(spec.path, owner.dtype, owner.shape, owner.strides, None, spec.requires_grad, owner.shards)
 
 
-def _compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSpec) -> TensorChange:
+def _compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSpec, stat: bool) -> TensorChange:
     if old is None:
         return TensorChange(new.path, Change.ADDED, new.shape, new.dtype)
     if old.shape != new.shape or dtype_of(old.dtype).is_complex != dtype_of(new.dtype).is_complex:
         return TensorChange(new.path, Change.RECAST, new.shape, new.dtype, old.shape, old.dtype)
     if _is_same_bytes(before.manifest, old, after.manifest, new):
         return TensorChange(new.path, Change.SAME, new.shape, new.dtype)
+    if stat:
+        if old.dtype != new.dtype:
+            return TensorChange(new.path, Change.RECAST, new.shape, new.dtype, old.shape, old.dtype)
+        return TensorChange(new.path, Change.UNREAD, new.shape, new.dtype)
     sums = _Sums()
     for left, right in zip(pieces(before, old), pieces(after, new), strict=True):
         sums.add(left, right)

@@ -25,6 +25,7 @@ COMMANDS = {
     "log": ("Look", "history"),
     "show": ("Look", "history"),
     "find": ("Look", "history"),
+    "compare": ("Look", "compare"),
     "diff": ("Look", "diff"),
     "refs": ("Look", "refs"),
     "reflog": ("Look", "refs"),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
+STAT = "no payload was read: 'unread' tensors lie in chunks that differ, and may have changed; without --stat they are compared"
+
 
 class Order(StrEnum):
     """The key by which tensors are sorted."""
@@ -41,7 +43,9 @@ def diff(
             "--only", metavar="PATTERN", help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.", show_default=False
         ),
     ] = None,
-    stat: Annotated[bool, typer.Option("--stat", help="Counts only, no line for each tensor.")] = False,
+    stat: Annotated[
+        bool, typer.Option("--stat", help="Counts only, by what manifests say: no payload is read, and what may have changed is 'unread'.")
+    ] = False,
     order: Annotated[Order, typer.Option("--sort", help="As in the tree, or what changed most first.")] = Order.TREE,
     show_same: Annotated[bool, typer.Option("--all", "-a", help="Tensors that did not change, too.")] = False,
     repo: Repo = None,
@@ -52,7 +56,7 @@ def diff(
     with shell.repository() as repository, progress_of(shell) as progress:
         bar = progress.add_task("comparing", total=None)
         found = repository.diff(
-            old, new, only=only or None, on_progress=lambda done, total: progress.update(bar, completed=done, total=total)
+            old, new, only=only or None, stat=stat, on_progress=lambda done, total: progress.update(bar, completed=done, total=total)
         )
     if shell.as_json:
         from datastates.algebra.diff import to_plain
@@ -63,6 +67,20 @@ def diff(
     if order is Order.CHANGE:
         tensors.sort(key=lambda tensor: -(tensor.relative or 0.0))
     shell.write(*_heading(found), *_settings(found), *([_tensors_table(tensors)] if tensors else []), *_rest(found))
+    for remark in [*([STAT] if stat and not found.lacking else []), *_instead(found)]:
+        shell.hint(remark)
+
+
+def _instead(found: Diff) -> list[str]:
+    """What of the bytes is lacking, and the command that compares what can be had instead."""
+    if not found.lacking:
+        return []
+    nearest = {lacking.state: lacking.nearest for lacking in found.lacking}
+    sides = [nearest.get(state.uid, state) for state in (found.old, found.new)]
+    remarks = [f"tensors could not be compared: {lacking.why}" for lacking in found.lacking]
+    if sides[0] is not None and sides[1] is not None and sides[0].uid != sides[1].uid:
+        remarks.append(f"the nearest that can be: datastates diff {sides[0].uid[:10]} {sides[1].uid[:10]}")
+    return remarks
 
 
 def _heading(found: Diff) -> list[RenderableType]:
@@ -110,7 +128,7 @@ def _rest(found: Diff) -> list[RenderableType]:
     from .render import facts_table
 
     counts = [f"{found.count(change)} {change}" for change in dict.fromkeys(tensor.change for tensor in found.tensors)]
-    facts: list[tuple[str, object]] = [("tensors", ", ".join(counts) or "none")]
+    facts: list[tuple[str, object]] = [("tensors", "not compared" if found.lacking else ", ".join(counts) or "none")]
     for name in ("metrics", "values", "attributes", "versions"):
         word = name.removesuffix("s") if name != "values" else "value"
         facts += [(word, f"{key}: {_value(old)} -> {_value(new)}") for key, (old, new) in getattr(found, name).items()]

@@ -13,6 +13,7 @@ EXAMPLES = {
     "log": "datastates log main --columns val_loss --since 7d",
     "show": "datastates show main@best:val_loss",
     "find": "datastates find 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'",
+    "compare": "datastates compare main main~3",
     "diff": "datastates diff main~3 main --only 'model/*' --sort change",
     "refs": "datastates refs",
     "reflog": "datastates reflog main",

@@ -1,4 +1,4 @@
-"""A repository's branches and runs, as Python hands them out."""
+"""A repository's branches and runs, and states beside each other, as Python hands them out."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from datastates.lineage.change import runs as lineage_runs
+from datastates.lineage.search import revision
+from datastates.lineage.show.comparison import check_count, compare
 from datastates.lineage.show.overview import branches
 from datastates.opening.life import life_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from datastates.lineage.show.branches import Branches
+    from datastates.lineage.show.comparison import Comparison
     from datastates.lineage.states import Run
     from datastates.opening.core import Core
 
-__all__ = ["overview", "runs"]
+__all__ = ["comparison", "overview", "runs"]
 
 
 def overview(core: Core, query: str, *, metric: str | None, sort: str, group: str | None) -> Branches:
@@ -28,3 +33,10 @@ def runs(core: Core, limit: int | None) -> list[Run]:
     """The processes that tracked, the last begun first."""
     with core.reading() as session:
         return lineage_runs.listing(session, limit=sys.maxsize >> 1 if limit is None else limit)[0]
+
+
+def comparison(core: Core, revs: Sequence[str]) -> Comparison:
+    """States beside each other."""
+    check_count(len(revs))
+    with core.reading() as session:
+        return compare(session, revs, [revision.resolve(session, rev) for rev in revs])

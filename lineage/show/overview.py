@@ -36,7 +36,7 @@ from .sparkline import lines_of
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["POINTS", "SORTS", "Choice", "Sort", "branches"]
+__all__ = ["POINTS", "SORTS", "Choice", "Sort", "branches", "heads_where"]
 
 POINTS = 60
 """Of a branch's curve for a glance."""
@@ -86,7 +86,7 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
     total = len(rows)
     rows = [row for row in rows if name in row.name]
     if query.strip():
-        wanted = _matching(session, query, choice["now"])
+        wanted = heads_where(session, query, choice["now"])
         rows = [row for row in rows if row.head_id in wanted]
     if sort in COUNTED:
         count_states(session, rows)
@@ -118,7 +118,12 @@ def _metrics(session: Session) -> list[str]:
     return by_relevance(session.execute(_METRICS).scalars())
 
 
-def _matching(session: Session, query: str, now: datetime | None) -> set[int]:
+def heads_where(session: Session, query: str, now: datetime | None = None) -> set[int]:
+    """The row ids of the newest states of branches for which a condition holds.
+
+    :raises SyntaxProblem: the query does not parse.
+    :raises InvalidInput: it orders or limits.
+    """
     parsed = parse_query(query)
     if parsed.order or parsed.limit is not None:
         raise InvalidInput(f"{query!r} orders or limits: branches are chosen by a condition alone, and sorted by 'sort'")

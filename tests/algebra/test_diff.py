@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import datastates
 from datastates import Repository
 from datastates.algebra.diff import Change, Diff, TensorChange
 from datastates.cli.app import app
+from datastates.upkeep.eviction import evict
 
 
 @pytest.fixture
@@ -174,16 +177,80 @@ def test_the_terminal_says_first_how_configurations_differ(tmp_path: Path) -> No
     assert plain["new"]["config"] == {"lr": 0.2, "net.act": "relu"}
 
 
-def test_a_state_whose_bytes_are_gone_is_unavailable(tmp_path: Path) -> None:
-    tree = {"w": torch.ones(1 << 20)}
-    with datastates.open(tmp_path, memory_bytes=16 << 20) as repo, repo.track(rng=False, tree=tree, durable_interval_s=1e9) as run:
-        for _ in range(8):
-            tree["w"] += 1
-            run.capture()
-        run.head  # noqa: B018 # waits until all are recorded
-        gone = next(state for state in repo.log("main") if not state.status.is_restorable)
-        with pytest.raises(datastates.Unavailable):
-            repo.diff(gone.uid, "main")
+@pytest.fixture
+def dropped(tmp_path: Path) -> Iterator[Repository]:
+    """A branch of eight states; the bytes of the first, the fifth and the sixth are dropped."""
+    tree = {"w": torch.ones(4)}
+    with datastates.open(tmp_path) as repo:
+        with repo.track(rng=False, tree=tree, durable_every=1, config={"lr": 0.1}) as run:
+            for step in range(8):
+                tree["w"] += 1
+                run.capture(metrics={"loss": 1 / (step + 1)}).wait("durable")
+        for step in (1, 5, 6):
+            evict(repo.core, repo.state(f"main@step:{step}").uid)
+        yield repo
+
+
+def test_a_state_whose_bytes_are_gone_is_compared_by_what_is_known_and_the_nearest_is_named(dropped: Repository) -> None:
+    gone, nearest = dropped.state("main@step:6"), dropped.state("main@step:4")
+    found = dropped.diff(gone.uid, "main")
+    assert found.metrics == {"loss": (gone.metrics["loss"], 1 / 8)}
+    assert (found.tensors, found.values) == ((), {})
+    (lacking,) = found.lacking
+    assert lacking.state == gone.uid
+    assert lacking.nearest == nearest
+    assert f"step {nearest.step}" in lacking.why
+    assert dropped.diff(lacking.nearest, "main").count(Change.CHANGED) == 1
+
+    with pytest.raises(datastates.Unavailable):
+        dropped.load(gone.uid)
+
+
+def test_both_sides_may_be_gone_and_a_root_has_nothing_before_it(dropped: Repository) -> None:
+    newest, root = dropped.state("main@step:6"), dropped.state("main@step:1")
+    found = dropped.diff(root, newest)
+    assert [(each.state, each.nearest is None) for each in found.lacking] == [(root.uid, True), (newest.uid, False)]
+
+
+def test_the_terminal_offers_what_can_be_compared_instead(dropped: Repository) -> None:
+    folder = str(dropped.location.root)
+    dropped.close()
+    done = CliRunner().invoke(app, ["--repo", folder, "diff", "main@step:6", "main"])
+    assert done.exit_code == 0, done.output
+    assert "loss: " in done.stdout
+    assert "could not be compared" in done.output
+    nearest = re.search(r"datastates diff ([0-9a-f]+) ", done.output)
+    assert nearest is not None
+    again = CliRunner().invoke(app, ["--repo", folder, "diff", nearest[1], "main"])
+    assert "1 changed" in again.stdout
+
+
+def test_stat_reads_no_payload_and_says_what_it_cannot_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"frozen": torch.ones(3 << 20), "head": torch.zeros(4), "cast": torch.zeros(2), "went": torch.zeros(3)}
+    with datastates.open(tmp_path) as repo, repo.track(rng=False, tree=model) as run:
+        run.capture().wait("durable")
+        model["head"] += 1
+        model["cast"] = model["cast"].double()
+        del model["went"]
+        run.capture().wait("durable")
+    from datastates.store.mapped import MappedReader
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("payload was read")
+
+    with monkeypatch.context() as patch:
+        for name in ("chunk", "span", "loan", "gather"):
+            patch.setattr(MappedReader, name, refuse)
+        with datastates.open(tmp_path) as repo:
+            found = repo.diff("main~1", "main", stat=True)
+            with pytest.raises(AssertionError, match="payload was read"):
+                repo.diff("main~1", "main")
+        done = CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main~1", "main", "--stat"])
+    changes = {tensor.path.removeprefix("tree/"): tensor.change for tensor in found.tensors}
+    assert changes == {"frozen": "same", "head": "unread", "cast": "recast", "went": "removed"}
+    assert done.exit_code == 0, done.output
+    assert "1 unread" in done.stdout
+    assert "no payload was read" in done.output
 
 
 def test_secrets_that_are_tracked_are_not_shown(repo: Repository) -> None:

@@ -20,6 +20,7 @@ import torch
 
 import datastates
 from datastates import Repository
+from datastates.algebra.histogram import histogram
 from datastates.api import client as module
 from datastates.api import downloads, following
 from datastates.api.client import Client
@@ -110,6 +111,19 @@ def test_a_diff_is_that_of_the_repository(client: Client, repo: Repository) -> N
     assert changed.distance == pytest.approx(next(t for t in theirs.tensors if t.path == "model/0.weight").distance)
     assert {t.path for t in client.diff("main~1", "main", only="model/2*").tensors} == {"model/2.weight", "model/2.bias"}
     assert client.diff("main~1", "main", tensors=False).tensors == ()
+    assert {tensor.change for tensor in client.diff("main~1", "main", stat=True).tensors} <= {"same", "unread"}
+
+
+def test_comparisons_parallels_and_histograms_are_those_of_the_repository(client: Client, repo: Repository) -> None:
+    assert client.compare(["main", repo.state("fork")]).metrics == repo.compare(["main", "fork"]).metrics
+    drawn = client.parallels(name="o", taken="last")
+    assert [branch.branch for branch in drawn.branches] == ["fork", "lone", "soup"]
+    assert next(axis for axis in drawn.axes if axis.key == "metrics.loss").values[0] == repo.state("fork").metrics["loss"]
+    spread = client.histogram("main", "model/0.weight", bins=8).states[0]
+    assert spread == histogram(repo.core, ["main"], "model/0.weight", bins=8).states[0]
+    assert len(client.histogram(["main", repo.state("fork")], "model/0.weight", scale="log").states) == 2
+    with pytest.raises(NotFound, match=r"model/0.weight"):
+        client.histogram("main", "model/0.wieght")
 
 
 # What it changes
@@ -410,6 +424,9 @@ def test_every_operation_of_the_document_is_a_method(url: str, client: Client, t
         client.graph_overview(fold=True),
         client.series("main", "loss"),
         client.diff("main~2", "main"),
+        client.compare(["main~2", "main"]),
+        client.parallels(),
+        client.histogram("main", "model/0.weight"),
         client.stats(),
     )
     assert [branch.name for branch in client.branches(sort="name")] == ["fork", "lone", "main", "soup"]

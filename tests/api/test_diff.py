@@ -16,6 +16,8 @@ from datastates.api.reads import PayloadReads
 from datastates.api.routes import diff as routes
 from datastates.cli.app import app as terminal
 from datastates.errors import Cancelled
+from datastates.store.mapped import MappedReader
+from datastates.upkeep.eviction import evict
 from tests.api.conftest import BASE, READ
 from tests.api.live import live
 
@@ -47,7 +49,33 @@ def test_without_tensors_no_payload_is_touched(client: TestClient, repo: Reposit
     assert found == {**whole, "tensors": [], "values": {}}
     assert found["base"]["uid"] == repo.state("warm").uid
     assert found["attributes"]["rate"] == [0.1, 0.3]
-    assert client.get(f"{BASE}/diff", params={"old": "warm", "new": "fork"}).json()["kind"] == "unavailable"
+    answer = client.get(f"{BASE}/diff", params={"old": "warm", "new": "fork"})
+    lacking = answer.json()["lacking"]
+    assert [each["state"] for each in lacking] == [repo.state("warm").uid, repo.state("fork").uid]
+    assert {**answer.json(), "lacking": []} == found, "all else is told"
+    assert str(repo.location.packs) not in answer.text, "where it lies on the server's disk is nobody else's business"
+    assert "etag" not in answer.headers, "what is not here now may come"
+
+
+def test_a_diff_of_an_evicted_state_names_the_nearest_that_can_be_restored(client: TestClient, repo: Repository) -> None:
+    evict(repo.core, repo.state("main~1").uid)
+    found = diff(client, old="main~1", new="main")
+    (lacking,) = found["lacking"]
+    assert lacking["nearest"]["uid"] == repo.state("main~2").uid
+    assert set(found["metrics"]) >= {"loss"}
+    assert diff(client, old=lacking["nearest"]["uid"], new="main")["tensors"]
+
+
+def test_stat_reads_manifests_alone(client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = diff(client)
+    with monkeypatch.context() as patch:
+        for name in ("chunk", "span", "loan", "gather"):
+            patch.setattr(MappedReader, name, None)
+        found = diff(client, stat=True)
+    assert [tensor["path"] for tensor in found["tensors"]] == [tensor["path"] for tensor in whole["tensors"]]
+    for quick, sure in zip(found["tensors"], whole["tensors"], strict=True):
+        assert quick["change"] in ("unread", sure["change"])
+        assert quick["distance"] is None
 
 
 def test_who_has_a_diff_gets_304_and_nothing_is_read(client: TestClient, repo: Repository) -> None:

@@ -21,7 +21,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "dark": {"color_scheme": "dark"},
     "phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 844}},
 }
-PANELS = ("branches", "graph", "table", "detail", "tensors", "curves", "diff", "help", "ref", "edit-ref", "token")
+PANELS = ("branches", "compare", "graph", "table", "detail", "tensors", "curves", "diff", "help", "ref", "edit-ref", "token")
 
 
 @pytest.mark.in_turn
@@ -46,6 +46,7 @@ def show(page: Page, site: Site, grown: Grown, panel: str) -> None:
     uid, other = grown["warm"].uid, grown["hot"].uid
     query = {
         "branches": "view=branches",
+        "compare": "view=compare&compare.beside=main,hot",
         "graph": "view=graph",
         "table": "",
         "curves": f"state={uid}&panel=curves",
@@ -55,6 +56,7 @@ def show(page: Page, site: Site, grown: Grown, panel: str) -> None:
     page.goto(site.address(query.get(panel, f"state={uid}&panel=detail")))
     awaited = {
         "branches": "[data-branch]",
+        "compare": "[data-beside]",
         "graph": ".row",
         "table": ".row",
         "curves": "[data-panel=curves] canvas",

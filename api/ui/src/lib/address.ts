@@ -1,7 +1,7 @@
 /** The view as an address and back: what is shown is what the query says, so that a link shows it again. */
 
-/** The branches, a row each; their graph, in which stretches of states are folded; or every state. */
-export type Scene = "branches" | "graph" | "states";
+/** The branches, a row each; their graph, in which stretches of states are folded; every state; or branches by settings and metrics. */
+export type Scene = "branches" | "graph" | "states" | "compare";
 export type Panel = "none" | "detail" | "curves" | "diff";
 export type Theme = "auto" | "light" | "dark";
 
@@ -39,7 +39,7 @@ export const DEFAULTS: Readonly<View> = {
 };
 
 const PANELS: readonly string[] = ["none", "detail", "curves", "diff"];
-const SCENES: readonly string[] = ["branches", "graph", "states"];
+const SCENES: readonly string[] = ["branches", "graph", "states", "compare"];
 /** What an address shows that does not say it: a link to states is of a time when there was nothing else to see. */
 const sceneOf = (view: Omit<View, "scene">): Scene =>
   view.heads.length || view.query || view.sort || view.selected || view.marked || view.panel !== "none" ? "states" : DEFAULTS.scene;

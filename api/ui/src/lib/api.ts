@@ -2,7 +2,7 @@
 import type { paths } from "../generated/openapi";
 import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
-import type { Branches, GraphPage, Value } from "./types";
+import type { Branches, Comparison, GraphPage, Histogram, Parallels, Value } from "./types";
 import { view } from "./view.svelte";
 
 type Method = "get" | "put" | "patch" | "delete";
@@ -61,8 +61,17 @@ export const getRefs = (signal?: AbortSignal) => get(`${HERE}/refs`, {}, {}, sig
 export const getBranches = (query: Query<`${typeof HERE}/branches`>, signal?: AbortSignal) => get(`${HERE}/branches`, {}, query, signal) as Promise<Branches>;
 
 /** Two states compared; without `tensors` only steps, metrics, values and code. */
-export const getDiff = <T = Answer<`${typeof HERE}/diff`>>(query: { old: string; new: string; only?: string[]; tensors?: boolean }, signal?: AbortSignal) =>
+export const getDiff = <T = Answer<`${typeof HERE}/diff`>>(query: { old: string; new: string; only?: string[]; tensors?: boolean; stat?: boolean }, signal?: AbortSignal) =>
   get(`${HERE}/diff`, {}, query, signal) as Promise<T>;
+
+/** States beside each other; no payload is read. */
+export const getComparison = (revs: string[], signal?: AbortSignal) => get(`${HERE}/comparison`, {}, { rev: revs }, signal) as Promise<Comparison>;
+
+/** Branches by settings and metrics, an axis each. */
+export const getParallels = (query: Query<`${typeof HERE}/parallels`>, signal?: AbortSignal) => get(`${HERE}/parallels`, {}, query, signal) as Promise<Parallels>;
+
+/** How the values of a tensor are spread in some states; the server reads it in pieces, and stops when nobody waits any more. */
+export const getHistogram = (query: Query<`${typeof HERE}/histogram`>, signal?: AbortSignal) => get(`${HERE}/histogram`, {}, query, signal) as Promise<Histogram>;
 
 export const makeRef = (name: string, ref: Body<`${typeof HERE}/refs/{name}`, "put">) => send("put", `${HERE}/refs/{name}`, { name }, ref);
 

@@ -8,6 +8,10 @@ export type Page<T> = { items: T[]; next: string | null };
 
 export type Branch = Required<Schemas["Branch"]>;
 export type Branches = Omit<Required<Schemas["Branches"]>, "items"> & { items: Branch[] };
+export type Comparison = Required<Schemas["Comparison"]>;
+export type ComparisonRow = Schemas["ComparisonRow"];
+export type Histogram = Required<Schemas["Histogram"]>;
+export type Parallels = Required<Schemas["Parallels"]>;
 export type Edge = Schemas["Edge"];
 export type Fork = Schemas["Fork"];
 /** A server of this version says all of it. */

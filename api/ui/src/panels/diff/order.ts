@@ -12,7 +12,7 @@ export interface Wanted {
   descending: boolean;
 }
 
-const RANK: Record<Change, number> = { removed: 0, added: 1, recast: 2, changed: 3, same: 4 };
+const RANK: Record<Change, number> = { removed: 0, added: 1, recast: 2, changed: 3, unread: 4, same: 5 };
 
 /** What fits, sorted; what has no number in the column stands last either way. */
 export function arrange(tensors: readonly TensorChange[], wanted: Wanted): TensorChange[] {
@@ -37,7 +37,7 @@ export const isScalar = (one: TensorChange): boolean => one.shape.every((size) =
 export function counts(tensors: readonly TensorChange[]): [Change, number][] {
   const found = new Map<Change, number>();
   for (const { change } of tensors) found.set(change, (found.get(change) ?? 0) + 1);
-  return (["changed", "added", "removed", "recast", "same"] as const).filter((change) => found.has(change)).map((change) => [change, found.get(change)!]);
+  return (["changed", "unread", "added", "removed", "recast", "same"] as const).filter((change) => found.has(change)).map((change) => [change, found.get(change)!]);
 }
 
 /** How long a bar is, of 1: by the logarithm, since relative changes differ by many orders; 1e-6 of the largest is nothing. */

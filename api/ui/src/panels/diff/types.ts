@@ -1,7 +1,7 @@
 /** What `/diff` answers, as `datastates diff --json` writes it. */
 import type { State } from "../../lib/types";
 
-export type Change = "same" | "changed" | "recast" | "added" | "removed";
+export type Change = "same" | "changed" | "unread" | "recast" | "added" | "removed";
 
 export interface TensorChange {
   path: string;
@@ -34,4 +34,6 @@ export interface DiffResult {
   config: Pairs;
   versions: Pairs;
   code: [unknown, unknown] | null;
+  /** States whose bytes cannot be had, why, and the nearest that can be restored. */
+  lacking: { state: string; why: string; nearest: State | null }[];
 }
