@@ -28,8 +28,8 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture(params=BACKENDS)
-def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a lineage may be made: a file that is not there, a database without tables."""
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path, real_migrations: None) -> str:
+    """Where a lineage may be made, by the migrations themselves: a file that is not there, a database without tables."""
     if request.param == "postgresql":
         return str(request.getfixturevalue("postgresql").empty())
     return f"sqlite:///{tmp_path / 'new' / 'lineage.db'}"
