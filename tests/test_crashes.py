@@ -118,7 +118,7 @@ def _check_listed(repo: Repository, folder: Path, facts: Facts) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(5, more=3))
 def test_nothing_that_was_reported_is_missing_after_a_kill(smith: Forge, tmp_path: Path, seed: int) -> None:
     choose = random.Random(seed)
     facts, refs = Facts(), dict[str, str]()

@@ -15,6 +15,7 @@ ROUTES = {"graph window", "search, rare filter", "search, sorted", "newest state
 FLOORS = {"floor: bare Starlette", "floor: /healthz"}
 
 
+@pytest.mark.in_turn("examples")
 @pytest.mark.slow
 def test_a_small_run_measures_every_route_alone_beside_captures_and_without_thinking(tmp_path: Path) -> None:
     sizes = ("--states", "2000", "--readers", "2", "--think", "0.02", "--seconds", "0.15", "--rounds", "1", "--captures", "1")

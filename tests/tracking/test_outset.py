@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 import datastates
 from datastates import Config, Repository
+from tests.support import warm
 
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 
@@ -39,7 +39,7 @@ with datastates.open(sys.argv[1], memory_bytes=64 << 20) as repo, repo.track(wei
 def test_a_script_that_goes_on_says_so_in_one_line_unless_logging_is_set_up_or_told_not_to(tmp_path: Path) -> None:
     setups = ["", "", "logging.getLogger('datastates').setLevel(logging.WARNING)", "logging.basicConfig()"]
     said = [
-        subprocess.run([sys.executable, "-c", SCRIPT.format(setup=setup), str(tmp_path)], capture_output=True, text=True, check=True).stderr
+        warm.run([sys.executable, "-c", SCRIPT.format(setup=setup), str(tmp_path)], capture_output=True, check=True).stderr
         for setup in setups
     ]
     assert [len(lines.splitlines()) for lines in said] == [0, 1, 0, 0]
