@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import getpass
 import os
 import platform
@@ -60,7 +61,9 @@ def _user() -> str:
         return str(os.getuid())
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
+    """Read once in a process: milliseconds each time."""
     found = {}
     for name in _PACKAGES:
         try:
