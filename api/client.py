@@ -26,20 +26,29 @@ from .downloads import download
 from .following import RefEvents
 from .models import (
     Branches,
+    CloneInfo,
     Comparison,
     Evicted,
     GraphPage,
+    Merges,
     Overview,
     Page,
     Parallels,
+    Processes,
     Ref,
     RefEvent,
+    Report,
+    ReportDetail,
     RepositoryInfo,
     RunInfo,
     Series,
+    ServerInfo,
     State,
     StateDetail,
     Stats,
+    Storage,
+    Studies,
+    StudyDetail,
     TensorInfo,
 )
 
@@ -300,6 +309,55 @@ class Client:
         from datastates.algebra.histogram import Histogram  # knows torch, which takes a while to import
 
         return self._get("/histogram", Histogram, {"rev": values.revisions(revs), "path": path, "bins": bins, "scale": scale})
+
+    # --- studies -------------------------------------------------------------------------------------------------------------
+
+    def studies(self, *, limit: int = 100) -> Studies:
+        """The studies, the last changed first."""
+        return self._get("/studies", Studies, {"limit": limit})
+
+    def study(self, name: str, *, limit: int = 500, **asked: str) -> StudyDetail:
+        """One study, with its variants as a tree.
+
+        :param name: the study.
+        :param limit: at most so many variants.
+        :param asked: ``metric`` and ``direction``, as in the API.
+        :raises NotFound: there is none of this name.
+        """
+        return self._get(f"/studies/{quote(name)}", StudyDetail, {"limit": limit, **asked})
+
+    def merges(self, *, limit: int = 50, **asked: str) -> Merges:
+        """Soups and other merged states, the newest first: a page of at most ``limit``; ``asked`` are ``metric`` and ``after``."""
+        return self._get("/merges", Merges, {"limit": limit, **asked})
+
+    def outlier_reports(self) -> tuple[Report, ...]:
+        """The reports on outliers that were kept, the newest first."""
+        return self._get("/outliers", Page[Report]).items
+
+    def outlier_report(self, id: int, *, after: int = 0, limit: int = 60) -> ReportDetail:
+        """One of them, with its samples of the ranks behind ``after``.
+
+        :raises NotFound: it is not there, or not any more.
+        """
+        return self._get(f"/outliers/{int(id)}", ReportDetail, {"after": after, "limit": limit})
+
+    # --- what goes on --------------------------------------------------------------------------------------------------------
+
+    def processes(self, *, limit: int = 100) -> Processes:
+        """The processes that track just now, and what their trainings captured last."""
+        return self._get("/processes", Processes, {"limit": limit})
+
+    def storage(self) -> Storage:
+        """What each tier holds, and how much room is left where the server is."""
+        return self._get("/storage", Storage)
+
+    def clones(self, *, limit: int | None = None) -> Iterator[CloneInfo]:
+        """The states that came from other processes, the newest first; page by page."""
+        return self._pages("/clones", CloneInfo, {}, limit)
+
+    def servers(self) -> tuple[ServerInfo, ...]:
+        """Where the process that answers serves the repository, and who is connected."""
+        return self._get("/servers", Page[ServerInfo]).items
 
     def stats(self) -> Stats:
         """What the repository holds."""

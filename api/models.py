@@ -6,44 +6,67 @@ Numbers that JSON cannot say (NaN, infinities) are written as null.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Generic, TypeVar
 
 from datastates.lineage.search.holders import Replica
 from datastates.lineage.show.branches import Branch, Branches, Life
 from datastates.lineage.show.comparison import Comparison
+from datastates.lineage.show.holdings import Held
+from datastates.lineage.show.merges import Ingredient, Merge, Merges
 from datastates.lineage.show.parallels import Parallels
+from datastates.lineage.show.reports import Report, ReportDetail, ReportSample
 from datastates.lineage.show.stats import Counts, KeyStats
-from datastates.lineage.states import Ref, RefEvent, RefKind, Run, State, Value
+from datastates.lineage.show.studies import Stage, Studies, Study, StudyDetail, StudyVariant
+from datastates.lineage.states import Ref, RefEvent, RefKind, Run, State, Status, Value
 
 __all__ = [
     "Annotations",
     "Branch",
     "Branches",
+    "CloneInfo",
     "Comparison",
     "Evicted",
     "Fork",
     "GraphPage",
     "GraphRow",
+    "Held",
+    "Ingredient",
     "KeyStats",
+    "Merge",
+    "Merges",
     "NewRef",
     "Overview",
     "Page",
     "Parallels",
+    "ProcessInfo",
+    "Processes",
     "Ref",
     "RefEvent",
     "RefMove",
     "Replica",
+    "Report",
+    "ReportDetail",
+    "ReportSample",
     "RepositoryInfo",
     "Run",
     "RunInfo",
     "Series",
     "SeriesLine",
+    "ServerInfo",
     "Span",
+    "Stage",
     "State",
     "StateDetail",
     "Stats",
+    "Storage",
     "StoredPack",
+    "Studies",
+    "Study",
+    "StudyDetail",
+    "StudyVariant",
     "TensorInfo",
+    "TrainingInfo",
 ]
 
 T = TypeVar("T")
@@ -106,6 +129,92 @@ class RunInfo(Run):
 
     life: Life
     branches: tuple[str, ...]
+
+
+# What goes on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingInfo:
+    """A training that goes on: its run and branch, and the ``state`` that it captured last, null before the first.
+
+    ``last`` is that branch's last value of the metric; ``steps_per_s`` goes over its latest captures.
+    """
+
+    uid: str
+    branch: str | None
+    started_at: datetime
+    state: str | None
+    step: int | None
+    status: Status | None
+    captured_at: datetime | None
+    steps_per_s: float | None
+    last: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessInfo:
+    """A process that tracks. ``beat_at`` is when its engine last said that it is at work, which it does once a second; null where its
+    lease is not to be seen, and then ``life`` may be unknown.
+    """
+
+    uid: str
+    host: str
+    pid: int
+    user: str
+    argv: tuple[str, ...]
+    started_at: datetime
+    life: Life
+    beat_at: datetime | None
+    trainings: tuple[TrainingInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes that track just now, the last begun first, of ``total``; ``metric`` is that of the last values."""
+
+    items: tuple[ProcessInfo, ...]
+    total: int
+    metric: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CloneInfo:
+    """A state that came here from another process or folder: from where, to which node, and how many bytes moved for it."""
+
+    id: int
+    state: str
+    step: int
+    source: str
+    node: str
+    bytes_moved: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A server of the process that answers: its address, the connections of now and ever, what it sent, and what it turned away."""
+
+    url: str
+    peers: int
+    peers_ever: int
+    bytes_sent: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """What lies where. ``bytes_stored`` are the sizes of all packs in the folder that is served, on a disk of ``disk_total`` bytes.
+
+    ``memory_used`` of ``memory_total`` bytes of the answering process hold states; null where it captures nothing itself.
+    """
+
+    bytes_stored: int
+    disk_total: int | None
+    disk_free: int | None
+    memory_total: int | None
+    memory_used: int | None
+    tiers: tuple[Held, ...]
 
 
 # The graph

@@ -33,6 +33,8 @@ _TAGS = {
     "payload": "The tensors themselves, and how to drop them.",
     "refs": "Branches and tags.",
     "runs": "The processes that captured.",
+    "studies": "Studies, merged states, and reports on outliers.",
+    "now": "What goes on just now, and what lies where.",
     "stats": "The whole, in numbers.",
     "events": "What happens to refs, live.",
     "service": "The server itself.",

@@ -1,22 +1,26 @@
-"""Runs and what became of their processes, for the API and for ``datastates runs``."""
+"""Runs and what became of their processes, for the API and for ``datastates runs``; and the processes of just now."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING
 
 from datastates.lineage.change import runs
+from datastates.lineage.show.branches import Branch
+from datastates.lineage.show.processes import processes
 from datastates.lineage.states import Run
 from datastates.opening.home import Home
+from datastates.opening.lease import beat_at
 from datastates.opening.life import life_of
 
-from .models import RunInfo
+from .models import Processes, ProcessInfo, RunInfo, TrainingInfo
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["infos"]
+__all__ = ["infos", "now"]
 
 
 def infos(session: Session, found: Sequence[Run], home: Home) -> list[RunInfo]:
@@ -30,3 +34,38 @@ def infos(session: Session, found: Sequence[Run], home: Home) -> list[RunInfo]:
         )
         for run in found
     ]
+
+
+def now(session: Session, home: Home, *, metric: str | None = None, limit: int) -> Processes:
+    """The processes that track just now, at most ``limit`` of them; ``home`` is the folder in which leases are looked for."""
+    found, metric = processes(session, partial(life_of, home=home), metric=metric)
+    items = tuple(
+        ProcessInfo(
+            uid=each.run.uid,
+            host=each.run.host,
+            pid=each.run.pid,
+            user=each.run.user,
+            argv=each.run.argv,
+            started_at=each.run.started_at,
+            life=each.life,
+            beat_at=beat_at(home.path, each.run.uid),
+            trainings=tuple(_training(run, each.branches.get(run.uid)) for run in each.trainings),
+        )
+        for each in found[:limit]
+    )
+    return Processes(items, len(found), metric)
+
+
+def _training(run: Run, branch: Branch | None) -> TrainingInfo:
+    """``branch`` is the one whose newest state it captured."""
+    return TrainingInfo(
+        uid=run.uid,
+        branch=run.branch,
+        started_at=run.started_at,
+        state=None if branch is None else branch.head,
+        step=None if branch is None else branch.step,
+        status=None if branch is None else branch.status,
+        captured_at=None if branch is None else branch.changed_at,
+        steps_per_s=None if branch is None else branch.steps_per_s,
+        last=None if branch is None or branch.last is None else branch.last.value,
+    )

@@ -27,6 +27,7 @@ from datastates.system.bell import Latch
 
 from .app import create_app
 from .connections import Connection, Connections
+from .pictures import Pictures, Show
 from .routing import Scope
 
 if TYPE_CHECKING:
@@ -92,6 +93,12 @@ class WebServer:
     def url(self) -> str:
         """The url to connect to, with the port that was taken, and the prefix."""
         return self._shown
+
+    def show_samples(self, show: Show) -> None:
+        """Let the page show pictures of samples, by a function that gives one for a sample's index: an array, or bytes of a PNG, JPEG,
+        GIF or WebP. It is called on a thread of the server, for one sample at a time."""
+        for served in self.app.state.served.values():
+            served.pictures = Pictures(show)
 
     def stats(self) -> ServerStats:
         """Bytes that left; ``peers`` are requests: those that are being answered, and all that were; chunks are not counted here.
@@ -176,7 +183,9 @@ def serve_in_thread(repositories: Opened | Mapping[str, Opened], url: str = "htt
     return WebServer(named, url, **options)  # type: ignore[arg-type]  # handed on as they are
 
 
-def serve_repository(repository: Opened, url: str, *, token: bytes, tls: Tls | None, is_writable: bool) -> WebServer:
+def serve_repository(
+    repository: Opened, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, pictures: Show | None = None
+) -> WebServer:
     """``Repository.serve`` of an ``http://`` address: the one token reads, or writes too if that is wanted.
 
     :raises Unsupported: TLS, which is a proxy's here.
@@ -187,7 +196,10 @@ def serve_repository(repository: Opened, url: str, *, token: bytes, tls: Tls | N
     if is_writable and not token:
         raise InvalidInput("whoever may write must show a token: give token= or token_file=, or leave out is_writable=True")
     scope = Scope.WRITE if is_writable else Scope.READ
-    return serve_in_thread(repository, url, tokens={token.decode("latin-1"): scope} if token else None)
+    server = serve_in_thread(repository, url, tokens={token.decode("latin-1"): scope} if token else None)
+    if pictures is not None:
+        server.show_samples(pictures)
+    return server
 
 
 def name_of(repository: Opened) -> str:

@@ -16,6 +16,7 @@ from datastates.opening.core import Core
 from .curves import Curves
 from .live import LiveEvents
 from .norms import Norms
+from .pictures import Pictures
 from .problems import Refusal
 from .reads import PayloadReads
 from .statistics import Statistics
@@ -51,6 +52,7 @@ class Served:
         self.statistics = Statistics(self.reading_all, lambda: core.tiers.durable.bytes_stored)
         self._questions = threading.BoundedSemaphore(QUESTIONS)
         self.payload_reads, self.norms = PayloadReads(), Norms()
+        self.pictures: Pictures | None = None
 
     @contextmanager
     def reading(self) -> Iterator[Session]:

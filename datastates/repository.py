@@ -526,6 +526,7 @@ class Repository:
         is_writable=values.flag,
         timeout_s=values.seconds,
         data=values.optional(data_plane),
+        pictures=values.optional(values.callback),
     )
     def serve(
         self,
@@ -537,6 +538,7 @@ class Repository:
         is_writable: bool = False,
         timeout_s: float = 10.0,
         data: str | None = None,
+        pictures: Callable[[int], object] | None = None,
     ) -> Server:
         """Let other processes browse this lineage and clone its states, from memory where they are there, while training goes on.
 
@@ -555,6 +557,8 @@ class Repository:
         :param timeout_s: a peer that is silent for so long is treated as dead.
         :param data: what carries the bytes: ``tcp`` (ours), ``ucx`` (at a ``ucx://`` url; says that the network is private), or ``auto``:
             UCX where both sides found RDMA, ours otherwise. None: as configured (``DATASTATES_DATA``).
+        :param pictures: with ``http://``: gives the picture of a sample for its index, for the page's outliers: an array, or bytes of a
+            PNG, JPEG, GIF or WebP of at most 1 MiB.
         :raises InvalidInput: other machines can reach it, or it is writable, and there is no token.
         :raises Unavailable: the address is taken.
         :raises Unsupported: ``data="ucx"``, and UCXX is not installed.
@@ -569,7 +573,9 @@ class Repository:
         if url.startswith("http:"):
             from .api.serve import serve_repository  # FastAPI is imported when it is asked for
 
-            server: Server = serve_repository(self, url, token=secret, tls=tls, is_writable=is_writable)
+            server: Server = serve_repository(self, url, token=secret, tls=tls, is_writable=is_writable, pictures=pictures)
+        elif pictures is not None:
+            raise InvalidInput(f"{url} shows no pictures: give pictures= with an http:// address, or leave it out")
         else:
             data = self.config.data if data is None else data
             server = PeerServer(self.core, url, token=secret, tls=tls, is_writable=is_writable, timeout_s=timeout_s, data=data)

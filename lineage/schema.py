@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import cast
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 from .declared import DeclarativeBase, Mapped, mapped_column
 
@@ -24,6 +24,8 @@ __all__ = [
     "RefEventRow",
     "RefRow",
     "ReplicaRow",
+    "ReportRow",
+    "ReportSampleRow",
     "RepositoryRow",
     "RunRow",
     "SealRow",
@@ -31,6 +33,7 @@ __all__ = [
     "SettingRow",
     "StateRow",
     "StretchRow",
+    "VariantRow",
     "from_us",
     "table",
     "to_us",
@@ -321,6 +324,53 @@ class StretchRow(Base):
     last: Mapped[float | None]
     last_id: Mapped[int | None] = mapped_column(BigInteger)
     gap_id: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class VariantRow(Base):
+    """One variant of a study as its plan has it, and what became of its training beside the states that it reported.
+
+    ``place`` is that in the plan; ``config`` is what it changes, as JSON. ``took_s`` are the seconds that its workers trained it, in all
+    ``attempts``; a worker that was killed told none. ``ended_at`` is NULL while one is at it. ``error`` is why the last attempt failed.
+    """
+
+    __tablename__ = "variant"
+    __table_args__ = NO_ROWID
+
+    study: Mapped[str] = mapped_column(String(255), primary_key=True)
+    name: Mapped[str] = mapped_column(String(255), primary_key=True)
+    place: Mapped[int] = mapped_column(Integer)
+    parent: Mapped[str | None] = mapped_column(String(255))
+    epochs: Mapped[int] = mapped_column(BigInteger)
+    config: Mapped[str] = mapped_column(Text)
+    planned_at: Mapped[int] = mapped_column(BigInteger)
+    began_at: Mapped[int | None] = mapped_column(BigInteger)
+    ended_at: Mapped[int | None] = mapped_column(BigInteger)
+    attempts: Mapped[int] = mapped_column(Integer)
+    took_s: Mapped[float]
+    error: Mapped[str | None] = mapped_column(Text)
+
+
+class ReportRow(Base):
+    """A report on outliers that was kept for people to look at. ``body`` is what it says of the whole, as JSON."""
+
+    __tablename__ = "report"
+
+    id: Mapped[int] = mapped_column(Id, primary_key=True)
+    name: Mapped[str] = mapped_column(String(255), unique=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    body: Mapped[str] = mapped_column(Text)
+
+
+class ReportSampleRow(Base):
+    """One of the samples that a report ranks highest: ``body`` is its score, as JSON; ``picture`` shows it, if somebody drew one."""
+
+    __tablename__ = "report_sample"
+
+    report_id: Mapped[int] = mapped_column(ForeignKey("report.id"), primary_key=True, autoincrement=False)
+    rank: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    sample: Mapped[int] = mapped_column(BigInteger)
+    body: Mapped[str] = mapped_column(Text)
+    picture: Mapped[bytes | None] = mapped_column(LargeBinary)
 
 
 def table(model: type[Base]) -> Table:

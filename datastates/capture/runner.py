@@ -89,8 +89,9 @@ class Runner:
         memory: CaptureTier,
         local: DurableTier,
         further: Sequence[Tier] = (),
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._database, self._config = books.database, config
+        self._database, self._config, self._beat = books.database, config, beat
         self._lock, self._changed = Mutex(), Bell()
         self._engine = Engine(most_held=min(MOST_HELD, max(arena.capacity, _LEAST_HELD)))
         self._own = Own(config.modules, memory, self._changed.ring)
@@ -382,6 +383,7 @@ class Runner:
         """At most once a second, look for what waits for the lineage, and for refs that others made."""
         if time.monotonic() - self._looked_at < _REFS_POLL_S:
             return
+        self._beat()
         try:
             self._register.journal.settle()
             self._look_at_refs()

@@ -91,6 +91,7 @@ def stats_table(found: Stats) -> Table:
         ("names", f"{found.branches:,} branches, {found.tags:,} tags"),
         ("runs", f"{found.runs:,}"),
         ("packs", size_text(found.bytes_stored)),
+        *(("tier", f"{held.tier}, {held.node}: {held.replicas:,} replicas, {size_text(held.bytes)}") for held in found.tiers),
         ("newest", "" if found.newest is None else f"{short(found.newest.uid)}, {age_text(found.newest.created_at)}"),
     ]
     facts += [("metric", f"{key.key}: {_range(key.least, key.most)}, {key.count:,} states") for key in found.metrics]

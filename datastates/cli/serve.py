@@ -88,6 +88,15 @@ def serve(
         ),
     ] = None,
     access_log: Annotated[bool, typer.Option("--access-log", help="http: a line on standard error for each request.")] = False,
+    pictures: Annotated[
+        str | None,
+        typer.Option(
+            "--pictures",
+            metavar="MODULE:FUNCTION",
+            help="http: gives the picture of a sample for its index, for the page's outliers.",
+            show_default=False,
+        ),
+    ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option("--token-file", metavar="FILE", help="tcp, ucx: holds the token (default: DATASTATES_TOKEN).", show_default=False),
@@ -113,7 +122,7 @@ def serve(
     web_urls, clone_urls = _where(urls or [], host, port)
     if tls_key is not None and tls_cert is None:
         raise InvalidInput("--tls-key is of no use without --tls-cert: name the certificate too")
-    web = WebOptions(web_tokens, write, allowed_host or (), prefix, cors or (), trusted_proxy or (), access_log)
+    web = WebOptions(web_tokens, write, allowed_host or (), prefix, cors or (), trusted_proxy or (), access_log, pictures)
     orderly()
     with _signals() as ended, opened(shell, context.ensure_object(Globals), repos or []) as repositories, ExitStack() as stack:
         for url in web_urls:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,6 +38,7 @@ class WebOptions:
     cors: Sequence[str]
     trusted_proxies: Sequence[str]
     has_access_log: bool
+    pictures: str | None = None
 
 
 @contextmanager
@@ -70,6 +74,7 @@ def serve_web(repositories: Mapping[str, Repository], url: str, options: WebOpti
     from datastates.api.serve import WebServer
     from datastates.api.tokens import make_token, read_tokens
 
+    show = None if options.pictures is None else _function(options.pictures)
     tokens = read_tokens(options.tokens)
     made = make_token() if options.is_writable and not tokens else None
     if options.is_writable and tokens and max(tokens.values()) < Scope.WRITE:
@@ -86,7 +91,29 @@ def serve_web(repositories: Mapping[str, Repository], url: str, options: WebOpti
         trusted_proxies=options.trusted_proxies,
         has_access_log=options.has_access_log,
     )
+    if show is not None:
+        server.show_samples(show)
     return server, made
+
+
+def _function(said: str) -> Callable[[int], object]:
+    """The user's function that ``MODULE:FUNCTION`` names; modules of the current folder are found too.
+
+    :raises InvalidInput: there is none.
+    """
+    module, _, name = said.partition(":")
+    if not (module and name):
+        raise InvalidInput(f"{said!r} names no function: write MODULE:FUNCTION, such as shop.data:picture")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as exc:
+        raise InvalidInput(f"{said!r} cannot be imported from here ({exc}): start the server in the folder of that module") from exc
+    if not callable(found):
+        raise InvalidInput(f"{module} has no function {name!r}: name one that gives a picture for the index of a sample")
+    function: Callable[[int], object] = found
+    return function
 
 
 def announce_web(

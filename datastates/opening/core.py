@@ -122,7 +122,7 @@ class Core:
             memory = captures_in(arena, holder(self.node, run.uid))
             books = Books(self.database, run, folder, holder(self.node, run.uid))
             tiers = self.tiers
-            runner = Runner(books, self.config, arena=arena, memory=memory, local=tiers.durable, further=tiers.further)
+            runner = Runner(books, self.config, arena=arena, memory=memory, local=tiers.durable, further=tiers.further, beat=lease.beat)
         except BaseException:
             lease.close()
             raise

@@ -7,6 +7,7 @@ which file it is: a copy of a folder has its leases too, and nobody will ever lo
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from datastates.system.sharing import make_folder_like
 
 from .environment import node_name
 
-__all__ = ["LEASES", "Lease", "Seen", "look"]
+__all__ = ["LEASES", "Lease", "Seen", "beat_at", "look"]
 
 LEASES = "leases"
 """The folder of the leases, in that of the packs."""
@@ -55,9 +56,21 @@ class Lease:
         held.write(msgspec.json.encode(_Note(held.inode, node_name(), os.getpid())).decode())
         self._held = held
 
+    def beat(self) -> None:
+        """Say that the process is at work, for ``beat_at``; costs a system call."""
+        self._held.touch()
+
     def close(self) -> None:
         """Let go, and take the file away; idempotent. In a forked child: nothing."""
         self._held.close()
+
+
+def beat_at(packs: Path, uid: str) -> datetime | None:
+    """When a process last said that it is at work; None where its lease is not to be seen."""
+    try:
+        return datetime.fromtimestamp((packs / LEASES / uid).stat().st_mtime, UTC)
+    except OSError:
+        return None
 
 
 def look(packs: Path, uid: str) -> Seen:

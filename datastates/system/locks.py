@@ -13,6 +13,7 @@ import fcntl
 import os
 import struct
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from .regular import open_regular
@@ -43,6 +44,12 @@ class Held:
         """Write a text for processes that read the file."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, note.encode(), 0)
+
+    def touch(self) -> None:
+        """Change the file's time to now: others see that the holder is at work, not only that it lives."""
+        with suppress(OSError):  # it may be on a disk that is full, or just gone: the lock is what counts
+            if self._fd >= 0:
+                os.utime(self._fd)
 
     def close(self) -> None:
         """Let go, and take the file away; idempotent. In a forked child: nothing."""

@@ -32,6 +32,7 @@ __all__ = [
     "clones_of",
     "import_ancestry",
     "known",
+    "listing",
     "note",
     "repository_uid",
     "trusted",
@@ -179,6 +180,16 @@ def clones_of(session: Session, uid: str) -> list[Clone]:
     return [Clone(uid, row.source, row.source_repository, row.node, row.run, row.bytes_moved, from_us(row.created_at)) for row in rows]
 
 
+def listing(session: Session, *, limit: int, after: int | None = None) -> list[tuple[int, int, Clone]]:
+    """Arrivals of states here, newest first, those before the one with the id ``after``: ids, steps of the states, and what was noted."""
+    found = _ARRIVALS if after is None else _ARRIVALS.where(_clone.c.id < after)
+    rows = session.execute(found.limit(limit))
+    return [
+        (row.id, row.step, Clone(row.state, row.source, row.source_repository, row.node, row.run, row.bytes_moved, from_us(row.created_at)))
+        for row in rows
+    ]
+
+
 def _check_same(here: dict[str, str], states: Iterable[State]) -> dict[str, str]:
     for state in states:
         if here.get(state.uid, state.digest) != state.digest:
@@ -216,5 +227,10 @@ _CLONES = (
     select(_clone, _run.c.uid.label("run"))
     .select_from(_clone.outerjoin(_run, _run.c.id == _clone.c.run_id))
     .where(_clone.c.state_id == bindparam("state"))
+    .order_by(_clone.c.id.desc())
+)
+_ARRIVALS = (
+    select(_clone, _run.c.uid.label("run"), _state.c.uid.label("state"), _state.c.step)
+    .select_from(_clone.join(_state, _state.c.id == _clone.c.state_id).outerjoin(_run, _run.c.id == _clone.c.run_id))
     .order_by(_clone.c.id.desc())
 )

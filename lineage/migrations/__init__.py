@@ -14,5 +14,6 @@ KNOWN = (
     "datastates_0006",
     "datastates_0007",
     "datastates_0008",
+    "datastates_0009",
 )
 HEAD = KNOWN[-1]

@@ -17,7 +17,7 @@ from datastates.lineage.schema import FolderRow, ReplicaRow, table
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Replica", "holder", "replicas_of"]
+__all__ = ["Replica", "holder", "node_of", "replicas_of"]
 
 _MARK = "#"
 
@@ -51,6 +51,11 @@ class Replica:
 def holder(node: str, run: str | None) -> str:
     """The place of what a process has in its memory, to be told where a replica's node is."""
     return node if run is None else f"{node}{_MARK}{run}"
+
+
+def node_of(place: str) -> str:
+    """The node of a place, whosever memory it is."""
+    return place.partition(_MARK)[0]
 
 
 def replicas_of(session: Session, uid: str) -> list[Replica]:

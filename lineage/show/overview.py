@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import itemgetter
@@ -49,6 +49,7 @@ class Choice(TypedDict, total=False):
     """Which branches are wanted, and how; see ``branches``."""
 
     name: str
+    names: Collection[str] | None
     metric: str | None
     direction: Direction | None
     sort: str
@@ -59,12 +60,15 @@ class Choice(TypedDict, total=False):
     now: datetime | None
 
 
-@values.unpacks(Choice, name="", metric=None, direction=None, sort="changed", group=None, after=None, limit=None, living=None, now=None)
+@values.unpacks(
+    Choice, name="", names=None, metric=None, direction=None, sort="changed", group=None, after=None, limit=None, living=None, now=None
+)
 def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Branches:
     """The branches that were asked for.
 
     :param query: a condition, as for states; it must hold of a branch's newest state.
     :param name: a part of the names that are wanted.
+    :param names: the names that are wanted; None: whichever.
     :param metric: what ``last``, ``best`` and ``line`` are of; None: the most relevant one that branches have.
     :param direction: which of its values are better; None: by its name.
     :param sort: one of ``SORTS``, in the order in which people want it: the best, newest, longest first; ``-`` before it turns that.
@@ -75,7 +79,7 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
     :raises SyntaxProblem: the query does not parse; points at the column.
     :raises InvalidInput: one of these is none that there is.
     """
-    name, group, after, limit = choice["name"], choice["group"], choice["after"], choice["limit"]
+    name, names, group, after, limit = choice["name"], choice["names"], choice["group"], choice["after"], choice["limit"]
     sort, turned = sort_of(choice["sort"])
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one branch")
@@ -84,7 +88,7 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
     direction = choice["direction"] or (Direction.MIN if metric is None else direction_of(metric))
     rows = rows_of(session, metric, direction)
     total = len(rows)
-    rows = [row for row in rows if name in row.name]
+    rows = [row for row in rows if name in row.name and (names is None or row.name in names)]
     if query.strip():
         wanted = heads_where(session, query, choice["now"])
         rows = [row for row in rows if row.head_id in wanted]
@@ -92,7 +96,8 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
         count_states(session, rows)
     if group is not None:
         _group(session, rows, group)
-    order, cursors = Order.of(sort, direction, turned=turned), Cursors.of(query, name, metric, direction, choice["sort"], group)
+    order = Order.of(sort, direction, turned=turned)
+    cursors = Cursors.of(query, name, None if names is None else sorted(names), metric, direction, choice["sort"], group)
     placed = sorted(((order.place(row), row) for row in rows), key=itemgetter(0))
     if after is not None:
         last = cursors.read(after)

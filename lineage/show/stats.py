@@ -12,6 +12,8 @@ from datastates.lineage.lookup import states
 from datastates.lineage.schema import AttributeRow, MetricRow, RefRow, RunRow, SettingRow, StateRow, table
 from datastates.lineage.states import RefKind, State, Status
 
+from .holdings import Held, held
+
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
@@ -39,7 +41,7 @@ class KeyStats:
 class Counts:
     """What a lineage holds. ``statuses`` counts the states of each; keys are those that a query or a column may name.
 
-    ``config`` are the keys of the configurations of runs.
+    ``config`` are the keys of the configurations of runs; ``tiers`` say where the bytes are.
     """
 
     states: int
@@ -50,6 +52,7 @@ class Counts:
     metrics: tuple[KeyStats, ...]
     attributes: tuple[str, ...]
     config: tuple[str, ...]
+    tiers: tuple[Held, ...]
 
 
 def count(session: Session) -> Counts:
@@ -65,6 +68,7 @@ def count(session: Session) -> Counts:
         metrics=tuple(sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)),
         attributes=tuple(sorted(key for key in session.execute(select(_keys(_attribute).c.key)).scalars() if key is not None)),
         config=tuple(sorted(key for key in session.execute(select(_keys(_setting).c.key)).scalars() if key is not None)),
+        tiers=held(session),
     )
 
 

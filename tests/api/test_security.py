@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 UID = "0" * 24
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
-FILLED = {"{repository}": NAME, "{uid}": UID, "{name:path}": "main", "{name}": "main"}
+FILLED = {"{repository}": NAME, "{uid}": UID, "{name:path}": "main", "{name}": "main", "{report}": "1", "{index}": "0"}
 
 
 def walk(routes: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -143,6 +143,9 @@ def test_tokens_come_from_a_file_or_the_environment(root: Path, tmp_path: Path) 
         (("http://127.0.0.1:0", "--web-tokens", "{bad}"), 5, "line 2"),
         (("http://127.0.0.1:0", "--write", "--web-tokens", "{tokens}"), 5, "--write"),
         (("http://127.0.0.1:0", "--prefix", "/a b"), 5, "prefix"),
+        (("http://127.0.0.1:0", "--pictures", "nowhere"), 5, "MODULE:FUNCTION"),
+        (("http://127.0.0.1:0", "--pictures", "nowhere:show"), 5, "nowhere"),
+        (("http://127.0.0.1:0", "--pictures", "json:nothing"), 5, "nothing"),
     ],
 )
 def test_server_that_cannot_start_says_why(invoke: Invoke, root: Path, arguments: tuple[str, ...], code: int, said: str) -> None:

@@ -17,9 +17,23 @@ import datastates
 from datastates import Repository
 from datastates.api.app import create_app
 from tests.page.forest import Forest, plant
-from tests.page.site import ROOT, browser, grown, grown_folder, page, shared, site, training, writable
+from tests.page.site import ROOT, administered, browser, grown, grown_folder, page, shared, site, training, writable
 
-__all__ = ["Wood", "browser", "grown", "grown_folder", "open_page", "page", "shared", "site", "training", "wood", "woods", "writable"]
+__all__ = [
+    "Wood",
+    "administered",
+    "browser",
+    "grown",
+    "grown_folder",
+    "open_page",
+    "page",
+    "shared",
+    "site",
+    "training",
+    "wood",
+    "woods",
+    "writable",
+]
 
 
 @dataclass

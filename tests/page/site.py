@@ -28,6 +28,7 @@ __all__ = [
     "Grown",
     "Site",
     "Training",
+    "administered",
     "browser",
     "grown",
     "grown_folder",
@@ -51,6 +52,7 @@ class Site:
 
     folder: Path
     token: str | None = None
+    scope: str = "write"
     port: int = field(default_factory=lambda: _free_port())
     process: subprocess.Popen[str] | None = None
 
@@ -62,7 +64,7 @@ class Site:
             "tests.page.server",
             str(self.folder),
             str(self.port),
-            *([f"write:{self.token}", f"read:{READER}"] if self.token else []),
+            *([f"{self.scope}:{self.token}", f"read:{READER}"] if self.token else []),
         ]
         self.process = warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -173,11 +175,18 @@ def writable(grown_folder: Path, tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
+@pytest.fixture
+def administered(grown_folder: Path, tmp_path: Path) -> Iterator[Site]:
+    """A copy of it, served to who has ``TOKEN``, which may do everything."""
+    with serving(grown_folder, tmp_path, TOKEN, "admin") as site:
+        yield site
+
+
 @contextmanager
-def serving(folder: Path, place: Path, token: str | None = None) -> Iterator[Site]:
+def serving(folder: Path, place: Path, token: str | None = None, scope: str = "write") -> Iterator[Site]:
     """A server of a copy."""
     shutil.copytree(folder, place / "runs")
-    site = Site(place / "runs", token)
+    site = Site(place / "runs", token, scope)
     site.start()
     try:
         yield site

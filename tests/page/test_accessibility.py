@@ -21,7 +21,22 @@ LOOKS: dict[str, dict[str, Any]] = {
     "dark": {"color_scheme": "dark"},
     "phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 844}},
 }
-PANELS = ("branches", "compare", "graph", "table", "detail", "tensors", "curves", "diff", "help", "ref", "edit-ref", "token")
+PANELS = (
+    "branches",
+    "compare",
+    "graph",
+    "studies",
+    "now",
+    "table",
+    "detail",
+    "tensors",
+    "curves",
+    "diff",
+    "help",
+    "ref",
+    "edit-ref",
+    "token",
+)
 
 
 @pytest.mark.in_turn
@@ -48,6 +63,8 @@ def show(page: Page, site: Site, grown: Grown, panel: str) -> None:
         "branches": "view=branches",
         "compare": "view=compare&compare.beside=main,hot",
         "graph": "view=graph",
+        "studies": "view=studies",
+        "now": "view=now",
         "table": "",
         "curves": f"state={uid}&panel=curves",
         "diff": f"mark={uid}&state={other}&panel=diff",
@@ -58,6 +75,8 @@ def show(page: Page, site: Site, grown: Grown, panel: str) -> None:
         "branches": "[data-branch]",
         "compare": "[data-beside]",
         "graph": ".row",
+        "studies": "[data-merge]",
+        "now": "[data-tier]",
         "table": ".row",
         "curves": "[data-panel=curves] canvas",
         "diff": "tr[data-tensor]",

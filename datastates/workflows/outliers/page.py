@@ -8,7 +8,8 @@ from html import escape
 
 import numpy as np
 
-from .picture import thumbnail
+from datastates.show.thumbnails import thumbnail
+
 from .ranking import Ranking, SampleScore
 from .style import LEGEND, POLICY, STYLE
 from .table import losses_of, number

@@ -10,7 +10,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datastates import values
 from datastates.errors import InvalidInput
+from datastates.lineage.change import reports
+from datastates.opening.core import core_of
+from datastates.show.thumbnails import image_of
 
 from .ranking import Ranking, SampleScore, known
 from .sources import Source
@@ -18,9 +22,13 @@ from .sources import Source
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
+    from datastates.repository import Repository
+
 __all__ = ["OutlierReport", "SampleScore"]
 
 FORMAT = "datastates-outliers/1"
+MOST_KEPT = 2000
+"""So many samples of a report are kept in a lineage."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -103,10 +111,57 @@ class OutlierReport(Ranking):
         _check_most(most)
         return sheet(self.top(most), Path(path), show, describe)
 
+    def to_repository(
+        self,
+        repo: Repository,
+        name: str = "outliers",
+        *,
+        show: Callable[[int], object] | None = None,
+        describe: Callable[[int], str] | None = None,
+        most: int = 200,
+    ) -> None:
+        """Keep the highest ranked in the lineage, where the page shows them; a report of the same name is replaced.
+
+            report.to_repository(repo, "labels", show=lambda index: inputs[index].reshape(2, 2), most=24)
+
+        :param repo: the repository whose page is to show them.
+        :param name: what the report is called there.
+        :param show: gives a sample's picture for its index: an array as for ``to_html``, or bytes of a PNG, JPEG, GIF or WebP of at
+            most 1 MiB. None: the page asks the function that ``serve`` was given as ``pictures``, if it was.
+        :param describe: gives a line about a sample for its index.
+        :param most: how many are kept, at most 2000.
+        :raises InvalidInput: a picture is none, or too large.
+        :raises Unsupported: an array is to be drawn, and matplotlib is not installed.
+        """
+        core = core_of(repo)
+        _check_most(most)
+        if most > MOST_KEPT:
+            raise InvalidInput(f"most is {most}: at most {MOST_KEPT} samples are kept; to_html and to_json write all of them")
+        facts = {
+            "count": len(self),
+            "suspects": int(self.selection.suspects.sum()),
+            "noise_rate": self.selection.noise_rate,
+            "is_noise_rate_estimated": self.selection.is_estimated,
+            "branches": [source.name for source in self.sources],
+            "cost": str(self.cost),
+        }
+        samples = [_kept(sample, show, describe) for sample in self.top(most)]
+        with core.writing() as session:
+            reports.keep(session, name, facts, samples)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from .table import tables
 
         yield from tables(self)
+
+
+def _kept(sample: SampleScore, show: Callable[[int], object] | None, describe: Callable[[int], str] | None) -> reports.NewSample:
+    facts = {key: value for key, value in asdict(sample).items() if key not in ("rank", "index")}
+    facts["description"] = (
+        None if describe is None else values.text(str(describe(sample.index)), f"the description of sample {sample.index}")
+    )
+    picture = None if show is None else image_of(show(sample.index), sample.index)
+    return reports.NewSample(sample.rank, sample.index, facts, picture)
 
 
 def _check_most(most: int) -> None:

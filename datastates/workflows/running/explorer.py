@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput
+from datastates.lineage.change import studies
 from datastates.lineage.states import State, Value
 from datastates.opening.whereabouts import node_id
 from datastates.workflows.plans import arguments
@@ -122,6 +123,8 @@ def explore(
         pool = stack.enter_context(Pool(executor, workers=_room(len(plan), threads)))
         origin = record.tag_start(repo, study, values.revision(start))  # from here on there is a study
         known = read_study(repo, study, plan, config=config)
+        with repo.core.writing() as session:
+            studies.plan(session, study, [studies.Planned(one.name, one.parent, one.epochs, one.config) for one in plan.variants])
         worker_config = replace(repo.config, on_step=None)
 
         def task(variant: Variant, parent: State) -> Task:
@@ -233,11 +236,14 @@ class _Run:
 
     def _failed(self, name: str, error: str, trace: str) -> None:
         attempts = self._attempts[name]
+        said = f"{error}\n\n{trace}".rstrip() if trace else error
+        with self.repo.core.writing() as session:
+            studies.fail(session, self.study, name, said)
         if attempts <= self.retries:
             self.display.ended(name, f"tried again: {error}")
             _logger.warning("variant %s of study %s failed, it is tried again: %s", name, self.study, error)
             return
-        self.errors[name] = f"{error}\n\n{trace}".rstrip() if trace else error
+        self.errors[name] = said
         self.display.ended(name, "failed")
         _logger.error("variant %s of study %s failed after %d attempts: %s", name, self.study, attempts, error)
 

@@ -22,7 +22,8 @@ import torch
 
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.errors import Cancelled, Closed, Conflict, DatastatesError, InvalidInput
+from datastates.errors import Cancelled, Closed, Conflict, DatastatesError, InvalidInput, Unavailable
+from datastates.lineage.change import studies
 from datastates.lineage.states import State
 from datastates.opening.location import Location
 from datastates.opening.recovery import recover
@@ -126,13 +127,27 @@ def _run(task: Task) -> Outcome:
         recover(repository.core.database, repository.core.tiers.durable, repository.core.home)  # who held the claim before may have died
         seed_everything(int(assignment.digest[:8], 16))
         near = _Near(repository, task.share)
-        job = Job(repository, assignment, stop=task.stop, check=check, fetch=near.fetch)
-        try:
-            if not job.is_over:
-                task.train(job)
-        finally:
-            job.close()
-        return Outcome(name, job.finish().uid, source=near.source)
+        with _noted(repository, study, name):
+            job = Job(repository, assignment, stop=task.stop, check=check, fetch=near.fetch)
+            try:
+                if not job.is_over:
+                    task.train(job)
+            finally:
+                job.close()
+            return Outcome(name, job.finish().uid, source=near.source)
+
+
+@contextmanager
+def _noted(repository: Repository, study: str, variant: str) -> Iterator[None]:
+    """Note in the lineage that the variant is being trained, and what that took, however it ends."""
+    began = time.monotonic()
+    with repository.core.database.write() as session:
+        studies.begin(session, study, variant)
+    try:
+        yield
+    finally:
+        with suppress(Unavailable), repository.core.database.write() as session:  # the database may be away; the variant's own end counts
+            studies.end(session, study, variant, time.monotonic() - began)
 
 
 class _Near:

@@ -19,6 +19,8 @@ describe("address", () => {
       marked: UID.replace("0", "f"),
       panel: "diff",
       keys: ["val/loss", "lr"],
+      study: "rates/first",
+      report: "3",
       theme: "dark",
       own: { "curves.log": "1", zoom: "2" },
     };

@@ -1,7 +1,7 @@
 /** The view as an address and back: what is shown is what the query says, so that a link shows it again. */
 
-/** The branches, a row each; their graph, in which stretches of states are folded; every state; or branches by settings and metrics. */
-export type Scene = "branches" | "graph" | "states" | "compare";
+/** The branches, a row each; their graph, in which stretches of states are folded; every state; branches by settings and metrics; studies; what goes on and lies where. */
+export type Scene = "branches" | "graph" | "states" | "compare" | "studies" | "now";
 export type Panel = "none" | "detail" | "curves" | "diff";
 export type Theme = "auto" | "light" | "dark";
 
@@ -29,24 +29,29 @@ export interface View {
   panel: Panel;
   /** Metrics whose curves are drawn; none: the first that the repository has. */
   keys: string[];
+  /** The study and the report on outliers that are shown; empty: the newest. */
+  study: string;
+  report: string;
   theme: Theme;
   /** What panels keep in the address for themselves, as it stands there: see `own.svelte.ts`. */
   own: Readonly<Record<string, string>>;
 }
 
 export const DEFAULTS: Readonly<View> = {
-  repository: "", scene: "branches", by: "", metric: "", group: "", opened: [], alone: [], heads: [], query: "", columns: [], sort: "", selected: null, marked: null, panel: "none", keys: [], theme: "auto", own: {},
+  repository: "", scene: "branches", by: "", metric: "", group: "", opened: [], alone: [], heads: [], query: "", columns: [], sort: "", selected: null, marked: null, panel: "none", keys: [], study: "", report: "", theme: "auto", own: {},
 };
 
 const PANELS: readonly string[] = ["none", "detail", "curves", "diff"];
-const SCENES: readonly string[] = ["branches", "graph", "states", "compare"];
+const SCENES: readonly string[] = ["branches", "graph", "states", "compare", "studies", "now"];
+/** Whether a scene is a table of states. */
+export const isOfStates = (scene: Scene): boolean => scene === "graph" || scene === "states";
 /** What an address shows that does not say it: a link to states is of a time when there was nothing else to see. */
 const sceneOf = (view: Omit<View, "scene">): Scene =>
   view.heads.length || view.query || view.sort || view.selected || view.marked || view.panel !== "none" ? "states" : DEFAULTS.scene;
 const MOST = 16;
 const THEMES: readonly string[] = ["auto", "light", "dark"];
 /** The names that are not a panel's own. */
-export const CORE: readonly string[] = ["repo", "view", "by", "metric", "group", "open", "alone", "head", "q", "columns", "sort", "state", "mark", "panel", "key", "theme"];
+export const CORE: readonly string[] = ["study", "report", "repo", "view", "by", "metric", "group", "open", "alone", "head", "q", "columns", "sort", "state", "mark", "panel", "key", "theme"];
 const OWN = /^[a-z][a-z0-9.]{0,30}$/;
 const OWN_MOST = 40;
 const OWN_LENGTH = 2_000;
@@ -83,6 +88,8 @@ export function parseAddress(search: string): View {
     marked: uid("mark"),
     panel: PANELS.includes(one("panel")) ? (one("panel") as Panel) : ("none" as Panel),
     keys: said.getAll("key").filter(Boolean),
+    study: one("study"),
+    report: /^[0-9]{1,9}$/.test(one("report")) ? one("report") : "",
     theme: THEMES.includes(one("theme")) ? (one("theme") as Theme) : ("auto" as Theme),
     own: Object.fromEntries([...said].filter(([name, value]) => isOwn(name) && value && value.length <= OWN_LENGTH).slice(0, OWN_MOST)),
   } satisfies Omit<View, "scene">;
@@ -108,6 +115,8 @@ export function writeAddress(view: View): string {
   put("mark", view.marked);
   put("panel", view.panel === "none" ? null : view.panel);
   for (const key of view.keys) put("key", key);
+  put("study", view.study);
+  put("report", view.report);
   put("theme", view.theme === "auto" ? null : view.theme);
   for (const name of Object.keys(view.own).sort()) put(name, view.own[name] ?? null);
   const text = said.toString();

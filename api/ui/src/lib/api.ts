@@ -2,7 +2,9 @@
 import type { paths } from "../generated/openapi";
 import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
-import type { Branches, Comparison, GraphPage, Histogram, Parallels, Value } from "./types";
+import type { Clone, Process, ServerInfo, Storage } from "../now/types";
+import type { Merge, Report, ReportDetail, Study, StudyDetail } from "../studies/types";
+import type { Branches, Comparison, GraphPage, Histogram, Page, Parallels, Value } from "./types";
 import { view } from "./view.svelte";
 
 type Method = "get" | "put" | "patch" | "delete";
@@ -59,6 +61,28 @@ export const getRefs = (signal?: AbortSignal) => get(`${HERE}/refs`, {}, {}, sig
 
 /** The branches, one row each. */
 export const getBranches = (query: Query<`${typeof HERE}/branches`>, signal?: AbortSignal) => get(`${HERE}/branches`, {}, query, signal) as Promise<Branches>;
+
+export const getStudies = (signal?: AbortSignal) => get(`${HERE}/studies`, {}, {}, signal) as Promise<{ items: Study[]; total: number }>;
+export const getStudy = (name: string, query: Query<`${typeof HERE}/studies/{name}`> = {}, signal?: AbortSignal) =>
+  get(`${HERE}/studies/{name}`, { name }, query, signal) as Promise<StudyDetail>;
+export const getMerges = (query: Query<`${typeof HERE}/merges`> = {}, signal?: AbortSignal) =>
+  get(`${HERE}/merges`, {}, query, signal) as Promise<{ items: Merge[]; next: string | null; metric: string | null }>;
+export const getReports = (signal?: AbortSignal) => get(`${HERE}/outliers`, {}, {}, signal) as Promise<Page<Report>>;
+export const getReport = (id: number, query: Query<`${typeof HERE}/outliers/{report}`> = {}, signal?: AbortSignal) =>
+  get(`${HERE}/outliers/{report}`, { report: String(id) }, query, signal) as Promise<ReportDetail>;
+
+/** The picture of a sample. The server sends nothing but PNG, JPEG, GIF and WebP. */
+export const getPicture = async (report: number, index: number, signal: AbortSignal): Promise<Blob> =>
+  (await answer(`${base()}/outliers/${report}/pictures/${index}`, { signal })).blob();
+
+export const getProcesses = (signal?: AbortSignal) => get(`${HERE}/processes`, {}, {}, signal) as Promise<{ items: Process[]; total: number; metric: string | null }>;
+export const getStorage = (signal?: AbortSignal) => get(`${HERE}/storage`, {}, {}, signal) as Promise<Storage>;
+export const getClones = (query: Query<`${typeof HERE}/clones`> = {}, signal?: AbortSignal) => get(`${HERE}/clones`, {}, query, signal) as Promise<Page<Clone>>;
+export const getServers = (signal?: AbortSignal) => get(`${HERE}/servers`, {}, {}, signal) as Promise<Page<ServerInfo>>;
+
+/** Drop a state's bytes; `isForced` even where a name keeps them. */
+export const evict = (uid: string, isForced: boolean): Promise<{ uid: string; bytes: number }> =>
+  ask(fill(`${HERE}/states/{uid}/payload`, { uid }), { method: "DELETE", query: { force: isForced } });
 
 /** Two states compared; without `tensors` only steps, metrics, values and code. */
 export const getDiff = <T = Answer<`${typeof HERE}/diff`>>(query: { old: string; new: string; only?: string[]; tensors?: boolean; stat?: boolean }, signal?: AbortSignal) =>

@@ -1,0 +1,11 @@
+/** What goes on and what lies where, as the API says it. A server of this version says all of it. */
+import type { components } from "../generated/openapi";
+
+type Schemas = components["schemas"];
+
+export type Training = Required<Schemas["TrainingInfo"]>;
+export type Process = Omit<Required<Schemas["ProcessInfo"]>, "trainings"> & { trainings: Training[] };
+export type Held = Required<Schemas["Held"]>;
+export type Storage = Required<Schemas["Storage"]>;
+export type Clone = Required<Schemas["CloneInfo"]>;
+export type ServerInfo = Required<Schemas["ServerInfo"]>;

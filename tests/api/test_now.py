@@ -1,0 +1,156 @@
+"""What goes on and what lies where, over the web."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from typer.testing import CliRunner
+
+import datastates
+from datastates import Repository
+from datastates.api.client import Client
+from datastates.api.serve import serve_in_thread
+from datastates.cli.app import app
+from datastates.lineage.change import clones
+from datastates.opening.lease import LEASES, Lease, beat_at
+from tests.api.conftest import BASE, NAME
+
+if TYPE_CHECKING:
+    import pytest
+    from fastapi.testclient import TestClient
+
+
+def asked(client: TestClient, what: str, **params: Any) -> dict[str, Any]:
+    answer = client.get(f"{BASE}/{what}", params=params)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_nothing_runs(client: TestClient) -> None:
+    assert asked(client, "processes") == {"items": [], "total": 0, "metric": "loss"}
+
+
+def test_a_process_tells_what_its_trainings_do(client: TestClient, repo: Repository) -> None:
+    with repo.track(branch="one", rng=False, value=1) as one, repo.track(branch="two", rng=False, value=2):
+        assert asked(client, "processes")["items"][0]["trainings"][0]["state"] is None
+        for step in (1, 2, 3):
+            one.capture(step=step, metrics={"loss": 3.0 / step}).wait()
+        found = asked(client, "processes")
+        (process,) = found["items"]
+        assert (process["uid"], process["pid"], process["life"]) == (repo.core.run_uid, os.getpid(), "running")
+        first, second = process["trainings"]
+        state = repo.state("one")
+        assert (first["branch"], first["state"], first["step"], first["status"]) == ("one", state.uid, 3, "captured")
+        assert (first["last"], found["metric"]) == (1.0, "loss")
+        assert (second["branch"], second["state"], second["steps_per_s"]) == ("two", None, None)
+        (branch,) = [each for each in asked(client, "branches")["items"] if each["name"] == "one"]
+        assert (first["steps_per_s"], first["captured_at"]) == (branch["steps_per_s"], branch["changed_at"])
+    assert asked(client, "processes")["items"][0]["trainings"] == []  # the process lives, and may merge
+
+
+def test_the_engine_says_again_and_again_that_it_is_at_work(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats = threading.Semaphore(0)
+    plain = Lease.beat
+
+    def beat(self: Lease) -> None:
+        plain(self)
+        beats.release()
+
+    monkeypatch.setattr(Lease, "beat", beat)
+    with repo.track(branch="one", rng=False, value=1):
+        uid = repo.core.run_uid
+        assert uid is not None
+        os.utime(repo.location.packs / LEASES / uid, (0, 0))
+        while beats.acquire(blocking=False):
+            pass
+        for _ in range(2):  # the first may have begun before
+            assert beats.acquire(timeout=30)
+        seen = beat_at(repo.location.packs, uid)
+        assert seen is not None
+        assert abs((datetime.now(UTC) - seen).total_seconds()) < 30
+    repo.close()
+    assert beat_at(repo.location.packs, uid) is None
+
+
+def test_a_dead_process_is_not_shown_as_running(client: TestClient, repo: Repository) -> None:
+    other = datastates.open(repo.location.root or "", memory_bytes=64 << 20)
+    with other, other.track(branch="there", rng=False, value=1) as run:
+        run.capture().wait("durable")
+        assert [each["trainings"][0]["branch"] for each in asked(client, "processes")["items"]] == ["there"]
+    assert asked(client, "processes")["items"] == []
+
+
+def test_processes_are_bounded(client: TestClient) -> None:
+    assert client.get(f"{BASE}/processes", params={"limit": 0}).status_code == 400
+    assert client.get(f"{BASE}/processes", params={"limit": 501}).status_code == 400
+
+
+def test_storage_agrees_with_the_states_and_the_stats(client: TestClient, repo: Repository) -> None:
+    found = asked(client, "storage")
+    states = repo.find("step >= 0")
+    (disk,) = [tier for tier in found["tiers"] if tier["tier"] == "local"]
+    assert (disk["replicas"], disk["bytes"]) == (len(states), sum(state.bytes_new for state in states))
+    assert disk["node"] == repo.core.node
+    stats = asked(client, "stats")
+    assert (stats["tiers"], stats["bytes_stored"]) == (found["tiers"], found["bytes_stored"])
+    assert 0 < found["disk_free"] <= found["disk_total"]
+    assert (found["memory_total"], found["memory_used"]) == (None, None)
+    branches = asked(client, "branches", sort="bytes")["items"]
+    assert sum(branch["bytes"] for branch in branches) == disk["bytes"]
+    with repo.track(branch="more", rng=False, weight=torch.zeros(5)) as run:
+        run.capture().wait()
+        again = asked(client, "storage")
+        assert again["memory_total"] == 64 << 20
+        assert 0 < again["memory_used"] <= again["memory_total"]
+
+
+def test_clones_and_connections_are_told(client: TestClient, repo: Repository) -> None:
+    assert asked(client, "clones") == {"items": [], "next": None}
+    uids = [repo.state(rev).uid for rev in ("main", "fork", "lone")]
+    with repo.core.writing() as session:
+        for number, uid in enumerate(uids):
+            clones.note(session, uid, node="here", source="tcp://me:hunter2@there:7", bytes_moved=number)
+    first = asked(client, "clones", limit=2)
+    assert [(each["state"], each["bytes_moved"]) for each in first["items"]] == [(uids[2], 2), (uids[1], 1)]
+    assert first["items"][0]["source"] == "tcp://me:***@there:7"
+    rest = asked(client, "clones", limit=2, after=first["next"])
+    assert ([each["state"] for each in rest["items"]], rest["next"]) == ([uids[0]], None)
+
+    assert asked(client, "servers")["items"] == []
+    with repo.serve("memory://") as server, datastates.connect(server.url) as peer:
+        peer.refs()
+        (told,) = asked(client, "servers")["items"]
+        assert (told["url"], told["peers"], told["peers_ever"]) == (server.url, 1, 1)
+
+
+def test_the_client_says_the_same(repo: Repository) -> None:
+    with serve_in_thread({NAME: repo}) as server, Client(server.url) as client:
+        assert client.storage().tiers == client.stats().tiers
+        assert (client.processes().items, list(client.clones()), client.servers()) == ((), [], ())
+
+
+def test_the_terminal_says_the_same(client: TestClient, repo: Repository) -> None:
+    def said(*words: str) -> list[Any]:
+        done = CliRunner().invoke(app, [*words, "--repo", str(repo.location.root), "--json"])
+        assert done.exit_code == 0, done.output
+        return [msgspec.json.decode(line) for line in done.stdout.splitlines()]
+
+    with repo.track(branch="one", rng=False, weight=torch.zeros(5)) as run:
+        for step in (1, 2, 3):
+            run.capture(step=step, metrics={"loss": 3.0 / step}).wait("durable")
+        assert said("stats") == [asked(client, "stats")]
+        assert said("runs") == asked(client, "runs")["items"]
+        (watched,) = said("watch", "--times", "1")
+        branches = asked(client, "branches")
+        assert watched["items"] == branches["items"]
+        (process,) = asked(client, "processes")["items"]
+        (one,) = [each for each in watched["items"] if each["name"] == "one"]
+        (training,) = process["trainings"]
+        assert (training["state"], training["steps_per_s"], training["last"]) == (one["head"], one["steps_per_s"], one["last"]["value"])
+        assert {each["uid"] for each in said("runs") if each["life"] == "running"} == {training["uid"]}
