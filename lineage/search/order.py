@@ -8,34 +8,52 @@ from __future__ import annotations
 
 import threading
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import compress
-from operator import itemgetter
-from typing import TYPE_CHECKING
+from itertools import chain, compress, count
+from operator import itemgetter, ne
+from typing import TYPE_CHECKING, Protocol
 
-from sqlalchemy import BigInteger, Row, bindparam, func, select
+import msgspec
+from sqlalchemy import BigInteger, bindparam, func, select, text
 
 from datastates.lineage.schema import EdgeRow, StateRow, table
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Topology", "position", "uids_of"]
+__all__ = ["Firsts", "Topology", "position", "starts", "uids_of"]
 
 _PAGE = 50_000
 _UNREAD = -1
 _OFTEN = 4096  # states between two calls of ``pause``
+SHORT = 4  # states that follow one another; of shorter runs it is faster to look at each state
 
 _state, _edge = table(StateRow), table(EdgeRow)
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 _parent = func.coalesce(_state.c.parent_id, 0)
 _NEXT = select(_state.c.id, _parent).where(_state.c.id > bindparam("last", type_=BigInteger)).order_by(_state.c.id).limit(_PAGE)
+_AGGREGATES = {"sqlite": "json_group_array({0})", "postgresql": "CAST(json_agg({0} ORDER BY id) AS text)"}
+_PAGES = {  # one row for a whole page: a row of its own for each state takes four times as long
+    dialect: text(
+        f"SELECT count(*), max(id), {aggregate.format('parent')} FROM (SELECT id, coalesce(parent_id, 0) AS parent FROM state"
+        f" WHERE id > :last ORDER BY id LIMIT {_PAGE}) AS page"
+    )
+    for dialect, aggregate in _AGGREGATES.items()
+}
 _SOME = select(_state.c.id, _parent).where(_state.c.id.in_(_ids))
 _UIDS = select(_state.c.id, _state.c.uid).where(_state.c.id.in_(_ids))
 _EDGES = select(_edge.c.child_id, _edge.c.parent_id).order_by(_edge.c.child_id, _edge.c.position)
 _NEXT_EDGES = _EDGES.where(_edge.c.child_id > bindparam("last", type_=BigInteger), _edge.c.child_id <= bindparam("upto", type_=BigInteger))
 _SOME_EDGES = _EDGES.where(_edge.c.child_id.in_(_ids))
+
+
+class Firsts(Protocol):
+    """First parents by key, 0 where there is none."""
+
+    def __getitem__(self, key: int, /) -> int:
+        """Of one."""
+        ...
 
 
 class Topology:
@@ -55,13 +73,19 @@ class Topology:
 
         PostgreSQL may commit a lower id after a higher one: such are read when something leads to them.
         """
+        page = _PAGES[session.connection().dialect.name]
         with self._refreshing:
-            while rows := session.execute(_NEXT, {"last": len(self.first) - 1}).all():
+            while True:
                 last = len(self.first) - 1
-                edges = session.execute(_NEXT_EDGES, {"last": last, "upto": rows[-1].id}).all()
-                self._take_edges(edges)
-                self._append(rows)
-                if len(rows) < _PAGE:
+                number, upto, parents = session.execute(page, {"last": last}).one()
+                if not number:
+                    break
+                self._take_edges(session.execute(_NEXT_EDGES, {"last": last, "upto": upto}).all())
+                if number == upto - last:
+                    self.first.extend(msgspec.json.decode(parents, type=list[int]))
+                else:
+                    self._append_some(session.execute(_NEXT, {"last": last}).all())
+                if number < _PAGE:
                     break
             missing = {head for head in heads if self.first[head] == _UNREAD}
             while missing:
@@ -74,19 +98,12 @@ class Topology:
 
     def history(self, heads: Iterable[int], *, pause: Callable[[], None] = lambda: None) -> array[int]:
         """The ids of ``heads`` and all their ancestors, rising. ``pause`` is called now and then."""
-        first, further = self.first, self.further
-        seen = bytearray(len(first))
-        open_, count = list(heads), 0
-        while open_:
-            id_ = open_.pop()
-            while id_ > 0 and not seen[id_]:
-                seen[id_] = 1
-                if id_ in further:
-                    open_.extend(further[id_])
-                id_ = first[id_]
-                count += 1
-                if count % _OFTEN == 0:
-                    pause()
+        seen = bytearray(len(self.first))
+        breaks = starts(self.first, range(1, len(seen)))
+        if len(breaks) * SHORT < len(seen):
+            self._see_runs(seen, heads, breaks, pause)
+        else:
+            self._see(seen, heads, pause)
         return array("q", compress(range(len(seen)), seen))
 
     def since(self, order: array[int], heads: Iterable[int]) -> array[int] | None:
@@ -104,15 +121,44 @@ class Topology:
                 open_.extend(self.parents(id_))
         return array("q", sorted(found))
 
-    def _append(self, rows: Sequence[Row[int, int]]) -> None:
+    def _see(self, seen: bytearray, heads: Iterable[int], pause: Callable[[], None]) -> None:
+        """Mark ``heads`` and all their ancestors, one by one."""
+        first, further = self.first, self.further
+        open_, looked = list(heads), 0
+        while open_:
+            id_ = open_.pop()
+            while id_ > 0 and not seen[id_]:
+                seen[id_] = 1
+                if id_ in further:
+                    open_.extend(further[id_])
+                id_ = first[id_]
+                looked += 1
+                if looked % _OFTEN == 0:
+                    pause()
+
+    def _see_runs(self, seen: bytearray, heads: Iterable[int], breaks: Sequence[int], pause: Callable[[], None]) -> None:
+        """The same where most follow the id before theirs: down to the next that does not, or to what was seen, at once."""
+        first, further, merges = self.first, self.further, sorted(self.further)
+        open_, looked = list(heads), 0
+        while open_:
+            id_ = open_.pop()
+            while id_ > 0 and not seen[id_]:
+                start = breaks[bisect_right(breaks, id_ - 1) - 1] + 1
+                known = seen.rfind(1, start, id_)
+                start = max(start, known + 1)
+                seen[start : id_ + 1] = b"\1" * (id_ + 1 - start)
+                for merge in merges[bisect_left(merges, start) : bisect_right(merges, id_)]:
+                    open_.extend(further[merge])
+                id_ = first[start]
+                looked += 1
+                if looked % _OFTEN == 0:
+                    pause()
+
+    def _append_some(self, rows: Iterable[Sequence[int]]) -> None:
         """Rows whose ids rise. Ids that nobody has, or not yet, are unread."""
-        first = self.first
-        if rows[0][0] == len(first) and rows[-1][0] == len(first) + len(rows) - 1:
-            first.extend([row[1] for row in rows])
-            return
         for id_, parent in rows:
-            first.extend([_UNREAD] * (id_ - len(first)))
-            first.append(parent)
+            self.first.extend([_UNREAD] * (id_ - len(self.first)))
+            self.first.append(parent)
 
     def _take_edges(self, edges: Iterable[tuple[int, int]]) -> None:
         found: dict[int, list[int]] = {}
@@ -127,6 +173,11 @@ class Topology:
         for id_, parent in sorted(rows, key=itemgetter(0)):
             self.first[id_] = parent
         return {parent for id_ in ids for parent in self.parents(id_) if self.first[parent] == _UNREAD}
+
+
+def starts(first: Firsts, order: Sequence[int]) -> list[int]:
+    """The positions in ``order``, which rises, of states that do not follow the one before: their first parent is another."""
+    return list(compress(count(), map(ne, map(first.__getitem__, order), chain((_UNREAD - 1,), order))))
 
 
 def position(order: array[int], id_: int) -> int | None:

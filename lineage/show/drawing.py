@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from datastates.lineage.search.order import Topology, position
+from datastates.lineage.search.order import Firsts, Topology, position, starts
 
-from .lanes import Firsts, Front
+from .lanes import Front
 
 __all__ = ["Ancestry", "Drawing", "Placement", "draw_history", "draw_nodes"]
 
 STRIDE = 256
+SHORT = 16  # states that follow one another; of shorter runs it is faster to look at each state
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,16 @@ def _lines(front: Front[int]) -> array[int]:
 
 
 def _skip(front: Front[int], topology: Ancestry, order: array[int], end: int, begin: int) -> None:
-    """Place the states between, from the last to the first."""
-    block = order[begin:end]
-    block.reverse()
-    front.skip(block, topology.first, topology.further)
+    """Place the states between, from the last to the first: those that only follow one another at once, where that is worth it."""
+    block, first, further = order[begin:end], topology.first, topology.further
+    places = starts(first, block)
+    if len(places) * SHORT > len(block):
+        block.reverse()
+        front.skip(block, first, further)
+        return
+    for place in reversed(places):
+        run = block[place:]
+        del block[place:]
+        if not front.pass_by(run, first[run[0]], further):
+            run.reverse()
+            front.skip(run, first, further)

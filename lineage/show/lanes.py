@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from datastates.lineage.states import State
 
-__all__ = ["Drawn", "Firsts", "Front", "Placed", "Row", "draw", "lanes"]
+if TYPE_CHECKING:
+    from datastates.lineage.search.order import Firsts
+
+__all__ = ["Drawn", "Front", "Placed", "Row", "draw", "lanes"]
 
 Key = TypeVar("Key", bound=Hashable)
 _NONE: frozenset[int] = frozenset()
@@ -58,14 +61,6 @@ class Placed(NamedTuple):
     lane: int
     joins: tuple[int, ...]
     parents: tuple[int, ...]
-
-
-class Firsts(Protocol):
-    """First parents by key, 0 where there is none."""
-
-    def __getitem__(self, key: int, /) -> int:
-        """Of one."""
-        ...
 
 
 class Front(Generic[Key]):
@@ -144,6 +139,23 @@ class Front(Generic[Key]):
                 sources[lane] = key
             else:
                 self.place(key, (*((parent,) if parent else ()), *further.get(key, ())))
+
+    def pass_by(self: Front[int], run: Sequence[int], parent: int, further: Mapping[int, Sequence[int]]) -> bool:
+        """``skip`` at once for a run of keys, which rise, each the first parent of the next; ``parent`` is that of the first.
+
+        False, and nothing is done, where anything else leads to one of them, or one merges.
+        """
+        oldest, newest = run[0], run[-1]
+        lane, trunk = self._first.get(newest, -1), self._trunk
+        if lane < 0 or not parent or parent in self._first or newest in self._more or (trunk is not None and oldest <= trunk <= newest):
+            return False
+        if any(oldest <= key < newest for key in self._first) or (further and any(map(further.__contains__, run))):
+            return False
+        del self._first[newest]
+        self._first[parent] = lane
+        self.awaited[lane] = parent
+        self.sources[lane] = oldest
+        return True
 
     def _begin(self, key: Key) -> int:
         """A column for a state that no line leads to."""

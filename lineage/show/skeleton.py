@@ -8,15 +8,16 @@ row ids, falling ids are an order for them as for states, and so they are drawn 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from datastates.lineage.search.order import Topology, position
+from datastates.lineage.search.order import Topology, position, starts
 
 __all__ = ["Skeleton", "opened", "owners", "skeleton"]
 
-_OFTEN = 4096  # states between two calls of ``pause``
+_OFTEN = 256  # runs of states between two calls of ``pause``
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +65,61 @@ def skeleton(
 
 
 def _make(topology: Topology, order: array[int], keep: frozenset[int], pause: Callable[[], None]) -> Skeleton:
-    first, further = topology.first, topology.further
+    """Run by run of states that only follow one another: most runs are one node, however long they are."""
+    first = topology.first
     last = order[-1] if order else 0
-    children = Counter(map(first.__getitem__, order))
-    own = {id_ for id_, count in children.items() if count != 1} | keep
-    for id_ in _merges(topology, order):
-        own.update((id_, *further[id_]))
+    begins = starts(first, order)
+    ends = [*begins, len(order)][1:]
+    own = sorted(_own(topology, order, begins, ends, keep))
     node_of = array("q", bytes(8 * (last + 1)))
     firsts: dict[int, int] = {}
     counts: dict[int, int] = {}
     newest: dict[int, int] = {}
-    for index, id_ in enumerate(order):
+    for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         if index % _OFTEN == 0:
             pause()
-        parent = first[id_]
+        parent = first[order[begin]]
         node = node_of[parent] if parent > 0 else 0
-        if id_ in own or not node or id_ not in children:
-            firsts[id_] = node
-            node_of[id_] = id_
-        elif node in counts:
-            counts[node] += 1
-            newest[node], node_of[id_] = id_, node
-        else:
-            firsts[id_] = node
-            counts[id_], newest[id_], node_of[id_] = 1, id_, id_
+        place = begin
+        for id_ in own[bisect_left(own, order[begin]) : bisect_right(own, order[end - 1])]:
+            stop = bisect_left(order, id_, place, end)
+            node = _stretch(order, place, stop, node, firsts, counts, newest, node_of)
+            firsts[id_], node_of[id_], node, place = node, id_, id_, stop + 1
+        _stretch(order, place, end, node, firsts, counts, newest, node_of)
     return Skeleton(topology, firsts, _further(topology, firsts), counts, newest, node_of, keep, last)
+
+
+def _own(topology: Topology, order: array[int], begins: Sequence[int], ends: Sequence[int], keep: Collection[int]) -> set[int]:
+    """The states that are no part of a stretch: roots, tips, forks, what merges and is merged, what is kept."""
+    forks = Counter(topology.first[order[begin]] for begin in begins)
+    tips = {order[end - 1] for end in ends}
+    own = {id_ for id_ in tips if forks[id_] != 1} | {id_ for id_ in forks if id_ > 0 and id_ not in tips}
+    own |= {order[begin] for begin in begins if topology.first[order[begin]] <= 0}
+    own |= {id_ for id_ in keep if position(order, id_) is not None}
+    for id_ in _merges(topology, order):
+        own.update((id_, *topology.further[id_]))
+    return own
+
+
+def _stretch(
+    order: array[int], begin: int, end: int, below: int, firsts: dict[int, int], counts: dict[int, int], newest: dict[int, int],
+    node_of: array[int],
+) -> int:  # fmt: skip
+    """The states from ``begin`` to before ``end`` go on from a node: a stretch of their own, or more of that one. The node they are in."""
+    if begin == end:
+        return below
+    id_, last = order[begin], order[end - 1]
+    node = below if below in counts else id_
+    if node == id_:
+        firsts[id_], counts[id_] = below, 0
+    counts[node] += end - begin
+    newest[node] = last
+    if last - id_ == end - begin - 1:
+        node_of[id_ : last + 1] = array("q", [node]) * (end - begin)
+    else:
+        for one in order[begin:end]:
+            node_of[one] = node
+    return node
 
 
 def _grow(topology: Topology, order: array[int], keep: frozenset[int], old: Skeleton) -> Skeleton | None:

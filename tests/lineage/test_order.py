@@ -5,15 +5,22 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
+import pytest
 from sqlalchemy import insert
 
 from datastates.lineage import Database, Edge, EdgeKind, NewState
 from datastates.lineage.change import record
 from datastates.lineage.lookup import id_of, ids_of
 from datastates.lineage.schema import StateRow, table
-from datastates.lineage.search import walk
+from datastates.lineage.search import order, walk
 from datastates.lineage.search.order import Topology, position, uids_of
 from tests.lineage.conftest import Grow
+
+
+@pytest.fixture(autouse=True, params=[0, 1000], ids=["run by run", "state by state"])
+def _any_length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has long runs is looked at as what has none, and the other way round."""
+    monkeypatch.setattr(order, "SHORT", request.param)
 
 
 def history(database: Database, topology: Topology, *heads: str) -> list[str]:
