@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -12,11 +16,29 @@ from .ranking import Ranking, SampleScore
 from .subset_scores import SubsetScore
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 __all__ = ["losses_of", "number", "summary", "tables"]
 
 TOP = 15
+LEAST = 12
+"""Letters of a description that are shown wherever there is room for so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A text on one line, as much of it as there is room for: of a column that does not wrap rich would cut the table instead."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = Text(self.text.partition("\n")[0])
+        line.truncate(options.max_width, overflow="ellipsis")
+        yield line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        length = cell_len(self.text)
+        return Measurement(min(LEAST, length), min(length, options.max_width))
 
 
 def tables(report: Ranking, *, most: int = TOP, describe: Callable[[int], str] | None = None) -> Iterator[RenderableType]:
@@ -69,14 +91,14 @@ def losses_of(report: Ranking) -> list[tuple[str, str]]:
 
 
 def _samples(samples: Sequence[SampleScore], losses: Sequence[tuple[str, str]], describe: Callable[[int], str] | None) -> Table:
-    table = Table(title="Most suspicious samples", title_justify="left")
+    table = Table(title="Most suspicious samples", title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("rank", "sample", "percentile", "± spread", *(heading for heading, _ in losses), "suspect"):
-        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
+        table.add_column(name.replace(" ", "\n"), justify="right")
     if describe is not None:
-        table.add_column("what", overflow="ellipsis", no_wrap=True, min_width=12)
+        table.add_column("what")
     for sample in samples:
         values = (number(getattr(sample, field)) for _, field in losses)
-        what = [] if describe is None else [Text(describe(sample.index))]
+        what = [] if describe is None else [_Line(describe(sample.index))]
         row = (str(sample.rank), str(sample.index), number(sample.score), number(sample.spread), *values)
         table.add_row(*row, "yes" if sample.is_suspect else "", *what)
     return table
