@@ -11,19 +11,25 @@ from pathlib import Path
 from datastates.lineage import Database
 from datastates.lineage.migrations.versions import v0007_segments
 
-__all__ = ["BRANCHES", "METRICS", "RARE", "fill", "make"]
+__all__ = ["BRANCHES", "FURTHER", "METRICS", "RARE", "RUNS", "fill", "furnish", "make"]
 
 BRANCHES = 50
 METRICS = ("loss", "val_loss", "acc", "grad_norm")
 RARE = 10
 """How many states have a metric ``rare`` above 0.5: what a rare filter finds."""
 
+RUNS = 200
+FURTHER = tuple(f"layer{number}/grad_norm" for number in range(25))
+EVERY = 50
 
-def make(path: Path, count: int, branches: int = BRANCHES) -> None:
-    """A lineage in a new file: ``fill``, and the summaries that ``record`` would have kept."""
+
+def make(path: Path, count: int, branches: int = BRANCHES, *, is_furnished: bool = False) -> None:
+    """A lineage in a new file: ``fill``, with ``furnish`` where asked, and the summaries that ``record`` would have kept."""
     database = Database(f"sqlite:///{path}")
     with sqlite3.connect(path) as connection:
         fill(connection, count, branches)
+        if is_furnished:
+            furnish(connection, count, branches)
     connection.close()
     with database.write() as session:
         v0007_segments.fill(session.connection())
@@ -42,6 +48,35 @@ def fill(connection: sqlite3.Connection, count: int, branches: int = BRANCHES) -
     length = count // branches
     heads = [("main" if branch == 0 else f"branch-{branch}", "branch", (branch + 1) * length, 1) for branch in range(branches)]
     connection.executemany("insert into ref (name, kind, state_id, version) values (?, ?, ?, ?)", heads)
+    connection.commit()
+    connection.execute("analyze")
+
+
+def furnish(connection: sqlite3.Connection, count: int, branches: int) -> None:
+    """What people have besides: ``RUNS`` runs with a configuration each, bytes, states that can be restored, 25 further metrics.
+
+    Each branch is of one run; every ``EVERY``-th of its states has the further metrics, and is durable.
+    """
+    length, rng = count // branches, random.Random(3)
+    runs = [
+        (number, f"{number:024x}", f"node{number % 8}", "ann", 1, "[]", "{}", "{}", number, number + 1) for number in range(1, RUNS + 1)
+    ]
+    columns = "id, uid, host, user, pid, argv, config, versions, started_at, finished_at"
+    connection.executemany(f"insert into run ({columns}) values ({', '.join('?' * 10)})", runs)
+    for number in range(1, RUNS + 1):
+        chosen: list[tuple[int, str, str, float | None, str | None]] = [
+            (number, "optimizer", "str", None, rng.choice(("adamw", "sgd", "lion")))
+        ]
+        chosen += [(number, key, "float", 10 ** rng.uniform(-4, 0), None) for key in ("lr", "wd", "dropout")]
+        connection.executemany("insert into setting (run_id, key, type, number, text) values (?, ?, ?, ?, ?)", chosen)
+    connection.execute(f"update state set run_id = 1 + (id - 1) / {length} % {RUNS}, bytes_total = 41943040, bytes_new = 1048576")
+    connection.execute(f"update state set status = 'durable' where id % {EVERY} = 0")
+    connection.execute(
+        "insert into replica (state_id, rank, tier, node, status, bytes) select id, 0, 'local', '', 'ok', 1048576 from state"
+        " where status = 'durable'"
+    )
+    values = ((id_, key, rng.random()) for id_ in range(EVERY, length * branches + 1, EVERY) for key in FURTHER)
+    connection.executemany("insert into metric (state_id, key, value) values (?, ?, ?)", values)
     connection.commit()
     connection.execute("analyze")
 

@@ -16,7 +16,7 @@ from common import out
 from web_load import Asked
 from web_parts import ended
 
-__all__ = ["RUNS", "missing", "requests", "serving"]
+__all__ = ["RUNS", "missing", "page", "requests", "serving"]
 
 RUNS = 2000
 EXPERIMENT = "1"
@@ -61,6 +61,11 @@ def serving(python: str, folder: Path, count: int = RUNS) -> Iterator[str]:
         with ended(process):
             _await(f"http://127.0.0.1:{port}/health", process)
             yield f"http://127.0.0.1:{port}"
+
+
+def page(base: str) -> tuple[str, str]:
+    """The address of the runs, and what a row of them is."""
+    return f"{base}/#/experiments/{EXPERIMENT}/runs", ".ag-row"
 
 
 def requests(base: str) -> dict[str, list[Asked]]:
