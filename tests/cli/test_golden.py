@@ -30,6 +30,7 @@ COMMANDS = {
     "best": ["best", "loss", "-n", "3"],
     "chosen": ["branches", "metrics.loss < 0.5", "--sort", "best", "-n", "3"],
 }
+HINTS = ("$ ", "these are", "the best that", "nothing is", "no ", "no room")
 WIDTHS = {"80": 80, "200": 200, "pipe": None}
 RUN = """
 import io, os, sys
@@ -90,7 +91,7 @@ def test_what_is_written_is_what_was_looked_at(kind: str, tmp_path: Path) -> Non
     for name, width in WIDTHS.items():
         out = written(tmp_path / "runs", width)
         assert out == (GOLDEN / f"{kind}-{name}.txt").read_text(encoding="utf-8")
-        lines = [line for line in out.splitlines() if not line.startswith(("$ ", "these are", "the best that", "no ", "no room"))]
+        lines = [line for line in out.splitlines() if not line.startswith(HINTS)]
         assert width is None or all(len(line) <= width for line in lines)
 
 

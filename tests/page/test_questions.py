@@ -87,7 +87,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
                 assert len({state.uid for path in asked.paths.values() for state in path}) >= STATES
                 assert len({key for state in asked.paths["main"] for key in state.metrics}) == len(METRICS) == 30
                 assert (len(asked.branches), len(repo.runs())) == (BRANCHES, RUNS)
+                expect.set_options(timeout=TIMEOUT_MS)  # the training is at work beside it
                 yield asked
+                expect.set_options(timeout=5_000)
 
 
 class Person:
@@ -259,10 +261,10 @@ def test_which_optimizer_is_best_by_another_metric(person: Person, asked: Asked)
             found.setdefault(str(own[0].config["optimizer"]), []).append((max(values), name))
     person.choose(person.page.get_by_role("combobox", name="by", exact=True), "val/accuracy")
     person.choose(person.page.get_by_role("combobox", name="grouped by"), "config.optimizer")
-    for optimizer, values in found.items():
+    for optimizer, reached in found.items():
         group = person.page.locator("tr.group").filter(has_text=f"config.optimizer {optimizer}")
-        expect(group).to_contain_text(f"{len(values)} branches")
-        expect(group).to_contain_text(f"of {max(values)[1]}")
+        expect(group).to_contain_text(f"{len(reached)} branches")
+        expect(group).to_contain_text(f"of {max(reached)[1]}")
 
 
 VIEWS: dict[str, tuple[str, str]] = {
