@@ -1,7 +1,8 @@
 """One connection of a browser or a program: let in or not, and ended when it does not go on.
 
-A connection has a place in the server's ``Admission`` from ``accept`` on. It holds it while a request is answered that ``Gatekeeper`` let
-in; before and between requests it gives way to others. A client that does not send a whole request, or does not take an answer, is let go.
+A connection has a place in the server's ``Admission`` from ``accept`` on (see ``listening``). It holds it while a request is answered
+that ``Gatekeeper`` let in; before and between requests it gives way to others. A client that does not send a whole request, or does
+not take an answer, is let go.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
+
+from datastates.system.admission import Limits
 
 if TYPE_CHECKING:
-    from datastates.system.admission import Admission, Place
+    from datastates.system.admission import Place
+    from datastates.transport.wire.arrival import Arrival
 
-__all__ = ["PLACE", "Connection", "Connections"]
+__all__ = ["PLACE", "Connection", "limits"]
 
 PLACE = "datastates.place"
 """In a request's ``state``: the place of its connection, to be held."""
@@ -31,34 +34,26 @@ _logger = logging.getLogger(__name__)
 _logger.setLevel(logging.ERROR)  # of what strangers send, nothing is told: that would fill a disk
 
 
-class Connections(ServerState):
-    """What all connections of a server share."""
-
-    def __init__(self, admission: Admission) -> None:
-        super().__init__()
-        self.admission = admission
+def limits() -> Limits:
+    """The limits of a web server."""
+    return Limits(proof_s=REQUEST_S)
 
 
 class Connection(H11Protocol):
-    """Runs on the server's loop."""
+    """Runs on the server's loop, from when the head of its first request is there: until then it is an ``arrival``."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, arrival: Arrival, **options: Any) -> None:
         super().__init__(*args, **options)
         self.logger = _logger
-        self._place: Place | None = None
+        self._arrival = arrival
+        self._place: Place = arrival.hand_over()
         self._request_timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own says so too
-        """Take a place, or close at once."""
+        """The request must come in what is left of the time."""
         super().connection_made(transport)
-        assert isinstance(self.server_state, Connections), "the server made it"
-        descriptor = transport.get_extra_info("socket").fileno()
-        self._place = self.server_state.admission.admit(self.client[0] if self.client else "", descriptor, transport.abort)
-        if self._place is None:
-            transport.abort()
-        else:
-            self._await_request()
+        self._await_request(self._arrival.due)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give the place back."""
@@ -67,8 +62,7 @@ class Connection(H11Protocol):
         self._stop_waiting()
         if self._answer_timer is not None:
             self._answer_timer.cancel()
-        if self._place is not None:
-            self._place.release()
+        self._place.release()
 
     def data_received(self, data: bytes) -> None:
         """Take part of a request; what comes after the connection was given up is not looked at."""
@@ -91,8 +85,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """The next may have the place, until the next request."""
-        if self._place is not None:
-            self._place.loosen()
+        self._place.loosen()
         super().on_response_complete()
         self._await_taking()
 
@@ -104,8 +97,8 @@ class Connection(H11Protocol):
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]  # uvicorn has None there at first
 
-    def _await_request(self) -> None:
-        self._request_timer = self.loop.call_later(REQUEST_S, self.transport.abort)
+    def _await_request(self, due: float | None = None) -> None:
+        self._request_timer = self.loop.call_at(self.loop.time() + REQUEST_S if due is None else due, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._request_timer is not None:

@@ -26,7 +26,8 @@ from datastates.system.admission import Admission
 from datastates.system.bell import Latch
 
 from .app import create_app
-from .connections import Connection, Connections
+from .connections import Connection, limits
+from .listening import Listening
 from .pictures import Pictures, Show
 from .routing import Scope
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from datastates.transport.contract import Tls
+    from datastates.transport.wire.arrival import Arrival
 
 __all__ = ["DEFAULT_URL", "WebServer", "name_of", "serve_in_thread", "serve_repository"]
 
@@ -43,7 +45,6 @@ DEFAULT_URL = "http://127.0.0.1:8642"
 _GRACE_S = 5
 _HEADER_BYTES = 64 << 10
 _BACKLOG = 512
-_AT_ONCE = 32  # connections that are taken from the backlog before the first of them is counted
 
 
 class WebServer:
@@ -83,7 +84,7 @@ class WebServer:
         self._shown = f"http://{f'[{host}]' if ':' in host else host}:{taken}{prefix and prefix + '/'}"
         self._pid = os.getpid()
         self._is_closed = False
-        self._admission = Admission(unlimited=trusted_proxies)
+        self._admission = Admission(limits(), unlimited=trusted_proxies)
         self._uvicorn = _Uvicorn(self.app, self._admission, trusted_proxies, has_access_log=has_access_log)
         self._thread = threading.Thread(target=self._run, name="datastates-web", daemon=True)
         self._thread.start()
@@ -144,7 +145,6 @@ class _Uvicorn(uvicorn.Server):
             lifespan="on",
             ws="none",
             http=Connection,
-            backlog=_AT_ONCE,
             log_config=None,
             log_level=logging.WARNING,
             access_log=has_access_log,
@@ -157,15 +157,17 @@ class _Uvicorn(uvicorn.Server):
         if has_access_log:
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # all else stays at warnings
         super().__init__(config)
-        self.server_state = Connections(admission)
+        self._admission = admission
         self.is_ready = Latch()
         self._application = app
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listening in sockets or ():
-            listening.listen(_BACKLOG)  # asyncio takes one number for how many wait and how many it takes at once
+        await super().startup([])
+        self.servers = [Listening(each, self._admission, self._connection) for each in sockets or ()]  # type: ignore[misc]  # closed as those are
         self.is_ready.set()
+
+    def _connection(self, arrival: Arrival) -> Connection:
+        return Connection(self.config, self.server_state, self.lifespan.state, arrival=arrival)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for served in self._application.state.served.values():

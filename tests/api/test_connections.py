@@ -17,6 +17,7 @@ from datastates import Repository
 from datastates.api import WebServer, connections, serve_in_thread
 from datastates.api.routing import Scope
 from datastates.system.admission import Limits
+from datastates.transport.wire import visitors
 from tests.api.conftest import READ, TOKENS
 
 HALF = b"GET /api/v1/repositories HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
@@ -66,6 +67,61 @@ def send_for_ever(connection: socket.socket, said: bytes) -> None:
 def get(server: WebServer, path: str = "/api/v1/repositories") -> int:
     headers = {"Authorization": f"Bearer {READ}"}
     return httpx.get(f"{server.url.rstrip('/')}{path}", headers=headers, timeout=10).status_code
+
+
+def test_connection_that_has_not_asked_costs_no_more_than_a_place(repo: Repository) -> None:
+    with serve_in_thread(repo, tokens=TOKENS) as server:
+        for said in (b"", b"GET", HALF, HALF * 100):
+            with connected(server, 20, said):
+                assert get(server) == 200
+                assert server._admission.connections >= 20
+                assert len(server._uvicorn.server_state.connections) <= 1, "the honest one's at most"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [WHOLE[:3], WHOLE[3:30], WHOLE[30:-1], WHOLE[-1:]],
+        [WHOLE.replace(b"\r\n", b"\n")],
+        [WHOLE[:-2], b"X-Long: " + b"x" * 20_000, b"x" * 20_000, b"\r\n\r\n"],
+        [WHOLE + WHOLE],
+        [b"GET / HTTP/1.0\r\n\r\n"],
+    ],
+    ids=["in pieces", "bare line feeds", "long", "two at once", "short"],
+)
+def test_head_is_understood_however_it_comes(repo: Repository, parts: list[bytes]) -> None:
+    with serve_in_thread(repo, tokens=TOKENS) as server, connected(server, 1) as (connection,):
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(0.02)  # so that each comes by itself, as a slow network has it
+        said, wanted = b"", b"".join(parts).count(b"HTTP/1")
+        while said.count(b"HTTP/1.1 ") < wanted:
+            more = connection.recv(65536)
+            assert more, said
+            said += more
+        assert b"HTTP/1.1 400" not in said
+
+
+def test_what_is_no_request_is_refused_at_once(repo: Repository) -> None:
+    with serve_in_thread(repo, tokens=TOKENS) as server, connected(server, 1, b"\x16\x03\x01" + b"x" * 50) as (connection,):
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+
+
+def test_half_a_request_that_ends_is_let_go(repo: Repository) -> None:
+    with serve_in_thread(repo, tokens=TOKENS) as server, connected(server, 2, HALF) as ends:
+        for connection in ends:
+            connection.shutdown(socket.SHUT_WR)
+            assert is_ended(connection, 5)
+
+
+def test_programs_that_connect_for_each_request_are_not_kept_waiting(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(visitors.Visitors, "_pause", lambda self, pause_s: pauses.append(pause_s))
+    with serve_in_thread(repo, tokens=TOKENS) as server:
+        for _ in range(200):
+            with connected(server, 1, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n") as (connection,):
+                assert is_ended(connection)
+        assert not pauses, "a crowd would be taken in batches"
 
 
 @pytest.mark.parametrize("said", [b"", HALF, b"POST /x HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10000\r\n\r\n"])

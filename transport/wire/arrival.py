@@ -33,18 +33,27 @@ class Door:
 
 
 class Arrival:
-    """A connection that was let in. Until it is held it gives way to others, and ends when its time is up."""
+    """A connection that was let in. Until it is held it gives way to others, and ends when its time is up, which is at ``due`` by the
+    loop's clock."""
 
     def __init__(self, door: Door, place: Place, end: Callable[[], None]) -> None:
         self._door, self._place, self._end = door, place, end
         self._is_counted = False
-        self._timer = asyncio.get_running_loop().call_later(door.admission.limits.proof_s, self._expire)
+        loop = asyncio.get_running_loop()
+        self.due = loop.time() + door.admission.limits.proof_s
+        self._timer = loop.call_at(self.due, self._expire)
 
     def hold(self) -> None:
         """Its other end has proved itself: it stays as long as it likes."""
         self._timer.cancel()
         self._place.hold()
         self._is_counted = True
+
+    def hand_over(self) -> Place:
+        """The place, of which the caller takes care from now on, and of the time: the connection still gives way to others."""
+        self._timer.cancel()
+        self._is_counted = True
+        return self._place
 
     def release(self) -> None:
         """Give the place back once the connection is closed; idempotent."""

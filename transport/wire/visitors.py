@@ -35,8 +35,9 @@ _logger.addFilter(Seldom())
 class Visitors:
     """Takes connections from ``listening`` through a ``door`` until ``close``; belongs to the loop thread.
 
-    ``word`` gets the first bytes, ``HEAD_BYTES`` at most, and says how many there must be in all; 0: they are nothing that could be
-    ours. ``arrived`` gets each connection whose first word is there, and its first bytes; nothing of it was read.
+    ``word`` gets the first bytes, ``head_bytes`` at most, and says how many there must be in all; 0: they are nothing that could be
+    ours. ``arrived`` gets each connection whose first word is there, and its first bytes; nothing of it was read. With
+    ``is_crowd_silent`` one that has said a whole word does not count to a crowd.
     """
 
     def __init__(
@@ -47,11 +48,14 @@ class Visitors:
         word: Callable[[bytes], int],
         arrived: Callable[[socket.socket, Arrival, bytes], None],
         name: str,
+        head_bytes: int = HEAD_BYTES,
+        is_crowd_silent: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._socket, self._name = listening, name
         self.door, self.word, self.arrived = door, word, arrived
-        self.least = word(b"")
+        self.least, self.head_bytes = word(b""), head_bytes
+        self._is_crowd_silent = is_crowd_silent
         self.here: set[_Visitor] = set()
         self._credit, self._counted_at = float(_BURST), self._loop.time()
         self._rest: asyncio.TimerHandle | None = None
@@ -70,6 +74,11 @@ class Visitors:
             self._rest.cancel()
         for visitor in list(self.here):
             visitor.leave()
+
+    def spoke(self) -> None:
+        """A connection has said its first word."""
+        if self._is_crowd_silent:
+            self._credit = min(_BURST, self._credit + 1)
 
     def _go_on(self) -> None:
         self._rest = None
@@ -130,18 +139,19 @@ class _Visitor:
         self._arrival.release()
 
     def _look(self) -> None:
+        head = self._visitors.head_bytes
         try:
-            said = self._connection.recv(max(self._wanted, HEAD_BYTES), socket.MSG_PEEK)
+            said = self._connection.recv(max(self._wanted, head), socket.MSG_PEEK)
         except BlockingIOError:
             return self._wait(self._wanted)
         except OSError:
             return self.leave()
-        wanted = self._visitors.word(said[:HEAD_BYTES])
+        wanted = self._visitors.word(said[:head])
         if not said or not wanted:
             self._visitors.door.foreign += bool(said)
             return self.leave()
         if len(said) >= wanted:
-            return self._arrive(said[:HEAD_BYTES])
+            return self._arrive(said[:head])
         if self._is_waiting and wanted == self._wanted:  # the kernel wakes us for less only when no more comes
             return self.leave()
         return self._wait(wanted)
@@ -159,6 +169,7 @@ class _Visitor:
         self._stop_waiting()
         assert self._arrival is not None, "it was let in"
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        self._visitors.spoke()
         self._visitors.arrived(self._connection, self._arrival, said)
 
     def _stop_waiting(self) -> None:
