@@ -15,7 +15,24 @@ from datastates.opening.core import Opened, core_of
 from . import page, problems
 from .meter import Meter, Metered
 from .openapi import document
-from .routes import branches, comparison, diff, events, graph, now, payload, refs, runs, series, service, states, stats, studies, writes
+from .routes import (
+    branches,
+    comparison,
+    diff,
+    events,
+    graph,
+    notes,
+    now,
+    payload,
+    refs,
+    runs,
+    series,
+    service,
+    states,
+    stats,
+    studies,
+    writes,
+)
 from .security import Gatekeeper, Hosts, Origins, Shield, Tokens
 from .served import Served
 
@@ -52,7 +69,24 @@ def create_app(
     )
     app.state.meter = Meter()
     app.state.served = {name: Served(name, core_of(repository, name)) for name, repository in repositories.items()}
-    for noun in (service, branches, states, writes, graph, series, diff, comparison, payload, refs, runs, studies, now, stats, events):
+    for noun in (
+        service,
+        branches,
+        states,
+        writes,
+        graph,
+        series,
+        diff,
+        comparison,
+        payload,
+        refs,
+        notes,
+        runs,
+        studies,
+        now,
+        stats,
+        events,
+    ):
         app.include_router(noun.routes.router, prefix=API)
     app.include_router(service.root.router)
     page.install(app)

@@ -18,7 +18,7 @@ from datastates.lineage.show.parallels import Parallels
 from datastates.lineage.show.reports import Report, ReportDetail, ReportSample
 from datastates.lineage.show.stats import Counts, KeyStats
 from datastates.lineage.show.studies import Stage, Studies, Study, StudyDetail, StudyVariant
-from datastates.lineage.states import Ref, RefEvent, RefKind, Run, State, Status, Value
+from datastates.lineage.states import Note, Ref, RefEvent, RefKind, Run, State, Status, Value
 
 __all__ = [
     "Annotations",
@@ -35,7 +35,10 @@ __all__ = [
     "KeyStats",
     "Merge",
     "Merges",
+    "NewNote",
     "NewRef",
+    "Note",
+    "NoteText",
     "Overview",
     "Page",
     "Parallels",
@@ -102,13 +105,16 @@ class StoredPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDetail(State):
-    """Everything that is known of one state. ``children`` are uids, oldest first; ``run_record`` is the training that captured it."""
+    """Everything that is known of one state. ``children`` are uids, oldest first; ``run_record`` is the training that captured it;
+    ``notes`` are those on the state, newest first.
+    """
 
     refs: tuple[Ref, ...]
     children: tuple[str, ...]
     replicas: tuple[Replica, ...]
     packs: tuple[StoredPack, ...]
     run_record: Run | None
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +363,23 @@ class RefMove:
     """The state at which a ref is to point."""
 
     rev: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewNote:
+    """A note to write, in Markdown: of a state (by its uid) or of a branch. ``author`` is who says that they wrote it."""
+
+    text: str
+    state: str | None = None
+    branch: str | None = None
+    author: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NoteText:
+    """The text that a note is to have."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from .tracking.configuration import configuration
 from .tracking.start import Terms, follow, together
 from .tracking.tracker import Tracker
 from .upkeep.loading import device_of, load, restore, verify
+from .upkeep.notes import Notes
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -293,6 +294,14 @@ class Repository:
         """Every branch and tag, by name."""
         with self.core.reading() as session:
             return lineage_refs.refs(session)
+
+    @property
+    def notes(self) -> Notes:
+        """What people wrote of states and branches.
+
+        repo.notes.write("Diverges *after* the warm-up.", state="main")
+        """
+        return Notes(self.core)
 
     def reflog(self, name: str) -> list[RefEvent]:
         """The moves of a ref, newest first; also of a ref that was deleted."""

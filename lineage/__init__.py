@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .change.runs import Recovered
     from .database import Database
-    from .states import Edge, EdgeKind, NewState, Ref, RefEvent, RefKind, Run, State, StateFacts, Status, Value
+    from .states import Edge, EdgeKind, NewState, Note, Ref, RefEvent, RefKind, Run, State, StateFacts, Status, Value
 
 __all__ = [
     "Database",
     "Edge",
     "EdgeKind",
     "NewState",
+    "Note",
     "Recovered",
     "Ref",
     "RefEvent",

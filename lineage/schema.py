@@ -20,6 +20,7 @@ __all__ = [
     "EdgeRow",
     "FolderRow",
     "MetricRow",
+    "NoteRow",
     "PartRow",
     "RefEventRow",
     "RefRow",
@@ -68,7 +69,8 @@ class Base(DeclarativeBase):
 class RunRow(Base):
     """A process that tracked; or one training of it, with the uid of its ``process`` and the ``branch`` that it moves.
 
-    ``config`` holds what nobody chose (``datastates.…``); what somebody chose is in the settings.
+    ``config`` holds what nobody chose (``datastates.…``); what somebody chose is in the settings. ``is_carried`` is true of what is no run
+    here: a configuration that came with states of another lineage. Of our own runs it is NULL.
     """
 
     __tablename__ = "run"
@@ -87,6 +89,7 @@ class RunRow(Base):
     versions: Mapped[dict[str, str]] = mapped_column(JSON)
     started_at: Mapped[int] = mapped_column(BigInteger)
     finished_at: Mapped[int | None] = mapped_column(BigInteger)
+    is_carried: Mapped[bool | None]
 
 
 class SettingRow(Base):
@@ -280,6 +283,24 @@ class SealRow(Base):
 
     state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True, autoincrement=False)
     digest: Mapped[str] = mapped_column(String(64))
+
+
+class NoteRow(Base):
+    """What somebody wrote of a state or of a branch, in Markdown: one of ``state_id`` and ``branch`` is given.
+
+    A branch has its notes by its name. A note keeps its ``uid`` in bundles.
+    """
+
+    __tablename__ = "note"
+
+    id: Mapped[int] = mapped_column(Id, primary_key=True)
+    uid: Mapped[str] = mapped_column(String(24), unique=True)
+    state_id: Mapped[int | None] = mapped_column(ForeignKey("state.id"), index=True)
+    branch: Mapped[str | None] = mapped_column(String(255), index=True)
+    author: Mapped[str] = mapped_column(String(255))
+    text: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    edited_at: Mapped[int | None] = mapped_column(BigInteger)
 
 
 class SegmentRow(Base):

@@ -17,18 +17,21 @@ from .typed import columns_of, value_of
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-__all__ = ["keep", "of_runs"]
+__all__ = ["keep", "of_runs", "shown"]
 
 _BATCH = 1000  # ids in one IN list
 
 
 def keep(connection: Connection, run_id: int, config: Mapping[str, Value]) -> None:
     """Record the settings of a run, secrets masked."""
-    chosen = {key: value for key, value in config.items() if not key.startswith(OURS)}
-    shown = masking.named(chosen)
-    rows = [{"run_id": run_id, **columns_of(key, value, "setting")} for key, value in shown.items()]
+    rows = [{"run_id": run_id, **columns_of(key, value, "setting")} for key, value in shown(config).items()]
     if rows:
         connection.execute(_KEEP, rows)
+
+
+def shown(config: Mapping[str, Value]) -> dict[str, Value]:
+    """What of a configuration is kept: what somebody chose, secrets masked."""
+    return masking.named({key: value for key, value in config.items() if not key.startswith(OURS)})
 
 
 def of_runs(connection: Connection, ids: Iterable[int]) -> dict[int, dict[str, Value]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 
-__all__ = ["OURS", "Edge", "EdgeKind", "NewState", "Ref", "RefEvent", "RefKind", "Run", "State", "StateFacts", "Status", "Value"]
+__all__ = ["OURS", "Edge", "EdgeKind", "NewState", "Note", "Ref", "RefEvent", "RefKind", "Run", "State", "StateFacts", "Status", "Value"]
 
 Value = str | int | float | bool | None
 """What an attribute may hold."""
@@ -211,3 +211,19 @@ class RefEvent:
     new: str | None
     reason: str
     created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What somebody wrote of a state or of a branch, in Markdown: one of ``state`` (a uid) and ``branch`` is given.
+
+    ``author`` is who said that they wrote it: nobody checks that. ``edited_at`` is None of what was never changed.
+    """
+
+    uid: str
+    state: str | None
+    branch: str | None
+    author: str
+    text: str
+    created_at: datetime
+    edited_at: datetime | None = None

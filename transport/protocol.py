@@ -96,6 +96,8 @@ _Address64 = Annotated[int, Meta(ge=0)]  # msgspec takes no bound above 63 bits,
 _ChunkLength = Annotated[int, Meta(ge=0, le=CHUNK_BYTES)]
 _Limit = Annotated[int, Meta(ge=1, le=10_000)]
 _Attribute = str | int | float | bool | None
+_Config = Annotated[dict[_Name, _Attribute], Meta(max_length=2_000)]
+_Configs = Annotated[tuple[_Config, ...], Meta(max_length=10_000)]
 
 
 class Identity(Struct, frozen=True):
@@ -124,7 +126,10 @@ class EdgeRecord(Struct, frozen=True):
 
 
 class StateRecord(Struct, frozen=True):
-    """A node of the lineage as it travels. ``parents`` begin with the first parent; ``edges`` say what further ones are."""
+    """A node of the lineage as it travels. ``parents`` begin with the first parent; ``edges`` say what further ones are.
+
+    ``config`` is the configuration of its run, or the place of that among those that come with a list of states.
+    """
 
     uid: _Uid
     digest: _Digest
@@ -142,22 +147,28 @@ class StateRecord(Struct, frozen=True):
     bytes_total: _Count
     bytes_new: _Count
     world_size: Annotated[int, Meta(ge=1)] = 1
+    config: _Config | _Count | None = None
 
 
 class StatePage(Struct, frozen=True):
-    """Some states in order; ``next`` is what to pass as ``after`` for those behind them, None at the end."""
+    """Some states in order, and their configurations; ``next`` is what to pass as ``after`` for those behind them, None at the end."""
 
     states: Annotated[tuple[StateRecord, ...], Meta(max_length=10_000)]
     next: _Text | None = None
+    configs: _Configs = ()
 
 
 class Offer(Struct, frozen=True):
-    """A state that a peer wants to push: its manifest, the state, its ancestry newest first, and refs that name any of them."""
+    """A state that a peer wants to push: its manifest, the state, its ancestry newest first, and refs that name any of them.
+
+    ``configs`` are the configurations of the ancestry.
+    """
 
     manifest: bytes
     state: StateRecord
     ancestry: tuple[StateRecord, ...] = ()
     refs: tuple[RefRecord, ...] = ()
+    configs: _Configs = ()
 
 
 # --- what went wrong -----------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ COMMANDS = {
     "reflog": ("Look", "refs"),
     "tag": ("Name", "refs"),
     "branch": ("Name", "refs"),
+    "note": ("Name", "notes"),
     "restore": ("Move states", "payload"),
     "export": ("Move states", "bundle"),
     "import": ("Move states", "bundle"),

@@ -19,6 +19,7 @@ EXAMPLES = {
     "reflog": "datastates reflog main",
     "tag": "datastates tag baseline main~3 --message 'before the new schedule'",
     "branch": "datastates branch second-try main@best:val_loss",
+    "note": "datastates note main --message 'diverges *after* the warm-up'",
     "restore": "datastates restore main@best:val_loss --into weights.safetensors --only model",
     "export": "datastates export baseline --bundle baseline-bundle",
     "import": "datastates import baseline-bundle --repo elsewhere",

@@ -10,7 +10,7 @@ from datastates.lineage.states import State
 from datastates.transport.limits import LISTED_STATES
 from datastates.transport.protocol import StatePage
 
-from .records import state_of
+from .records import states_of
 
 __all__ = ["PAGE", "Page", "all_pages", "enter"]
 
@@ -31,7 +31,7 @@ async def all_pages(page: Page, limit: int | None) -> list[State]:
     after: str | None = None
     while limit is None or len(found) < limit:
         got = await page(limit=PAGE if limit is None else min(PAGE, limit - len(found)), after=after)
-        enter(found, map(state_of, got.states))
+        enter(found, states_of(got.states, got.configs))
         after = got.next
         if after is None or not got.states:
             break

@@ -23,7 +23,7 @@ from datastates.transport.wire.plane import surely
 from . import arrivals
 from .landing import ObjectsSink, Shadows
 from .listing import PAGE, enter
-from .records import ref_of, state_of
+from .records import ref_of, states_of
 from .sources import OpenState, Sources
 from .transfer import Move, Progress
 
@@ -192,7 +192,7 @@ async def _ancestry(session: Session, core: Core, state: State, *, tags: bool) -
     after: str | None = state.uid
     while after is not None and await asyncio.to_thread(arrivals.lacks_parents, core, [state, *coming]):
         page = await session.log(state.uid, limit=PAGE, after=after)
-        states = list(map(state_of, page.states))
+        states = states_of(page.states, page.configs)
         enter(listed, states)
         coming += await asyncio.to_thread(arrivals.missing_ancestry, core, states)
         after = page.next if states else None

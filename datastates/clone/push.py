@@ -18,7 +18,7 @@ from datastates.transport.protocol import Offer, StateRecord
 from datastates.transport.session.session import Session
 
 from .listing import PAGE
-from .records import record_of, record_of_ref, state_of
+from .records import record_of, record_of_ref, records_of, state_of
 from .serving import StateSource
 from .sources import Sources
 from .transfer import Move, Progress
@@ -66,7 +66,8 @@ class Push(Move):
     async def _offer(self, session: Session) -> Offer:
         ancestry = await self._unknown_there(session)
         refs = await asyncio.to_thread(self._tags_of, {self.state.uid, *(each.uid for each in ancestry)}) if self._tags else []
-        return Offer(self._source.manifest, record_of(self.state), tuple(map(record_of, ancestry)), tuple(map(record_of_ref, refs)))
+        records, configs = records_of(ancestry)
+        return Offer(self._source.manifest, record_of(self.state), records, tuple(map(record_of_ref, refs)), configs)
 
     async def _unknown_there(self, session: Session) -> list[State]:
         """The ancestors of the state, newest first, down to the first page behind which the peer knows every parent."""

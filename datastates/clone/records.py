@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from datastates.errors import PeerFault
-from datastates.lineage.states import Edge, EdgeKind, Ref, RefKind, State, Status
+from datastates.lineage.states import Edge, EdgeKind, Ref, RefKind, State, Status, Value
 from datastates.transport.protocol import EdgeRecord, RefRecord, StateRecord
 
-__all__ = ["record_of", "record_of_ref", "ref_of", "state_of"]
+__all__ = ["record_of", "record_of_ref", "records_of", "ref_of", "state_of", "states_of"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+Configs = tuple[dict[str, Value], ...]
+
+
+def records_of(states: Iterable[State]) -> tuple[tuple[StateRecord, ...], Configs]:
+    """A list of states for a peer, and their configurations, each once."""
+    configs: list[dict[str, Value]] = []
+    places: dict[tuple[tuple[str, str], ...], int] = {}
+    seen: dict[int, int | None] = {}
+
+    def place_of(config: dict[str, Value]) -> int | None:
+        if not config:
+            return None
+        if id(config) not in seen:
+            key = tuple((name, repr(value)) for name, value in sorted(config.items()))
+            if key not in places:
+                places[key] = len(configs)
+                configs.append(config)
+            seen[id(config)] = places[key]
+        return seen[id(config)]
+
+    held = list(states)
+    return tuple(_record(state, place_of(state.config)) for state in held), tuple(configs)
+
+
+def states_of(records: Iterable[StateRecord], configs: Sequence[Mapping[str, Value]]) -> list[State]:
+    """A peer's list of states.
+
+    :raises PeerFault: as ``state_of``.
+    """
+    shared = tuple(dict(config) for config in configs)
+    return [state_of(record, shared) for record in records]
+
+
 def record_of(state: State) -> StateRecord:
-    """A state for a peer."""
+    """A state for a peer, by itself."""
+    return _record(state, state.config or None)
+
+
+def _record(state: State, config: dict[str, Value] | int | None) -> StateRecord:
     return StateRecord(
         uid=state.uid,
         digest=state.digest,
@@ -32,13 +70,14 @@ def record_of(state: State) -> StateRecord:
         bytes_total=state.bytes_total,
         bytes_new=state.bytes_new,
         world_size=state.world_size,
+        config=config,
     )
 
 
-def state_of(record: StateRecord) -> State:
-    """A peer's state, as far as it can be one.
+def state_of(record: StateRecord, configs: Configs = ()) -> State:
+    """A peer's state, as far as it can be one; ``configs`` came with the list that it is in.
 
-    :raises PeerFault: a status, a kind or a time that there is not.
+    :raises PeerFault: a status, a kind, a time or a configuration that there is not.
     """
     try:
         return State(
@@ -58,9 +97,16 @@ def state_of(record: StateRecord) -> State:
             bytes_total=record.bytes_total,
             bytes_new=record.bytes_new,
             world_size=record.world_size,
+            config=_config_of(record, configs),
         )
-    except (ValueError, OverflowError) as exc:
+    except (ValueError, OverflowError, IndexError) as exc:
         raise PeerFault(f"the peer's state {record.uid} is none that this version knows: {exc}") from exc
+
+
+def _config_of(record: StateRecord, configs: Configs) -> dict[str, Value]:
+    if isinstance(record.config, int):
+        return configs[record.config]
+    return record.config or {}
 
 
 def record_of_ref(ref: Ref) -> RefRecord:

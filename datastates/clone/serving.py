@@ -40,7 +40,7 @@ from datastates.transport.wire.near import address_of
 from . import arrivals
 from .landing import StateSink, read_manifest
 from .pushroom import PushRoom, Room
-from .records import record_of, record_of_ref, ref_of, state_of
+from .records import record_of, record_of_ref, records_of, ref_of, state_of, states_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -131,15 +131,16 @@ class RepositoryStore:
         with self._asked() as session:
             check_names(session, query)
             page = search.find(session, query, after=after, limit=min(limit, _PAGE))
-        return StatePage(tuple(map(record_of, page.states)), page.next)
+        states, configs = records_of(page.states)
+        return StatePage(states, page.next, configs)
 
     def log(self, rev: str, limit: int, after: str | None) -> StatePage:
         """A page of a state and its ancestors, newest first."""
         limit = min(limit, _PAGE)
         with self._asked() as session:
             found = walk.log(session, revision.resolve(session, rev).uid, limit=limit + 1, after=after)
-        states = tuple(map(record_of, found[:limit]))
-        return StatePage(states, states[-1].uid if len(found) > limit else None)
+        states, configs = records_of(found[:limit])
+        return StatePage(states, states[-1].uid if len(found) > limit else None, configs)
 
     def resolve(self, rev: str) -> StateRecord:
         """The state that a revision names."""
@@ -203,7 +204,7 @@ def _told(offer: Offer) -> tuple[State, list[State], list[Ref]]:
     """
     if len(offer.refs) > _TAGS:
         raise PeerFault(f"{len(offer.refs)} refs come with state {offer.state.uid}: at most {_TAGS} are taken")
-    return state_of(offer.state), [state_of(each) for each in offer.ancestry], [ref_of(ref) for ref in offer.refs if ref.kind == "tag"]
+    return state_of(offer.state), states_of(offer.ancestry, offer.configs), [ref_of(ref) for ref in offer.refs if ref.kind == "tag"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,17 @@ import msgspec
 from datastates import values
 from datastates.clone.arrivals import make_tags
 from datastates.clone.landing.untrusted import check_manifest
-from datastates.clone.records import record_of, record_of_ref, ref_of, state_of
+from datastates.clone.records import record_of_ref, records_of, ref_of, states_of
 from datastates.content.digest import Sound
 from datastates.content.manifest import Manifest, PackInfo
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, PeerFault, Unavailable
 from datastates.lineage.change import clones, seals
+from datastates.lineage.change import notes as lineage_notes
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.change.record import mark
 from datastates.lineage.lookup import ids_of
 from datastates.lineage.search import walk
-from datastates.lineage.states import Ref, RefKind, State
+from datastates.lineage.states import Note, Ref, RefKind, State
 from datastates.opening.core import Core, Opened, core_of
 from datastates.store.comparing import are_equal
 from datastates.store.mapped import MappedReader
@@ -45,6 +46,7 @@ from .bundle_files import PACKS, VERSION, Lineage, check_places, read_chunks, re
 __all__ = ["Bundle", "export_bundle", "import_bundle"]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_NOTE = re.compile(r"[0-9a-f]{24}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +109,12 @@ def import_bundle(repository: Opened, folder: str | os.PathLike[str], *, digest:
     states = _states(lineage)
     with core.database.read() as session:
         clones.check_ancestry(session, list(states.values()))
+        lineage_notes.check(lineage.notes)
         sealed = seals.seals(session, lineage.held)
     folder_uid = core.home.check_writable()
     with ExitStack() as stack:
         staged = _stage(core, root, lineage, states, sealed, stack)
-        placed = _commit(core, staged, states, source=f"bundle {found[:16]}", folder_uid=folder_uid)
+        placed = _commit(core, staged, states, lineage.notes, source=f"bundle {found[:16]}", folder_uid=folder_uid)
     tags = [ref_of(record) for record in lineage.tags]
     make_tags(core, tags)
     held = tuple(core.state(uid) for uid in lineage.held)
@@ -157,7 +160,9 @@ def _lineage_of(core: Core, states: Sequence[State], found: dict[str, str]) -> L
         names = {state.uid for state in everything}
         tags = [ref for ref in lineage_refs.refs(session, RefKind.TAG) if ref.state in names]
         where = clones.repository_uid(session)
-    return Lineage(VERSION, where, tuple(uids), tuple(map(record_of, everything)), tuple(map(record_of_ref, tags)), found)
+        written = lineage_notes.of_states(session, names)
+    records, configs = records_of(everything)
+    return Lineage(VERSION, where, tuple(uids), records, tuple(map(record_of_ref, tags)), found, configs, tuple(written))
 
 
 # In
@@ -166,11 +171,11 @@ def _lineage_of(core: Core, states: Sequence[State], found: dict[str, str]) -> L
 def _states(lineage: Lineage) -> dict[str, State]:
     """The states by uid, each after its parents."""
     states: dict[str, State] = {}
-    for record in lineage.states:
-        try:
-            state = state_of(record)
-        except PeerFault as exc:
-            raise Corrupt(f"the bundle has a state that cannot be one: {exc}") from exc
+    try:
+        told = states_of(lineage.states, lineage.configs)
+    except PeerFault as exc:
+        raise Corrupt(f"the bundle has a state that cannot be one: {exc}") from exc
+    for state in told:
         if _DIGEST.fullmatch(state.digest) is None or state.uid in states:
             raise Corrupt(f"the bundle has state {state.uid} twice, or of a digest that is none")
         lacking = [uid for uid in state.parents if uid not in states]
@@ -178,6 +183,8 @@ def _states(lineage: Lineage) -> dict[str, State]:
             raise Corrupt(f"the bundle has state {state.uid} without its parent {lacking[0]}, or before it")
         states[state.uid] = state
     strangers = [uid for uid in lineage.held if uid not in states]
+    if lost := [note.uid for note in lineage.notes if note.state not in states or _NOTE.fullmatch(note.uid) is None]:
+        raise Corrupt(f"the bundle has the note {lost[0][:24]!r}, which is on none of its states")
     if len(set(lineage.held)) < len(lineage.held):
         raise Corrupt("the bundle claims the bytes of a state twice")
     if strangers:
@@ -243,7 +250,13 @@ def _committed(staged: Staged, uid: str) -> Placed:
 
 
 def _commit(
-    core: Core, staged: dict[str, tuple[Staged, Manifest, str]], states: dict[str, State], *, source: str, folder_uid: str
+    core: Core,
+    staged: dict[str, tuple[Staged, Manifest, str]],
+    states: dict[str, State],
+    written: Sequence[Note],
+    *,
+    source: str,
+    folder_uid: str,
 ) -> dict[str, Placed]:
     """Lineage and files become visible together: files first, and they are taken back if the lineage does not take them."""
     placed: dict[str, Placed] = {}
@@ -252,6 +265,7 @@ def _commit(
     try:
         with core.database.write(durable=True) as session:
             clones.import_ancestry(session, list(states.values())[::-1])
+            lineage_notes.bring(session, written)
             for uid, (each, _, seal) in staged.items():
                 placed[uid] = found = _committed(each, uid)
                 done.append(each)

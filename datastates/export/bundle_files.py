@@ -2,8 +2,9 @@
 
     <folder>/packs/          packs and manifests, as a repository has them
     <folder>/chunks/<uid>    the BLAKE3 of each chunk of a state, 32 bytes each, in their order
-    <folder>/lineage.json    every state in question, oldest first, whole or (ancestors) without bytes; which were asked for; tags; and
-                             the seal of each state with bytes, which binds its chunks (``seal``)
+    <folder>/lineage.json    every state in question, oldest first, whole or (ancestors) without bytes; which were asked for; tags; the
+                             seal of each state with bytes, which binds its chunks (``seal``); the configurations of
+                             the states, and the notes on them
     <folder>/lineage.blake3  the digest of that file, in hex: the bundle's digest, which binds all of it; written last
 
 Version 1 has no ``chunks`` and no seals.
@@ -24,6 +25,7 @@ from blake3 import blake3
 
 from datastates.content.manifest import Manifest
 from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.lineage.states import Note, Value
 from datastates.store.files import sync_folder, write_file
 from datastates.store.pack import PAGE, padded
 from datastates.store.seal import DIGEST_BYTES, seal_of
@@ -49,6 +51,8 @@ class Lineage(msgspec.Struct, frozen=True):
     states: tuple[StateRecord, ...]
     tags: tuple[RefRecord, ...]
     seals: dict[str, str] = {}
+    configs: tuple[dict[str, Value], ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 # Out
@@ -66,6 +70,7 @@ def write_lineage(lineage: Lineage, root: Path) -> str:
     for state in plain["states"]:
         for name in ("metrics", "attributes"):
             state[name] = {key: _finite(value) for key, value in state[name].items()}
+    plain["configs"] = [{key: _finite(value) for key, value in config.items()} for config in plain["configs"]]
     body = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode()
     digest = blake3(body).hexdigest()
     if lineage.held:
@@ -89,6 +94,10 @@ def _finite(value: Any) -> Any:
     return [str(value)] if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _numbers(said: dict[str, Any]) -> dict[str, Any]:
+    return {key: float(value[0]) if isinstance(value, list) else value for key, value in said.items()}
+
+
 # In
 
 
@@ -108,7 +117,8 @@ def read_lineage(root: Path) -> tuple[Lineage, str]:
             raise Unavailable(f"{root} is a bundle of version {plain['version']}, this datastates reads up to {VERSION}: upgrade it")
         for state in plain["states"]:
             for name in ("metrics", "attributes"):
-                state[name] = {key: float(value[0]) if isinstance(value, list) else value for key, value in state[name].items()}
+                state[name] = _numbers(state[name])
+        plain["configs"] = [_numbers(config) for config in plain.get("configs", [])]
         return msgspec.convert(plain, Lineage), digest
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as exc:
         raise Corrupt(f"{root / _LINEAGE} is no lineage: {exc}") from exc

@@ -19,7 +19,7 @@ from datastates.lineage.states import OURS, Run, Value
 
 from .whereabouts import whereabouts
 
-__all__ = ["describe_run", "describe_training", "node_name"]
+__all__ = ["describe_run", "describe_training", "node_name", "user_name"]
 
 _PACKAGES = ("datastates", "torch", "numpy", "torchdata", "lightning", "transformers", "accelerate")
 
@@ -35,7 +35,7 @@ def describe_run(config: Mapping[str, Value]) -> Run:
     return Run(
         uid=secrets.token_hex(12),
         host=node_name(),
-        user=_user(),
+        user=user_name(),
         pid=os.getpid(),
         argv=tuple(sys.argv),
         git_commit=commit,
@@ -54,7 +54,8 @@ def describe_training(process: Run, branch: str, config: Mapping[str, Value]) ->
     )
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Whom this process runs as, for people to read."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

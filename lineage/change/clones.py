@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from sqlalchemy import bindparam, insert, select
+from sqlalchemy import bindparam, case, insert, select
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput
@@ -17,7 +17,7 @@ from datastates.lineage.schema import CloneRow, RepositoryRow, RunRow, StateRow,
 from datastates.lineage.search.holders import holder
 from datastates.lineage.states import NewState, Ref, State, Status
 
-from . import refs
+from . import carried, refs
 from .record import check, mark, record, record_all
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def check_arrival(session: Session, state: State, ancestry: Sequence[State], tag
         if coming.setdefault(each.uid, each.digest) != each.digest:
             raise Conflict(f"state {each.uid} comes with two digests: one of them is forged")
         check(_new(each, coming, status=Status.EVICTED))  # as it is to be recorded, but for the tier that its bytes will lie in
+    _check_configurations((state, *ancestry))
     _check_same(known(session, coming), (state, *ancestry))
     for tag in tags:
         refs.check_name(tag.name)
@@ -105,6 +106,7 @@ def check_ancestry(session: Session, states: Sequence[State]) -> None:
     coming = {state.uid: state.digest for state in states}
     for state in states:
         check(_new(state, coming, status=Status.EVICTED))
+    _check_configurations(states)
     _check_same(known(session, coming), states)
 
 
@@ -137,9 +139,10 @@ def import_ancestry(session: Session, states: Sequence[State]) -> int:
     parents = (parent for state in coming.values() for parent in state.parents)
     here = _check_same(known(session, dict.fromkeys((*coming, *parents))), coming.values())
     news = []
+    runs = carried.carry(session, [state for state in coming.values() if state.uid not in here])
     for state in coming.values():
         if state.uid not in here:
-            news.append(_new(state, here, status=Status.EVICTED))
+            news.append(_new(state, here, status=Status.EVICTED, run=runs.get(state.uid)))
             here[state.uid] = state.digest
     for start in range(0, len(news), _BATCH):
         record_all(session, news[start : start + _BATCH])
@@ -159,7 +162,7 @@ def arrive(
     """A state's bytes came onto a tier of this process: record it, or its new replica, and where it came from; the state as it is now.
 
     ``run`` is the process that holds the bytes: when it dies, a state that nobody else holds is lost. It is not the run that captured
-    the state, which another lineage knows: here a state that was cloned has none.
+    the state, which another lineage knows: here a state that was cloned has none, but the configuration of that.
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
@@ -167,7 +170,7 @@ def arrive(
     if state.uid in here:
         mark(session, state.uid, Status.CAPTURED, tier=tier, node=holder(node, run), bytes=bytes_new)
     else:
-        new = _new(state, here, status=Status.CAPTURED)
+        new = _new(state, here, status=Status.CAPTURED, run=carried.carry(session, [state]).get(state.uid))
         record(session, replace(new, tier=tier, node=holder(node, run), bytes_new=bytes_new))
     row = {"held": state.uid, "run": run, "source": came.source, "source_repository": came.repository, "node": node}
     session.execute(_INSERT, {**row, "bytes_moved": came.bytes_moved, "created_at": to_us(None)})
@@ -199,13 +202,18 @@ def _check_same(here: dict[str, str], states: Iterable[State]) -> dict[str, str]
     return here
 
 
-def _new(state: State, here: dict[str, str], *, status: Status) -> NewState:
-    """The record of it here: without those parents that are not here, without a run, and without a branch."""
+def _check_configurations(states: Iterable[State]) -> None:
+    for config in {id(state.config): state.config for state in states}.values():
+        carried.check(config)
+
+
+def _new(state: State, here: dict[str, str], *, status: Status, run: str | None = None) -> NewState:
+    """The record of it here: without those parents that are not here, without a branch, and with no run but the ``run`` that is none."""
     facts = state.facts
     facts = replace(
         facts,
         parent=facts.parent if facts.parent in here else None,
-        run=None,
+        run=run,
         edges=tuple(edge for edge in facts.edges if edge.parent in here),
     )
     return NewState(facts, state.digest, status, bytes_total=state.bytes_total)
@@ -214,9 +222,10 @@ def _new(state: State, here: dict[str, str], *, status: Status) -> NewState:
 _state, _run, _clone, _repository = table(StateRow), table(RunRow), table(CloneRow), table(RepositoryRow)
 _REPOSITORY = select(_repository.c.uid)
 _DIGESTS = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+_own_run = case((_run.c.is_carried.is_(None), _run.c.id))
 _PARTIES = (
-    select(_state.c.uid, _state.c.run_id, _clone.c.source)
-    .select_from(_state.outerjoin(_clone, _clone.c.state_id == _state.c.id))
+    select(_state.c.uid, _own_run.label("run_id"), _clone.c.source)
+    .select_from(_state.outerjoin(_clone, _clone.c.state_id == _state.c.id).outerjoin(_run, _run.c.id == _state.c.run_id))
     .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
 )
 _INSERT = insert(_clone).values(

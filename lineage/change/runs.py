@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BindParameter, ColumnElement, Select, bindparam, delete, exists, insert, or_, select, union, update
+from sqlalchemy import BindParameter, ColumnElement, Select, and_, bindparam, delete, exists, insert, or_, select, union, update
 
 from datastates.errors import Conflict, NotFound
 from datastates.lineage import settings
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Recovered", "branches_of", "by_ids", "counted", "finish", "get", "in_memory", "listing", "recover", "start", "unfinished"]
 
 _run, _state, _replica, _ref, _clone, _part = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow, PartRow))
+_OURS = _run.c.is_carried.is_(None)
 _GONE = [status.value for status in Status if not status.is_restorable]
 _VOLATILE: BindParameter[Any] = bindparam("volatile", expanding=True)
 _ELSEWHERE = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier.not_in(_VOLATILE))
@@ -97,7 +98,7 @@ def get(session: Session, uid: str) -> Run:
 
     :raises NotFound: there is no such run.
     """
-    found = _runs(session, select(_run).where(_run.c.uid == uid))
+    found = _runs(session, select(_run).where(_run.c.uid == uid, _OURS))
     if not found:
         raise NotFound(f"there is no run {uid!r}")
     return found[0]
@@ -105,7 +106,7 @@ def get(session: Session, uid: str) -> Run:
 
 def by_ids(session: Session, ids: Collection[int]) -> dict[int, Run]:
     """Runs by their row ids; what is none is left out."""
-    return _by_id(session, select(_run).where(_run.c.id.in_(ids)))
+    return _by_id(session, select(_run).where(_run.c.id.in_(ids), _OURS))
 
 
 def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]:
@@ -133,7 +134,7 @@ def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[
 
 def counted() -> ColumnElement[bool]:
     """What people take for a run: a training; or a process without one."""
-    return or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid))
+    return and_(_OURS, or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid)))
 
 
 def unfinished(session: Session) -> list[Run]:

@@ -15,5 +15,6 @@ KNOWN = (
     "datastates_0007",
     "datastates_0008",
     "datastates_0009",
+    "datastates_0010",
 )
 HEAD = KNOWN[-1]

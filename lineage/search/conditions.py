@@ -216,7 +216,7 @@ def _of_state(belongs: Any, key: str, *where: ColumnElement[bool]) -> ColumnElem
 
 def _of_run(*where: ColumnElement[bool]) -> ColumnElement[bool]:
     """The run of the state is so."""
-    return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_run.c.id).where(*where)))
+    return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_run.c.id).where(_run.c.is_carried.is_(None), *where)))
 
 
 def _named(kind: RefKind, operator: str, values: tuple[Value, ...], scope: Scope) -> Select[Any]:

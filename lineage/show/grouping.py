@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from sqlalchemy import BigInteger, bindparam, select
 
 from datastates.errors import InvalidInput
-from datastates.lineage.change import runs
+from datastates.lineage import settings
 from datastates.lineage.schema import AttributeRow, StateRow, table
-from datastates.lineage.states import OURS, Value
+from datastates.lineage.states import Value
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -39,12 +39,7 @@ def groups_of(session: Session, group: str, made_by: Mapping[int, int | None]) -
 
 def configs_of(session: Session, ids: Sequence[int]) -> dict[int, dict[str, Value]]:
     """What was chosen for runs, by row id."""
-    found: dict[int, dict[str, Value]] = {}
-    wanted = sorted(set(ids))
-    for start in range(0, len(wanted), _BATCH):
-        for id_, run in runs.by_ids(session, wanted[start : start + _BATCH]).items():
-            found[id_] = {key: value for key, value in run.config.items() if not key.startswith(OURS)}
-    return found
+    return settings.of_runs(session.connection(), ids)
 
 
 def attributes_of(session: Session, ids: Sequence[int], key: str) -> dict[int, Value]:

@@ -247,3 +247,28 @@ def test_bundles_on_postgresql(repo: Repository, postgresql_url: str, tmp_path: 
     with datastates.open(postgresql_url, packs=tmp_path / "packs", memory_bytes=64 * MIB) as new:
         import_bundle(new, tmp_path / "bundle")
         assert facts(new.verify_merge("soup")) == facts(merged)
+
+
+def test_a_bundle_carries_the_notes_on_its_states_once(repo: Repository, other: Repository, tmp_path: Path) -> None:
+    member(repo, "main", 1.0)
+    note = repo.notes.write("Diverges *here*", state="main~1", author="ada")
+    repo.notes.edit(note.uid, "It did not")
+    repo.notes.write("stays", branch="main")
+    export_bundle(repo, ["main"], tmp_path / "bundle")
+
+    for _ in range(2):
+        import_bundle(other, tmp_path / "bundle")
+
+    assert [each for each in repo.notes if each.branch is None] == list(other.notes)
+    assert [each.text for each in other.notes] == ["It did not"]
+
+
+def test_a_bundle_with_notes_on_strangers_is_refused(repo: Repository, other: Repository, tmp_path: Path) -> None:
+    member(repo, "main", 1.0)
+    repo.notes.write("x", state="main")
+    export_bundle(repo, ["main"], tmp_path / "bundle")
+    for change in ({"state": "0" * 24}, {"state": None, "branch": "main"}, {"uid": "../x"}):
+        rewrite(tmp_path / "bundle", lambda plain, change=change: plain["notes"][0].update(change))
+        with pytest.raises(Corrupt):
+            import_bundle(other, tmp_path / "bundle")
+    assert list(other.notes) == []

@@ -96,7 +96,7 @@ def test_an_ancestry_is_imported_with_all_that_is_known_of_it_but_its_bytes(data
 
     assert take(other, sent) == len(sent) == 7
     found = ancestry(other, merged)
-    assert found == [replace(state, status=Status.EVICTED, run=None, config={}, bytes_new=0) for state in sent]
+    assert found == [replace(state, status=Status.EVICTED, run=None, bytes_new=0) for state in sent]
     with other.read() as session:
         assert refs.refs(session) == [], "names stay with those who gave them"
 

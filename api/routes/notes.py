@@ -1,0 +1,62 @@
+"""Notes on states and branches, in Markdown: read, written, edited and deleted."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Path, Query, Request, Response
+
+from datastates.api.models import NewNote, Note, NoteText, Page
+from datastates.api.replies import reply
+from datastates.api.routing import Routes, Scope
+from datastates.api.served import Chosen
+from datastates.lineage.change import notes
+
+__all__ = ["routes"]
+
+routes = Routes("notes")
+
+_NoteUid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A note's uid")]
+
+
+@routes.add("GET", "/notes", scope=Scope.READ, returns=Page[Note])
+def list_notes(
+    served: Chosen,
+    request: Request,
+    state: Annotated[str | None, Query(pattern="^[0-9a-f]{24}$", description="Only those on this state, by its uid")] = None,
+    branch: Annotated[str | None, Query(max_length=255, description="Only those on this branch")] = None,
+    after: Annotated[str | None, Query(pattern="^[0-9a-f]{24}$", description="The uid of the last note that came")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    """The notes on a state, on a branch, or on anything, newest first."""
+    with served.reading() as session:
+        found = notes.notes(session, state=state, branch=branch, limit=limit + 1, after=after)
+    page = Page(tuple(found[:limit]), found[limit - 1].uid if len(found) > limit else None)
+    return reply(page, request=request, etag=True)
+
+
+@routes.add("POST", "/notes", scope=Scope.WRITE, returns=Note, status=201)
+def write_note(served: Chosen, body: NewNote) -> Response:
+    """Note something of a state or of a branch.
+
+    A branch has its notes by its name. Nobody checks who the author is: whoever may write says it.
+    """
+    with served.writing() as session:
+        note = notes.write(session, body.text, state=body.state, branch=body.branch, author=body.author)
+    return reply(note, status=201)
+
+
+@routes.add("PATCH", "/notes/{uid}", scope=Scope.WRITE, returns=Note)
+def edit_note(served: Chosen, uid: _NoteUid, body: NoteText) -> Response:
+    """Change the text of a note; it says from then on that it was edited."""
+    with served.writing() as session:
+        note = notes.edit(session, uid, body.text)
+    return reply(note)
+
+
+@routes.add("DELETE", "/notes/{uid}", scope=Scope.WRITE, returns=None, status=204)
+def delete_note(served: Chosen, uid: _NoteUid) -> Response:
+    """Delete a note for good."""
+    with served.writing() as session:
+        notes.remove(session, uid)
+    return Response(status_code=204)

@@ -1,0 +1,73 @@
+"""The door to a repository's notes: what people write of its states and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from datastates import values
+from datastates.errors import InvalidInput
+from datastates.lineage.change import notes
+from datastates.lineage.states import Note, State
+from datastates.opening.core import Core
+from datastates.opening.environment import user_name
+
+__all__ = ["Notes"]
+
+
+class Notes:
+    """The notes of a repository, ``repo.notes``; iterating gives all of them, newest first.
+
+    note = repo.notes.write("Diverges *after* the warm-up.", state="main")
+    repo.notes.edit(note.uid, "Diverges after step 400.")
+    print([note.text for note in repo.notes])
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    @values.takes(text=values.text, branch=values.optional(values.text), author=values.optional(values.text))
+    def write(self, text: str, *, state: str | State | None = None, branch: str | None = None, author: str | None = None) -> Note:
+        """Note something of a state or of a branch, in Markdown.
+
+        :param text: at most 16,384 characters.
+        :param state: a revision; the note stays with that state, wherever a branch goes.
+        :param branch: a branch; it has its notes by its name.
+        :param author: who wrote it; None: the user that this process runs as.
+        :raises NotFound: there is no such state, or no such branch.
+        """
+        uid = None if state is None else self._core.state(values.revision(state)).uid
+        with self._core.writing() as session:
+            return notes.write(session, text, state=uid, branch=branch, author=user_name() if author is None else author)
+
+    def of(self, state: str | State | None = None, *, branch: str | None = None) -> list[Note]:
+        """The notes on a state or on a branch, newest first."""
+        if (state is None) == (branch is None):
+            raise InvalidInput("notes are of a state or of a branch: name one of the two")
+        uid = None if state is None else self._core.state(values.revision(state)).uid
+        with self._core.reading() as session:
+            return notes.notes(session, state=uid, branch=branch)
+
+    @values.takes(uid=values.text, text=values.text)
+    def edit(self, uid: str, text: str) -> Note:
+        """Change the text of a note.
+
+        :raises NotFound: there is no such note.
+        """
+        with self._core.writing() as session:
+            return notes.edit(session, uid, text)
+
+    @values.takes(uid=values.text)
+    def delete(self, uid: str) -> Note:
+        """Delete a note for good; it as it was.
+
+        :raises NotFound: there is no such note.
+        """
+        with self._core.writing() as session:
+            return notes.remove(session, uid)
+
+    def __iter__(self) -> Iterator[Note]:
+        with self._core.reading() as session:
+            return iter(notes.notes(session))
+
+    def __repr__(self) -> str:
+        return f"<Notes of {self._core.location}>"

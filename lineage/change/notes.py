@@ -1,0 +1,112 @@
+"""Notes: what people write of states and branches, in Markdown. A branch has its notes by its name, whatever becomes of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import bindparam, delete, func, insert, select, update
+
+from datastates import values
+from datastates.errors import InvalidInput, NotFound
+from datastates.lineage.lookup import id_of
+from datastates.lineage.schema import NoteRow, table, to_us
+from datastates.lineage.search.notes import get, notes, of_states
+from datastates.lineage.search.refs import get as ref_of
+from datastates.lineage.states import Note, RefKind
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["NOTES", "TEXT", "bring", "check", "edit", "get", "notes", "of_states", "remove", "write"]
+
+TEXT = 16_384
+"""So many characters may a note have."""
+
+NOTES = 1_000
+"""So many notes may a state or a branch have."""
+
+_AUTHOR = 255
+
+
+def write(session: Session, text: str, *, state: str | None = None, branch: str | None = None, author: str) -> Note:
+    """Note something of a state (by its uid) or of a branch.
+
+    :raises NotFound: there is no such state, or no such branch.
+    :raises InvalidInput: the text is empty or too long, or there are too many notes already.
+    """
+    if (state is None) == (branch is None):
+        raise InvalidInput("a note is of a state or of a branch: name one of the two")
+    if branch is not None and ref_of(session, branch).kind is not RefKind.BRANCH:
+        raise InvalidInput(f"{branch!r} is a tag: write the note of the state that it names")
+    row = {"state_id": None if state is None else id_of(session, state), "branch": branch}
+    count = session.execute(select(func.count()).where(_note.c.state_id == row["state_id"] if branch is None else _note.c.branch == branch))
+    if count.scalar_one() >= NOTES:
+        raise InvalidInput(f"{state or branch} has {NOTES} notes: delete some, or add to one that is there")
+    made = {"uid": secrets.token_hex(12), "author": _author(author), "text": _text(text), "created_at": to_us(None), "edited_at": None}
+    session.execute(insert(_note), {**row, **made})
+    return get(session, str(made["uid"]))
+
+
+def edit(session: Session, uid: str, text: str) -> Note:
+    """Change the text of a note; it says from then on that it was edited.
+
+    :raises NotFound: there is no such note.
+    """
+    done: Any = session.execute(
+        update(_note).where(_note.c.uid == bindparam("note")), {"note": uid, "text": _text(text), "edited_at": to_us(None)}
+    )
+    if done.rowcount == 0:
+        get(session, uid)
+    return get(session, uid)
+
+
+def remove(session: Session, uid: str) -> Note:
+    """Delete a note for good; it as it was.
+
+    :raises NotFound: there is no such note.
+    """
+    gone = get(session, uid)
+    session.execute(delete(_note).where(_note.c.uid == bindparam("note")), {"note": uid})
+    return gone
+
+
+def check(coming: Iterable[Note]) -> None:
+    """Raise unless ``bring`` could take these notes.
+
+    :raises InvalidInput: a text cannot be stored; names its note.
+    """
+    for note in coming:
+        _text(note.text)
+        _author(note.author)
+
+
+def bring(session: Session, coming: Iterable[Note]) -> int:
+    """Add those notes on states, which came with them, that are not here; how many there were."""
+    count = 0
+    for note in coming:
+        if note.state is None:
+            continue
+        try:
+            get(session, note.uid)
+        except NotFound:
+            row = {"uid": note.uid, "author": _author(note.author), "text": _text(note.text), "state_id": id_of(session, note.state)}
+            edited_at = None if note.edited_at is None else to_us(note.edited_at)
+            session.execute(insert(_note), {**row, "branch": None, "created_at": to_us(note.created_at), "edited_at": edited_at})
+            count += 1
+    return count
+
+
+def _text(text: str) -> str:
+    found = values.text(text, "the note", at_most=TEXT)
+    if not found.strip():
+        raise InvalidInput("the note is empty: write something, or delete it")
+    return found
+
+
+def _author(author: str) -> str:
+    return values.text(author, "the author", at_most=_AUTHOR).strip() or "unknown"
+
+
+_note = table(NoteRow)

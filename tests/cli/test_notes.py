@@ -1,0 +1,43 @@
+"""``note``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import Invoke, uid
+
+pytestmark = pytest.mark.usefixtures("root")
+
+
+def test_notes_are_written_listed_edited_and_deleted(invoke: Invoke) -> None:
+    made = invoke("note", "main~2", "-m", "Diverges *here*", "--author", "ada", "--json").json
+    branch = invoke("note", "--branch", "main", "-m", "two\nlines", "--json").json
+
+    assert (made["state"], made["text"], made["author"]) == (uid("1", 6), "Diverges *here*", "ada")
+    assert (branch["branch"], branch["state"]) == ("main", None)
+    assert [note["uid"] for note in invoke("note", "--json").lines] == [branch["uid"], made["uid"]]
+    lines = invoke("note", "main~2").out.splitlines()
+    assert lines[0].startswith(f"{made['uid']}  state {uid('1', 6)[:10]}  ada, ")
+    assert lines[1:] == ["    Diverges *here*"]
+    assert invoke("note", "--branch", "main").out.splitlines()[1:] == ["    two", "    lines"]
+
+    assert invoke("note", "--edit", made["uid"], "-m", "better").out == f"note {made['uid']} is changed\n"
+    assert invoke("note", "--delete", made["uid"]).out == f"note {made['uid']} is deleted; it said: better\n"
+    assert [note["text"] for note in invoke("note", "--json").lines] == ["two\nlines"]
+
+
+def test_a_note_cannot_steer_the_terminal(invoke: Invoke) -> None:
+    invoke("note", "main", "-m", "\x1b]0;evil\x07 \u202e", "--author", "\x1b[31m")
+
+    out = invoke("note").out
+    assert "\x1b" not in out
+    assert "\u202e" not in out
+
+
+def test_what_is_missing_or_too_much_is_said(invoke: Invoke) -> None:
+    assert "no notes on warm yet" in invoke("note", "warm").err
+    assert invoke("note", "-m", "of what?").code == 2
+    assert invoke("note", "main", "--branch", "main", "-m", "x").code == 2
+    assert invoke("note", "--edit", "0" * 24).code == 2
+    assert invoke("note", "--delete", "0" * 24).code == 3
+    assert invoke("note", "main", "-m", " ").code == 5
