@@ -31,6 +31,7 @@ from .models import (
     Evicted,
     GraphPage,
     Merges,
+    Note,
     Overview,
     Page,
     Parallels,
@@ -213,6 +214,32 @@ class Client:
     def reflog(self, name: str, *, limit: int | None = None) -> Iterator[RefEvent]:
         """The moves of a ref, newest first, even of one that was deleted; page by page."""
         return self._pages(f"/reflog/{quote(name)}", RefEvent, {}, limit)
+
+    # --- notes ---------------------------------------------------------------------------------------------------------------
+
+    def notes(self, state: str | State | None = None, *, branch: str | None = None, limit: int | None = None) -> Iterator[Note]:
+        """The notes on a state, on a branch, or on anything, newest first; page by page."""
+        named = {"state": None if state is None else self._uid(state), "branch": branch}
+        return self._pages("/notes", Note, {key: value for key, value in named.items() if value is not None}, limit)
+
+    def write_note(self, text: str, *, state: str | State | None = None, branch: str | None = None, author: str = "") -> Note:
+        """Note something of a state or of a branch, in Markdown.
+
+        :param text: at most 16,384 characters.
+        :param state: a revision; the note stays with that state.
+        :param branch: a branch; it has its notes by its name.
+        :param author: who wrote it.
+        """
+        body = {"text": text, "state": None if state is None else self._uid(state), "branch": branch, "author": author}
+        return self._change("POST", "/notes", Note, body)
+
+    def edit_note(self, note: Note, text: str) -> Note:
+        """Change the text of a note."""
+        return self._change("PATCH", f"/notes/{note.uid}", Note, {"text": text})
+
+    def delete_note(self, note: Note) -> None:
+        """Delete a note for good."""
+        self._send("DELETE", self._at(f"/notes/{note.uid}"))
 
     # --- the whole -----------------------------------------------------------------------------------------------------------
 

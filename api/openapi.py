@@ -32,6 +32,7 @@ _TAGS = {
     "comparison": "States beside each other, branches by settings and metrics, tensors by their values.",
     "payload": "The tensors themselves, and how to drop them.",
     "refs": "Branches and tags.",
+    "notes": "What people wrote of states and branches, in Markdown.",
     "runs": "The processes that captured.",
     "studies": "Studies, merged states, and reports on outliers.",
     "now": "What goes on just now, and what lies where.",

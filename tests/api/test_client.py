@@ -418,6 +418,8 @@ def test_every_operation_of_the_document_is_a_method(url: str, client: Client, t
     client.download("main", tmp_path / "x.safetensors"), client.refs(), client.ref("main"), list(client.reflog("main")), list(client.runs())
     client.move("new", "main~2", expected=client.tag("new", "main"))
     client.delete_ref(client.branch("other", "main"))
+    client.delete_note(client.edit_note(client.write_note("first", state="main", author="ada"), "second"))
+    assert list(client.notes("main")) == []
     (
         client.run(next(client.runs()).uid),
         client.graph(),

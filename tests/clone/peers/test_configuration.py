@@ -109,7 +109,7 @@ def test_branches_that_are_made_on_cloned_states_show_what_was_configured(made: 
 
 def test_secrets_that_a_peer_sends_are_masked(made: Made, other: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repo = forked(made)
-    real = serving.record_of
+    real = records.record_of
 
     def with_secret(state: State) -> Any:
         return msgspec.structs.replace(real(state), config={"wandb_api_key": "0123456789abcdef", "lr": 1.0})

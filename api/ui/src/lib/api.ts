@@ -4,10 +4,10 @@ import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
 import type { Clone, Process, ServerInfo, Storage } from "../now/types";
 import type { Merge, Report, ReportDetail, Study, StudyDetail } from "../studies/types";
-import type { Branches, Comparison, GraphPage, Histogram, Page, Parallels, Value } from "./types";
+import type { Branches, Comparison, GraphPage, Histogram, Note, Page, Parallels, Value } from "./types";
 import { view } from "./view.svelte";
 
-type Method = "get" | "put" | "patch" | "delete";
+type Method = "get" | "post" | "put" | "patch" | "delete";
 type Operation<P extends keyof paths, M extends Method> = NonNullable<paths[P][M]>;
 type Query<P extends keyof paths> = Operation<P, "get"> extends { parameters: { query?: infer Q } } ? ([NonNullable<Q>] extends [never] ? Record<string, never> : Q) : never;
 type Body<P extends keyof paths, M extends Method> = Operation<P, M> extends { requestBody: { content: { "application/json": infer B } } } ? B : never;
@@ -105,6 +105,12 @@ export const deleteRef = (name: string, version: number) => send("delete", `${HE
 
 /** Set attributes; null takes one away. */
 export const annotate = (uid: string, attributes: Record<string, Value>) => send("patch", `${HERE}/states/{uid}/attributes`, { uid }, { attributes });
+
+/** The notes on a state or a branch, newest first. */
+export const getNotes = (query: Query<`${typeof HERE}/notes`>, signal?: AbortSignal) => get(`${HERE}/notes`, {}, query, signal) as Promise<Page<Note>>;
+export const writeNote = (note: Body<`${typeof HERE}/notes`, "post">) => send("post", `${HERE}/notes`, {}, note);
+export const editNote = (uid: string, text: string) => send("patch", `${HERE}/notes/{uid}`, { uid }, { text });
+export const deleteNote = (uid: string) => send("delete", `${HERE}/notes/{uid}`, { uid }, undefined);
 
 /** Where a state's tensors are fetched from as one safetensors file. A link cannot send a token: with one, use `download`. */
 export const payloadAddress = (uid: string) => new URL(base() + `/states/${uid}/payload`, document.baseURI).href;

@@ -21,6 +21,7 @@ export type Overview = Schemas["Overview"];
 export type Span = Schemas["Span"];
 export type KeyStats = Schemas["KeyStats"];
 export type NewRef = Schemas["NewRef"];
+export type Note = Required<Schemas["Note"]>;
 export type Ref = Schemas["Ref"];
 export type RefEvent = Schemas["RefEvent"];
 export type RefKind = Schemas["RefKind"];
