@@ -368,6 +368,13 @@ class Client:
         """
         return self._get(f"/outliers/{int(id)}", ReportDetail, {"after": after, "limit": limit})
 
+    def picture(self, report: int, index: int) -> bytes:
+        """The picture of a sample of a report: a PNG, JPEG, GIF or WebP.
+
+        :raises NotFound: there is none.
+        """
+        return self._send("GET", self._at(f"/outliers/{int(report)}/pictures/{int(index)}")).content
+
     # --- what goes on --------------------------------------------------------------------------------------------------------
 
     def processes(self, *, limit: int = 100) -> Processes:

@@ -96,13 +96,16 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
         optimizer.step()
         return loss.item()
 
+    def losses_of(model: nn.Module, indices: torch.Tensor) -> torch.Tensor:
+        return (model(inputs[indices]) - targets[indices]).square().flatten()
+
     with datastates.open("trained", config=Config(memory_bytes=64 << 20)) as repo:
         with repo.track(branch="main", model=model, optimizer=optimizer) as run:
             for batch in run.steps(loader):
                 run.capture(metrics={"loss": train_step(batch)})
         given = {"repo": repo, "model": model, "optimizer": optimizer, "loader": loader, "inputs": inputs, "targets": targets}
         workflows = {name: getattr(datastates.workflows, name) for name in datastates.workflows.__all__}
-        yield {**workflows, **given, "build": build, "train_step": train_step, "datastates": datastates}
+        yield {**workflows, **given, "build": build, "train_step": train_step, "losses_of": losses_of, "datastates": datastates}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

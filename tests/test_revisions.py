@@ -112,6 +112,10 @@ class World:
         self.repo.branch(name, "main~2" if expected is None else expected)
         return self.repo.move(name, "main" if rev is None else rev, expected="main~2" if expected is None else expected).state
 
+    def noted(self, rev: str | State) -> set[tuple[str | None, str]]:
+        self.client.write_note("seen", state=rev)
+        return {(note.state, note.text) for note in self.client.notes(rev)}
+
     def move_remotely(self, rev: Any) -> str:
         return self.client.move(name := self.fresh(), rev, expected=self.client.branch(name, "main")).state
 
@@ -163,11 +167,13 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     ),
     "Client.log(rev)": lambda world, rev: [state.uid for state in world.client.log(rev)],
     "Client.move(rev)": World.move_remotely,
+    "Client.notes(state)": World.noted,
     "Client.series(heads)": lambda world, rev: (len(world.client.series([rev], "loss").lines), len(world.client.series(rev, "loss").lines)),
     "Client.show(rev)": lambda world, rev: world.client.show(rev).uid,
     "Client.state(rev)": lambda world, rev: world.client.state(rev).uid,
     "Client.tag(rev)": lambda world, rev: world.client.tag(world.fresh(), rev).state,
     "Client.tensors(rev)": lambda world, rev: world.client.tensors(rev),
+    "Client.write_note(state)": lambda world, rev: world.client.write_note("seen", state=rev).state,
     "MPIGroup.broadcast(rev)": lambda world, rev: SoloGroup().broadcast(world.repo, rev),  # it inherits that
     "Peer.begin_clone(rev)": lambda world, rev: world.peer.begin_clone(rev, repo=world.other).wait().state.uid,
     "Peer.begin_push(rev)": lambda world, rev: world.far.begin_push(rev, repo=world.repo).wait().state.uid,

@@ -431,6 +431,11 @@ def test_every_operation_of_the_document_is_a_method(url: str, client: Client, t
         client.histogram("main", "model/0.weight"),
         client.stats(),
     )
+    client.studies(), client.merges(), client.outlier_reports()
+    client.processes(), client.storage(), list(client.clones()), client.servers()
+    for call in (lambda: client.study("lr"), lambda: client.outlier_report(1), lambda: client.picture(1, 0)):
+        with pytest.raises(NotFound):  # tests/api/test_studies.py has those that are there
+            call()
     assert [branch.name for branch in client.branches(sort="name")] == ["fork", "lone", "main", "soup"]
     client.events().close()
     paths = httpx.get(f"{url}/api/v1/openapi.json", headers={"Authorization": f"Bearer {READ}"}).json()["paths"]

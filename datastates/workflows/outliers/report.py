@@ -122,6 +122,7 @@ class OutlierReport(Ranking):
     ) -> None:
         """Keep the highest ranked in the lineage, where the page shows them; a report of the same name is replaced.
 
+            report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs), noise_rate=0.1)
             report.to_repository(repo, "labels", show=lambda index: inputs[index].reshape(2, 2), most=24)
 
         :param repo: the repository whose page is to show them.
