@@ -119,6 +119,9 @@ def downgrade(path: Path) -> None:
     connection.execute("DROP INDEX ix_run_process")
     connection.execute("ALTER TABLE run DROP COLUMN process")
     connection.execute("ALTER TABLE run DROP COLUMN branch")
+    for table in ("variant", "report_sample", "report", "note"):
+        connection.execute(f"DROP TABLE {table}")
+    connection.execute("ALTER TABLE run DROP COLUMN is_carried")
     connection.execute("CREATE TABLE pack (id INTEGER PRIMARY KEY)")
     connection.execute("CREATE TABLE pack_ref (pack_id INTEGER PRIMARY KEY)")
     connection.execute("UPDATE alembic_version SET version_num = 'datastates_0002'")

@@ -190,7 +190,7 @@ def test_panning_over_many_states_keeps_its_frames(woods: Wood, open_page: Open)
 
 def folded_of(wood: Wood) -> dict[str, Any]:
     """The folded graph with the best state on its own, as the page shows it."""
-    best = wood.repo.find("order by metrics.val_loss limit 1")[0].uid
+    best = wood.repo.find("order by metrics.loss limit 1")[0].uid
     return graph_of(wood, fold="true", alone=best)
 
 
@@ -232,10 +232,10 @@ def test_a_state_within_a_stretch_gets_a_row_of_its_own_when_it_is_asked_for(woo
 
 def test_the_best_state_has_a_row_of_its_own_in_the_folded_graph(woods: Wood, open_page: Open) -> None:
     page = open_page(woods.at("view=graph"))
-    best = woods.repo.find("order by metrics.val_loss limit 1")[0]
+    best = woods.repo.find("order by metrics.loss limit 1")[0]
     grid(page).evaluate("element => element.scrollTop = 0")
     chip = page.locator(".chip.best")
-    expect(chip).to_have_text("★ val_loss")
+    expect(chip).to_have_text("★ loss")
     expect(row(page, best.uid).locator(".chip.best")).to_be_visible()
 
 
@@ -249,12 +249,12 @@ def test_a_branch_has_one_colour_in_chips_graph_and_curves(woods: Wood, open_pag
     colour = chip.evaluate(COLOUR)
     box = page.locator(f"#state-{woods.uid(name)}").bounding_box()
     assert box is not None
-    best = woods.repo.find("order by metrics.val_loss limit 1")[0].uid
+    best = woods.repo.find("order by metrics.loss limit 1")[0].uid
     rows = graph_of(woods, fold="true", head=[name, "main"], alone=best)["rows"]
     lane = next(one["lane"] for one in rows if one["state"]["uid"] == woods.uid(name))
     dot = page.evaluate(INK, [box["x"] + 15 + 14 * lane, box["y"] + ROW / 2])
-    swatch = page.locator("[data-panel=curves] .legend tr", has_text=name).locator(".swatch")
-    assert f"rgb({', '.join(map(str, dot))})" == colour == swatch.first.evaluate("one => getComputedStyle(one).backgroundColor")
+    stroke = page.locator("[data-panel=curves] .legend tr", has_text=name).locator(".stroke line")
+    assert f"rgb({', '.join(map(str, dot))})" == colour == stroke.first.evaluate("one => getComputedStyle(one).stroke")
 
 
 def test_main_stands_in_the_first_column_in_its_own_colour(woods: Wood) -> None:
