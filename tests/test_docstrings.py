@@ -97,7 +97,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
         return loss.item()
 
     def losses_of(model: nn.Module, indices: torch.Tensor) -> torch.Tensor:
-        return (model(inputs[indices]) - targets[indices]).square().flatten()
+        losses: torch.Tensor = (model(inputs[indices]) - targets[indices]).square().flatten()
+        return losses
 
     with datastates.open("trained", config=Config(memory_bytes=64 << 20)) as repo:
         with repo.track(branch="main", model=model, optimizer=optimizer) as run:
