@@ -6,14 +6,12 @@ import os
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from common import out
-from web_parts import ended
+from web_parts import await_server, ended
 
 __all__ = ["RUNS", "missing", "page", "serving"]
 
@@ -67,16 +65,5 @@ def serving(python: str, folder: Path, count: int = RUNS) -> Iterator[str]:
     with (folder / "aim.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, text=True)
         with ended(process):
-            _await(f"http://127.0.0.1:{port}/", process)
+            await_server(f"http://127.0.0.1:{port}/", process, "Aim")
             yield f"http://127.0.0.1:{port}"
-
-
-def _await(url: str, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise SystemExit(f"Aim does not answer at {url}: see aim.log in the benchmark's folder")

@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from common import out
 from web_load import Asked
-from web_parts import ended
+from web_parts import await_server, ended
 
 __all__ = ["RUNS", "missing", "page", "requests", "serving"]
 
@@ -59,7 +58,7 @@ def serving(python: str, folder: Path, count: int = RUNS) -> Iterator[str]:
     with (folder / "mlflow.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, text=True)
         with ended(process):
-            _await(f"http://127.0.0.1:{port}/health", process)
+            await_server(f"http://127.0.0.1:{port}/health", process, "MLflow")
             yield f"http://127.0.0.1:{port}"
 
 
@@ -88,14 +87,3 @@ def _post(base: str, query: dict[str, object]) -> bytes:
     with urllib.request.urlopen(asked) as answer:
         body: bytes = answer.read()
         return body
-
-
-def _await(url: str, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise SystemExit(f"MLflow does not answer at {url}: see mlflow.log in the benchmark's folder")

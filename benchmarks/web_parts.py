@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.sharedctypes import Synchronized
@@ -20,7 +22,7 @@ from pathlib import Path
 from common import out
 from many_states import make
 
-__all__ = ["bare", "capturing", "copied", "repository", "served", "uids"]
+__all__ = ["await_server", "bare", "capturing", "copied", "repository", "served", "uids"]
 
 BARE = """
 import socket, uvicorn
@@ -146,3 +148,15 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def await_server(url: str, process: subprocess.Popen[str], name: str, timeout_s: float = 120) -> None:
+    """Wait until a peer's server answers."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise SystemExit(f"{name} does not answer at {url}: see {name.lower()}.log in the benchmark's folder")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +12,10 @@ from datastates import Repository
 from datastates.api.reads import PayloadReads
 from datastates.api.routes import diff as routes
 from datastates.cli.app import app as terminal
-from datastates.errors import Cancelled
 from datastates.store.mapped import MappedReader
 from datastates.upkeep.eviction import evict
-from tests.api.conftest import BASE, READ
-from tests.api.live import live
+from tests.api.conftest import BASE
+from tests.api.endless import Endless
 
 if TYPE_CHECKING:
     from fastapi.testclient import TestClient
@@ -103,25 +99,6 @@ def test_more_readers_than_places_are_turned_away(client: TestClient) -> None:
 
 
 def test_a_diff_ends_when_its_client_hangs_up(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, ended = threading.Event(), threading.Event()
-    raised: list[BaseException] = []
-
-    def endless(*_: object, on_progress: Callable[[int, int], None], **__: object) -> None:
-        begun.set()
-        try:
-            while not ended.wait(0.01):
-                on_progress(1, 2)
-        except Cancelled as error:
-            raised.append(error)
-            raise
-        finally:
-            ended.set()
-
-    monkeypatch.setattr(routes, "compare", endless)
-    with live({"repo": repo}) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
-        request = f"GET {BASE}/diff?old=warm&new=main HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {READ}\r\n\r\n"
-        client.sendall(request.encode())
-        assert begun.wait(30)
-        client.close()
-        assert ended.wait(30)
-    assert "hung up" in str(raised[0])
+    reading = Endless()
+    monkeypatch.setattr(routes, "compare", reading)
+    reading.hang_up(repo, f"{BASE}/diff?old=warm&new=main")

@@ -22,6 +22,7 @@ from datastates.lineage.migrations import HEAD
 from datastates.lineage.schema import Base
 from datastates.lineage.search import walk
 from tests.support import warm
+from tests.support.at_once import errors_of
 
 
 def count_states(database: Database) -> int:
@@ -68,14 +69,7 @@ Database({empty_url!r}).close()
 """
     pipe = subprocess.PIPE
     children = [warm.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(5)]
-    for child in children:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    assert [(child.communicate()[1], child.returncode) for child in children] == [("", 0)] * 5
+    assert errors_of(children) == [("", 0)] * 5
 
 
 def test_create_false_refuses_what_is_not_there(empty_url: str) -> None:
