@@ -1,0 +1,237 @@
+"""Which states keep their bytes on disk: rules that are combined, and a bound on bytes; as a value, and as a text for terminals.
+
+    latest:5 best:3:val_loss every:1000 at-most:50G
+
+Words stand in any order, parted by blanks or commas. A state stays when any of the rules keeps it; without a rule all stay.
+
+    all                     every state
+    latest:N                the newest N of each branch
+    best:N:METRIC[:max]     the N best by a metric, of each branch; without ``:min`` or ``:max`` as the metric's name says
+    every:K                 the first at or after every K-th step
+    interval:T              the first of every time span, such as 30m or 2h
+    within:T                the states of the last so much time
+    thin:N                  about N for each doubling of the distance from the newest
+    tagged                  nothing but what always stays
+    at-most:SIZE            no more than so many bytes: older states are thinned until it is so
+    at-most:half            half of what the disk has room for
+
+A metric whose name has other letters than those of words stands in double quotes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from datastates import values
+from datastates.errors import InvalidInput
+
+from .rules import All, Best, Every, Goal, Interval, Latest, Rule, Tagged, Thin, Within
+
+__all__ = ["DEFAULT", "Retention", "retention_of", "size_text"]
+
+_RULES = (All, Best, Every, Interval, Latest, Tagged, Thin, Within)
+_WORD = re.compile(r'(?:[^\s,"]|"(?:[^"\\]|\\.)*")+')
+_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^:"]+')
+_UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
+_AN_EXAMPLE = "such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which durable states keep their bytes. What it says of several states it says of each branch; the bound is on all branches together.
+
+    Give it to ``Config`` or ``Repository.track`` as ``retention``, to ``Repository.prune``, or as a text to any of them.
+
+        keep = datastates.Retention.latest(5) | datastates.Retention.best("val_loss", 3) | datastates.Retention.at_most("50G")
+        print(keep.text)
+
+    Whatever it says, these stay: what a name leads to, the newest durable state of each branch, and the states where branches forked.
+
+    :raises InvalidInput: one of the rules is none, or the bound is no size.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    bound: int | Literal["half"] | None = None
+
+    def __post_init__(self) -> None:
+        given: object = self.rules
+        rules = tuple(given) if isinstance(given, tuple | list) else (given,)
+        for rule in rules:
+            if not isinstance(rule, _RULES):
+                raise InvalidInput(f"rules holds {values.shown(rule)}: combine what Retention.latest and its like give, or give a text")
+        if self.bound not in (None, "half"):
+            object.__setattr__(self, "bound", values.size(self.bound, "at_most, or 'half',", least=1))
+        plain = tuple(dict.fromkeys(rules))
+        object.__setattr__(self, "rules", plain if plain or self.bound is not None else (All(),))
+
+    @classmethod
+    def all(cls) -> Self:
+        """Every state."""
+        return cls((All(),))
+
+    @classmethod
+    def latest(cls, count: int) -> Self:
+        """The newest states of each branch."""
+        return cls((Latest(count),))
+
+    @classmethod
+    def best(cls, metric: str, count: int = 1, *, goal: Goal | None = None) -> Self:
+        """The states with the best values of a metric, of each branch; ``goal`` is ``min`` or ``max``, or as the name says."""
+        return cls((Best(metric, count, goal),))
+
+    @classmethod
+    def every(cls, steps: int) -> Self:
+        """The first state at or after every so many steps."""
+        return cls((Every(steps),))
+
+    @classmethod
+    def interval(cls, seconds: float | str) -> Self:
+        """The first state of every so many seconds; also as ``"2h"``."""
+        return cls((Interval(seconds),))  # type: ignore[arg-type]  # a text becomes seconds there
+
+    @classmethod
+    def within(cls, seconds: float | str) -> Self:
+        """The states of the last so many seconds; also as ``"2h"``."""
+        return cls((Within(seconds),))  # type: ignore[arg-type]  # a text becomes seconds there
+
+    @classmethod
+    def thin(cls, count: int) -> Self:
+        """About so many states for each doubling of the distance from the newest one."""
+        return cls((Thin(count),))
+
+    @classmethod
+    def tagged(cls) -> Self:
+        """Nothing but what always stays."""
+        return cls((Tagged(),))
+
+    @classmethod
+    def at_most(cls, size: int | str) -> Self:
+        """No more than so many bytes, also as ``"50G"``; ``"half"`` is half of what the disk has room for when a training begins."""
+        return cls((), size)  # type: ignore[arg-type]  # a text becomes bytes there
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """A policy as the terminal and the environment say it.
+
+        :raises InvalidInput: a word means nothing; names it.
+        """
+        words = _words(values.string(text, "a retention"))
+        if not words:
+            raise InvalidInput(f"a retention is empty: say what is kept, {_AN_EXAMPLE}, or 'all'")
+        found = [_parsed(word) for word in words]
+        rules = tuple(rule for retention in found for rule in retention[0])
+        bounds = [bound for _, bound in found if bound is not None]
+        if len(bounds) > 1:
+            raise InvalidInput(f"{text!r} says at-most {len(bounds)} times: say it once")
+        return cls(rules, bounds[0] if bounds else None)  # type: ignore[arg-type]  # a text becomes bytes there
+
+    @property
+    def text(self) -> str:
+        """The policy as ``parse`` reads it."""
+        bound = () if self.bound is None else (f"at-most:{self.bound if self.bound == 'half' else size_text(self.bound)}",)
+        return " ".join((*(rule.text for rule in self.rules), *bound))
+
+    def __or__(self, other: Retention) -> Retention:
+        """Keep what either keeps; of two bounds the smaller one, and a number rather than ``half``."""
+        if not isinstance(other, Retention):
+            return NotImplemented
+        sizes = [each.bound for each in (self, other) if isinstance(each.bound, int)]
+        return Retention((*self.rules, *other.rules), min(sizes) if sizes else self.bound or other.bound)
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def effective(self) -> tuple[Rule, ...]:
+        """The rules that decide: without any, everything is kept, as far as the bound allows."""
+        return self.rules or (All(),)
+
+    @property
+    def bests(self) -> tuple[Best, ...]:
+        """The rules that look at a metric."""
+        return tuple(rule for rule in self.rules if isinstance(rule, Best))
+
+    def keeping_best(self, *bests: Best) -> Retention:
+        """This and the best by these metrics."""
+        return Retention((*self.effective, *bests), self.bound) if bests else self
+
+    def bounded(self, size: int | None) -> Retention:
+        """This with another bound, or none."""
+        return replace(self, rules=self.effective, bound=size)
+
+
+DEFAULT = Retention((All(),), "half")
+"""Everything, until states take half of what the disk has room for; then the older ones are thinned."""
+
+
+def retention_of(value: object, what: str = "retention") -> Retention:
+    """A policy, or its text.
+
+    :raises InvalidInput: it is neither.
+    """
+    if isinstance(value, Retention):
+        return value
+    if not isinstance(value, str):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give a datastates.Retention, or a text {_AN_EXAMPLE}")
+    return Retention.parse(value)
+
+
+def size_text(size: int) -> str:
+    """Bytes as ``parse`` reads them: exactly, in the largest unit that divides them."""
+    return next((f"{size // length}{unit}" for unit, length in _UNITS if size % length == 0), str(size))
+
+
+_Parsed = tuple[tuple[Rule, ...], object]
+
+
+def _words(text: str) -> list[str]:
+    words = _WORD.findall(text)
+    rest = _WORD.sub("", text).replace(",", " ")
+    if rest.strip():
+        raise InvalidInput(f"{text!r} has a quote that does not end: say {_AN_EXAMPLE}")
+    return words
+
+
+def _parsed(word: str) -> _Parsed:
+    name, *given = [json.loads(part) if part.startswith('"') else part for part in _parts(word)]
+    made = _MAKERS.get(name)
+    if made is None or not made[0] <= len(given) <= made[1]:
+        known = ", ".join(_FORMS)
+        raise InvalidInput(f"{word!r} is none of {known}: say {_AN_EXAMPLE}")
+    return made[2](given)
+
+
+def _parts(word: str) -> list[str]:
+    parts = _PART.findall(word)
+    if ":".join(parts) != word:
+        raise InvalidInput(f"{word!r} has an empty part, or text beside a quote: say {_AN_EXAMPLE}")
+    return parts
+
+
+def _number(text: str, what: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise InvalidInput(f"{what} is {text!r}: give a whole number")
+    return int(text)
+
+
+def _best(given: Sequence[str]) -> _Parsed:
+    goal = given[2] if len(given) > 2 else None
+    return (Best(given[1], _number(given[0], "the first part of best, which counts states,"), goal),), None  # type: ignore[arg-type]  # it checks
+
+
+_MAKERS: dict[str, tuple[int, int, Callable[[Sequence[str]], _Parsed]]] = {
+    "all": (0, 0, lambda given: ((All(),), None)),
+    "latest": (1, 1, lambda given: ((Latest(_number(given[0], "latest")),), None)),
+    "best": (2, 3, _best),
+    "every": (1, 1, lambda given: ((Every(_number(given[0], "every")),), None)),
+    "interval": (1, 1, lambda given: ((Interval(given[0]),), None)),  # type: ignore[arg-type]  # a text becomes seconds there
+    "within": (1, 1, lambda given: ((Within(given[0]),), None)),  # type: ignore[arg-type]  # a text becomes seconds there
+    "thin": (1, 1, lambda given: ((Thin(_number(given[0], "thin")),), None)),
+    "tagged": (0, 0, lambda given: ((Tagged(),), None)),
+    "at-most": (1, 1, lambda given: ((), given[0])),
+}
+_FORMS = ("all", "latest:N", "best:N:METRIC", "every:K", "interval:T", "within:T", "thin:N", "tagged", "at-most:SIZE")
