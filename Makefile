@@ -7,7 +7,7 @@ BENCHMARK ?=
 help:
 	@echo "make test     set up, then run the gate: format, lint, types, imports, page, tests with a fifth of the generated cases"
 	@echo "make test-all the same with every case, every executor and example, and random cases besides"
-	@echo "make demo     set up, then run the main job: train, fork, resume and prove (under 2 minutes)"
+	@echo "make demo     set up, then run the main job: train, fork, resume and prove (two minutes)"
 	@echo "make ui       set up, then build the page into api/static"
 	@echo "make docs     set up, then build the site of the documents into site/"
 	@echo "make bench    set up, then run every benchmark, or BENCHMARK=lineage only"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 import datastates
 from tests.page.grown import grow
@@ -44,6 +44,8 @@ ROOT = Path(__file__).parents[2]
 TOKEN = "may-write-" + "w" * 22
 READER = "may-only-read-" + "r" * 18
 TIMEOUT_MS = 15_000
+"""What a page may take on a machine whose cores others have."""
+expect.set_options(timeout=TIMEOUT_MS)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from playwright.sync_api import Locator, Page, expect
 import datastates
 from tests.page.conftest import serving
 from tests.page.large import BRANCHES, METRICS, RUNS, STATES, populate
-from tests.page.site import ROOT, TIMEOUT_MS, new_page
+from tests.page.site import ROOT, new_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -87,9 +87,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
                 assert len({state.uid for path in asked.paths.values() for state in path}) >= STATES
                 assert len({key for state in asked.paths["main"] for key in state.metrics}) == len(METRICS) == 30
                 assert (len(asked.branches), len(repo.runs())) == (BRANCHES, RUNS)
-                expect.set_options(timeout=TIMEOUT_MS)  # the training is at work beside it
                 yield asked
-                expect.set_options(timeout=5_000)
 
 
 class Person:
@@ -101,7 +99,7 @@ class Person:
     def begin(self, address: str) -> None:
         """The opening view."""
         self.page.goto(address)
-        expect(self.row(LIVE)).to_be_visible(timeout=TIMEOUT_MS)
+        expect(self.row(LIVE)).to_be_visible()
         self.presses = 0
 
     def row(self, name: str) -> Locator:

@@ -37,7 +37,10 @@ class Found {
   #query = "";
   #next: string | null = null;
   #ending = new AbortController();
-  #asked = new Set<number>();
+  /** The pages that are being read again, by where they begin. */
+  #asked = new Map<number, Promise<void>>();
+  /** The page that follows, while it is read: the next one begins where it ends. */
+  #following: Promise<void> = Promise.resolve();
 
   /** Undefined: it is not here, or not any more; `show` brings it. */
   stateAt(index: number): State | undefined {
@@ -72,7 +75,7 @@ class Found {
   /** Have the states from `start` to before `end`, and those that follow soon. */
   async show(start: number, end: number): Promise<void> {
     const { signal } = this.#ending;
-    if (end >= this.count - AHEAD && this.hasMore && !this.isLoading) void this.#follow(this.#next, PAGE, false);
+    if (end >= this.count - AHEAD && this.hasMore && !this.isLoading) this.#following = this.#follow(this.#next, PAGE, false);
     const missing = this.#pages.filter(({ first, limit }) => first < end && first + limit > start && this.#lacks(Math.max(first, start), Math.min(first + limit, end)));
     await Promise.all(missing.map((page) => this.#again(page, signal)));
   }
@@ -81,6 +84,7 @@ class Found {
   async toEnd(): Promise<void> {
     this.isEnding = true;
     const { signal } = this.#ending;
+    await this.#following;
     while (this.isEnding && this.hasMore && !signal.aborted) await this.#follow(this.#next, LARGE, false, "uid");
     if (!signal.aborted) this.isEnding = false;
   }
@@ -131,9 +135,13 @@ class Found {
     this.isLoading = false;
   }
 
-  async #again(page: Page, signal: AbortSignal): Promise<void> {
-    if (this.#asked.has(page.first)) return;
-    this.#asked.add(page.first);
+  #again(page: Page, signal: AbortSignal): Promise<void> {
+    const asked = this.#asked.get(page.first) ?? this.#readAgain(page, signal);
+    this.#asked.set(page.first, asked);
+    return asked;
+  }
+
+  async #readAgain(page: Page, signal: AbortSignal): Promise<void> {
     try {
       const { items } = await getStates({ q: this.answered, after: page.after, limit: page.limit }, signal);
       if (signal.aborted || !this.#pages.includes(page)) return;

@@ -1,6 +1,6 @@
 import { beforeEach, expect, it, vi } from "vitest";
 
-const asked = vi.hoisted(() => ({ total: 0, pages: 0, full: 0 }));
+const asked = vi.hoisted(() => ({ total: 0, pages: 0, full: 0, held: Promise.resolve() as Promise<unknown> }));
 
 /** A server that finds `total` states; its cursor is the number of states before. */
 vi.mock("./api", () => ({
@@ -10,14 +10,14 @@ vi.mock("./api", () => ({
     asked.pages += 1;
     asked.full += fields ? 0 : count;
     const items = Array.from({ length: count }, (_, offset) => ({ uid: `state-${first + offset}` }));
-    return Promise.resolve({ items, next: first + count < asked.total ? String(first + count) : null });
+    return asked.held.then(() => ({ items, next: first + count < asked.total ? String(first + count) : null }));
   },
 }));
 
 const { found } = await import("./found.svelte");
 
 beforeEach(async () => {
-  Object.assign(asked, { total: 250_300, pages: 0, full: 0 });
+  Object.assign(asked, { total: 250_300, pages: 0, full: 0, held: Promise.resolve() });
   await found.open("step > 3");
 });
 
@@ -42,6 +42,20 @@ it("reads on as one scrolls", async () => {
   await found.show(150, 180);
   await vi.waitFor(() => expect(found.count).toBe(400));
   expect(found.stateAt(399)?.uid).toBe("state-399");
+});
+
+it("counts each state once when the end is wanted while it reads on", async () => {
+  void found.show(150, 180);
+  await found.toEnd();
+  expect(found.count).toBe(250_300);
+});
+
+it("has a state once it said so, whoever asked for its page first", async () => {
+  await found.toEnd();
+  asked.held = new Promise((resolve) => setTimeout(resolve, 5));
+  void found.show(5_000, 5_010);
+  await found.show(5_000, 5_010);
+  expect(found.stateAt(5_005)?.uid).toBe("state-5005");
 });
 
 it("stops where it is told to", async () => {
