@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from . import values
 from .capture.shutdown import settle
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from .lineage.show.comparison import Comparison
     from .policy.cadence import Cadence
     from .transport.contract import Tls
+    from .upkeep.checking import VerifyReport
+    from .upkeep.gc import GcReport
 
 __all__ = ["Repository", "open"]
 
@@ -233,16 +235,69 @@ class Repository:
         """
         return restore(self.core, self.state(rev), into, only=only, strict=strict)
 
-    @values.takes(rev=values.revision)
-    def verify(self, rev: str | State) -> State:
-        """Read every byte of a state and check that it has not rotted, and that it is what it was when it was first exported, imported or
-        verified.
+    @overload
+    def verify(self, rev: str | State) -> State: ...
 
-        :raises Corrupt: the first wrong byte.
+    @overload
+    def verify(
+        self,
+        rev: None = None,
+        *,
+        since: str | None = None,
+        limit_s: float | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> VerifyReport: ...
+
+    @values.takes(
+        rev=values.optional(values.revision),
+        since=values.optional(values.string),
+        limit_s=values.optional(values.seconds),
+        on_progress=values.optional(values.callback),
+    )
+    def verify(
+        self,
+        rev: str | State | None = None,
+        *,
+        since: str | None = None,
+        limit_s: float | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> State | VerifyReport:
+        """Read every byte of a state and check that it has not rotted, and that it is what it was when it was first exported, imported or
+        verified. Without a state: read every byte of the folder of packs once, and name every state, tensor and chunk that has rotted.
+
+            for damage in repo.verify().damage:
+                print(damage.state, damage.tensors, damage.problem)
+
+        :param rev: the state; None: all of them.
+        :param since: go on behind this uid: the ``mark`` of an earlier report.
+        :param limit_s: end after so many seconds; the report then has a ``mark``.
+        :param on_progress: called with the bytes that were read, and those that there are.
+        :raises Corrupt: the first wrong byte of a state that was named.
         """
+        if rev is None:
+            from .upkeep.checking import Limits, check_all  # few ask for it
+
+            return check_all(self.core, Limits(since, limit_s), on_progress=on_progress)
+        if since is not None or limit_s is not None:
+            raise InvalidInput("since and limit_s are of a check of everything: leave out the state, or leave them out")
         state = self.state(rev)
         verify(self.core, state)
         return state
+
+    @values.takes(dry_run=values.flag, on_progress=values.optional(values.callback))
+    def gc(self, *, dry_run: bool = False, on_progress: Callable[[int, int], None] | None = None) -> GcReport:
+        """Make room on disk: what crashes left, files of states that were evicted, packs that no state needs; packs most of whose bytes
+        nobody needs are rewritten. Captures, restores and clones go on beside it, in any process; interrupted, it goes on next time.
+
+            print(repo.gc(dry_run=True).bytes_freed)
+
+        :param dry_run: only say what there is to be done.
+        :param on_progress: called with the bytes of packs set free so far, and those that are to be.
+        :raises Conflict: another process does it in this folder.
+        """
+        from .upkeep.gc import gc  # few ask for it
+
+        return gc(self.core, is_dry_run=dry_run, on_progress=on_progress)
 
     # --- refs ------------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,8 @@ COMMANDS = {
     "serve": ("Serve", "serve"),
     "token": ("Serve", "token"),
     "init": ("Set up and check", "setup"),
-    "verify": ("Set up and check", "payload"),
+    "verify": ("Set up and check", "upkeep"),
+    "gc": ("Set up and check", "upkeep"),
     "doctor": ("Set up and check", "doctor"),
     "demo": ("Set up and check", "setup"),
 }

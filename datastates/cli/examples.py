@@ -27,7 +27,8 @@ EXAMPLES = {
     "serve": "datastates serve http://127.0.0.1:8642 tcp://127.0.0.1:4711",
     "token": "datastates token clone.token",
     "init": "datastates init elsewhere",
-    "verify": "datastates verify main",
+    "verify": "datastates verify",
+    "gc": "datastates gc --dry-run",
     "doctor": "datastates doctor",
     "demo": "datastates demo --short",
 }

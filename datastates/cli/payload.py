@@ -1,4 +1,4 @@
-"""``restore`` and ``verify``: the bytes of states."""
+"""``restore``: the bytes of a state."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ Rev = Annotated[str, typer.Argument(metavar="REV", help="A state: uid, name, mai
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the command."""
     app.command()(restore)
-    app.command()(verify)
 
 
 def restore(
@@ -70,19 +69,6 @@ def restore(
 
     for file in written:
         shell.write(f"{file['path']}: {file['tensors']} tensors, {size_text(int(str(file['bytes'])))}")
-
-
-def verify(context: typer.Context, rev: Rev, repo: Repo = None, as_json: AsJson = False) -> None:
-    """Read every byte of a state and check it against its digests."""
-    shell = Shell(context, repo, as_json)
-    with shell.repository() as repository:
-        state = repository.verify(rev)
-    if shell.as_json:
-        shell.write_json({"state": state.uid, "digest": state.digest, "bytes": state.bytes_total, "ok": True})
-        return
-    from .render import size_text
-
-    shell.write(f"state {state.uid} (step {state.step}): {size_text(state.bytes_total)}, every byte as it was captured")
 
 
 def progress_of(shell: Shell) -> Progress:

@@ -28,6 +28,7 @@ from datastates.lineage.change import clones, seals
 from datastates.lineage.change import notes as lineage_notes
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.change.record import mark
+from datastates.lineage.change.withdraw import take_turns
 from datastates.lineage.lookup import ids_of
 from datastates.lineage.search import walk
 from datastates.lineage.states import Note, Ref, RefKind, State
@@ -264,6 +265,7 @@ def _commit(
     tier = core.tiers.durable
     try:
         with core.database.write(durable=True) as session:
+            take_turns(session)  # or a collection would delete the files of states that were evicted here, before they are told
             clones.import_ancestry(session, list(states.values())[::-1])
             lineage_notes.bring(session, written)
             for uid, (each, _, seal) in staged.items():

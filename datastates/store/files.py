@@ -28,6 +28,7 @@ __all__ = [
     "free_pack_name",
     "is_abandoned",
     "locked",
+    "remove_abandoned",
     "supports_direct",
     "sync_folder",
     "temporary",
@@ -140,6 +141,24 @@ def is_abandoned(path: Path) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # held; or over NFS, where another user's file cannot be locked
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def remove_abandoned(path: Path) -> bool:
+    """Delete a temporary file that nobody writes, and that nobody takes over meanwhile; whether it was deleted."""
+    try:
+        fd = open_regular(path)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_at(fd, path):
+            return False
+        path.unlink()
+    except OSError:  # held; or another user's
         return False
     finally:
         os.close(fd)

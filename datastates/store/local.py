@@ -32,6 +32,7 @@ from datastates.system.regular import read_regular
 from datastates.system.sharing import make_folders
 
 from .borrowing import Borrowed, Stamp, find_borrowed, stamp_of
+from .collecting import Collected, Collector
 from .comparing import are_equal
 from .files import (
     FORBIDDEN,
@@ -52,10 +53,15 @@ from .naming import MAX_MANIFEST, manifest_name, packs_of, uid_of
 from .pack import padded, payload_bytes
 from .placing import Places, PutPlan, own_bytes, places_of, plan_put
 from .references import References
+from .rewriting import Rewriting
 from .roles import DurableTier, Staged
 from .tier import Payload, Placed, Reader
 
 __all__ = ["LocalTier"]
+
+
+def _untold(done: int, total: int) -> None:
+    """Nobody asked how far it is."""
 
 
 class LocalTier(DurableTier):
@@ -160,9 +166,18 @@ class LocalTier(DurableTier):
 
     def uids(self) -> Iterator[str]:
         """The uid of every state whose manifest is here."""
+        return iter([uid for uid, rank in self.parts() if rank == self._rank])
+
+    def parts(self) -> Iterator[tuple[str, int]]:
+        """See ``DurableTier.parts``."""
         self._check_open()
         named = (uid_of(name, "manifest") for name in (os.listdir(self.root) if self.root.is_dir() else ()))
-        return iter([uid for uid, rank in filter(None, named) if rank == self._rank])
+        return iter(list(filter(None, named)))
+
+    def part_manifest(self, uid: str, rank: int) -> Manifest:
+        """See ``DurableTier.part_manifest``."""
+        self._check_open()
+        return self._sound(uid, rank).manifest
 
     def whole(self, uids: Iterable[str]) -> dict[str, Placed]:
         """See ``DurableTier.whole``."""
@@ -202,6 +217,30 @@ class LocalTier(DurableTier):
             garbage = [path for path in garbage if _unlink(path)]
             sync_folder(self.root)
         return garbage
+
+    def forget(self, uids: Iterable[str]) -> None:
+        """See ``DurableTier.forget``."""
+        self._check_open()
+        names = [name for name in (manifest_name(uid, self._rank) for uid in uids) if uid_of(name, "manifest") is not None]
+        try:
+            with locked(self.root, is_shared=False):
+                for name in names:
+                    (self.root / name).unlink(missing_ok=True)
+                sync_folder(self.root)
+        except OSError as exc:
+            raise Unavailable(f"{len(names)} states were not removed from {self.root} ({exc})") from exc
+        self._on_step("manifest-removed")
+
+    def collect(self, *, is_dry: bool = False, without: Iterable[str] = (), tell: Callable[[int, int], None] = _untold) -> Collected:
+        """See ``DurableTier.collect``."""
+        self._check_open()
+        rewriting = Rewriting(self.root, self._references, self._index, is_direct=lambda: self.is_direct, on_step=self._on_step)
+        gone = [manifest_name(uid, self._rank) for uid in without]
+        collector = Collector(self.root, self._references, rewriting, tell=tell, without=gone)
+        try:
+            return collector.look() if is_dry else collector.collect()
+        except OSError as exc:
+            raise Unavailable(f"no room was made in {self.root} ({exc})") from exc
 
     def close(self) -> None:
         """Refuse further use; readers that are open go on."""

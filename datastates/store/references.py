@@ -20,7 +20,7 @@ _Stamp = tuple[int, int, int]
 
 
 class References:
-    """The packs that each manifest of a folder needs. To be used under the folder's exclusive lock."""
+    """The packs that each manifest of a folder needs. What is to be relied on is asked for under the folder's exclusive lock."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -41,6 +41,11 @@ class References:
             needed |= packs
         return frozenset(needed)
 
+    def of_each(self) -> dict[str, frozenset[str] | None]:
+        """The packs that each manifest needs, by its name; None where it cannot be read."""
+        self._refresh()
+        return {name: packs for name, (_, packs) in self._known.items()}
+
     def _refresh(self) -> None:
         """A uid may have come back with other packs, so a name alone does not say that a manifest is the one that was read."""
         found: dict[str, tuple[_Stamp, frozenset[str] | None]] = {}
@@ -48,7 +53,10 @@ class References:
             for entry in entries:
                 if uid_of(entry.name, "manifest") is None:
                     continue
-                status = entry.stat(follow_symlinks=False)
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # removed just now, by whoever has the lock that we have not
+                    continue
                 stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
                 known = self._known.get(entry.name)
                 found[entry.name] = known if known is not None and known[0] == stamp else (stamp, _packs_in(Path(entry.path)))

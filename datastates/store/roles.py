@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol
 from datastates.content.digest import Sound
 from datastates.content.manifest import Manifest, PackInfo
 
+from .collecting import Collected
 from .placing import Places
 from .tier import Payload, Placed, Tier
 
@@ -138,6 +139,14 @@ class DurableTier(Tier):
         """
 
     @abstractmethod
+    def parts(self) -> Iterator[tuple[str, int]]:
+        """The uid and the rank of every manifest that is here, whole or not."""
+
+    @abstractmethod
+    def part_manifest(self, uid: str, rank: int) -> Manifest:
+        """``manifest`` of any rank."""
+
+    @abstractmethod
     def sound(self, uid: str) -> Sound:
         """``manifest``, for whoever goes on to look at the tensors."""
 
@@ -156,6 +165,20 @@ class DurableTier(Tier):
     @abstractmethod
     def sweep(self) -> list[Path]:
         """Delete what crashes left behind: temporary files that nobody writes, packs that no manifest needs. What it deleted."""
+
+    @abstractmethod
+    def forget(self, uids: Iterable[str]) -> None:
+        """Delete the manifests of states, at once; what they needed is left to ``collect``."""
+
+    @abstractmethod
+    def collect(self, *, is_dry: bool = False, without: Iterable[str] = (), tell: Callable[[int, int], None] = ...) -> Collected:
+        """``sweep``, and packs most of whose bytes no manifest needs are rewritten; a few files at a time, beside everything else.
+
+        ``is_dry`` only looks, as if the states ``without`` were removed. ``tell`` is called with the bytes of packs set free so far, and
+        all of them.
+
+        :raises Conflict: another process does it in this folder.
+        """
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ from .replicas import evict
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["check_withdrawal", "withdraw"]
+__all__ = ["check_withdrawal", "take_turns", "withdraw"]
 
 _LOCK = 0x6461_7461_6576  # the advisory lock of PostgreSQL: two that are withdrawn at once might each count on the other
 
@@ -32,8 +32,7 @@ def withdraw(session: Session, uid: str, places: Iterable[tuple[str, str]], *, v
     :raises NotFound: there is no such state.
     :raises Conflict: a ref counts on it (see ``check_withdrawal``).
     """
-    if session.get_bind().dialect.name == "postgresql":
-        session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+    take_turns(session)
     check_withdrawal(session, uid, is_forced=is_forced)
     for tier, node in places:
         evict(session, [uid], tier=tier, node=node)
@@ -43,6 +42,12 @@ def withdraw(session: Session, uid: str, places: Iterable[tuple[str, str]], *, v
     if is_safer and not session.execute(_OUTLIVES, held).scalar():
         session.execute(_ONLY_CAPTURED, {"state": held["state"]})
     return state(session, uid)
+
+
+def take_turns(session: Session) -> None:
+    """Wait until no other transaction withdraws states, deletes their files or brings files. (SQLite has one writer anyhow.)"""
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
 
 
 def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> State:

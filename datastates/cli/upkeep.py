@@ -1,0 +1,138 @@
+"""``verify`` and ``gc``: a repository that lasts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from datastates.errors import InvalidInput
+
+from .complete import ref_names
+from .exits import EXIT_CODES
+from .shell import AsJson, Repo, Shell
+
+if TYPE_CHECKING:
+    from datastates.upkeep.checking import VerifyReport
+    from datastates.upkeep.gc import GcReport
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(verify)
+    app.command()(gc)
+
+
+def gc(
+    context: typer.Context,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what there is to be done.")] = False,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make room: delete what crashes and evictions left, rewrite packs most of whose bytes no state needs. Trainings may go on."""
+    from .payload import progress_of
+
+    shell = Shell(context, repo, as_json)
+    with shell.repository() as repository, progress_of(shell) as progress:
+        bar = progress.add_task("making room", total=None)
+        done = repository.gc(dry_run=dry_run, on_progress=lambda freed, total: progress.update(bar, completed=freed, total=total))
+    if shell.as_json:
+        import msgspec
+
+        shell.write_json({**msgspec.to_builtins(done), "bytes_freed": done.bytes_freed})
+        return
+    _say(shell, done)
+
+
+def verify(
+    context: typer.Context,
+    rev: Annotated[
+        str | None,
+        typer.Argument(metavar="[REV]", help="A state; without one, everything in the folder of packs.", autocompletion=ref_names),
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option("--since", metavar="UID", help="Go on where an earlier check of everything ended.", show_default=False)
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option("--for", metavar="SECONDS", help="End after so long, and say how to go on.", show_default=False)
+    ] = None,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of a state, or of all states in the folder of packs, and check it against its digests."""
+    shell = Shell(context, repo, as_json)
+    if rev is None:
+        return _verify_all(shell, since, limit)
+    if since is not None or limit is not None:
+        raise InvalidInput("--since and --for are of a check of everything: leave out the state, or leave them out")
+    with shell.repository() as repository:
+        state = repository.verify(rev)
+    if shell.as_json:
+        shell.write_json({"state": state.uid, "digest": state.digest, "bytes": state.bytes_total, "ok": True})
+        return None
+    from .render import size_text
+
+    shell.write(f"state {state.uid} (step {state.step}): {size_text(state.bytes_total)}, every byte as it was captured")
+    return None
+
+
+def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
+    """Read everything, and end with the exit code of damage if there is any. Ended by Ctrl-C, it says how to go on."""
+    from datastates import values
+    from datastates.upkeep.checking import Limits, check_all
+
+    from .payload import progress_of
+
+    marks: list[str] = []
+    limits = Limits(since, None if limit is None else values.seconds(limit, "--for"))
+    with shell.repository() as repository, progress_of(shell) as progress:
+        bar = progress.add_task("verifying", total=None)
+        try:
+            found = check_all(
+                repository.core,
+                limits,
+                on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
+                on_mark=lambda uid: marks.__setitem__(slice(None), [uid]),
+            )
+        except KeyboardInterrupt:
+            if marks:
+                shell.hint(f"to go on: datastates verify --since {marks[0]}")
+            raise
+    _say_checked(shell, found)
+    if found.damage:
+        raise typer.Exit(EXIT_CODES["corrupt"])
+
+
+def _say_checked(shell: Shell, found: VerifyReport) -> None:
+    if shell.as_json:
+        import msgspec
+
+        return shell.write_json({**msgspec.to_builtins(found), "ok": not found.damage})
+    from .render import size_text
+
+    for each in found.damage:
+        what = "manifest" if each.chunk is None else f"chunk {each.chunk} ({', '.join(each.tensors[:5]) or 'no tensor'})"
+        shell.write(f"state {each.state}: {what}: {each.problem}")
+    said = f"{len(found.hurt)} of them are damaged" if found.damage else "every byte as it was written"
+    shell.write(f"{found.states} states, {size_text(found.bytes)} read: {said}")
+    if found.mark is not None:
+        shell.hint(f"to go on: datastates verify --since {found.mark}")
+    return None
+
+
+def _say(shell: Shell, done: GcReport) -> None:
+    from .render import size_text
+
+    shell.write(f"{size_text(done.bytes_freed)} {'can be freed' if done.is_dry_run else 'freed'}")
+    for count, what, size in (
+        (len(done.states), "evicted or lost states whose manifests were still there", None),
+        (done.packs, "packs that no state needs", done.bytes_packs),
+        (done.rewritten, "packs most of whose bytes no state needs, rewritten", done.bytes_rewritten),
+        (done.temporaries, "files that a dead process left half written", done.bytes_temporaries),
+    ):
+        if count:
+            shell.write(f"  {count} {what}" + ("" if size is None else f": {size_text(size)}"))
+    for text in done.left:
+        shell.write(f"left: {text}")

@@ -1,0 +1,179 @@
+"""Making room in a folder of packs: what crashed writers left, packs that no manifest needs, packs most of whose bytes nobody needs.
+
+Nothing is known in advance, and nothing is kept between two collections: whatever ends one, the next one goes on. The folder's exclusive
+lock is held for a few files at a time, and bytes are copied without it, so that captures and readers go on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datastates.errors import Conflict, Corrupt, NotFound, Unavailable
+from datastates.system.interrupts import checkpoint
+from datastates.system.locks import hold
+
+from .files import TEMPORARY, is_abandoned, locked, remove_abandoned, sync_folder
+from .naming import uid_of
+from .references import References
+from .rewriting import Rewriting, Sparse, sparse_packs
+
+__all__ = ["Collected", "Collector"]
+
+_BATCH = 32
+"""So many files are deleted while the lock is held once."""
+
+_ONE_AT_A_TIME = ".collecting"
+
+Packs = Mapping[str, frozenset[str] | None]
+"""The packs that each manifest needs; None where it cannot be read."""
+
+
+@dataclass(slots=True)
+class Collected:
+    """What was deleted and written, or would be; sizes are those of files. ``left`` says what was left alone, and why."""
+
+    temporaries: int = 0
+    temporary_bytes: int = 0
+    packs: int = 0
+    pack_bytes: int = 0
+    rewritten: int = 0
+    rewritten_bytes: int = 0
+    left: list[str] = field(default_factory=list)
+
+
+class Collector:
+    """One collection in a folder. ``tell`` is called with the bytes freed so far, and those that can be.
+
+    ``without`` are manifests that count as deleted, when it is asked what would be done.
+
+    :raises Conflict: another process collects in this folder.
+    """
+
+    def __init__(
+        self, root: Path, references: References, rewriting: Rewriting, *, tell: Callable[[int, int], None], without: Collection[str] = ()
+    ) -> None:
+        self._root, self._references, self._rewriting = root, references, rewriting
+        self._tell, self._without = tell, frozenset(without)
+        self._collected = Collected()
+
+    def look(self) -> Collected:
+        """What there is to be done; nothing is changed."""
+        done = self._collected
+        for path in self._temporaries():
+            if is_abandoned(path):
+                done.temporaries += 1
+                done.temporary_bytes += _size(path)
+        manifests = self._manifests()
+        if manifests is not None:
+            for name in self._unneeded(manifests):
+                done.packs += 1
+                done.pack_bytes += _size(self._root / name)
+            for pack in self._sparse(manifests):
+                done.rewritten += 1
+                done.rewritten_bytes += pack.dead_bytes
+        return done
+
+    def collect(self) -> Collected:
+        """Do it."""
+        held = hold(self._root / _ONE_AT_A_TIME)
+        if held is None:
+            raise Conflict(f"another process collects garbage in {self._root}: let it end, then do it again if there is still need")
+        try:
+            return self._collect()
+        finally:
+            held.close()
+
+    def _collect(self) -> Collected:
+        manifests = self._manifests()
+        unneeded, sparse = ([], []) if manifests is None else (self._unneeded(manifests), self._sparse(manifests))
+        total = sum(_size(self._root / name) for name in unneeded) + sum(pack.dead_bytes for pack in sparse)
+        self._say(total)
+        self._remove_temporaries()
+        self._remove_packs(unneeded, total)
+        for pack in sparse:
+            checkpoint()
+            self._rewrite(pack)
+            self._say(total)
+        return self._collected
+
+    def _say(self, total: int) -> None:
+        self._tell(self._collected.pack_bytes + self._collected.rewritten_bytes, total)
+
+    def _temporaries(self) -> list[Path]:
+        return [self._root / name for name in os.listdir(self._root) if name.startswith(TEMPORARY)]
+
+    def _manifests(self) -> Packs | None:
+        """None when one of them cannot be read: it may need any pack."""
+        found = {name: packs for name, packs in self._references.of_each().items() if name not in self._without}
+        unread = sorted(name for name, packs in found.items() if packs is None and (self._root / name).exists())
+        if unread:
+            more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+            self._collected.left.append(
+                f"every pack, because {unread[0]}{more} cannot be read and may need any of them: `datastates verify` says why, "
+                "`datastates repair` brings it back where it is elsewhere"
+            )
+            return None
+        return {name: packs for name, packs in found.items() if packs is not None}
+
+    def _unneeded(self, manifests: Packs) -> list[str]:
+        needed = {pack for packs in manifests.values() for pack in packs or ()}
+        return sorted(name for name in os.listdir(self._root) if uid_of(name, "safetensors") is not None and name not in needed)
+
+    def _sparse(self, manifests: Packs) -> list[Sparse]:
+        return sparse_packs(self._root, {name: packs for name, packs in manifests.items() if packs is not None})
+
+    def _remove_temporaries(self) -> None:
+        found = self._temporaries()
+        for start in range(0, len(found), _BATCH):
+            checkpoint()
+            with locked(self._root, is_shared=False):  # an identity is written under this lock alone
+                for path in found[start : start + _BATCH]:
+                    size = _size(path)
+                    if remove_abandoned(path):
+                        self._collected.temporaries += 1
+                        self._collected.temporary_bytes += size
+
+    def _remove_packs(self, names: list[str], total: int) -> None:
+        for start in range(0, len(names), _BATCH):
+            checkpoint()
+            with locked(self._root, is_shared=False):
+                needed = self._references.needed()
+                for name in names[start : start + _BATCH]:
+                    if needed is not None and name not in needed:
+                        self._remove_pack(name)
+                sync_folder(self._root)
+            self._say(total)
+
+    def _remove_pack(self, name: str) -> None:
+        """Runs under the exclusive lock."""
+        path = self._root / name
+        size = _size(path)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            self._collected.left.append(f"{path}: {exc.strerror}")
+            return
+        self._collected.packs += 1
+        self._collected.pack_bytes += size
+
+    def _rewrite(self, pack: Sparse) -> None:
+        try:
+            freed = self._rewriting.rewrite(pack)
+        except (Corrupt, NotFound, Unavailable, OSError) as exc:
+            self._collected.left.append(f"{pack.name}, of which {pack.dead_bytes} bytes are not needed: {exc}")
+            return
+        if freed:
+            self._collected.rewritten += 1
+            self._collected.rewritten_bytes += freed
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0

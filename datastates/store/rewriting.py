@@ -1,0 +1,177 @@
+"""Packs of which few bytes are still needed: those move into new packs, then the old one goes.
+
+Each state that needs the old pack gets a manifest that names the new place of those chunks, in this order, and ``on_step`` is called after
+each step:
+
+    pack-moved          the chunks, in a pack of the first state that needs them, under a temporary name, fsynced
+    pack-renamed        and the folder fsynced: nobody needs it yet
+    manifest-replaced   the state's manifest, by one rename; its digest covers no places, so it is what it was
+    pack-removed        the old pack, once no manifest needs it: perhaps of a state that came meanwhile
+
+Wherever that ends, each state has its bytes, and the next collection goes on. Readers have the old pack open, and keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from datastates.content.digest import decode, encode
+from datastates.content.manifest import Manifest, PackInfo
+from datastates.errors import Corrupt, Unavailable
+from datastates.system.interrupts import checkpoint
+from datastates.system.regular import read_regular
+
+from .files import free_pack_name, locked, sync_folder, temporary, write_chunks, write_file
+from .index import SHARED_BYTES, ChunkIndex, Hint
+from .mapped import MappedReader
+from .naming import MAX_MANIFEST, manifest_name, uid_of
+from .pack import padded
+from .placing import PutPlan, places_of, plan_put
+from .references import References
+
+__all__ = ["Rewriting", "Sparse", "sparse_packs"]
+
+_Spot = tuple[PackInfo, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """A pack of which less than half is needed, by the manifests of these names."""
+
+    name: str
+    manifests: tuple[str, ...]
+    dead_bytes: int
+
+
+def sparse_packs(root: Path, manifests: Mapping[str, frozenset[str]]) -> list[Sparse]:
+    """The packs most of whose bytes no manifest needs. A pack of whose own state the manifest is here is needed whole."""
+    users: dict[str, list[str]] = {}
+    for name in sorted(manifests):
+        for pack in manifests[name]:
+            users.setdefault(pack, []).append(name)
+    suspects = {pack: names for pack, names in users.items() if not _has_owner(pack, names)}
+    live: dict[str, dict[int, int]] = {pack: {} for pack in suspects}
+    sizes: dict[str, int] = {}
+    unread: set[str] = set()
+    for name in sorted({name for names in suspects.values() for name in names}):
+        checkpoint()
+        try:
+            manifest = _read(root / name)[1]
+        except (Corrupt, Unavailable, OSError):
+            unread |= manifests[name]
+            continue
+        sizes.update((pack.name, pack.size - pack.header_length) for pack in manifest.packs if pack.name in suspects)
+        for ref, chunk in zip(manifest.refs, manifest.content.chunks, strict=True):
+            pack = manifest.packs[ref.pack].name
+            if pack in live:
+                live[pack][ref.offset] = padded(chunk.length)
+    found = []
+    for pack, spots in live.items():
+        needed = sum(spots.values())
+        if pack not in unread and 2 * needed < sizes.get(pack, 0):
+            found.append(Sparse(pack, tuple(suspects[pack]), sizes[pack] - needed))
+    return sorted(found, key=lambda each: -each.dead_bytes)
+
+
+class Rewriting:
+    """Moves what is needed of packs, in one folder."""
+
+    def __init__(
+        self, root: Path, references: References, index: ChunkIndex, *, is_direct: Callable[[], bool], on_step: Callable[[str], None]
+    ) -> None:
+        self._root, self._references, self._index = root, references, index
+        self._is_direct, self._on_step = is_direct, on_step
+
+    def rewrite(self, pack: Sparse) -> int:
+        """Move what is needed of a pack, and delete it; the bytes that the folder has fewer, 0 where somebody still needs it.
+
+        :raises Corrupt: a chunk of it is damaged; it stays where it is.
+        :raises OSError: the disk is full, or fails.
+        """
+        moved: dict[int, _Spot] = {}
+        added = 0
+        for name in pack.manifests:
+            checkpoint()
+            added += self._move(name, pack.name, moved)
+        path = self._root / pack.name
+        with locked(self._root, is_shared=False):
+            needed = self._references.needed()
+            if needed is None or pack.name in needed:
+                return 0
+            freed = path.stat().st_size if path.exists() else added
+            path.unlink(missing_ok=True)
+            sync_folder(self._root)
+        self._on_step("pack-removed")
+        return freed - added
+
+    def _move(self, name: str, pack: str, moved: dict[int, _Spot]) -> int:
+        """One state does without the pack from now on; the bytes of the pack that was written for it."""
+        path = self._root / name
+        with temporary(path) as file:  # nobody else writes this manifest meanwhile
+            try:
+                data, manifest = _read(path)
+            except FileNotFoundError:
+                return 0  # dropped
+            plan = self._planned(manifest, pack, moved)
+            if plan is None:
+                return 0
+            with MappedReader(self._root, manifest, verify=True) as reader, temporary(self._root / plan.name) as new:
+                if plan.layout is not None:
+                    chunks = (reader.chunk(index) for index in plan.new)
+                    write_chunks(new.fd, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
+                    self._on_step("pack-moved")
+                write_file(file.fd, encode(plan.manifest))
+                with locked(self._root, is_shared=False):
+                    if _bytes_of(path) != data:
+                        return 0  # dropped, or another one has come
+                    if plan.layout is not None:
+                        new.commit()
+                        self._on_step("pack-renamed")
+                    file.commit()
+                self._on_step("manifest-replaced")
+        self._note(plan, manifest, pack, moved)
+        return 0 if plan.layout is None else plan.layout.size
+
+    def _planned(self, manifest: Manifest, pack: str, moved: Mapping[int, _Spot]) -> PutPlan | None:
+        """None where the state does not need the pack any more."""
+        places = {}
+        if all(each.name != pack for each in manifest.packs):
+            return None
+        for key, (info, offset) in places_of(manifest).items():
+            if info.name != pack:
+                places[key] = info, offset
+            elif offset in moved:
+                places[key] = moved[offset]
+        origin = manifest.origin
+        return plan_put(manifest, places, free_pack_name(self._root, origin.uid, origin.rank))
+
+    def _note(self, plan: PutPlan, old: Manifest, pack: str, moved: dict[int, _Spot]) -> None:
+        """Where chunks are now: for the other states that need them, and for those to come."""
+        hints = []
+        for index in plan.new:
+            was, ref, chunk = old.refs[index], plan.manifest.refs[index], plan.manifest.content.chunks[index]
+            if old.packs[was.pack].name == pack:
+                moved[was.offset] = plan.manifest.packs[ref.pack], ref.offset
+            if chunk.length >= SHARED_BYTES:
+                hints.append(Hint((chunk.digest, chunk.length), plan.name, ref.offset))
+        self._index.add(hints)
+
+
+def _has_owner(pack: str, users: list[str]) -> bool:
+    """Whether the state for which a pack was written is among those that need it: that one needs all of it."""
+    owner = uid_of(pack, "safetensors")
+    return owner is not None and manifest_name(*owner) in users
+
+
+def _read(path: Path) -> tuple[bytes, Manifest]:
+    data = read_regular(path, most=MAX_MANIFEST)
+    return data, decode(data, source=str(path))
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    try:
+        return read_regular(path, most=MAX_MANIFEST)
+    except FileNotFoundError:
+        return None

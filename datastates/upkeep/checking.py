@@ -1,0 +1,231 @@
+"""Reading everything that a folder of packs holds for this lineage: every byte once, on several threads, and what is wrong with it by name.
+
+Files are read in the order of the uids in their names, so that a check that was ended goes on behind the last state that it finished. A
+stretch that several states share is read once, and named for each of them if it is damaged.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from datastates.content.manifest import CHUNK_BYTES, Manifest
+from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.lineage.change.clones import known
+from datastates.lineage.change.replicas import held
+from datastates.lineage.search.leftovers import held_on
+from datastates.opening.core import Core
+from datastates.store.pack import places_of
+from datastates.store.roles import DurableTier
+from datastates.system.interrupts import checkpoint
+
+__all__ = ["Damage", "Limits", "VerifyReport", "check_all"]
+
+_PIECE = 16
+"""So many chunks, 64 MiB at most, are one thread's at a time."""
+
+_MOST_THREADS = 4
+
+_Place = tuple[str, int]
+"""A pack, and the offset of a chunk in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What is wrong with a state here: with a chunk, which holds (parts of) ``tensors``; or with its manifest, if ``chunk`` is None."""
+
+    state: str
+    rank: int
+    chunk: int | None
+    tensors: tuple[str, ...]
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a check of everything found. ``states`` counts manifests, ``bytes`` those of payload that were read.
+
+    ``mark`` is the uid to go on from (``since``) where it was ended before it was through; None where it was.
+    """
+
+    states: int
+    bytes: int
+    damage: tuple[Damage, ...]
+    mark: str | None
+
+    @property
+    def hurt(self) -> tuple[str, ...]:
+        """The uids of the states that are damaged, each once."""
+        return tuple(dict.fromkeys(each.state for each in self.damage))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a check begins, and how long it may take; ``threads`` None: as many as there are cores, four at most."""
+
+    since: str | None = None
+    limit_s: float | None = None
+    threads: int | None = None
+
+
+def check_all(
+    core: Core,
+    limits: Limits,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_mark: Callable[[str], None] | None = None,
+) -> VerifyReport:
+    """Read everything; see ``Repository.verify``. ``on_mark`` is called with each uid up to which everything was read."""
+    core.check_open()
+    core.settle()
+    run = _Run(core, limits, on_progress or (lambda done, total: None), on_mark or (lambda mark: None))
+    return run.run()
+
+
+@dataclass(slots=True)
+class _Task:
+    """A state that is being read: its pieces, of which each gives what is wrong."""
+
+    uid: str
+    rank: int
+    pieces: list[Future[list[Damage]]] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    shared: list[tuple[int, _Place]] = field(default_factory=list)
+    manifest: Manifest | None = None
+
+
+class _Run:
+    def __init__(self, core: Core, limits: Limits, tell: Callable[[int, int], None], mark: Callable[[str], None]) -> None:
+        self._core, self._limits, self._tell, self._mark = core, limits, tell, mark
+        self._tier: DurableTier = core.tiers.durable
+        self._total = self._tier.bytes_stored
+        self._done, self._lock = 0, threading.Lock()
+        self._seen: set[_Place] = set()
+        self._read_already: set[_Place] = set()
+        self._bad: dict[_Place, str] = {}
+        self._damage: list[Damage] = []
+        self._states = 0
+
+    def run(self) -> VerifyReport:
+        """Every state of the folder, and every one that the lineage says is here."""
+        until = None if self._limits.limit_s is None else time.monotonic() + self._limits.limit_s
+        threads = self._limits.threads or min(_MOST_THREADS, os.cpu_count() or 1)
+        waiting: deque[_Task] = deque()
+        last: str | None = None
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="datastates-verify")
+        try:
+            for uid, rank in self._names():
+                if until is not None and last is not None and uid != last and time.monotonic() > until:
+                    self._finish(waiting, 0)
+                    return self._report(last)
+                waiting.append(self._begin(uid, rank, pool))
+                last = uid
+                self._finish(waiting, 4 * threads)
+            self._finish(waiting, 0)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+        return self._report(None)
+
+    def _report(self, mark: str | None) -> VerifyReport:
+        return VerifyReport(self._states, self._done, tuple(self._damage), mark)
+
+    def _names(self) -> Iterator[tuple[str, int]]:
+        """The state and rank of each manifest that is here, or is to be, by uid."""
+        core, tier = self._core, self._tier
+        with core.database.read() as session:
+            said = held_on(session, tier=tier.name, node=core.home.uid or "")
+        return iter(sorted(each for each in {*said, *tier.parts()} if self._limits.since is None or each[0] > self._limits.since))
+
+    def _begin(self, uid: str, rank: int, pool: ThreadPoolExecutor) -> _Task:
+        checkpoint()
+        task = _Task(uid, rank)
+        try:
+            task.manifest = manifest = self._tier.part_manifest(uid, rank)
+        except NotFound:
+            if self._is_claimed(uid):
+                task.damage.append(Damage(uid, rank, None, (), "its manifest is gone: somebody deleted or moved it"))
+            return task
+        except (Corrupt, Unavailable) as exc:
+            task.damage.append(Damage(uid, rank, None, (), str(exc)))
+            return task
+        self._states += 1
+        self._compare(task, manifest)
+        wanted: list[int] = []
+        for index, ref in enumerate(manifest.refs):
+            place = manifest.packs[ref.pack].name, ref.offset
+            if place in self._seen:
+                task.shared.append((index, place))
+            else:
+                self._seen.add(place)
+                wanted.append(index)
+        task.pieces = [pool.submit(self._read, uid, rank, wanted[at : at + _PIECE]) for at in range(0, len(wanted), _PIECE)]
+        return task
+
+    def _compare(self, task: _Task, manifest: Manifest) -> None:
+        """The lineage says which state it is; of a state of several parts that is told by all of them together."""
+        if manifest.origin.world_size > 1:
+            return
+        with self._core.database.read() as session:
+            digest = known(session, [task.uid]).get(task.uid)
+        if digest not in (None, manifest.digest):
+            said = f"it is the manifest of a state of digest {manifest.digest[:16]}, the lineage knows {str(digest)[:16]}"
+            task.damage.append(Damage(task.uid, task.rank, None, (), said))
+
+    def _is_claimed(self, uid: str) -> bool:
+        core = self._core
+        with core.database.read() as session:
+            return bool(held(session, [uid], tier=self._tier.name, node=core.home.uid or ""))
+
+    def _read(self, uid: str, rank: int, chunks: list[int]) -> list[Damage]:
+        """Runs on a thread of the pool."""
+        found: list[Damage] = []
+        try:
+            reader = self._tier.open_part(uid, rank, verify=True)
+        except (NotFound, Corrupt, Unavailable):
+            return found  # removed, or replaced, since its manifest was read
+        with reader:
+            manifest = reader.manifest
+            for index in chunks:
+                try:
+                    reader.chunk(index)
+                except Corrupt as exc:
+                    ref = manifest.refs[index]
+                    self._bad[manifest.packs[ref.pack].name, ref.offset] = str(exc)
+                    found.append(Damage(uid, rank, index, _tensors(manifest, index), str(exc)))
+                except (OSError, Unavailable) as exc:
+                    found.append(Damage(uid, rank, index, _tensors(manifest, index), f"it cannot be read: {exc}"))
+                with self._lock:
+                    self._read_already.add((manifest.packs[manifest.refs[index].pack].name, manifest.refs[index].offset))
+                    self._done += manifest.content.chunks[index].length
+        return found
+
+    def _finish(self, waiting: deque[_Task], most: int) -> None:
+        """Wait for the first states until so many wait."""
+        while len(waiting) > most:
+            task = waiting.popleft()
+            for piece in task.pieces:
+                checkpoint()
+                task.damage += piece.result()
+            task.damage += self._of_shared(task)
+            self._damage += task.damage
+            self._tell(min(self._done, self._total), self._total)
+            self._mark(task.uid)
+
+    def _of_shared(self, task: _Task) -> Iterator[Damage]:
+        """What is wrong with chunks that an earlier state shares, whose turn to be read it was; it may have been removed meanwhile."""
+        for index, place in task.shared:
+            if place not in self._read_already:
+                yield from self._read(task.uid, task.rank, [index])
+            elif place in self._bad and task.manifest is not None:
+                yield Damage(task.uid, task.rank, index, _tensors(task.manifest, index), self._bad[place])
+
+
+def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:
+    """The paths of the tensors that lie in a chunk."""
+    start, end = index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES
+    return tuple(place.spec.path for place in places_of(bytes(manifest.content.tensors)) if place.start < end and place.end > start)

@@ -1,0 +1,53 @@
+"""What the lineage says of states whose files lie in a folder: that they may go, or that nothing is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BindParameter, bindparam, exists, select, union
+
+from datastates.lineage.schema import PartRow, ReplicaRow, StateRow, table
+from datastates.lineage.states import Status
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["given_up", "held_on", "unheard_of"]
+
+_BATCH = 500  # uids in one IN list
+
+
+def given_up(session: Session, uids: Sequence[str], *, tier: str, node: str) -> list[str]:
+    """Those of these states, of one part, that were evicted or lost, and of which no replica is noted on a tier of a node."""
+    found: list[str] = []
+    for start in range(0, len(uids), _BATCH):
+        asked = {"uids": uids[start : start + _BATCH], "on_tier": tier, "on_node": node}
+        found += session.execute(_GIVEN_UP, asked).scalars()
+    return found
+
+
+def unheard_of(session: Session, uids: Iterable[str]) -> list[str]:
+    """Those that are neither states here nor wait for their parts."""
+    wanted, known = list(uids), set[str]()
+    for start in range(0, len(wanted), _BATCH):
+        known.update(session.execute(_KNOWN, {"uids": wanted[start : start + _BATCH]}).scalars())
+    return [uid for uid in wanted if uid not in known]
+
+
+def held_on(session: Session, *, tier: str, node: str) -> list[tuple[str, int]]:
+    """Every state, and its rank, of which a replica is noted on a tier of a node."""
+    return [(row.uid, row.rank) for row in session.execute(_HELD_ON, {"on_tier": tier, "on_node": node})]
+
+
+_state, _replica, _part = table(StateRow), table(ReplicaRow), table(PartRow)
+_uids: BindParameter[Any] = bindparam("uids", expanding=True)
+_GONE = [status.value for status in Status if not status.is_restorable]
+_held = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"))
+_GIVEN_UP = select(_state.c.uid).where(_state.c.uid.in_(_uids), _state.c.status.in_(_GONE), _state.c.world_size == 1, ~_held)
+_KNOWN = union(select(_state.c.uid).where(_state.c.uid.in_(_uids)), select(_part.c.state_uid).where(_part.c.state_uid.in_(_uids)))
+_HELD_ON = (
+    select(_state.c.uid, _replica.c.rank)
+    .join_from(_replica, _state, _state.c.id == _replica.c.state_id)
+    .where(_replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"))
+)

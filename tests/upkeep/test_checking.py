@@ -1,0 +1,152 @@
+"""A check of everything: each flipped bit in a pack or a manifest is found, by it and by restore, and named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import datastates
+from datastates import Config, Corrupt, InvalidInput, Repository
+from datastates.content.envelope import wrap
+from datastates.store.local import LocalTier
+from datastates.testing.states import small
+from datastates.upkeep.checking import Limits, check_all
+from tests.support.effort import part
+
+QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    """Three durable states, which no memory holds any more; a frozen tensor of 6 MiB is stored once."""
+    frozen, weight = torch.arange(1_572_864.0), torch.zeros(300)
+    with datastates.open(tmp_path / "runs", config=QUIET) as first, first.track(frozen=frozen, weight=weight, rng=False) as run:
+        for _ in range(3):
+            weight += 1
+            run.capture().wait("durable")
+    with datastates.open(tmp_path / "runs", config=QUIET) as opened:
+        yield opened
+
+
+def path_of(repo: Repository, uid: str, kind: str) -> Path:
+    return repo.location.packs / f"{uid}.0.{kind}"
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def test_what_is_sound_is_read_once_and_found_sound(repo: Repository) -> None:
+    told: list[tuple[int, int]] = []
+    found = repo.verify(on_progress=lambda *each: told.append(each))
+    assert (found.states, found.damage, found.mark) == (3, (), None)
+    alone = sum(chunk.length for chunk in repo.core.tiers.durable.manifest(repo.state("main").uid).content.chunks)
+    assert alone < found.bytes < 2 * alone, "what they share was read once"
+    assert told[-1][0] == found.bytes
+
+
+def test_damage_of_what_states_share_is_named_for_each_of_them(repo: Repository) -> None:
+    uids = [state.uid for state in repo.log("main")]
+    newest = repo.core.tiers.durable.manifest(uids[0])
+    shared = next(ref for ref in newest.refs if newest.packs[ref.pack].name == f"{uids[-1]}.0.safetensors")
+    flip(path_of(repo, uids[-1], "safetensors"), shared.offset + 5)
+    found = repo.verify()
+    assert sorted(found.hurt) == sorted(uids)
+    assert {each.tensors for each in found.damage} == {("frozen",)}
+    assert all("fail their digest" in each.problem and each.chunk is not None for each in found.damage)
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut", "longer", "link", "fifo", "newer", "swapped"])
+def test_a_manifest_that_is_no_manifest_is_named(repo: Repository, kind: str) -> None:
+    uid, other = (state.uid for state in repo.log("main", limit=2))
+    path = path_of(repo, uid, "manifest")
+    data = path.read_bytes()
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(path_of(repo, other, "manifest"))
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind != "missing":
+        made = {"cut": data[:-3], "longer": data + b"x", "newer": wrap(2, b"?"), "swapped": path_of(repo, other, "manifest").read_bytes()}
+        path.write_bytes(made[kind])
+    (damage,) = repo.verify().damage
+    assert (damage.state, damage.chunk) == (uid, None)
+    with pytest.raises((Corrupt, datastates.Unavailable)):
+        repo.load(uid)
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut", "link", "fifo", "longer"])
+def test_a_pack_that_is_no_pack_is_named(repo: Repository, kind: str) -> None:
+    uid, other = (state.uid for state in repo.log("main", limit=2))
+    path = path_of(repo, uid, "safetensors")
+    data = path.read_bytes()
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(path_of(repo, other, "safetensors"))
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind != "missing":
+        path.write_bytes(data[:-1] if kind == "cut" else data + b"x")
+    found = repo.verify()
+    assert found.hurt == (uid,)
+    assert path.name in found.damage[0].problem
+    with pytest.raises(Corrupt):
+        repo.load(uid)
+
+
+def test_a_check_goes_on_where_it_was_ended(repo: Repository) -> None:
+    uids = sorted(state.uid for state in repo.log("main"))
+    seen, mark = [], None
+    for _ in range(3):
+        found = repo.verify(since=mark, limit_s=1e-9)
+        seen.append(found.states)
+        mark = found.mark
+    assert (seen, mark) == ([1, 1, 1], None)
+    assert repo.verify(since=uids[1]).states == 1
+    with pytest.raises(InvalidInput, match="leave out the state"):
+        repo.verify("main", since=uids[1])  # type: ignore[call-overload]  # what nobody should ask
+
+
+def test_a_state_that_nobody_was_told_of_is_checked_too(repo: Repository) -> None:
+    LocalTier(repo.location.packs).put(small("stranger", 1))
+    flip(repo.location.packs / "stranger.0.safetensors", 4096)
+    assert repo.verify().hurt == ("stranger",)
+
+
+def test_every_flip_in_a_small_pack_and_manifest_is_found_by_verify_and_by_restore(tmp_path: Path) -> None:
+    """All positions (in the gate a fifth of them); in the pack: header, its padding, chunks, the zeros behind them."""
+    weight = torch.arange(40.0)
+    with datastates.open(tmp_path / "runs", config=QUIET) as first, first.track(weight=weight, more=[1, "x"], rng=False) as run:
+        uid = run.capture(metrics={"loss": 0.5}).wait("durable").uid
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        for kind in ("safetensors", "manifest"):
+            path = path_of(repo, uid, kind)
+            size = path.stat().st_size
+            assert size < 32 << 10
+            missed = []
+            for at in part(range(size)):
+                flip(path, at, at % 8)
+                if not _is_found(repo, uid, tensor=kind == "safetensors"):
+                    missed.append(at)
+                flip(path, at, at % 8)
+            assert missed == [], kind
+        assert not repo.verify().damage
+
+
+def _is_found(repo: Repository, uid: str, *, tensor: bool) -> bool:
+    state = repo.state(uid)
+    try:
+        with repo.core.open_payload(state) as reader:
+            reader.gather(0, memoryview(bytearray(160)))
+    except Corrupt:
+        found = check_all(repo.core, Limits(threads=1))
+        return found.hurt == (uid,) and (not tensor or found.damage[0].tensors == ("weight",))
+    return False
