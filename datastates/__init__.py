@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from .objects.rng import RngState
     from .objects.sampler import PermutationSampler
     from .policy.cadence import Cadence
+    from .policy.checkfreq import CheckFreq
+    from .policy.contract import CadenceChoice
+    from .policy.improvement import OnImprovement
+    from .policy.mtbf import Daly, TwoLevel, Young
     from .repository import Repository, open
     from .tracking.guard import Guard, Rewind
     from .tracking.tracker import Tracker
@@ -61,13 +65,16 @@ __all__ = [
     "Ambiguous",
     "BackPressure",
     "Cadence",
+    "CadenceChoice",
     "Cancelled",
     "Capture",
+    "CheckFreq",
     "Cloned",
     "Closed",
     "Config",
     "Conflict",
     "Corrupt",
+    "Daly",
     "DatastatesError",
     "Dirty",
     "Disconnected",
@@ -78,6 +85,7 @@ __all__ = [
     "Module",
     "ModuleFailed",
     "NotFound",
+    "OnImprovement",
     "OverBudget",
     "Peer",
     "PeerFault",
@@ -98,9 +106,11 @@ __all__ = [
     "Torn",
     "Tracker",
     "Transfer",
+    "TwoLevel",
     "Unauthorized",
     "Unavailable",
     "Unsupported",
+    "Young",
     "__version__",
     "connect",
     "open",
@@ -110,13 +120,17 @@ __all__ = [
 _MODULES = {
     "BackPressure": "config",
     "Cadence": "policy.cadence",
+    "CadenceChoice": "policy.contract",
     "Capture": "capture.handle",
+    "CheckFreq": "policy.checkfreq",
     "Cloned": "clone.transfer",
     "Config": "config",
+    "Daly": "policy.mtbf",
     "Ensemble": "algebra.ensemble",
     "Guard": "tracking.guard",
     "Item": "modules.contract",
     "Module": "modules.contract",
+    "OnImprovement": "policy.improvement",
     "Peer": "clone.peer",
     "PermutationSampler": "objects.sampler",
     "Prediction": "algebra.ensemble",
@@ -133,6 +147,8 @@ _MODULES = {
     "Tls": "transport.contract",
     "Tracker": "tracking.tracker",
     "Transfer": "clone.transfer",
+    "TwoLevel": "policy.mtbf",
+    "Young": "policy.mtbf",
     "connect": "clone.peer",
     "open": "repository",
     "register_encoder": "content.encoding",

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from . import values
 from .errors import InvalidInput
 from .policy.cadence import INTERVAL_S, Cadence
+from .policy.contract import Policy
+from .policy.text import parse, policy
 
 __all__ = ["BackPressure", "Config", "Data", "data_plane", "parse_bytes"]
 
@@ -71,7 +73,8 @@ class Config:
     ``memory_bytes`` is the budget of the arena, staging and kept states together (plain values and manifests count), in bytes or as
     ``"2G"``; None keeps as many states as ``policy.keeping`` says, and takes a quarter of the memory that is available when the arena is
     made at most, for states that may not leave. ``durable_interval_s`` writes the newest state at most that often (None: never by
-    time), ``durable_every`` every so many captures; ``cadence`` is both as one value (``datastates.Cadence``), and given instead.
+    time), ``durable_every`` every so many captures; ``cadence`` is both as one value, or another policy (``datastates.Cadence``,
+    ``CheckFreq``, …, joined by ``|``; or as text), and given instead.
     ``direct_io`` None tries it and falls back. ``data`` is what carries the bytes of clones. ``on_step`` is called with a name after each
     durable step (see ``store.tiers.packs_in``), on the thread that took it: for tests and traces. ``modules`` are your own steps, which
     are called with every state that is captured or merged (``datastates.Module``). ``tiers`` are your own, nearest first
@@ -89,14 +92,15 @@ class Config:
     on_step: Callable[[str], None] | None = None
     modules: Sequence[Module] = ()
     tiers: Sequence[FurtherTier] = ()
-    cadence: Cadence | None = None
+    cadence: Policy | str | None = None
 
     def __post_init__(self) -> None:
         self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
         parts = Cadence(self.durable_every, self.durable_interval_s)
         self._set("durable_every", parts.every)
         self._set("durable_interval_s", parts.interval_s)
-        if _cadence(self.cadence) is not None and parts != Cadence():
+        self._set("cadence", _cadence(self.cadence))
+        if self.cadence is not None and parts != Cadence():
             raise InvalidInput(_TWICE)
         self._set("back_pressure", values.choice(self.back_pressure, BackPressure, "back_pressure"))
         self._set("data", data_plane(self.data))
@@ -109,26 +113,31 @@ class Config:
         self._set("tiers", _listed(self.tiers))
 
     def cadence_with(
-        self, cadence: Cadence | None = None, *, durable_every: int | None = None, durable_interval_s: float | None = None
-    ) -> Cadence:
-        """The cadence of a training that says so much of it; what it leaves out is as configured.
+        self, cadence: Policy | str | None = None, *, durable_every: int | None = None, durable_interval_s: float | None = None
+    ) -> Policy:
+        """The cadence of a training that says so much of it; what it leaves out is as configured. A configured policy that is no
+        ``Cadence`` is joined with it.
 
         :raises InvalidInput: it says it twice, or what cannot be.
         """
         whole = _cadence(cadence)
         if whole is not None and (durable_every is not None or durable_interval_s is not None):
             raise InvalidInput(_TWICE)
-        configured = self.cadence or Cadence(self.durable_every, self.durable_interval_s)
+        configured = _cadence(self.cadence) or Cadence(self.durable_every, self.durable_interval_s)
+        if whole is not None or (durable_every is None and durable_interval_s is None):
+            return whole or configured
+        if not isinstance(configured, Cadence):
+            return configured | Cadence(durable_every, durable_interval_s)
         every = configured.every if durable_every is None else durable_every
-        interval_s = configured.interval_s if durable_interval_s is None else durable_interval_s
-        return whole or Cadence(every, interval_s)
+        return replace(configured, every=every, interval_s=configured.interval_s if durable_interval_s is None else durable_interval_s)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """The defaults, changed by ``DATASTATES_MEMORY``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_BACK_PRESSURE``, ``_DATA``.
+        """The defaults, changed by ``DATASTATES_MEMORY``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``,
+        ``_DATA``.
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -150,10 +159,8 @@ class Config:
 _TWICE = "cadence is given, and durable_every or durable_interval_s, too: say it as one value, or by those"
 
 
-def _cadence(given: object) -> Cadence | None:
-    if not isinstance(given, Cadence | None):
-        raise InvalidInput(f"cadence is {values.shown(given)}: give a datastates.Cadence, such as Cadence(every=10)")
-    return given
+def _cadence(given: object) -> Policy | None:
+    return None if given is None else policy(given)
 
 
 def _listed(tiers: object) -> tuple[FurtherTier, ...]:
@@ -190,6 +197,7 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_MEMORY": lambda config, text: replace(config, memory_bytes=parse_bytes(text)),
     "DATASTATES_DURABLE_EVERY": lambda config, text: replace(config, durable_every=int(text)),
     "DATASTATES_DURABLE_INTERVAL": lambda config, text: replace(config, durable_interval_s=float(text)),
+    "DATASTATES_CADENCE": lambda config, text: replace(config, cadence=parse(text)),
     "DATASTATES_BACK_PRESSURE": lambda config, text: replace(config, back_pressure=BackPressure(text)),
     "DATASTATES_DATA": lambda config, text: replace(config, data=data_plane(text)),
 }

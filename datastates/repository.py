@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .clone.serving import Server
     from .lineage.show.branches import Branches
     from .lineage.show.comparison import Comparison
-    from .policy.cadence import Cadence
+    from .policy.contract import Policy
     from .transport.contract import Tls
     from .upkeep.checking import VerifyReport
     from .upkeep.gc import GcReport
@@ -129,7 +129,7 @@ class Repository:
         strict: bool = True,
         durable_every: int | None = None,
         durable_interval_s: float | None = None,
-        cadence: Cadence | None = None,
+        cadence: Policy | str | None = None,
         back_pressure: BackPressure | str | None = None,
         defer: bool = True,
         objects: Mapping[str, object] | None = None,
@@ -154,7 +154,7 @@ class Repository:
         :param strict: as in ``restore``.
         :param durable_every: make every so many captures durable; None: as configured.
         :param durable_interval_s: make the newest state durable at most this often; None: as configured.
-        :param cadence: both as one value, instead; it can say that nothing becomes durable by time.
+        :param cadence: both as one value, or another policy (``CheckFreq()``, joined by ``|`` with others), or its text, instead.
         :param back_pressure: what a capture does when memory is full: ``wait``, ``skip`` or ``drop-oldest``; None: as configured.
         :param defer: False copies everything before ``capture`` returns.
         :param objects: what is tracked besides, by name; here a name may be that of an argument, such as ``start``.

@@ -6,7 +6,22 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 
-__all__ = ["OURS", "Edge", "EdgeKind", "NewState", "Note", "Ref", "RefEvent", "RefKind", "Run", "State", "StateFacts", "Status", "Value"]
+__all__ = [
+    "DIED",
+    "OURS",
+    "Edge",
+    "EdgeKind",
+    "NewState",
+    "Note",
+    "Ref",
+    "RefEvent",
+    "RefKind",
+    "Run",
+    "State",
+    "StateFacts",
+    "Status",
+    "Value",
+]
 
 Value = str | int | float | bool | None
 """What an attribute may hold."""
@@ -54,6 +69,10 @@ class Edge:
 
 OURS = "datastates."
 """How the names begin of what a run's configuration says that nobody chose: which process it was, where its files were."""
+
+
+DIED = f"{OURS}died"
+"""True in the configuration of a process that ended without saying so, once somebody has found out."""
 
 
 @dataclass(frozen=True, slots=True)

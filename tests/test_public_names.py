@@ -11,6 +11,7 @@ import datastates
 from datastates import testing
 
 PUBLIC = {
+    *("CadenceChoice", "CheckFreq", "Daly", "OnImprovement", "TwoLevel", "Young"),
     *("Cadence", "Ensemble", "Guard", "Item", "Module", "ModuleFailed", "Prediction", "Rewind"),
     *("Ambiguous", "BackPressure", "Capture", "Closed", "Config", "Conflict", "Corrupt", "DatastatesError", "InvalidInput"),
     *("NotFound", "OverBudget", "PermutationSampler", "Ref", "RefEvent", "Repository", "RestoreReport", "Run", "State", "Status"),

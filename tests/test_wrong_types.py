@@ -158,7 +158,12 @@ CASES: dict[str, Callable[[World], Case]] = {
     "register_encoder": lambda w: Case(
         datastates.register_encoder, {"type": type(w.name(), (), {}), "name": w.name(), "encode": repr, "decode": repr}
     ),
-    "Cadence": lambda _: Case(datastates.Cadence, {"every": 3, "interval_s": 2.0}),
+    "Cadence": lambda _: Case(datastates.Cadence, {"every": 3, "interval_s": 2.0, "steps": 4}),
+    "CheckFreq": lambda _: Case(datastates.CheckFreq, {"overhead": 0.05}),
+    "OnImprovement": lambda _: Case(datastates.OnImprovement, {"metric": "loss", "is_rising": None}),
+    "Young": lambda _: Case(datastates.Young, {"mtbf_s": 3600.0, "is_observed": False}),
+    "Daly": lambda _: Case(datastates.Daly, {"mtbf_s": 3600.0, "is_observed": False, "is_first_order": True}),
+    "TwoLevel": lambda _: Case(datastates.TwoLevel, {"mtbf_s": 3600.0, "is_observed": False, "node_mtbf_s": 1e6}),
     "Config": lambda _: Case(
         Config,
         {
@@ -283,13 +288,17 @@ CASES: dict[str, Callable[[World], Case]] = {
 
 HANDED_OUT = {
     *("Cloned", "Prediction", "Ref", "RefEvent", "RestoreReport", "Rewind", "Run", "State", "Status", "BackPressure", "Tls", "Item"),
+    "CadenceChoice",
 }
 """Plain values that are read and not asked for anything."""
 
 OTHERWISE = {
     "Capture": "made by Tracker.capture",
-    "Cadence.is_due": "called by us",
-    "Cadence.next_due": "called by us",
+    **{
+        f"{policy}.{method}": "called by us"
+        for policy in ("Cadence", "CheckFreq", "Daly", "OnImprovement", "TwoLevel", "Young")
+        for method in ("bounds", "choose", "informed", "is_due", "next_due", "told")
+    },
     "Ensemble": "made by Repository.ensemble",
     "Ensemble.each": "takes what the user's module takes",
     "Guard": "made by Tracker.guard",

@@ -159,7 +159,7 @@ class Commits:
         self._register.refuse(staged, error)
 
     def _announce(self, captures: Sequence[Staged]) -> None:
-        self._post(*(Recorded(staged.progress.uid, staged.line.name, time.monotonic()) for staged in captures))
+        self._post(*(Recorded(staged.progress.uid, staged.line.name, time.monotonic(), staged.taken()) for staged in captures))
 
     # --- something was raised ----------------------------------------------------------------------------------------------------
 

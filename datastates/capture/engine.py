@@ -4,6 +4,7 @@ No thread, clock, file or database is touched here, so every rule is tested by c
 
 Rules:
 - A line is one tracker on one branch. Its newest recorded state is its head.
+- What its policy is asked with is ``pacing``'s; it is asked at each capture, when time went by, and when a write ended.
 - A state is *wanted* when it is to become durable: its cadence says so, a tag names it, somebody waits for it, or it is
   a head when the line closes. Wanted states are written one at a time, in the order in which they were wanted.
 - A state that was cloned from a peer is a line of its own whose head it is, until it leaves memory; at closing it is written
@@ -24,7 +25,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from datastates.config import BackPressure
-from datastates.policy.cadence import Cadence
+from datastates.policy.contract import CadenceChoice, Costs, Policy
+
+from .pacing import Pacing, Taken
 
 __all__ = [
     "Action",
@@ -35,6 +38,7 @@ __all__ = [
     "Evict",
     "GiveUp",
     "LineOpened",
+    "Paced",
     "Recorded",
     "RefsChanged",
     "Refuse",
@@ -53,12 +57,15 @@ RETRY_S = 5.0
 """How long a state that could not be written is not tried again only because room is needed."""
 
 
+_UNTOLD = Taken()
+
+
 @dataclass(frozen=True, slots=True)
 class LineOpened:
     """A tracker begins on a branch."""
 
     line: str
-    cadence: Cadence
+    cadence: Policy
     branch: str = ""
 
 
@@ -69,6 +76,7 @@ class Recorded:
     uid: str
     line: str
     now: float
+    taken: Taken = _UNTOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +103,11 @@ class RefsChanged:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A state is durable."""
+    """A state is durable; ``began`` and ``ended`` are when it was written, if that is to be learnt from."""
 
     uid: str
+    began: float | None = None
+    ended: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +180,26 @@ class Refuse:
     uids: tuple[str, ...]
 
 
-Action = Write | Evict | GiveUp | Refuse
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """What captures and writes of a line cost by now, and what its policy chose; ``has_changed``: it chose anew."""
+
+    line: str
+    costs: Costs
+    choice: CadenceChoice | None
+    has_changed: bool
+
+
+Action = Write | Evict | GiveUp | Refuse | Paced
 
 
 @dataclass(slots=True)
 class _Line:
     """``is_safe``: the last write of one of its states went well."""
 
-    cadence: Cadence
+    pacing: Pacing
     branch: str
     head: str | None = None
-    count: int = 0
-    last_write: float | None = None
     is_safe: bool = False
 
 
@@ -210,9 +228,9 @@ class Engine:
         """Take one event in; what is to be done now comes out."""
         match event:
             case LineOpened(line, cadence, branch):
-                self._lines[line] = _Line(cadence, branch)
-            case Recorded(uid, line, now):
-                self._on_recorded(uid, line, now)
+                self._lines[line] = _Line(Pacing(cadence), branch)
+            case Recorded():
+                self._on_recorded(event)
                 return [*self._next_write(), *self._drop_surplus()]
             case Adopted(uid):
                 self._on_adopted(uid)
@@ -225,15 +243,18 @@ class Engine:
                 self._tagged, self._branches = tagged, dict(branches)
                 for uid in tagged:
                     self._want(uid)
-            case Written(uid):
+            case Written(uid, began, ended):
                 self._on_write_ended(uid, failed_at=None)
+                if began is not None and ended is not None:
+                    paced = self._learn(uid, began, ended)
+                    return [*self._next_write(), *paced]
             case WriteFailed(uid, now):
                 self._on_write_ended(uid, failed_at=now)
             case RoomNeeded():
                 return [*self._make_room(event), *self._next_write()]
             case Tick(now):
                 for each in self._lines.values():
-                    self._want_if_due(each, each.head, None, now)
+                    self._want_if_due(each, now)
             case Closing(line_name):
                 self._on_closing(line_name)
         return self._next_write()
@@ -268,20 +289,21 @@ class Engine:
         due = [
             at
             for line in self._lines.values()
-            if line.head is not None and self._is_in_memory_only(line.head) and (at := line.cadence.next_due(line.last_write)) is not None
+            if line.head is not None and self._is_in_memory_only(line.head) and (at := self._next_due(line)) is not None
         ]
         return min(due, default=None)
 
-    def _on_recorded(self, uid: str, line_name: str, now: float) -> None:
+    def _on_recorded(self, event: Recorded) -> None:
+        uid = event.uid
         if uid in self._entries:
             return  # it was told twice
-        line = self._lines[line_name]
-        self._entries[uid] = _Entry(line_name)
+        line = self._lines[event.line]
+        self._entries[uid] = _Entry(event.line)
         line.head = uid
-        line.count += 1
         if line.branch in self._branches:
             self._branches[line.branch] = uid  # what it named before is free to go now, not when somebody looks at the refs
-        self._want_if_due(line, uid, line.count - 1, now)
+        if line.pacing.is_due_at_capture(event.taken, event.now, is_writing=self._is_writing):
+            self._want(uid)
         if uid in self._asked:
             self._asked.remove(uid)
             self._want(uid)
@@ -312,12 +334,31 @@ class Engine:
     def _heads(self) -> set[str | None]:
         return {*(line.head for line in self._lines.values()), *self._adopted}
 
-    def _want_if_due(self, line: _Line, uid: str | None, index: int | None, now: float) -> None:
-        if uid is None or not self._is_in_memory_only(uid):
-            return
-        if line.cadence.is_due(index=index, now=now, last_write=line.last_write, is_newest=uid == line.head):
-            line.last_write = now
-            self._want(uid)
+    def _learn(self, uid: str, began: float, ended: float) -> list[Action]:
+        """What a write cost the trainings that went on meanwhile; states that are due now that it has ended are wanted."""
+        entry = self._entries.get(uid)
+        own = None if entry is None else entry.line
+        paced: list[Action] = []
+        for name, line in self._lines.items():
+            has_changed = line.pacing.wrote(began, ended, is_own=name == own)
+            if name == own and line.pacing.costs is not None:
+                paced.append(Paced(name, line.pacing.costs, line.pacing.choice, has_changed))
+            if line.pacing.policy.is_computed:
+                self._want_if_due(line, ended)
+        return paced
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._writing is not None or bool(self._queue)
+
+    def _want_if_due(self, line: _Line, now: float) -> None:
+        """Time went by, or a write ended."""
+        head = line.head
+        if head is not None and self._is_in_memory_only(head) and line.pacing.is_due_now(now, is_writing=self._is_writing):
+            self._want(head)
+
+    def _next_due(self, line: _Line) -> float | None:
+        return line.pacing.next_due(is_writing=self._is_writing)
 
     def _is_in_memory_only(self, uid: str) -> bool:
         entry = self._entries.get(uid)
@@ -400,7 +441,7 @@ class Engine:
                 self._want(uid)
                 written_of = self._lines.get(self._entries[uid].line)
                 if written_of is not None:
-                    written_of.last_write = event.now
+                    written_of.pacing.last_write = event.now
                 return []
         return [Refuse(tuple(kept))] if kept else []
 
@@ -410,5 +451,5 @@ class Engine:
             return False
         if any(uid == head and branch != line.branch for branch, uid in self._branches.items()):
             return False
-        due = line.cadence.next_due(line.last_write)
+        due = self._next_due(line)
         return due is None or now < due

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from datastates.config import BackPressure
 from datastates.lineage.states import NewState, Run, State
-from datastates.policy.cadence import Cadence
+from datastates.policy.contract import Policy
 
 from .commit import Coming
 from .line import Line, Staged
@@ -47,7 +47,7 @@ class Slots(Protocol):
 class Capturing(Protocol):
     """What a tracker needs. Any thread may call ``hurry`` and ``close_line``; the others belong to the training thread."""
 
-    def open_line(self, line: Line, cadence: Cadence, size_bytes: int) -> None:
+    def open_line(self, line: Line, cadence: Policy, size_bytes: int) -> None:
         """A tracker begins, whose states take about so many bytes: memory for them is made warm meanwhile."""
 
     def begin_run(self, run: Run) -> None:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from datastates.content.manifest import Manifest
 from datastates.lineage.states import Run, StateFacts
 from datastates.modules.work import Work
+from datastates.policy.contract import CadenceChoice, Costs
 
 from .edits import Edits
 from .handle import Progress
+from .pacing import Taken
 from .plan import Layout
 from .stage import CopyJob
 from .uids import Drawn, Uids
@@ -28,7 +30,8 @@ class Line:
     ``has_placed`` says whether ``base`` is a capture of this line: another state, wherever it came from, may hold other bytes under the
     same digests. ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them
     writes first the other's first write refers to. ``run`` is the training in the
-    lineage. ``uids`` say what its captures are called. Owned by the engine thread while captures
+    lineage. ``uids`` say what its captures are called. ``costs`` are those of its captures and writes as far as they were measured,
+    ``choice`` what its policy made of them. Owned by the engine thread while captures
     are in flight.
     """
 
@@ -42,6 +45,8 @@ class Line:
     edits: Edits = field(default_factory=Edits, repr=False)
     kin: Line | None = field(default=None, repr=False)
     uids: Uids = field(default_factory=Drawn, repr=False)
+    costs: Costs | None = field(default=None, repr=False)
+    choice: CadenceChoice | None = field(default=None, repr=False)
 
     def related(self) -> Manifest | None:
         """A manifest on disk that shares as much as is known."""
@@ -62,7 +67,8 @@ class Line:
 class Staged:
     """A capture on its way: what is known of it before its bytes are digested, and ``work``, what the engine's steps made of it.
 
-    What memory has under its uid is this capture's once there is ``work``.
+    What memory has under its uid is this capture's once there is ``work``. ``taken_at`` is when it was begun, ``held_s`` how long the one
+    before it held the training.
     """
 
     line: Line
@@ -72,6 +78,12 @@ class Staged:
     facts: StateFacts
     job: CopyJob | None = field(default=None, repr=False)
     work: Work | None = field(default=None, repr=False)
+    taken_at: float | None = None
+    held_s: float | None = None
+
+    def taken(self) -> Taken:
+        """What its training's policy is asked with."""
+        return Taken(self.taken_at, self.held_s, self.facts.step, self.facts.metrics)
 
     @property
     def held_bytes(self) -> int:

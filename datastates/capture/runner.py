@@ -27,7 +27,7 @@ from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.states import NewState, RefKind, Run, State
 from datastates.modules.copies import Copies
 from datastates.modules.own import Own
-from datastates.policy.cadence import Cadence
+from datastates.policy.contract import Policy
 from datastates.store.arena import Arena
 from datastates.store.roles import CaptureTier, DurableTier
 from datastates.store.tier import Tier
@@ -45,6 +45,7 @@ from .engine import (
     Evict,
     GiveUp,
     LineOpened,
+    Paced,
     RefsChanged,
     Tick,
     Wanted,
@@ -53,6 +54,7 @@ from .engine import (
     Written,
 )
 from .line import Line, Staged
+from .paces import Paces
 from .pipeline import Pipeline
 from .register import Books, Locked, Register
 from .room import Questions, Room
@@ -94,6 +96,7 @@ class Runner:
         self._database, self._config, self._beat = books.database, config, beat
         self._lock, self._changed = Mutex(), Bell()
         self._engine = Engine(most_held=min(MOST_HELD, max(arena.capacity, _LEAST_HELD)))
+        self._paces = Paces(books.database)
         self._own = Own(config.modules, memory, self._changed.ring)
         self._copies = Copies(local, further, books.database, self._changed.ring)
         locked = Locked(self._engine, self._lock, self._changed)
@@ -129,9 +132,10 @@ class Runner:
 
     # --- the training thread -------------------------------------------------------------------------------------------
 
-    def open_line(self, line: Line, cadence: Cadence, size_bytes: int) -> None:
+    def open_line(self, line: Line, cadence: Policy, size_bytes: int) -> None:
         """Begin a tracker; memory for captures of about this size is made warm meanwhile."""
         self._room.expect(line, size_bytes)
+        self._paces.begin(line)
         self._post(LineOpened(line.name, cadence, line.branch))
 
     def begin_run(self, run: Run) -> None:
@@ -142,6 +146,7 @@ class Runner:
         """A tracker ends: its head becomes durable (``drain`` waits for it)."""
         self.flush()
         self._post(Closing(line.name))
+        self._paces.end(line)
         self._warmer.forget(line.name)
 
     def acquire(
@@ -387,6 +392,7 @@ class Runner:
         try:
             self._register.journal.settle()
             self._look_at_refs()
+            self._paces.note()
         except Exception as error:  # whatever the database says, the captures go on; it is said once
             if self._look_failed != repr(error):
                 _logger.exception("looking for refs that others made failed; it is tried again")
@@ -417,6 +423,7 @@ class Runner:
 
     def _run_writer(self) -> None:
         while (uid := self._writes.get()) is not None:
+            began = time.monotonic()
             try:
                 self._pipeline.write(uid)
             except BaseException as exc:  # whatever it is, the handle raises it, and the thread goes on
@@ -425,7 +432,7 @@ class Runner:
                     self._register.fail_write(uid, exc)
                     self._post(WriteFailed(uid, time.monotonic()))
             else:
-                self._post(Written(uid))
+                self._post(Written(uid, began, time.monotonic()))
 
     def _on_marked(self) -> None:
         if self._config.on_step is not None:
@@ -441,6 +448,7 @@ class Runner:
                 for action in actions:
                     self._act(action)
                 done += actions
+        self._paces.say()
         self._changed.ring()
         return done
 
@@ -450,6 +458,8 @@ class Runner:
                 self._writes.put(uid)
             case Evict(uids, until):
                 self._evict(uids, until)
+            case Paced():
+                self._paces.take(action)
             case GiveUp(uids):
                 self._register.give_up(uids, "state {uid} gave way to newer ones before it was written (back_pressure='drop-oldest')")
 

@@ -1,10 +1,13 @@
-"""Deciding when a recorded state is written to disk: a pure function of counts and times."""
+"""Deciding when a recorded state is written to disk, by counts and times that somebody gave."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from datastates import values
+
+from .contract import CadenceChoice, Moment, Policy
+from .spelling import plain
 
 __all__ = ["INTERVAL_S", "Cadence"]
 
@@ -13,12 +16,12 @@ INTERVAL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Cadence:
+class Cadence(Policy):
     """Which captures become durable by themselves; tagged states and branch heads at exit always do.
 
-    ``every`` counts captures (1: each of them), ``interval_s`` is the least time between two writes of the newest
-    state. Both may be None; then only tags, the exit and ``capture.wait("durable")`` make states durable. Give one to
-    ``Config`` or ``Repository.track`` as ``cadence``, or its parts as ``durable_every`` and ``durable_interval_s``.
+    ``every`` counts captures (1: each of them), ``interval_s`` is the least time between two writes of the newest state, ``steps`` the
+    least number of the optimizers' steps. All may be None; then only tags, the exit and ``capture.wait("durable")`` make states durable.
+    Give one to ``Config`` or ``Repository.track`` as ``cadence``, alone or joined by ``|`` with others.
 
         repo.track(model=model, cadence=datastates.Cadence(every=10, interval_s=None))
 
@@ -27,29 +30,55 @@ class Cadence:
 
     every: int | None = None
     interval_s: float | None = INTERVAL_S
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.every is not None:
             object.__setattr__(self, "every", values.integer(self.every, "durable_every, which counts captures,", least=1))
         if self.interval_s is not None:
             object.__setattr__(self, "interval_s", values.seconds(self.interval_s, "durable_interval_s"))
+        if self.steps is not None:
+            object.__setattr__(self, "steps", values.integer(self.steps, "steps", least=1))
 
-    def is_due(self, *, index: int | None, now: float, last_write: float | None, is_newest: bool) -> bool:
-        """Whether a state of a branch is to be written now.
-
-        :param index: which capture of the branch it is, from 0; None when no capture came, and only time went by.
-        :param now: the time.
-        :param last_write: when a write last began on this branch, on the same clock; None: never.
-        :param is_newest: whether it is the newest state of the branch.
-        """
-        if self.every is not None and index is not None and index % self.every == 0:
-            return True
-        if self.interval_s is None or not is_newest:
+    def is_due(self, moment: Moment, /) -> bool:
+        """See ``Policy``."""
+        if moment.index is not None:
+            if self.every is not None and moment.index % self.every == 0:
+                return True
+            if self.steps is not None and (moment.last_step is None or not 0 <= moment.step - moment.last_step < self.steps):
+                return True
+        if self.interval_s is None or not moment.is_newest:
             return False
-        return last_write is None or now - last_write >= self.interval_s
+        return moment.last_write is None or moment.now - moment.last_write >= self.interval_s
 
-    def next_due(self, last_write: float | None) -> float | None:
-        """The time at which the newest state is next due; None: never, or at the next capture."""
-        if self.interval_s is None or last_write is None:
+    def next_due(self, moment: Moment, /) -> float | None:
+        """See ``Policy``."""
+        if self.interval_s is None or moment.last_write is None:
             return None
-        return last_write + self.interval_s
+        return moment.last_write + self.interval_s
+
+    def told(self) -> CadenceChoice:
+        """See ``Policy``."""
+        return CadenceChoice(str(self), f"{self._said()}, as it was told", every=self.every, interval_s=self.interval_s)
+
+    def _said(self) -> str:
+        parts = [
+            None if self.every is None else "each capture" if self.every == 1 else f"every {self.every} captures",
+            None if self.steps is None else f"a state every {self.steps} steps",
+            None if self.interval_s is None else f"the newest state every {plain(self.interval_s)} s",
+        ]
+        found = [part for part in parts if part is not None]
+        return " and ".join(found) if found else "nothing by itself"
+
+    def __or__(self, other: object) -> Policy:
+        """Writes what either of them would write. Two that say different things are one that says both."""
+        if isinstance(other, Cadence):
+            pairs = [(self.every, other.every), (self.interval_s, other.interval_s), (self.steps, other.steps)]
+            if all(None in pair or pair[0] == pair[1] for pair in pairs):
+                every, interval_s, steps = (mine if mine is not None else theirs for mine, theirs in pairs)
+                return Cadence(every, interval_s, steps)  # type: ignore[arg-type]  # they keep their order
+        return Policy.__or__(self, other)
+
+    def __str__(self) -> str:
+        parts = [("every", self.every), ("steps", self.steps), ("seconds", self.interval_s)]
+        return "|".join(f"{name}:{plain(value)}" for name, value in parts if value is not None) or "never"

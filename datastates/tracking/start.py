@@ -13,11 +13,13 @@ from datastates.capture.shutdown import settle
 from datastates.config import BackPressure
 from datastates.errors import InvalidInput
 from datastates.lineage.change import refs
+from datastates.lineage.show.failures import failures
 from datastates.lineage.states import Value
 from datastates.objects.loops import LOOPS
 from datastates.objects.rng import RngState
 from datastates.opening.core import Core
-from datastates.policy.cadence import Cadence
+from datastates.policy.contract import Policy
+from datastates.policy.mtbf import mtbf_of
 from datastates.system.interrupts import undisturbed
 
 from .outset import check_origin, origin_of, set_out
@@ -39,7 +41,7 @@ class Terms:
     strict: bool
     gradients: bool
     defer: bool
-    cadence: Cadence
+    cadence: Policy
     back_pressure: BackPressure
     config: Mapping[str, Value]
 
@@ -64,7 +66,7 @@ def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: 
 
 def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], terms: Terms) -> Tracker:
     """Captures of these objects from now on; see ``Repository.track``."""
-    branch, start = terms.branch, terms.start
+    branch, start, cadence = terms.branch, terms.start, _informed(core, terms.cadence)
     settle()
     take_over(core, branch, partial(check_origin, core, branch, start, resume=terms.resume))
     with undisturbed():
@@ -72,9 +74,7 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
         begin = origin.state
         only = None if origin.is_beyond and start is not None else terms.only  # of its start; what the fork captured is all its own
         line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
-        training = Training(
-            core, line=line, objects=objects, values=plain, cadence=terms.cadence, gradients=terms.gradients, config=terms.config
-        )
+        training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, gradients=terms.gradients, config=terms.config)
         try:
             if begin is not None:
                 set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond)
@@ -91,3 +91,12 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
         core.trainings.add(training)
         enter(training)
         return Tracker(training, back_pressure=terms.back_pressure, is_deferring=terms.defer)
+
+
+def _informed(core: Core, cadence: Policy) -> Policy:
+    """The cadence, told how often processes of this repository died, if it asks."""
+    if not cadence.asks_mtbf:
+        return cadence
+    with core.database.read() as session:
+        found = failures(session)
+    return cadence.informed(mtbf_of(found.ran_s, found.died))

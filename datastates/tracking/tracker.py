@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from datastates.lineage.states import State, StateFacts, Value
 from datastates.objects import dirty
 from datastates.objects.loops import LOOPS
 from datastates.objects.restore import RestoreReport
+from datastates.policy.contract import CadenceChoice
 from datastates.system.interrupts import undisturbed
 
 from .training import Training
@@ -97,6 +99,11 @@ class Tracker:
     def config(self) -> dict[str, Value]:
         """The configuration that was given, by flat names such as ``optimizer.lr``."""
         return self._training.run.chosen
+
+    @property
+    def cadence(self) -> CadenceChoice:
+        """How often states of this training become durable by themselves, and why; see ``CadenceChoice``."""
+        return self._training.line.choice or self._training.policy.told()
 
     @property
     def resumed_from(self) -> State | None:
@@ -189,7 +196,7 @@ class Tracker:
     def _capture(
         self, metrics: Mapping[str, SupportsFloat] | None, step: int | None, message: str | None, attributes: Mapping[str, Value] | None
     ) -> Capture:
-        training = self._training
+        began, training = time.monotonic(), self._training
         training.check_usable()
         noted = _Noted.of(metrics, attributes, message)
         self.micro_step = checks.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
@@ -229,6 +236,8 @@ class Tracker:
                     message=noted.message,
                     created_at=datetime.now(UTC),
                 ),
+                taken_at=began,
+                held_s=training.held_s,
             )
             job = staged.job = CopyJob(plan, slots, on_done=lambda _: None)
         except BaseException:
@@ -239,7 +248,7 @@ class Tracker:
         finally:
             if not job.is_copied.is_set():
                 training.pending.job = job
-        training.newest = handle.uid
+        training.newest, training.held_s = handle.uid, time.monotonic() - began
         return handle
 
     def fence(self) -> None:

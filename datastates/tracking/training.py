@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from datastates.capture.fence import Fence, Pending
 from datastates.capture.line import Line
+from datastates.capture.paces import facts_of
 from datastates.capture.plan import CopyPlan, compile_plan
 from datastates.capture.shutdown import end_later
 from datastates.content.tree import Flat, flatten
@@ -26,7 +27,7 @@ from datastates.objects.oversights import Oversights
 from datastates.objects.report import RestoreReport
 from datastates.opening.core import Core
 from datastates.opening.environment import describe_training
-from datastates.policy.cadence import Cadence
+from datastates.policy.contract import Policy
 from datastates.system.interrupts import undisturbed
 from datastates.upkeep.loading import restore
 
@@ -44,7 +45,8 @@ class Training:
     """One training, from ``Repository.track`` to ``close``. Everything belongs to the training thread.
 
     ``run`` is its record in the lineage. ``newest`` is the uid of the newest capture, recorded or not, or of the state that was put back.
-    ``is_driven``: ``Tracker.steps`` counts the steps. ``is_resumed``: its branch was there before.
+    ``is_driven``: ``Tracker.steps`` counts the steps. ``is_resumed``: its branch was there before. ``held_s``: so long the newest capture
+    held the training.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Training:
         line: Line,
         objects: Mapping[str, object],
         values: dict[str, object],
-        cadence: Cadence,
+        cadence: Policy,
         gradients: bool,
         config: Mapping[str, Value],
     ) -> None:
@@ -70,6 +72,8 @@ class Training:
         self.is_driven = self.is_resumed = False
         self.loops = Loops(partial(_found, self.objects))  # and not what knows this training: it would outlive its last name
         self.step = self.micro_step = 0
+        self.policy = cadence
+        self.held_s: float | None = None
         self.resumed_from: State | None = None
         self.report: RestoreReport | None = None
         self._plan: CopyPlan | None = None
@@ -214,6 +218,7 @@ class Training:
         self.core.drain()
         if not self.core.database.is_closed:  # the repository may have been closed after an interrupt of this
             with suppress(Unavailable, NotFound), self.core.database.write() as session:  # its process finishes it at the latest
+                runs.note(session, self.run.uid, facts_of(self.line))
                 runs.finish(session, self.run.uid)
         self._is_ended = True  # an interrupt before this: the next call goes on
         self._finalizer.detach()

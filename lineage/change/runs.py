@@ -18,7 +18,7 @@ from datastates.lineage.lookup import id_of, states
 from datastates.lineage.schema import CloneRow, PartRow, RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
 from datastates.lineage.search.holders import holder
 from datastates.lineage.search.walk import nearest_restorable
-from datastates.lineage.states import OURS, RefKind, Run, Status, Value
+from datastates.lineage.states import DIED, OURS, RefKind, Run, Status, Value
 from datastates.system import masking
 
 from . import segments
@@ -29,7 +29,20 @@ from .replicas import unheld
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Recovered", "branches_of", "by_ids", "counted", "finish", "get", "in_memory", "listing", "recover", "start", "unfinished"]
+__all__ = [
+    "Recovered",
+    "branches_of",
+    "by_ids",
+    "counted",
+    "finish",
+    "get",
+    "in_memory",
+    "listing",
+    "note",
+    "recover",
+    "start",
+    "unfinished",
+]
 
 _run, _state, _replica, _ref, _clone, _part = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow, PartRow))
 _OURS = _run.c.is_carried.is_(None)
@@ -91,6 +104,13 @@ def finish(session: Session, uid: str, finished_at: datetime | None = None, *, v
     lost = drop_waiting(session, uids, tiers=volatile) if volatile else []
     _finish(session, uids, finished_at)
     return lost
+
+
+def note(session: Session, uid: str, facts: Mapping[str, Value]) -> None:
+    """Add to what a run's record says that nobody chose; each name begins with ``OURS``. No run, nothing to add to."""
+    found = session.execute(select(_run.c.config).where(_run.c.uid == uid).with_for_update()).scalar()
+    if found is not None and facts:
+        session.execute(update(_run).where(_run.c.uid == uid).values(config={**found, **facts}))
 
 
 def get(session: Session, uid: str) -> Run:
@@ -157,10 +177,12 @@ def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str])
     """Settle what runs left behind whose process died, and with it what was in its ``volatile`` tiers.
 
     States that wait for parts of others beside those of such a run are removed. States that nobody else holds, or of which a part is not
-    held any more, become ``lost``; their runs finish now. Then each branch, of any run, whose
+    held any more, become ``lost``; their runs finish now, and say that they died. Then each branch, of any run, whose
     head's bytes are gone moves back to its newest restorable first parent; a branch that has none is deleted, and its
     reflog says where it was: a name that nothing can be restored from would only keep the next run from beginning.
     """
+    for uid in sorted(set(dead)):
+        note(session, uid, {DIED: True})
     uids = _with_trainings(session, sorted(set(dead)))
     drop_waiting(session, uids)
     _lose(session, uids, volatile)

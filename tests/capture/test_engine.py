@@ -30,6 +30,7 @@ from datastates.capture.engine import (
 from datastates.config import BackPressure
 from datastates.errors import InvalidInput
 from datastates.policy.cadence import Cadence
+from datastates.policy.contract import Moment
 from tests.support.effort import examples
 
 NEVER = Cadence(every=None, interval_s=None)
@@ -336,14 +337,14 @@ def test_a_cadence_refuses_what_makes_no_sense() -> None:
 
 def test_a_cadence_is_due_by_count_or_by_time() -> None:
     cadence = Cadence(every=3, interval_s=10.0)
-    assert [index for index in range(7) if cadence.is_due(index=index, now=0.0, last_write=0.0, is_newest=True)] == [0, 3, 6]
-    assert cadence.is_due(index=1, now=10.0, last_write=0.0, is_newest=True)
-    assert not cadence.is_due(index=1, now=99.0, last_write=0.0, is_newest=False)
-    assert not cadence.is_due(index=None, now=1.0, last_write=0.0, is_newest=True), "no capture came, so none is counted"
-    assert cadence.is_due(index=None, now=10.0, last_write=0.0, is_newest=True)
-    assert cadence.next_due(4.0) == 14.0
-    assert cadence.next_due(None) is None
-    assert Cadence(every=1, interval_s=None).next_due(4.0) is None
+    assert [index for index in range(7) if cadence.is_due(Moment(0.0, index, last_write=0.0))] == [0, 3, 6]
+    assert cadence.is_due(Moment(10.0, 1, last_write=0.0))
+    assert not cadence.is_due(Moment(99.0, 1, last_write=0.0, is_newest=False))
+    assert not cadence.is_due(Moment(1.0, None, last_write=0.0)), "no capture came, so none is counted"
+    assert cadence.is_due(Moment(10.0, None, last_write=0.0))
+    assert cadence.next_due(Moment(5.0, last_write=4.0)) == 14.0
+    assert cadence.next_due(Moment(5.0)) is None
+    assert Cadence(every=1, interval_s=None).next_due(Moment(5.0, last_write=4.0)) is None
 
 
 # --- any sequence of events ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+"""What policies of lines chose, told to whoever asks: the training, the log, the lineage."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+
+from datastates.lineage.change import runs
+from datastates.lineage.database import Database
+from datastates.lineage.states import Value
+from datastates.policy.history import noted
+from datastates.system.interrupts import undisturbed
+
+from .engine import Paced
+from .line import Line
+
+__all__ = ["Paces", "facts_of"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Paces:
+    """``take`` runs under the runner's lock, ``say`` and ``note`` without it; ``begin`` and ``end`` belong to the training thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lines: dict[str, Line] = {}
+        self._unsaid: deque[tuple[Line, str]] = deque()
+        self._unnoted: dict[str, Line] = {}
+
+    def begin(self, line: Line) -> None:
+        """A training begins."""
+        self._lines[line.name] = line
+
+    def end(self, line: Line) -> None:
+        """A training ends: whoever finishes its run notes the last of it."""
+        self._lines.pop(line.name, None)
+
+    def take(self, paced: Paced) -> None:
+        """What a line's writes cost is known anew, or its policy chose."""
+        line = self._lines.get(paced.line)
+        if line is None:
+            return
+        is_first = line.costs is None
+        line.costs, line.choice = paced.costs, paced.choice
+        if paced.has_changed and paced.choice is not None:
+            self._unsaid.append((line, paced.choice.why))
+        if is_first or paced.has_changed:
+            self._unnoted[line.name] = line
+
+    def say(self) -> None:
+        """One line of the log for each choice."""
+        while self._unsaid:
+            line, why = self._unsaid.popleft()
+            with undisturbed():  # the locks of logging can be left taken
+                _logger.info("branch %s: states become durable %s", line.branch, why)
+
+    def note(self) -> None:
+        """Tell the lineage what was chosen since, and at what costs; what it does not take now is told later.
+
+        :raises Unavailable: the database does not answer.
+        """
+        while self._unnoted:
+            name, line = next(iter(self._unnoted.items()))
+            if line.run is not None:
+                with self._database.write() as session:
+                    runs.note(session, line.run.uid, facts_of(line))
+            self._unnoted.pop(name, None)
+
+
+def facts_of(line: Line) -> Mapping[str, Value]:
+    """What is recorded of a line's pace with its run."""
+    return {} if line.costs is None else noted(line.costs, line.choice)

@@ -1,0 +1,101 @@
+"""What the engine knows of the pace of one line: its captures, its writes and what they cost, as facts to ask a policy with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from datastates.policy.contract import CadenceChoice, Costs, Moment, Policy
+from datastates.policy.measures import Measures
+
+__all__ = ["Pacing", "Taken"]
+
+_NOTHING: Mapping[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A capture, as its training saw it: ``at`` the clock when it was begun, ``held_s`` how long the one before it held the training."""
+
+    at: float | None = None
+    held_s: float | None = None
+    step: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Pacing:
+    """Belongs to a line of the engine. ``idle`` captures were made since its last write ended."""
+
+    policy: Policy
+    count: int = 0
+    idle: int = 0
+    last_write: float | None = None
+    choice: CadenceChoice | None = None
+    costs: Costs | None = None
+    _last_index: int | None = None
+    _last_step: int | None = None
+    _step: int = 0
+    _extremes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _measures: Measures = field(default_factory=Measures)
+
+    def is_due_at_capture(self, taken: Taken, now: float, *, is_writing: bool) -> bool:
+        """Whether a capture that was just recorded, and is the newest, is to be written; it is counted."""
+        self.count += 1
+        self.idle += 1
+        self._step = taken.step
+        if taken.at is not None:
+            self._measures.captured(taken.at, taken.held_s)
+        is_due = self.policy.is_due(self._moment(now, index=self.count - 1, metrics=taken.metrics, is_writing=is_writing))
+        for key, value in taken.metrics.items():
+            if value == value:  # not NaN
+                least, greatest = self._extremes.get(key, (value, value))
+                self._extremes[key] = min(least, value), max(greatest, value)
+        if is_due:
+            self.picked(now)
+        return is_due
+
+    def is_due_now(self, now: float, *, is_writing: bool) -> bool:
+        """Whether the newest capture is to be written, as time went by or a write ended."""
+        is_due = self.policy.is_due(self._moment(now, is_writing=is_writing))
+        if is_due:
+            self.picked(now)
+        return is_due
+
+    def picked(self, now: float) -> None:
+        """The newest capture is to be written, whoever said so."""
+        self.last_write, self._last_index, self._last_step = now, self.count - 1, self._step
+
+    def next_due(self, *, is_writing: bool) -> float | None:
+        """The time at which the newest capture is due by itself; None: never, or at the next one."""
+        return self.policy.next_due(self._moment(0.0, is_writing=is_writing))
+
+    def wrote(self, began: float, ended: float, *, is_own: bool) -> bool:
+        """A state was written, by this line or another of the process; whether something else was chosen since."""
+        self._measures.wrote(began, ended, is_own=is_own)
+        if not is_own:
+            return False
+        self.idle = 0
+        self.costs = self._measures.costs()
+        if self.costs is None:
+            return False
+        chosen = self.policy.choose(self.costs, self.choice)
+        has_changed = chosen is not self.choice
+        self.choice = chosen
+        return has_changed
+
+    def _moment(self, now: float, *, index: int | None = None, metrics: Mapping[str, float] = _NOTHING, is_writing: bool) -> Moment:
+        return Moment(
+            now=now,
+            index=index,
+            last_write=self.last_write,
+            step=self._step,
+            last_index=self._last_index,
+            last_step=self._last_step,
+            metrics=metrics,
+            extremes=self._extremes,
+            count=self.count,
+            idle=self.idle,
+            is_writing=is_writing,
+            choice=self.choice,
+        )

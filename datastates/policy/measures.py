@@ -1,0 +1,118 @@
+"""What captures and writes of a training cost, learnt from when they happened: arithmetic on times that others read.
+
+A write goes on beside the training, so how long it takes is not what it costs. What it costs is by how much longer the intervals between
+captures are while it goes on: each interval is set against the seconds of it that overlap with a write, and a line is laid through them
+(least squares). Where it begins is the interval without a write; its slope is how many seconds of training a second of writing costs.
+
+Rules:
+- The first ``WARM_UP`` intervals of a training are left out.
+- An interval that is far longer than others (an evaluation, a night in suspense) counts as ``_FAR`` times as long as they, and one that
+  lies far off the line as ``_FAR`` deviations off it.
+- The slope is taken one standard error lower, and not below 0: what cannot be told from noise is no cost. More writes, less noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from .contract import Costs
+
+__all__ = ["LEAST_CAPTURES", "LEAST_WRITES", "WARM_UP", "Measures"]
+
+WARM_UP = 4
+"""The first intervals of a training, which compile, fill caches and touch memory."""
+
+LEAST_CAPTURES = 16
+"""Fewer intervals say nothing."""
+
+LEAST_WRITES = 3
+"""Fewer writes say nothing."""
+
+_KEPT = 128
+"""So many intervals of each kind are looked at, the newest ones."""
+
+_FAR = 10.0
+_NORMAL = 1.4826
+"""The deviation of a normal distribution, in median absolute deviations."""
+
+
+class Measures:
+    """Takes in the times of captures and writes of one training, on one clock, in the order in which each of both came."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._skipped = self._captures = self._writes = 0
+        self._waiting: deque[tuple[float, float]] = deque(maxlen=4 * _KEPT)
+        self._quiet: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._beside: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._held: deque[float] = deque(maxlen=_KEPT)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=2 * _KEPT)
+        self._durations: deque[float] = deque(maxlen=8)
+
+    def captured(self, at: float, held_s: float | None = None) -> None:
+        """A capture was begun; ``held_s``: so long the one before it held the training."""
+        if self._last is not None and at > self._last:
+            if self._skipped < WARM_UP:
+                self._skipped += 1
+            else:
+                self._waiting.append((self._last, at))
+        if held_s is not None and self._last is not None:
+            self._held.append(held_s)
+        self._last = at
+
+    def wrote(self, began: float, ended: float, *, is_own: bool = True) -> None:
+        """A state was written; ``is_own``: one of this training, and not of another in this process."""
+        self._recent.append((began, ended))
+        if is_own:
+            self._writes += 1
+            self._durations.append(ended - began)
+        while self._waiting and self._waiting[0][1] <= ended:
+            begin, end = self._waiting.popleft()
+            overlap = sum(max(0.0, min(end, last) - max(begin, first)) for first, last in self._recent if last > begin)
+            (self._beside if overlap > 0 else self._quiet).append((end - begin, overlap))
+            self._captures += 1
+
+    def costs(self) -> Costs | None:
+        """What is known so far; None: too little."""
+        if self._captures < LEAST_CAPTURES or self._writes < LEAST_WRITES or not self._beside:
+            return None
+        base, slope = fit([*self._quiet, *self._beside])
+        write_s = median(self._durations)
+        held_s = median(self._held) if self._held else 0.0
+        return Costs(base, write_s, slope * write_s, held_s, self._captures, self._writes)
+
+
+def fit(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of durations, each with the seconds of it that overlap with a write: how long one is without, and what a second of writing adds."""
+    most = _FAR * median(duration for duration, _ in samples)
+    samples = [(min(duration, most), overlap) for duration, overlap in samples]
+    base, slope, _ = _line(samples)
+    off = [duration - base - slope * overlap for duration, overlap in samples]
+    middle = median(off)
+    reach = max(_FAR * _NORMAL * median(abs(each - middle) for each in off), abs(base) / 2)
+    near = [
+        (base + slope * overlap + min(max(each, middle - reach), middle + reach), overlap)
+        for (_, overlap), each in zip(samples, off, strict=True)
+    ]
+    base, slope, error = _line(near)
+    slope = max(0.0, slope - error)
+    if slope == 0.0:
+        base = sum(duration for duration, _ in near) / len(near)
+    return max(base, 1e-9), slope
+
+
+def _line(samples: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Least squares: where it begins, its slope, and the standard error of that; a slope of 0 where all overlap alike."""
+    count = len(samples)
+    mean = sum(duration for duration, _ in samples) / count
+    centre = sum(overlap for _, overlap in samples) / count
+    spread = sum((overlap - centre) ** 2 for _, overlap in samples)
+    if count < 3 or spread < 1e-18:
+        return mean, 0.0, 0.0
+    slope = sum((overlap - centre) * (duration - mean) for duration, overlap in samples) / spread
+    base = mean - slope * centre
+    left = sum((duration - base - slope * overlap) ** 2 for duration, overlap in samples)
+    return base, slope, math.sqrt(left / (count - 2) / spread)

@@ -1,0 +1,124 @@
+"""Cadences by count, time and metric: what each picks, what several pick together, and their texts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datastates import Cadence, CheckFreq, Daly, InvalidInput, OnImprovement, TwoLevel, Young
+from datastates.capture.pacing import Pacing, Taken
+from datastates.policy.contract import AnyOf, Moment, Policy
+from datastates.policy.text import parse, policy
+from tests.support.effort import examples
+
+SPANS = st.floats(1e-3, 1e9)
+FIXED = st.builds(Cadence, st.none() | st.integers(1, 10**9), st.none() | st.floats(0, 1e12), st.none() | st.integers(1, 10**9))
+KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40)
+IMPROVEMENTS = st.builds(OnImprovement, KEYS, st.sampled_from([None, True, False]))
+COMPUTED = st.one_of(
+    st.builds(CheckFreq, st.floats(1e-6, 1)),
+    st.builds(Young, st.none() | SPANS),
+    st.builds(Daly, st.none() | SPANS, st.booleans()),
+    st.builds(TwoLevel, st.none() | SPANS, SPANS),
+)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    """Any policy, of any parts."""
+    made: Policy = draw(st.one_of(FIXED, IMPROVEMENTS, COMPUTED))
+    for other in draw(st.lists(st.one_of(FIXED, IMPROVEMENTS), max_size=3)):
+        made = made | other
+    return made
+
+
+def picked(made: Policy, *metrics: dict[str, float], steps: int = 1) -> list[int]:
+    """Which of these captures, a second apart, are written."""
+    pacing = Pacing(made)
+    return [
+        index
+        for index, found in enumerate(metrics)
+        if pacing.is_due_at_capture(Taken(float(index), None, index * steps, found), float(index), is_writing=False)
+    ]
+
+
+@settings(max_examples=examples(300))
+@given(policies())
+def test_the_text_of_a_policy_means_the_policy(made: Policy) -> None:
+    again = parse(str(made))
+    assert str(again) == str(made)
+    if not isinstance(made, AnyOf):
+        assert again == made
+
+
+@settings(max_examples=examples(200))
+@given(policies(), policies(), st.lists(st.fixed_dictionaries({}, optional={"a": st.floats(), "b": st.floats()}), max_size=12))
+def test_several_pick_what_any_of_them_picks_of_the_same_moment(one: Policy, other: Policy, found: list[dict[str, float]]) -> None:
+    if one.is_computed and other.is_computed:
+        with pytest.raises(InvalidInput, match="each compute a cadence: choose one of them"):
+            _ = one | other
+        return
+    both = one | other
+    for index, metrics in enumerate(found):
+        moment = Moment(float(index), index, last_write=0.0, last_index=0, last_step=0, step=index, count=index + 1, metrics=metrics)
+        assert both.is_due(moment) == (one.is_due(moment) or other.is_due(moment))
+        dues = [due for due in (one.next_due(moment), other.next_due(moment)) if due is not None]
+        assert both.next_due(moment) == min(dues, default=None)
+
+
+def test_two_cadences_that_say_different_things_are_one() -> None:
+    assert Cadence(10, None) | Cadence(interval_s=5.0) == Cadence(10, 5.0)
+    assert isinstance(Cadence(10, None) | Cadence(4, None), AnyOf)
+    assert picked(Cadence(10, None) | Cadence(4, None), *[{}] * 13) == [0, 4, 8, 10, 12]
+
+
+def test_steps_are_counted_from_the_state_that_was_written_last() -> None:
+    assert picked(Cadence(interval_s=None, steps=10), *[{}] * 9, steps=4) == [0, 3, 6]
+
+
+def test_a_better_value_is_written_by_the_name_of_the_metric_or_as_told() -> None:
+    values = [{"x_loss": 3.0}, {"x_loss": 3.0}, {}, {"x_loss": 2.0}, {"x_loss": math.nan}, {"x_loss": 2.5}, {"x_loss": 1.0}]
+    assert picked(OnImprovement("x_loss"), *values) == [0, 3, 6]
+    assert picked(OnImprovement("x_loss", is_rising=True), *values) == [0]
+    assert picked(OnImprovement("accuracy"), *({"accuracy": each} for each in (0.1, 0.3, 0.2, 0.4))) == [0, 1, 3]
+
+
+def test_a_value_counts_though_its_state_was_written_for_another_reason() -> None:
+    made = Cadence(2, None) | OnImprovement("loss")
+    assert picked(made, {"loss": 5.0}, {"loss": 5.0}, {"loss": 1.0}, {"loss": 2.0}) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "say every:10"),
+        ("daily", "'daily' means nothing"),
+        ("every:0", "must be at least 1"),
+        ("every:1:2", "'every:1:2' means nothing"),
+        ("seconds:soon", "'soon' is no time span"),
+        ("best:loss:up", "'up' is neither max nor min"),
+        ("checkfreq:200%", "give a share of the time"),
+        ("daly:6h:third", "neither first nor higher"),
+        ("young:0", "give a number of seconds above 0"),
+        ("young|daly", "young and daly each compute a cadence"),
+        ("every:10|", "say every:10"),
+    ],
+)
+def test_a_text_that_means_nothing_is_refused_by_its_part(text: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        parse(text)
+
+
+def test_a_policy_is_given_as_itself_or_as_text() -> None:
+    assert policy("checkfreq:5%|best:loss") == CheckFreq(0.05) | OnImprovement("loss")
+    assert policy("two-level:90m:2d") == TwoLevel(5400.0, 172800.0)
+    wrong: list[Any] = [None, 3, Cadence, b"every:10"]
+    for each in wrong:
+        with pytest.raises(InvalidInput, match=r"give a datastates\.Cadence, such as"):
+            policy(each)
+    with pytest.raises(InvalidInput, match=r"joined by \| with 'every:10'"):
+        _ = CheckFreq() | "every:10"
