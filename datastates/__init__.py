@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .policy.contract import CadenceChoice
     from .policy.improvement import OnImprovement
     from .policy.mtbf import Daly, TwoLevel, Young
+    from .policy.retention import Retention
     from .repository import Repository, open
     from .tracking.guard import Guard, Rewind
     from .tracking.tracker import Tracker
@@ -95,6 +96,7 @@ __all__ = [
     "RefEvent",
     "Repository",
     "RestoreReport",
+    "Retention",
     "Rewind",
     "RngState",
     "Run",
@@ -138,6 +140,7 @@ _MODULES = {
     "RefEvent": "lineage.states",
     "Repository": "repository",
     "RestoreReport": "objects.report",
+    "Retention": "policy.retention",
     "Rewind": "tracking.guard",
     "RngState": "objects.rng",
     "Run": "lineage.states",

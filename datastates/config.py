@@ -12,6 +12,7 @@ from . import values
 from .errors import InvalidInput
 from .policy.cadence import INTERVAL_S, Cadence
 from .policy.contract import Policy
+from .policy.retention import DEFAULT, Retention, retention_of
 from .policy.text import parse, policy
 
 __all__ = ["BackPressure", "Config", "Data", "data_plane", "parse_bytes"]
@@ -79,7 +80,7 @@ class Config:
     durable step (see ``store.tiers.packs_in``), on the thread that took it: for tests and traces. ``modules`` are your own steps, which
     are called with every state that is captured or merged (``datastates.Module``). ``tiers`` are your own, nearest first
     (``datastates.store.Tier``): each state that becomes durable is put there too, and read from there when it is nowhere nearer. They
-    are closed with the repository.
+    are closed with the repository. ``retention`` says which durable states keep their bytes (``datastates.Retention``, or its text).
     """
 
     memory_bytes: int | None = None
@@ -93,6 +94,7 @@ class Config:
     modules: Sequence[Module] = ()
     tiers: Sequence[FurtherTier] = ()
     cadence: Policy | str | None = None
+    retention: Retention = DEFAULT
 
     def __post_init__(self) -> None:
         self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
@@ -109,6 +111,7 @@ class Config:
             self._set("direct_io", values.flag(self.direct_io, "direct_io"))
         if self.on_step is not None and not callable(self.on_step):
             raise InvalidInput(f"on_step is {values.shown(self.on_step)}: give a function that takes the name of a step")
+        self._set("retention", retention_of(self.retention))
         self._set("modules", _checked(self.modules))
         self._set("tiers", _listed(self.tiers))
 
@@ -137,7 +140,7 @@ class Config:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
         """The defaults, changed by ``DATASTATES_MEMORY``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``,
-        ``_DATA``.
+        ``_DATA``, ``_RETENTION``.
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -199,6 +202,7 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_DURABLE_INTERVAL": lambda config, text: replace(config, durable_interval_s=float(text)),
     "DATASTATES_CADENCE": lambda config, text: replace(config, cadence=parse(text)),
     "DATASTATES_BACK_PRESSURE": lambda config, text: replace(config, back_pressure=BackPressure(text)),
+    "DATASTATES_RETENTION": lambda config, text: replace(config, retention=retention_of(text)),
     "DATASTATES_DATA": lambda config, text: replace(config, data=data_plane(text)),
 }
 

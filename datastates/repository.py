@@ -25,6 +25,7 @@ from .objects.oversights import refuse_misspelt
 from .objects.report import RestoreReport
 from .opening.core import Core
 from .opening.location import Location, locate
+from .policy.retention import Retention, retention_of
 from .show.frames import States
 from .system.interrupts import undisturbed
 from .tracking.configuration import configuration
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .transport.contract import Tls
     from .upkeep.checking import VerifyReport
     from .upkeep.gc import GcReport
+    from .upkeep.retention import Pruned
 
 __all__ = ["Repository", "open"]
 
@@ -298,6 +300,24 @@ class Repository:
         from .upkeep.gc import gc  # few ask for it
 
         return gc(self.core, is_dry_run=dry_run, on_progress=on_progress)
+
+    @values.takes(policy=values.optional(retention_of), dry_run=values.flag)
+    def prune(self, policy: Retention | str | None = None, *, dry_run: bool = False) -> Pruned:
+        """Drop the bytes of durable states that a policy does not keep, of every branch; what is known of them stays, as ``evicted``.
+
+            report = repo.prune("latest:5 best:3:loss", dry_run=True)
+            print(report, report.bytes_freed)
+
+        Whatever the policy says, these stay: what names lead to, the newest durable state of each branch, where branches forked, the best
+        by a metric that a training was told to keep, and what another process has in memory.
+
+        :param policy: a ``Retention`` or its text; None: what the training of each branch asked for, and for others what is configured.
+        :param dry_run: only say what would be dropped.
+        :raises Unavailable: the repository can only be read, or another process goes on pruning it.
+        """
+        from .upkeep.retention import prune  # few ask for it by hand
+
+        return prune(self.core, None if policy is None else retention_of(policy), dry_run=dry_run)
 
     # --- refs ------------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import datastates
-from datastates import Config, DatastatesError, PermutationSampler, Repository, Tracker
+from datastates import Config, DatastatesError, PermutationSampler, Repository, Retention, Tracker
 from tests.support.effort import examples
 
 QUIET = Config(memory_bytes=128 << 20, durable_interval_s=None)
@@ -175,6 +175,7 @@ CASES: dict[str, Callable[[World], Case]] = {
             "verify": True,
             "on_step": None,
             "cadence": None,
+            "retention": "latest:3",
         },
     ),
     "Config.cadence_with": lambda _: Case(Config().cadence_with, {"cadence": None, "durable_every": 3, "durable_interval_s": 2.0}),
@@ -205,6 +206,16 @@ CASES: dict[str, Callable[[World], Case]] = {
             "objects": None,
         },
     ),
+    "Retention": lambda _: Case(datastates.Retention, {"rules": Retention.latest(3).rules, "bound": 1 << 30}),
+    "Retention.latest": lambda _: Case(Retention.latest, {"count": 3}),
+    "Retention.best": lambda _: Case(Retention.best, {"metric": "loss", "count": 3, "goal": "min"}),
+    "Retention.every": lambda _: Case(Retention.every, {"steps": 10}),
+    "Retention.interval": lambda _: Case(Retention.interval, {"seconds": "2h"}),
+    "Retention.within": lambda _: Case(Retention.within, {"seconds": 3600.0}),
+    "Retention.thin": lambda _: Case(Retention.thin, {"count": 8}),
+    "Retention.at_most": lambda _: Case(Retention.at_most, {"size": "50G"}),
+    "Retention.parse": lambda _: Case(Retention.parse, {"text": "latest:5 at-most:50G"}),
+    "Repository.prune": lambda w: Case(w.repo.prune, {"policy": "all", "dry_run": False}),
     "Repository.state": lambda w: Case(w.repo.state, {"rev": "main"}),
     "Repository.load": lambda w: Case(w.repo.load, {"rev": "main", "only": "model", "device": "cpu"}),
     "Repository.restore": lambda w: Case(w.repo.restore, {"rev": "start", "into": w.into(), "only": "model", "strict": True}),
@@ -307,6 +318,8 @@ OTHERWISE = {
     "Module.process": "called by us",
     "Peer": "made by connect",
     "Repository": "made by open",
+    "Retention.bounded": "called by us",
+    "Retention.keeping_best": "called by us",
     "RngState": "takes nothing",
     "Server": "made by Repository.serve",
     "Tracker": "made by Repository.track",

@@ -45,6 +45,7 @@ __all__ = [
     "RoomNeeded",
     "Tick",
     "Wanted",
+    "Withdrawn",
     "Write",
     "WriteFailed",
     "Written",
@@ -111,6 +112,13 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """A state is not on disk any more: a policy of retention did not keep it there."""
+
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
 class WriteFailed:
     """Writing a state failed; it is wanted no longer."""
 
@@ -148,7 +156,7 @@ class Closing:
     line: str | None
 
 
-Event = LineOpened | Recorded | Adopted | Wanted | RefsChanged | Written | WriteFailed | RoomNeeded | Tick | Closing
+Event = LineOpened | Recorded | Adopted | Wanted | RefsChanged | Written | Withdrawn | WriteFailed | RoomNeeded | Tick | Closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +256,8 @@ class Engine:
                 if began is not None and ended is not None:
                     paced = self._learn(uid, began, ended)
                     return [*self._next_write(), *paced]
+            case Withdrawn(uid):
+                self._on_withdrawn(uid)
             case WriteFailed(uid, now):
                 self._on_write_ended(uid, failed_at=now)
             case RoomNeeded():
@@ -330,6 +340,14 @@ class Engine:
         line = self._lines.get(entry.line)
         if line is not None:
             line.is_safe = failed_at is None
+
+    def _on_withdrawn(self, uid: str) -> None:
+        entry = self._entries.get(uid)
+        if entry is None:
+            return
+        entry.is_durable = False
+        if uid in self._tagged:  # somebody named it meanwhile
+            self._want(uid)
 
     def _heads(self) -> set[str | None]:
         return {*(line.head for line in self._lines.values()), *self._adopted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from datastates.errors import InvalidInput, ModuleFailed, Unavailable
@@ -26,6 +27,12 @@ class Progress:
         self.given_up: str | None = None
         self.held_up: Unavailable | None = None
         self.changed = Bell()
+        self.asked: weakref.ref[Capture] | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waited for it to become durable, and still has the handle."""
+        return self.asked is not None and self.asked() is not None
 
     def advance(self, state: State) -> None:
         """The state is recorded, or has a later status."""
@@ -108,6 +115,7 @@ class Capture:
         """
         goal = _goal(status)
         if goal is not Status.CAPTURED:
+            self._progress.asked = weakref.ref(self)
             self._want(self.uid)
         self._hurry()
         if not self._progress.changed.wait_for(lambda: self._has_reached(goal), timeout_s):

@@ -6,7 +6,7 @@ told through its ``handle.Progress``, never the other way round. ``Host`` is all
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from datastates.config import BackPressure
@@ -99,6 +99,18 @@ class Persisting(Protocol):
 
     def want(self, uid: str) -> None:
         """A state is to become durable, as soon as it is recorded."""
+
+    def asked(self) -> Collection[str]:
+        """The states that somebody here waited for to become durable, and still has the handle of."""
+
+    def withdrawn(self, uids: Iterable[str]) -> None:
+        """These are not on this node's disk any more; those in memory are captured again, and may become durable again."""
+
+    def when_durable(self, listener: Callable[[int], None]) -> None:
+        """Call this whenever a state became durable, with the bytes that it added, on any thread; it returns at once and raises nothing.
+
+        The one that was given before is called no longer.
+        """
 
     def refs_changed(self) -> None:
         """Refs were made, moved or deleted: what they name is protected, and written."""

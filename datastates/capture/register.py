@@ -49,7 +49,7 @@ class Locked:
 class Register:
     """Keeps, for each state, its line and the progress that its handle shows; moves them on as the lineage and the tiers say.
 
-    ``on_marked`` is called after a state was marked as durable.
+    ``on_marked`` is called after a state was marked as durable, with the bytes that it added.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Register:
         local: DurableTier,
         own: Own,
         copies: Copies,
-        on_marked: Callable[[], None],
+        on_marked: Callable[[int], None],
     ) -> None:
         self._engine, self._lock, self._changed = locked.engine, locked.lock, locked.changed
         self._memory, self._own, self._copies, self._on_marked = memory, own, copies, on_marked
@@ -95,6 +95,11 @@ class Register:
         """A state that no line captured is in memory."""
         with self._lock:
             self._lines.setdefault(uid, Line(f"clone of {uid}", "", None, base))
+
+    def progress_of(self, uid: str) -> Progress | None:
+        """How far a capture has come that is on its way or in memory."""
+        with self._lock:
+            return self._progress.get(uid)
 
     def line_of(self, uid: str) -> Line | None:
         """The line of a state in memory."""
@@ -207,7 +212,7 @@ class Register:
 
     def _on_durable(self, uid: str, added: int) -> None:
         """The lineage knows that a state is on this node's disk."""
-        self._on_marked()
+        self._on_marked(added)
         with self._lock:
             progress = self._progress.get(uid)
         if progress is not None and progress.state is not None:

@@ -16,7 +16,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -49,10 +50,12 @@ from .engine import (
     RefsChanged,
     Tick,
     Wanted,
+    Withdrawn,
     Write,
     WriteFailed,
     Written,
 )
+from .handle import Progress
 from .line import Line, Staged
 from .paces import Paces
 from .pipeline import Pipeline
@@ -117,6 +120,8 @@ class Runner:
         )
         self._memory = memory
         memory.on_let_go = self._changed.ring
+        self._asked = weakref.WeakValueDictionary[str, Progress]()
+        self._on_durable: Callable[[int], None] = lambda added: None
         self._event_seen = -1
         self._looked_at = 0.0
         self._look_failed: str | None = None
@@ -205,7 +210,22 @@ class Runner:
     def want(self, uid: str) -> None:
         """A state is to become durable."""
         self._is_abandoned = False
+        progress = self._register.progress_of(uid)
+        if progress is not None:
+            self._asked[uid] = progress
         self._post(Wanted(uid))
+
+    def asked(self) -> Collection[str]:
+        """The states that somebody waited for to become durable, and still has the handle of."""
+        return frozenset(uid for uid, progress in self._asked.items() if progress.is_asked)
+
+    def withdrawn(self, uids: Iterable[str]) -> None:
+        """These are not on this node's disk any more."""
+        self._post(*(Withdrawn(uid) for uid in uids))
+
+    def when_durable(self, listener: Callable[[int], None]) -> None:
+        """Call this whenever a state became durable; see ``Host.when_durable``."""
+        self._on_durable = listener
 
     def _adopt(self, uid: str, base: Manifest | None = None) -> None:
         """A state that no line captured is in the memory tier and in the lineage; ``base`` is the manifest of a relative on disk.
@@ -434,7 +454,8 @@ class Runner:
             else:
                 self._post(Written(uid, began, time.monotonic()))
 
-    def _on_marked(self) -> None:
+    def _on_marked(self, added: int) -> None:
+        self._on_durable(added)
         if self._config.on_step is not None:
             self._config.on_step("marked-durable")
 

@@ -63,7 +63,7 @@ class Retention:
         for rule in rules:
             if not isinstance(rule, _RULES):
                 raise InvalidInput(f"rules holds {values.shown(rule)}: combine what Retention.latest and its like give, or give a text")
-        if self.bound not in (None, "half"):
+        if self.bound is not None and not (isinstance(self.bound, str) and str.__str__(self.bound) == "half"):
             object.__setattr__(self, "bound", values.size(self.bound, "at_most, or 'half',", least=1))
         plain = tuple(dict.fromkeys(rules))
         object.__setattr__(self, "rules", plain if plain or self.bound is not None else (All(),))

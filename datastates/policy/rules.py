@@ -123,7 +123,8 @@ class Best:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", values.key(self.key, "the metric of best"))
         object.__setattr__(self, "count", values.positive(self.count, "best, which counts states,"))
-        if self.goal not in (None, "min", "max"):
+        goal: object = self.goal
+        if goal is not None and (not isinstance(goal, str) or str.__str__(goal) not in ("min", "max")):
             raise InvalidInput(f"the goal of best {self.key!r} is {values.shown(self.goal)}: say 'min' or 'max'")
 
     @property

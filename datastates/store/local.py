@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,11 +199,23 @@ class LocalTier(DurableTier):
         name = manifest_name(uid, self._rank)
         if uid_of(name, "manifest") is None:
             return 0
+        return self._remove_all([name], f"state {uid} was")
+
+    def remove_all(self, uids: Iterable[str]) -> int:
+        """See ``DurableTier.remove_all``."""
+        self._check_open()
+        names = [name for name in (manifest_name(uid, self._rank) for uid in uids) if uid_of(name, "manifest") is not None]
+        return self._remove_all(names, f"{len(names)} states were") if names else 0
+
+    def files(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """See ``DurableTier.files``."""
+        self._check_open()
         try:
-            with locked(self.root, is_shared=False):
-                return self._remove(uid, name)
+            found = self._references.files() if self.root.is_dir() else {}
         except OSError as exc:
-            raise Unavailable(f"state {uid} was not removed from {self.root} ({exc})") from exc
+            raise Unavailable(f"{self.root} cannot be read ({exc})") from exc
+        named = ((uid_of(name, "manifest"), files) for name, files in found.items())
+        return {place[0]: files for place, files in named if place is not None and place[1] == self._rank}
 
     def sweep(self) -> list[Path]:
         """See ``DurableTier.sweep``."""
@@ -324,23 +336,27 @@ class LocalTier(DurableTier):
             why = f"is damaged ({exc})"
         raise Conflict(f"state {uid} was not written: {here} {why}; drop that one, or delete the file, and bring this state again")
 
-    def _remove(self, uid: str, name: str) -> int:
-        """Runs under the exclusive lock."""
+    def _remove_all(self, names: Sequence[str], what: str) -> int:
         try:
-            own = {pack.name for pack in self.manifest(uid).packs}
-        except NotFound:
+            with locked(self.root, is_shared=False):
+                return self._remove(names)
+        except OSError as exc:
+            raise Unavailable(f"{what} not removed from {self.root} ({exc})") from exc
+
+    def _remove(self, names: Sequence[str]) -> int:
+        """Runs under the exclusive lock. All manifests go before the first pack does."""
+        here, unneeded = self._references.freed(names)
+        if not here:
             return 0
-        except (Corrupt, Unavailable):
-            own = set()  # what it needed is left to a sweep
-        needed = self._references.needed(without=name)
-        (self.root / name).unlink()
+        for name in here:
+            (self.root / name).unlink(missing_ok=True)
         sync_folder(self.root)
         self._on_step("manifest-removed")
         freed = 0
-        for path in (self.root / pack for pack in own - needed) if needed is not None else ():
+        for pack in unneeded:
             with suppress(FileNotFoundError):
-                freed += payload_bytes(path)
-                path.unlink()
+                freed += payload_bytes(self.root / pack)
+                (self.root / pack).unlink()
         sync_folder(self.root)
         return freed
 

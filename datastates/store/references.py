@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from datastates.content.envelope import decode_packs
+from datastates.content.manifest import PackInfo
 from datastates.errors import Corrupt, Unavailable
+from datastates.system.interrupts import Mutex
 from datastates.system.regular import read_regular
 
 from .naming import MAX_MANIFEST, uid_of
@@ -20,52 +24,68 @@ _Stamp = tuple[int, int, int]
 
 
 class References:
-    """The packs that each manifest of a folder needs. What is to be relied on is asked for under the folder's exclusive lock."""
+    """The packs that each manifest of a folder needs. Safe from any thread.
+
+    What is to be removed is decided under the folder's exclusive lock, so that nothing comes meanwhile; to look needs no lock.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._known: dict[str, tuple[_Stamp, frozenset[str] | None]] = {}
+        self._known: dict[str, tuple[_Stamp, tuple[PackInfo, ...] | None]] = {}
+        self._turn = Mutex()
 
-    def needed(self, *, without: str | None = None) -> frozenset[str] | None:
-        """The packs that any manifest needs, that of the name ``without`` left out.
+    def needed(self) -> frozenset[str] | None:
+        """The packs that any manifest needs. None when one cannot be read: it may need any pack, so none is to be removed."""
+        each = [packs for _, packs in self._refreshed().values()]
+        return None if None in each else frozenset(pack.name for packs in each for pack in packs or ())
 
-        None when a manifest cannot be read: it may need any pack, so none is to be removed.
-        """
-        self._refresh()
-        needed: set[str] = set()
-        for name, (_, packs) in self._known.items():
-            if name == without:
-                continue
-            if packs is None:
-                return None
-            needed |= packs
-        return frozenset(needed)
+    def freed(self, names: Collection[str]) -> tuple[list[str], frozenset[str]]:
+        """Those of these manifests that are here, and the packs that nobody needs once they are gone; none while one cannot be read."""
+        known = self._refreshed()
+        here = [name for name in names if name in known]
+        gone = set(here)
+        kept = [packs for name, (_, packs) in known.items() if name not in gone]
+        if None in kept:
+            return here, frozenset()
+        needed = {pack.name for packs in kept for pack in packs or ()}
+        return here, frozenset(pack.name for name in here for pack in known[name][1] or ()) - needed
 
     def of_each(self) -> dict[str, frozenset[str] | None]:
         """The packs that each manifest needs, by its name; None where it cannot be read."""
-        self._refresh()
-        return {name: packs for name, (_, packs) in self._known.items()}
+        known = self._refreshed()
+        return {name: None if packs is None else frozenset(pack.name for pack in packs) for name, (_, packs) in known.items()}
 
-    def _refresh(self) -> None:
+    def files(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """The files that each manifest stands for, by its name: itself and the packs that it needs, each with its size."""
+        return {
+            name: ((name, stamp[2]), *((pack.name, pack.size) for pack in packs or ()))
+            for name, (stamp, packs) in self._refreshed().items()
+        }
+
+    def _refreshed(self) -> dict[str, tuple[_Stamp, tuple[PackInfo, ...] | None]]:
         """A uid may have come back with other packs, so a name alone does not say that a manifest is the one that was read."""
-        found: dict[str, tuple[_Stamp, frozenset[str] | None]] = {}
-        with os.scandir(self._root) as entries:
-            for entry in entries:
-                if uid_of(entry.name, "manifest") is None:
-                    continue
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # removed just now, by whoever has the lock that we have not
-                    continue
-                stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-                known = self._known.get(entry.name)
-                found[entry.name] = known if known is not None and known[0] == stamp else (stamp, _packs_in(Path(entry.path)))
-        self._known = found
+        with self._turn:
+            found: dict[str, tuple[_Stamp, tuple[PackInfo, ...] | None]] = {}
+            with os.scandir(self._root) as entries:
+                for entry in entries:
+                    if uid_of(entry.name, "manifest") is not None:
+                        with suppress(FileNotFoundError):  # removed just now
+                            found[entry.name] = self._look(entry)
+            self._known = found
+            return found
+
+    def _look(self, entry: os.DirEntry[str]) -> tuple[_Stamp, tuple[PackInfo, ...] | None]:
+        status = entry.stat(follow_symlinks=False)
+        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+        known = self._known.get(entry.name)
+        return known if known is not None and known[0] == stamp else (stamp, _packs_in(Path(entry.path)))
 
 
-def _packs_in(path: Path) -> frozenset[str] | None:
+def _packs_in(path: Path) -> tuple[PackInfo, ...] | None:
     try:
-        return frozenset(pack.name for pack in decode_packs(read_regular(path, most=MAX_MANIFEST), source=str(path)))
+        return decode_packs(read_regular(path, most=MAX_MANIFEST), source=str(path))
+    except FileNotFoundError:
+        raise
     except (Corrupt, Unavailable, OSError) as exc:
         _logger.warning("no pack is removed while a manifest cannot be read: %s", exc)
         return None

@@ -163,6 +163,14 @@ class DurableTier(Tier):
         """Delete a state's manifest, then the packs that no other manifest in the folder needs. The payload bytes set free."""
 
     @abstractmethod
+    def remove_all(self, uids: Iterable[str]) -> int:
+        """``remove`` for several states in one go: what others need is asked once. The payload bytes set free."""
+
+    @abstractmethod
+    def files(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """The files that each state here needs, by its uid: names and sizes, those included that others need too."""
+
+    @abstractmethod
     def sweep(self) -> list[Path]:
         """Delete what crashes left behind: temporary files that nobody writes, packs that no manifest needs. What it deleted."""
 

@@ -1,15 +1,16 @@
-"""Giving up a state's bytes on purpose: only those that nobody counts on."""
+"""Giving up states' bytes on purpose: only those that nobody counts on."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from sqlalchemy import bindparam, select, text, update
+from sqlalchemy import BigInteger, bindparam, exists, select, text, update
 
 from datastates.errors import Conflict, Unsupported
 from datastates.lineage.lookup import id_of, state
 from datastates.lineage.schema import ReplicaRow, StateRow, table
+from datastates.lineage.search.retained import counted_on, elsewhere
 from datastates.lineage.search.walk import nearest_restorable
 from datastates.lineage.states import RefKind, State, Status
 
@@ -19,7 +20,7 @@ from .replicas import evict
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["check_withdrawal", "take_turns", "withdraw"]
+__all__ = ["check_withdrawal", "take_turns", "withdraw", "withdraw_all"]
 
 _LOCK = 0x6461_7461_6576  # the advisory lock of PostgreSQL: two that are withdrawn at once might each count on the other
 
@@ -48,6 +49,23 @@ def take_turns(session: Session) -> None:
     """Wait until no other transaction withdraws states, deletes their files or brings files. (SQLite has one writer anyhow.)"""
     if session.get_bind().dialect.name == "postgresql":
         session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+
+
+def withdraw_all(session: Session, ids: Collection[int], *, tier: str, node: str, volatile: Collection[str], holder: str) -> list[str]:
+    """Note that the bytes of states, by row id, leave a tier of a node; the uids of those that do. Drop their bytes once this is committed.
+
+    What somebody began to count on since the ids were chosen stays (see ``counted_on``), and so does what a process but ``holder`` has in
+    its ``volatile`` tiers.
+    A state that only ``volatile`` tiers hold from then on is ``captured`` again, one that nobody holds ``evicted``.
+    """
+    take_turns(session)
+    held = counted_on(session, tier=tier, node=node).keys() | elsewhere(session, ids, volatile=volatile, holder=holder)
+    chosen = sorted(set(ids) - held)
+    rows = session.execute(_THOSE_HELD, {"ids": chosen, "on_tier": tier, "on_node": node}).all()
+    uids = [row.uid for row in rows]
+    evict(session, uids, tier=tier, node=node)
+    session.execute(_ONLY_CAPTURED_ALL, {"ids": [row.id for row in rows], "volatile": list(volatile), "gone": _GONE})
+    return uids
 
 
 def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> State:
@@ -82,9 +100,24 @@ def _has_another(session: Session, found: State) -> bool:
 
 
 _state, _replica = table(StateRow), table(ReplicaRow)
+_GONE = [status.value for status in Status if not status.is_restorable]
+_ids = bindparam("ids", type_=BigInteger, expanding=True)
 _OUTLIVES = (
     select(_replica.c.state_id)
     .where(_replica.c.state_id == bindparam("state"), _replica.c.tier.not_in(bindparam("volatile", expanding=True)))
     .limit(1)
 )
 _ONLY_CAPTURED = update(_state).where(_state.c.id == bindparam("state")).values(status=Status.CAPTURED.value)
+_THOSE_HELD = (
+    select(_state.c.id, _state.c.uid)
+    .join_from(_replica, _state, _state.c.id == _replica.c.state_id)
+    .where(_state.c.id.in_(_ids), _state.c.world_size == 1)
+    .where(_replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"))
+    .order_by(_state.c.id)
+)
+_ONLY_CAPTURED_ALL = (
+    update(_state)
+    .where(_state.c.id.in_(_ids), _state.c.status.not_in(bindparam("gone", expanding=True)))
+    .where(~exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier.not_in(bindparam("volatile", expanding=True))))
+    .values(status=Status.CAPTURED.value)
+)

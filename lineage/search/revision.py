@@ -36,7 +36,7 @@ from .reach import above, difference
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Range", "resolve", "resolve_id", "resolve_range"]
+__all__ = ["Range", "best_id", "resolve", "resolve_id", "resolve_range"]
 
 _SUFFIXES = 20
 _WALKS = 4
@@ -297,15 +297,21 @@ def _at_step(session: Session, id_: int, step: int) -> int:
     return int(found)
 
 
-def _best(session: Session, id_: int, key: str, is_max: bool) -> int:
+def best_id(session: Session, id_: int, key: str, *, is_max: bool) -> int | None:
+    """The state that ``@best`` names, of a state by row id: the best by a metric of it and all its ancestors; None where none has it."""
     query = _best_query(session.get_bind().dialect.name, is_max)
     found = session.execute(query, {"start": id_, "metric": key}).scalar()
+    return None if found is None else int(found)
+
+
+def _best(session: Session, id_: int, key: str, is_max: bool) -> int:
+    found = best_id(session, id_, key, is_max=is_max)
     if found is None:
         uid = _state_of(session, id_).uid
         known = session.execute(_KEYS, {"state": id_}).scalars().all()
         hint = f" ({uid} has {', '.join(known[:10])})" if known else ""
         raise NotFound(f"neither {uid} nor any of its ancestors has a metric {key!r}{hint}")
-    return int(found)
+    return found
 
 
 def _is_uid_like(name: str) -> bool:

@@ -7,7 +7,9 @@ import pytest
 from datastates.errors import Conflict, NotFound, Unsupported
 from datastates.lineage import Database, Status
 from datastates.lineage.change import record, refs
-from datastates.lineage.change.withdraw import withdraw
+from datastates.lineage.change.withdraw import withdraw, withdraw_all
+from datastates.lineage.lookup import ids_of
+from datastates.lineage.search import retained
 from datastates.lineage.search.holders import holder, replicas_of
 from datastates.lineage.search.walk import state
 from datastates.store.tiers import VOLATILE
@@ -82,3 +84,50 @@ def test_what_is_not_there_or_held_by_several_ranks_is_refused(database: Databas
         withdraw(session, "0" * 24, HERE, volatile=VOLATILE)
     with pytest.raises(Unsupported, match="2 ranks"), database.write() as session:
         withdraw(session, wide.uid, HERE, volatile=VOLATILE)
+
+
+def test_of_many_at_once_those_go_that_nobody_counts_on(database: Database, grow: Grow) -> None:
+    uids = placed(database, grow, 8)
+    with database.read() as session:
+        fork = state(session, uids[4])
+    forked = grow(fork, branch="fork", node="node")
+    with database.write() as session:
+        refs.tag(session, "warm", uids[1])
+        record.mark(session, uids[2], Status.DURABLE, tier="local", node="other", bytes=7)
+        record.mark(session, uids[3], Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7)
+        record.evict(session, uids, tier="memory", node="node")
+        ids = ids_of(session, uids)
+    own = {"tier": "local", "node": "node"}
+    with database.write() as session:
+        gone = withdraw_all(session, ids, **own, volatile=VOLATILE, holder=holder("node", "1" * 24))
+        assert gone == [uids[0], uids[2], uids[5], uids[6]]
+    with database.read() as session:
+        statuses = [state(session, uid).status for uid in uids]
+        assert statuses[0] is statuses[5] is statuses[6] is Status.EVICTED
+        assert statuses[2] is Status.DURABLE, "another folder has it"
+        assert [each.uid for each in retained.durable(session, **own)] == [uids[1], uids[3], uids[4], uids[7]]
+        counted = retained.counted_on(session, **own)
+        assert {counted[ids[1]], counted[ids[4]], counted[ids[7]]} == {
+            "what tag 'warm' names",
+            "the newest durable state of branch 'fork'",
+            "the head of branch 'main'",
+        }
+        assert forked.status is Status.CAPTURED
+    with database.write() as session:
+        assert withdraw_all(session, ids, **own, volatile=VOLATILE, holder=holder("node", "0" * 24)) == [uids[3]]
+        assert state(session, uids[3]).status is Status.CAPTURED, "its process has it in memory"
+
+
+def test_facts_come_in_pages_with_the_metrics_that_are_asked_for(database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
+    uids = placed(database, grow, 7)
+    monkeypatch.setattr(retained, "_PAGES", retained._PAGES.limit(3))
+    monkeypatch.setattr(retained, "_PAGE", 3)
+    with database.read() as session:
+        found = list(retained.durable(session, tier="local", node="node", keys=["loss"]))
+        assert [each.uid for each in found] == uids
+        assert [each.generation for each in found] == list(range(7))
+        assert all(
+            each.metrics == {key: value for key, value in state(session, each.uid).metrics.items() if key == "loss"} for each in found
+        )
+        assert {each.segment for each in found} == {key for key, (branch, _) in retained.segments_of(session).items() if branch == "main"}
+        assert retained.told(session, "datastates.retention") == {}

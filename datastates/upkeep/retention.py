@@ -1,0 +1,310 @@
+"""Applying a policy of retention to a folder of packs: survey, decide, withdraw, remove; in batches, each of which may be the last.
+
+    survey      what the folder holds, as the lineage and the manifests say it; who counts on what
+    decide      ``policy.decisions``, which is pure
+    withdraw    one short transaction a batch: the lineage says that the bytes are gone
+    remove      then the files go, in one pass under the folder's lock
+
+A crash between the last two leaves files that nobody asks for. Which ones was noted in ``.prune`` beforehand, a file that whoever prunes
+holds: one process at a time prunes a folder, and the next one finishes what a dead one has begun.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from datastates.capture.host import Host
+from datastates.errors import Conflict, InvalidInput, NotFound, Unavailable
+from datastates.lineage.change import replicas
+from datastates.lineage.change.withdraw import withdraw_all
+from datastates.lineage.database import Database
+from datastates.lineage.lookup import id_of, states
+from datastates.lineage.search import retained, revision
+from datastates.lineage.search.holders import holder
+from datastates.lineage.search.refs import refs
+from datastates.lineage.states import RefKind, Status
+from datastates.opening.core import Core
+from datastates.opening.home import Home
+from datastates.policy.decisions import Decision, Ledger, Policies, decide
+from datastates.policy.retention import Retention
+from datastates.policy.rules import Fact
+from datastates.store.roles import DurableTier
+from datastates.store.tiers import VOLATILE
+from datastates.system.interrupts import undisturbed
+from datastates.system.locks import Held, hold
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["KEY", "Dropped", "Grounds", "Pruned", "Survey", "carry_out", "half_of_room", "prune", "reckoned", "survey", "told_policies"]
+
+_logger = logging.getLogger(__name__)
+
+KEY = "datastates.retention"
+"""Where the record of a training says which policy it asked for, for its branch."""
+
+_LOCK = ".prune"
+_BATCH = 256
+_PATIENCE_S = 60.0
+_ASK_AGAIN_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Grounds:
+    """What pruning needs of an open repository: its lineage, its folder of packs, and the engine of this process, if there is one."""
+
+    database: Database
+    durable: DurableTier
+    home: Home
+    holder: str
+    host: Host | None
+
+    @classmethod
+    def of(cls, core: Core) -> Self:
+        """Those of a repository, as it stands."""
+        return cls(core.database, core.tiers.durable, core.home, holder(core.node, core.run_uid), core.running)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A state that lost its bytes, or would: how many were its own, and why, in words."""
+
+    uid: str
+    branch: str
+    step: int
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What pruning did, or with ``is_dry_run`` would do. Bytes are those of the files in the folder of packs that states need.
+
+    ``kept`` says how many states stay for each reason. What is dropped stays in the lineage with its metrics, as ``evicted``.
+    """
+
+    policy: str
+    dropped: tuple[Dropped, ...]
+    kept: dict[str, int]
+    bytes_before: int
+    bytes_after: int
+    is_dry_run: bool = False
+
+    @property
+    def bytes_freed(self) -> int:
+        """The bytes that are free now, or would be."""
+        return self.bytes_before - self.bytes_after
+
+    def __str__(self) -> str:
+        would = "would drop" if self.is_dry_run else "dropped"
+        return f"{would} {len(self.dropped)} states and {self.bytes_freed} bytes, {sum(self.kept.values())} states stay ({self.policy})"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a folder holds: facts, the row id of each by uid, and the bytes of all files that they need."""
+
+    facts: tuple[Fact, ...]
+    ids: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all files that the states need."""
+        return Ledger(self.facts).bytes
+
+
+def prune(core: Core, policy: Retention | None = None, *, dry_run: bool = False) -> Pruned:
+    """Drop what a policy does not keep, of all branches; see ``Repository.prune``."""
+    core.check_open()
+    core.settle()
+    grounds = Grounds.of(core)
+
+    def policies(told: Mapping[str, Retention]) -> Policies:
+        if policy is None:
+            return Policies(core.config.retention, told)
+        bests = {branch: policy.bounded(None).keeping_best(*each.bests) for branch, each in told.items() if each.bests}
+        return Policies(policy, bests)
+
+    if dry_run:
+        return _planned(*_decided(grounds, policies))
+    core.home.check_writable()
+    with _turn(core.home.path, _PATIENCE_S) as held:
+        if held is None:
+            raise Unavailable(f"another process has been pruning {core.home.path} for {_PATIENCE_S:.0f} s: wait for it, and try again")
+        return carry_out(grounds, held, *_decided(grounds, policies))
+
+
+def _decided(grounds: Grounds, policies: Callable[[Mapping[str, Retention]], Policies]) -> tuple[Survey, Policies, list[Decision]]:
+    chosen = policies(told_policies(grounds))
+    found = survey(grounds, chosen)
+    chosen = reckoned(chosen, lambda: half_of_room(grounds.home.path, found.bytes))
+    return found, chosen, decide(found.facts, chosen, time.time())
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------------
+
+
+def told_policies(grounds: Grounds) -> dict[str, Retention]:
+    """The policies that the newest training of each branch asked for, by branch."""
+    found: dict[str, Retention] = {}
+    with grounds.database.read() as session:
+        told = retained.told(session, KEY)
+    for branch, text in told.items():
+        try:
+            found[branch] = Retention.parse(text)
+        except InvalidInput as exc:  # of a later version: everything is kept
+            _logger.warning("the retention of branch %s is not known to this version: %s", branch, exc)
+            found[branch] = Retention.all()
+    return found
+
+
+def survey(grounds: Grounds, policies: Policies) -> Survey:
+    """What the folder holds, with what the policies ask for."""
+    node, tier = grounds.home.uid or "", grounds.durable.name
+    keys = {rule.key for policy in (policies.default, *policies.own.values()) for rule in policy.bests}
+    files = grounds.durable.files()
+    with grounds.database.read() as session:
+        found = list(retained.durable(session, tier=tier, node=node, keys=keys))
+        held = retained.counted_on(session, tier=tier, node=node)
+        segments = retained.segments_of(session)
+        elsewhere = retained.elsewhere(session, [each.id for each in found], volatile=VOLATILE, holder=grounds.holder)
+        best = _best_before_forks(session, segments, policies) if keys else {}
+    asked = grounds.host.asked() if grounds.host is not None else frozenset()
+    facts = []
+    for each in found:
+        why = held.get(each.id) or best.get(each.id)
+        if why is None and each.uid in asked:
+            why = "this process waited for it to become durable, and has its handle"
+        if why is None and each.id in elsewhere:
+            why = "another process has it in memory"
+        if why is None and each.world_size > 1:
+            why = f"{each.world_size} ranks hold it together"
+        branch = segments[each.segment][0] if each.segment in segments else ""
+        created, where = each.created_us / 1e6, files.get(each.uid, ())
+        facts.append(Fact(each.uid, each.segment, branch, each.generation, each.step, created, where, each.metrics, why))
+    return Survey(tuple(facts), {each.uid: each.id for each in found})
+
+
+def _best_before_forks(session: Session, segments: Mapping[int, tuple[str, int | None]], policies: Policies) -> dict[int, str]:
+    """What ``@best`` names on branches that forked: it may lie on the branch that they forked from."""
+    forked = {branch for branch, fork in segments.values() if fork is not None}
+    found: dict[int, str] = {}
+    for ref in refs(session, RefKind.BRANCH):
+        for rule in policies.of(ref.name).bests if ref.name in forked else ():
+            best = revision.best_id(session, id_of(session, ref.state), rule.key, is_max=rule.is_max)
+            if best is not None:
+                found[best] = f"the best {rule.key} on the way to branch {ref.name}"
+    return found
+
+
+def half_of_room(folder: Path, taken: int) -> int:
+    """Half of what states could take here: of what is free, and what they take already."""
+    with suppress(OSError):
+        return (shutil.disk_usage(folder).free + taken) // 2
+    return taken
+
+
+def reckoned(policies: Policies, half: Callable[[], int]) -> Policies:
+    """The same with numbers for bounds."""
+
+    def exact(policy: Retention) -> Retention:
+        return policy.bounded(max(1, half())) if policy.bound == "half" else policy
+
+    return replace(policies, default=exact(policies.default), own={branch: exact(each) for branch, each in policies.own.items()})
+
+
+# --- doing ------------------------------------------------------------------------------------------------------------------
+
+
+def carry_out(
+    grounds: Grounds, held: Held, found: Survey, policies: Policies, decisions: Sequence[Decision], *, is_over: Callable[[], bool] = bool
+) -> Pruned:
+    """Drop what was decided, batch by batch, until ``is_over``; what was dropped is reported. An interrupt comes between two batches.
+
+    ``held`` is the turn, from ``_turn``.
+    """
+    _finish(grounds, held)
+    going = [each for each in decisions if not each.is_kept]
+    gone: set[str] = set()
+    for start in range(0, len(going), _BATCH):
+        if is_over():
+            break
+        with undisturbed():
+            gone.update(
+                _drop(grounds, held, [found.ids[each.fact.uid] for each in going[start : start + _BATCH]], going[start : start + _BATCH])
+            )
+    done = [each if each.is_kept or each.fact.uid in gone else replace(each, is_kept=True, reason=_STAYED) for each in decisions]
+    return replace(_planned(found, policies, done), is_dry_run=False)
+
+
+_STAYED = "somebody counts on it since"
+
+
+def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Decision]) -> list[str]:
+    ids = [id_ for id_, each in zip(ids, batch, strict=True) if _is_free(grounds.host, each.fact.uid)]
+    held.write("\n".join(each.fact.uid for each in batch))
+    with grounds.database.write(durable=True) as session:
+        tier, node = grounds.durable.name, grounds.home.check_writable()
+        uids = withdraw_all(session, ids, tier=tier, node=node, volatile=VOLATILE, holder=grounds.holder)
+    grounds.durable.remove_all(uids)
+    held.write("")
+    if grounds.host is not None:
+        grounds.host.withdrawn(uids)
+    return uids
+
+
+def _is_free(host: Host | None, uid: str) -> bool:
+    """Whether no training of this process stands there, and it is not on its way to disk."""
+    if host is None:
+        return True
+    try:
+        host.check_withdrawal(uid)
+    except Conflict:
+        return False
+    return True
+
+
+def _finish(grounds: Grounds, held: Held) -> None:
+    """Remove what a process that died in the middle had withdrawn and not removed yet."""
+    begun = held.path.read_text().split()
+    if not begun:
+        return
+    tier, node = grounds.durable.name, grounds.home.check_writable()
+    with suppress(NotFound), grounds.database.read() as session:
+        here = replicas.held(session, begun, tier=tier, node=node)
+        gone = [state.uid for state in states(session, begun) if state.uid not in here and state.status is not Status.CAPTURED]
+        grounds.durable.remove_all(gone)
+    held.write("")
+
+
+@contextmanager
+def _turn(folder: Path, patience_s: float) -> Iterator[Held | None]:
+    """Prune alone; None where another process goes on pruning for so long."""
+    since = time.monotonic()
+    while (held := hold(folder / _LOCK)) is None and time.monotonic() - since < patience_s:
+        time.sleep(_ASK_AGAIN_S)
+    try:
+        yield held
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _planned(found: Survey, policies: Policies, decisions: Iterable[Decision]) -> Pruned:
+    ledger, kept, dropped = Ledger(found.facts), Counter[str](), list[Dropped]()
+    before = ledger.bytes
+    for each in decisions:
+        if each.is_kept:
+            kept[each.reason] += 1
+        else:
+            fact = each.fact
+            dropped.append(Dropped(fact.uid, fact.branch, fact.step, ledger.drop(fact), each.reason))
+    return Pruned(policies.default.text, tuple(dropped), dict(kept), before, ledger.bytes, is_dry_run=True)

@@ -1,0 +1,139 @@
+"""The facts about durable states that retention decides by: pages of what a folder of packs holds, and which of those are counted on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, Select, bindparam, exists, func, select
+
+from datastates.lineage.schema import MetricRow, RefRow, ReplicaRow, RunRow, SegmentRow, StateRow, table
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Durable", "counted_on", "durable", "elsewhere", "segments_of", "told"]
+
+_PAGE = 5000
+_BATCH = 1000  # ids in one IN list
+
+_state, _replica, _metric, _ref, _segment, _run = (table(row) for row in (StateRow, ReplicaRow, MetricRow, RefRow, SegmentRow, RunRow))
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """A state that a folder of packs holds, as the lineage has it. ``created_us`` are microseconds since the epoch."""
+
+    id: int
+    uid: str
+    segment: int
+    generation: int
+    step: int
+    created_us: int
+    world_size: int
+    metrics: Mapping[str, float]
+
+
+def durable(session: Session, *, tier: str, node: str, keys: Collection[str] = ()) -> Iterator[Durable]:
+    """The states that a tier of a node holds, in the order of their row ids, read a page at a time; with these metrics, where they are
+    numbers.
+    """
+    after, place = 0, {"on_tier": tier, "on_node": node}
+    while rows := session.execute(_PAGES, {**place, "after": after}).all():
+        metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        if keys:
+            span = {**place, "low": rows[0].id, "high": rows[-1].id, "keys": list(keys)}
+            for state_id, key, value in session.execute(_METRICS, span):
+                metrics[state_id][key] = value
+        for row in rows:
+            yield Durable(*row, metrics.get(row.id, _NONE))
+        after = rows[-1].id
+        if len(rows) < _PAGE:
+            return
+
+
+def counted_on(session: Session, *, tier: str, node: str) -> dict[int, str]:
+    """The states that a tier of a node holds, by row id, and that somebody counts on: why.
+
+    That is what a name leads to, or the nearest first parent of it that is held there; and where a branch forked.
+    """
+    place = {"on_tier": tier, "on_node": node}
+    found: dict[int, str] = {}
+    for branch, fork in session.execute(_FORKS):
+        found[fork] = f"branch {branch!r} forks here"
+    nearest = {row.start: row for row in session.execute(_nearest(), place)}
+    for name, kind, state_id in session.execute(_NAMED):
+        row = nearest.get(state_id)
+        if row is not None:
+            what = "the head of" if kind == "branch" else "what"
+            leads = f"{kind} {name!r}" + ("" if kind == "branch" else " names")
+            found[row.id] = f"{what} {leads}" if row.id == state_id else f"the newest durable state of {kind} {name!r}"
+    return found
+
+
+def elsewhere(session: Session, ids: Collection[int], *, volatile: Collection[str], holder: str) -> set[int]:
+    """Those of these row ids whose states other processes than ``holder`` have in their ``volatile`` tiers."""
+    given, found = sorted(ids), set[int]()
+    for start in range(0, len(given), _BATCH):
+        batch = {"ids": given[start : start + _BATCH], "volatile": list(volatile), "own": holder}
+        found.update(session.execute(_ELSEWHERE, batch).scalars())
+    return found
+
+
+def segments_of(session: Session) -> dict[int, tuple[str, int | None]]:
+    """Of each segment that a branch has: the branch, and the state that it forked from, by row id."""
+    return {row.id: (row.branch, row.fork_id) for row in session.execute(_SEGMENTS)}
+
+
+def told(session: Session, key: str) -> dict[str, str]:
+    """What the newest training of each branch noted under a key of ours, by branch; those that noted nothing are left out."""
+    found = ((branch, config.get(key)) for branch, config in session.execute(_NEWEST_RUNS))
+    return {branch: str(value) for branch, value in found if value is not None}
+
+
+_NONE: Mapping[str, float] = {}
+_here = (_replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"), _replica.c.status == "ok", _replica.c.rank == 0)
+_PAGES = (
+    select(
+        *(_state.c.id, _state.c.uid, func.coalesce(_state.c.segment_id, 0), _state.c.generation, _state.c.step),
+        *(_state.c.created_at, _state.c.world_size),
+    )
+    .join_from(_replica, _state, _state.c.id == _replica.c.state_id)
+    .where(*_here, _replica.c.state_id > bindparam("after", type_=BigInteger))
+    .order_by(_replica.c.state_id)
+    .limit(_PAGE)
+)
+_METRICS = (
+    select(_metric.c.state_id, _metric.c.key, _metric.c.value)
+    .join_from(_replica, _metric, _metric.c.state_id == _replica.c.state_id)
+    .where(*_here, _replica.c.state_id.between(bindparam("low", type_=BigInteger), bindparam("high", type_=BigInteger)))
+    .where(_metric.c.key.in_(bindparam("keys", expanding=True)), _metric.c.value.is_not(None))
+)
+_FORKS = select(_segment.c.branch, _segment.c.fork_id).where(_segment.c.branch.is_not(None), _segment.c.fork_id.is_not(None))
+_NAMED = select(_ref.c.name, _ref.c.kind, _ref.c.state_id).order_by(_ref.c.kind.desc(), _ref.c.name)
+_SEGMENTS = select(_segment.c.id, _segment.c.branch, _segment.c.fork_id).where(_segment.c.branch.is_not(None))
+_ELSEWHERE = (
+    select(_replica.c.state_id)
+    .where(_replica.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+    .where(_replica.c.tier.in_(bindparam("volatile", expanding=True)), _replica.c.node != bindparam("own"))
+)
+_newest = select(func.max(_run.c.id).label("id")).where(_run.c.branch.is_not(None), _run.c.is_carried.is_(None)).group_by(_run.c.branch)
+_NEWEST_RUNS = select(_run.c.branch, _run.c.config).where(_run.c.id.in_(_newest))
+
+
+@cache
+def _nearest() -> Select[Any]:
+    """Of each state that has a name: itself, or the nearest first parent that the tier of the node holds."""
+    next_ = _state.alias("next")
+    held = exists().where(*_here)
+    start = select(
+        _state.c.id.label("start"), _state.c.id, _state.c.parent_id, held.where(_replica.c.state_id == _state.c.id).label("here")
+    )
+    walk = start.where(_state.c.id.in_(select(_ref.c.state_id))).cte("nearest", recursive=True)
+    is_held = held.where(_replica.c.state_id == next_.c.id).label("here")
+    step = select(walk.c.start, next_.c.id, next_.c.parent_id, is_held).join_from(walk, next_, next_.c.id == walk.c.parent_id)
+    walk = walk.union_all(step.where(~walk.c.here))
+    return select(walk.c.start, walk.c.id).where(walk.c.here)
