@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 import datastates
 from tests.page.grown import grow
 from tests.support import warm
+from tests.support.effort import IS_THOROUGH
 
 if TYPE_CHECKING:
     from datastates import State
@@ -123,10 +124,16 @@ def grown(grown_folder: Path) -> Grown:
         return Grown({rev: repo.state(rev) for rev in REVISIONS})
 
 
+def chromium() -> str | None:
+    """Where it lies: in the gate the one without a window, which does half of the work for the same page; else the whole one."""
+    names = ("chromium-headless-shell", "chromium")
+    return next(filter(None, map(shutil.which, reversed(names) if IS_THOROUGH else names)), None)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium. While it is there an event loop runs in this thread, which tests with loops of their own cannot have."""
-    found = shutil.which("chromium")
+    found = chromium()
     if found is None:
         pytest.skip("chromium is not installed")
     with sync_playwright() as playwright:
