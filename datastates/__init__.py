@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .clone.peer import Peer, connect
     from .clone.serving import Server
     from .clone.transfer import Cloned, Transfer
-    from .config import BackPressure, Config
+    from .config import BackPressure, Config, OnFailure
     from .content.encoding import register_encoder
     from .errors import (
         Ambiguous,
@@ -86,6 +86,7 @@ __all__ = [
     "Module",
     "ModuleFailed",
     "NotFound",
+    "OnFailure",
     "OnImprovement",
     "OverBudget",
     "Peer",
@@ -121,6 +122,7 @@ __all__ = [
 
 _MODULES = {
     "BackPressure": "config",
+    "OnFailure": "config",
     "Cadence": "policy.cadence",
     "CadenceChoice": "policy.contract",
     "Capture": "capture.handle",

@@ -15,7 +15,7 @@ from .policy.contract import Policy
 from .policy.retention import DEFAULT, Retention, retention_of
 from .policy.text import parse, policy
 
-__all__ = ["BackPressure", "Config", "Data", "data_plane", "parse_bytes"]
+__all__ = ["BackPressure", "Config", "Data", "OnFailure", "data_plane", "parse_bytes"]
 
 
 class BackPressure(StrEnum):
@@ -24,6 +24,14 @@ class BackPressure(StrEnum):
     WAIT = "wait"
     SKIP = "skip"
     DROP_OLDEST = "drop-oldest"
+
+
+class OnFailure(StrEnum):
+    """What a training does when its states cannot be written, as the disk is full, fails or is gone: go on, and write them when it can be;
+    or raise that at its next capture."""
+
+    CONTINUE = "continue"
+    RAISE = "raise"
 
 
 class Data(StrEnum):
@@ -76,6 +84,7 @@ class Config:
     made at most, for states that may not leave. ``durable_interval_s`` writes the newest state at most that often (None: never by
     time), ``durable_every`` every so many captures; ``cadence`` is both as one value, or another policy (``datastates.Cadence``,
     ``CheckFreq``, …, joined by ``|``; or as text), and given instead.
+    ``on_failure`` says whether a training goes on (``continue``) when nothing can be written, or is told by an error (``raise``).
     ``direct_io`` None tries it and falls back. ``data`` is what carries the bytes of clones. ``on_step`` is called with a name after each
     durable step (see ``store.tiers.packs_in``), on the thread that took it: for tests and traces. ``modules`` are your own steps, which
     are called with every state that is captured or merged (``datastates.Module``). ``tiers`` are your own, nearest first
@@ -95,6 +104,7 @@ class Config:
     tiers: Sequence[FurtherTier] = ()
     cadence: Policy | str | None = None
     retention: Retention = DEFAULT
+    on_failure: OnFailure = OnFailure.CONTINUE
 
     def __post_init__(self) -> None:
         self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
@@ -105,6 +115,7 @@ class Config:
         if self.cadence is not None and parts != Cadence():
             raise InvalidInput(_TWICE)
         self._set("back_pressure", values.choice(self.back_pressure, BackPressure, "back_pressure"))
+        self._set("on_failure", values.choice(self.on_failure, OnFailure, "on_failure"))
         self._set("data", data_plane(self.data))
         self._set("verify", values.flag(self.verify, "verify"))
         if self.direct_io is not None:
@@ -140,7 +151,7 @@ class Config:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
         """The defaults, changed by ``DATASTATES_MEMORY``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``,
-        ``_DATA``, ``_RETENTION``.
+        ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``.
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -203,6 +214,7 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_CADENCE": lambda config, text: replace(config, cadence=parse(text)),
     "DATASTATES_BACK_PRESSURE": lambda config, text: replace(config, back_pressure=BackPressure(text)),
     "DATASTATES_RETENTION": lambda config, text: replace(config, retention=retention_of(text)),
+    "DATASTATES_ON_FAILURE": lambda config, text: replace(config, on_failure=OnFailure(text)),
     "DATASTATES_DATA": lambda config, text: replace(config, data=data_plane(text)),
 }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from . import values
 from .capture.shutdown import settle
-from .config import BackPressure, Config, data_plane
+from .config import BackPressure, Config, OnFailure, data_plane
 from .errors import DatastatesError, InvalidInput
 from .lineage.change import refs as lineage_refs
 from .lineage.search import pages as search
@@ -133,6 +133,7 @@ class Repository:
         durable_interval_s: float | None = None,
         cadence: Policy | str | None = None,
         back_pressure: BackPressure | str | None = None,
+        on_failure: OnFailure | str | None = None,
         defer: bool = True,
         objects: Mapping[str, object] | None = None,
         config: object = None,
@@ -158,6 +159,8 @@ class Repository:
         :param durable_interval_s: make the newest state durable at most this often; None: as configured.
         :param cadence: both as one value, or another policy (``CheckFreq()``, joined by ``|`` with others), or its text, instead.
         :param back_pressure: what a capture does when memory is full: ``wait``, ``skip`` or ``drop-oldest``; None: as configured.
+        :param on_failure: what a training does while nothing can be written: ``continue``, or ``raise`` at its next capture; None: as
+            configured.
         :param defer: False copies everything before ``capture`` returns.
         :param objects: what is tracked besides, by name; here a name may be that of an argument, such as ``start``.
         :param config: the configuration of this training, for people to find and compare it by: a mapping, an argparse namespace, a
@@ -187,6 +190,7 @@ class Repository:
             back_pressure=self.config.back_pressure
             if back_pressure is None
             else values.choice(back_pressure, BackPressure, "back_pressure"),
+            on_failure=self.config.on_failure if on_failure is None else values.choice(on_failure, OnFailure, "on_failure"),
             config=configuration(config),
         )
         return follow(self.core, live, plain, terms)
@@ -667,6 +671,14 @@ class Repository:
         return server
 
     # --- the end -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps this process from writing its states, since when, and what that has cost so far; None while all is well.
+
+        Until then they are in memory only, and not durable.
+        """
+        return None if self.core.running is None else self.core.running.trouble
 
     def flush(self) -> None:
         """Wait until every capture so far is recorded (not: durable) or has failed."""

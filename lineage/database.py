@@ -21,6 +21,7 @@ from sqlalchemy.pool import QueuePool
 
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.system import masking
+from datastates.system.deeds import deed
 from datastates.system.interrupts import checkpoint, undisturbed
 from datastates.system.sharing import FILE_MODE, make_folders, share
 
@@ -112,6 +113,11 @@ class Database:
             yield session
 
     @property
+    def engine(self) -> Engine:
+        """What its connections come from, for tests that are in their way."""
+        return self._engine
+
+    @property
     def is_closed(self) -> bool:
         """Whether it can be asked nothing any more."""
         return self._closed
@@ -141,7 +147,7 @@ class Database:
         if self._frozen is not None and self._frozen.has_changed():
             self._engine.dispose()
         try:
-            with undisturbed(), Session(engine) as session, deadline.enforced(session):
+            with deed(f"asking the lineage {self._shown}"), undisturbed(), Session(engine) as session, deadline.enforced(session):
                 yield session
         except (exc.SQLAlchemyError, sqlite3.Error) as error:
             raise translate(error, self._shown) from error

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import datastates
-from datastates.config import BackPressure, Config, parse_bytes
+from datastates.config import BackPressure, Config, OnFailure, parse_bytes
 from datastates.errors import InvalidInput
 from datastates.policy.cadence import Cadence
 
@@ -52,9 +52,12 @@ def test_environment_changes_what_it_names() -> None:
         "DATASTATES_DURABLE_EVERY": "10",
         "DATASTATES_DURABLE_INTERVAL": "0.5",
         "DATASTATES_BACK_PRESSURE": "drop-oldest",
+        "DATASTATES_ON_FAILURE": "raise",
     }
 
-    expected = Config(memory_bytes=2 << 30, durable_every=10, durable_interval_s=0.5, back_pressure=BackPressure.DROP_OLDEST)
+    expected = Config(
+        memory_bytes=2 << 30, durable_every=10, durable_interval_s=0.5, back_pressure=BackPressure.DROP_OLDEST, on_failure=OnFailure.RAISE
+    )
     assert Config.from_environment(environ) == expected
 
 
@@ -70,6 +73,7 @@ def test_environment_changes_what_it_names() -> None:
         ("DURABLE_INTERVAL", "-1"),
         ("DURABLE_INTERVAL", "nan"),
         ("BACK_PRESSURE", "panic"),
+        ("ON_FAILURE", "panic"),
     ],
 )
 def test_bad_value_names_its_variable(name: str, value: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import datastates
-from datastates import Config, Repository, Status, Unavailable
+from datastates import Config, OnFailure, Repository, Status, Unavailable
 from datastates.lineage.search.holders import replicas_of
 from datastates.store.naming import packs_of
 from datastates.store.pack import payload_bytes
@@ -250,8 +250,8 @@ def test_what_was_to_become_durable_is_durable_however_the_training_ends(smith: 
             assert restored(repo, state.uid) == facts.live.get(state.uid, restored(repo, state.uid))
 
 
-def test_a_full_disk_is_told_clearly_and_training_goes_on(tmp_path: Path) -> None:
-    config = Config(memory_bytes=64 << 20, durable_interval_s=None, on_step=fail_at("pack-written"))
+def test_a_full_disk_is_told_clearly_to_those_who_ask_for_it_and_training_may_go_on(tmp_path: Path) -> None:
+    config = Config(memory_bytes=64 << 20, durable_interval_s=None, on_step=fail_at("pack-written"), on_failure=OnFailure.RAISE)
     with datastates.open(tmp_path, config=config) as repo:
         run, model, optimizer = begin(repo, "main", _quiet)
         failed = capture(run, model, optimizer, _quiet)
@@ -284,7 +284,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_really_full_keeps_what_is_durable_and_works_again_when_there_is_room(tmp_path: Path, small_disk: Path) -> None:
-    config = Config(memory_bytes=64 << 20, durable_interval_s=None)
+    config = Config(memory_bytes=64 << 20, durable_interval_s=None, on_failure=OnFailure.RAISE)
     with datastates.open(tmp_path / "runs", packs=small_disk, config=config) as repo:
         run, model, optimizer = begin(repo, "main", _quiet)
         live = {}

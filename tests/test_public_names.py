@@ -16,6 +16,7 @@ PUBLIC = {
     *("Ambiguous", "BackPressure", "Capture", "Closed", "Config", "Conflict", "Corrupt", "DatastatesError", "InvalidInput"),
     *(
         "NotFound",
+        "OnFailure",
         "OverBudget",
         "PermutationSampler",
         "Ref",

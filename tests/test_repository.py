@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, Repository, Status, Unavailable
+from datastates import Config, OnFailure, Repository, Status, Unavailable
 
 SLOT = 4 << 20
 
@@ -129,7 +129,9 @@ def test_a_write_that_fails_after_its_tracker_ended_is_raised_by_close(tmp_path:
             raise OSError(errno.EIO, "the disk fails")
 
     tracked = {"weight": torch.zeros(1000)}
-    repo = datastates.open(tmp_path, config=Config(memory_bytes=8 * SLOT, durable_interval_s=None, on_step=fail))
+    repo = datastates.open(
+        tmp_path, config=Config(memory_bytes=8 * SLOT, durable_interval_s=None, on_step=fail, on_failure=OnFailure.RAISE)
+    )
     with repo.track(tracked=tracked, rng=False) as run:
         first = run.capture().wait()
         tracked["weight"].add_(1)
@@ -144,7 +146,7 @@ def test_a_write_that_fails_after_its_tracker_ended_is_raised_by_close(tmp_path:
 def test_a_folder_that_was_deleted_is_called_gone_and_not_full(tmp_path: Path) -> None:
     tracked = {"weight": torch.zeros(1000)}
     packs = tmp_path / "packs"
-    config = Config(memory_bytes=8 * SLOT, durable_interval_s=None)
+    config = Config(memory_bytes=8 * SLOT, durable_interval_s=None, on_failure=OnFailure.RAISE)
     with datastates.open(tmp_path, config=config) as repo, datastates.open(tmp_path) as reader:
         run = repo.track(tracked=tracked)
         first = run.capture().wait("durable")

@@ -299,7 +299,7 @@ CASES: dict[str, Callable[[World], Case]] = {
 
 HANDED_OUT = {
     *("Cloned", "Prediction", "Ref", "RefEvent", "RestoreReport", "Rewind", "Run", "State", "Status", "BackPressure", "Tls", "Item"),
-    "CadenceChoice",
+    *("CadenceChoice", "OnFailure"),
 }
 """Plain values that are read and not asked for anything."""
 

@@ -17,11 +17,18 @@ Rules:
 - Not more than ``most_held`` states stay in memory that may leave it: those that share all their bytes cost something, too.
 - Waiting always ends: when all that is held has failed to be written, the waiting capture is refused. What failed is tried
   again for room ``RETRY_S`` later.
+
+A disk that is full, away or stalled is a *trouble* that passes, unless the training wants its errors (``on_failure="raise"``):
+- What failed stays wanted. Nothing is tried until the time that ``next_tick`` says, which is twice as far away after each failure. Then
+  heads come first, what refs name next, what somebody waits for then, and all else in the order in which it was wanted.
+- A capture that finds memory full meanwhile lets unwritten states give way: the oldest first, then those that somebody waits for, then its
+  own head, which it follows, and what tags name at the very last. The heads of other branches stay; where nothing else is left it is
+  refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from datastates.config import BackPressure
@@ -37,12 +44,15 @@ __all__ = [
     "Event",
     "Evict",
     "GiveUp",
+    "GiveWay",
     "LineOpened",
     "Paced",
     "Recorded",
     "RefsChanged",
     "Refuse",
+    "Retry",
     "RoomNeeded",
+    "Stalled",
     "Tick",
     "Wanted",
     "Withdrawn",
@@ -56,6 +66,11 @@ MOST_HELD = 1000
 
 RETRY_S = 5.0
 """How long a state that could not be written is not tried again only because room is needed."""
+
+FIRST_RETRY_S = 0.5
+"""How long nothing is tried after a failure that may pass; twice as long after each further one, ``LAST_RETRY_S`` at most."""
+
+LAST_RETRY_S = 15.0
 
 
 _UNTOLD = Taken()
@@ -120,17 +135,30 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """Writing a state failed; it is wanted no longer."""
+    """Writing a state failed; it is wanted no longer, unless that ``is_passing``."""
 
     uid: str
     now: float
+    is_passing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The write that is under way makes no progress, or does so again."""
+
+    is_stalled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Somebody waits: what failed is tried now."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoomNeeded:
     """``slots`` slots are to be free. ``is_blocked``: somebody has waited for them ``since`` then; a capture of ``line``, if it names one.
 
-    ``in_flight`` captures are not recorded yet.
+    ``in_flight`` captures are not recorded yet. ``is_patient``: the training goes on when nothing can be written.
     """
 
     slots: int
@@ -140,6 +168,7 @@ class RoomNeeded:
     in_flight: int = 0
     since: float = 0.0
     now: float = 0.0
+    is_patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +185,21 @@ class Closing:
     line: str | None
 
 
-Event = LineOpened | Recorded | Adopted | Wanted | RefsChanged | Written | Withdrawn | WriteFailed | RoomNeeded | Tick | Closing
+Event = (
+    LineOpened
+    | Recorded
+    | Adopted
+    | Wanted
+    | RefsChanged
+    | Written
+    | Withdrawn
+    | WriteFailed
+    | Stalled
+    | Retry
+    | RoomNeeded
+    | Tick
+    | Closing
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +225,14 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveWay:
+    """Drop these states unwritten, in this order, until ``until`` slots are free: they cannot be written, and the training goes on."""
+
+    uids: tuple[str, ...]
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """There is no room to wait for: these states are to be kept, and none of them could be written."""
 
@@ -198,7 +249,7 @@ class Paced:
     has_changed: bool
 
 
-Action = Write | Evict | GiveUp | Refuse | Paced
+Action = Write | Evict | GiveUp | GiveWay | Refuse | Paced
 
 
 @dataclass(slots=True)
@@ -231,6 +282,15 @@ class Engine:
     _failed: dict[str, float] = field(default_factory=dict)
     _asked: set[str] = field(default_factory=set)
     _adopted: set[str] = field(default_factory=set)
+    _awaited: set[str] = field(default_factory=set)
+    _ended: set[str] = field(default_factory=set)
+    """Heads of lines that are closed, as long as they are not durable."""
+    _retry_at: float | None = None
+    _retry_s: float = 0.0
+    _is_resting: bool = False
+    _is_stalled: bool = False
+    _is_behind: bool = False
+    """Whether what is wanted waited for a disk: what matters most is written first."""
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event in; what is to be done now comes out."""
@@ -243,6 +303,7 @@ class Engine:
             case Adopted(uid):
                 self._on_adopted(uid)
             case Wanted(uid):
+                self._awaited.add(uid)
                 if uid in self._entries:
                     self._want(uid)
                 else:
@@ -258,11 +319,18 @@ class Engine:
                     return [*self._next_write(), *paced]
             case Withdrawn(uid):
                 self._on_withdrawn(uid)
-            case WriteFailed(uid, now):
+            case WriteFailed(uid, now, is_passing):
                 self._on_write_ended(uid, failed_at=now)
+                if is_passing:
+                    self._rest(uid, now)
+            case Stalled(is_stalled):
+                self._is_stalled = is_stalled and self._writing is not None
+            case Retry():
+                self._is_resting = False
             case RoomNeeded():
                 return [*self._make_room(event), *self._next_write()]
             case Tick(now):
+                self._is_resting = self._is_resting and self._retry_at is not None and now < self._retry_at
                 for each in self._lines.values():
                     self._want_if_due(each, now)
             case Closing(line_name):
@@ -273,6 +341,9 @@ class Engine:
         """The state left memory."""
         self._entries.pop(uid, None)
         self._adopted.discard(uid)
+        self._awaited.discard(uid)
+        self._ended.discard(uid)
+        self._queue.pop(uid, None)
         self._failed.pop(uid, None)
 
     def hold_of(self, uid: str, *, is_captured: bool) -> str | None:
@@ -294,6 +365,20 @@ class Engine:
         """How many states are being written or are waiting to be written."""
         return len(self._queue) + (self._writing is not None)
 
+    def unwritten(self) -> list[str]:
+        """The states that are being written or are waiting to be written, the most urgent first."""
+        return sorted([*([] if self._writing is None else [self._writing]), *self._queue], key=self._urgency())
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the write that is under way makes no progress."""
+        return self._is_stalled
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether nothing can be written, as it stands."""
+        return self._retry_at is not None or self._is_stalled
+
     def next_tick(self) -> float | None:
         """The time at which a ``Tick`` would do something; None: never, as things stand."""
         due = [
@@ -301,6 +386,8 @@ class Engine:
             for line in self._lines.values()
             if line.head is not None and self._is_in_memory_only(line.head) and (at := self._next_due(line)) is not None
         ]
+        if self._is_resting and self._retry_at is not None:
+            due.append(self._retry_at)
         return min(due, default=None)
 
     def _on_recorded(self, event: Recorded) -> None:
@@ -328,12 +415,16 @@ class Engine:
             self._want(uid)
 
     def _on_write_ended(self, uid: str, *, failed_at: float | None) -> None:
-        self._writing = None
+        self._writing, self._is_stalled = None, False
+        if failed_at is None:
+            self._retry_at, self._is_resting = None, False
         entry = self._entries.get(uid)
         if entry is None:
             return
         if failed_at is None:
             entry.is_durable = True
+            self._awaited.discard(uid)
+            self._ended.discard(uid)
             self._failed.clear()  # there is room again, or whatever it was
         else:
             self._failed[uid] = failed_at
@@ -348,6 +439,13 @@ class Engine:
         entry.is_durable = False
         if uid in self._tagged:  # somebody named it meanwhile
             self._want(uid)
+
+    def _rest(self, uid: str, now: float) -> None:
+        """What failed is wanted as before, and nothing is tried for a while."""
+        if uid in self._entries:
+            self._queue = {uid: None, **self._queue}
+        self._retry_s = FIRST_RETRY_S if self._retry_at is None else min(2 * self._retry_s, LAST_RETRY_S)
+        self._retry_at, self._is_resting, self._is_behind = now + self._retry_s, True, True
 
     def _heads(self) -> set[str | None]:
         return {*(line.head for line in self._lines.values()), *self._adopted}
@@ -391,17 +489,26 @@ class Engine:
             line = self._lines.pop(name, None)
             if line is not None and line.head is not None:
                 self._want(line.head)
+                if self._is_in_memory_only(line.head):
+                    self._ended.add(line.head)
         if line_name is None:
             for uid in self._branches.values():
                 self._want(uid)
 
     def _next_write(self) -> list[Action]:
-        if self._writing is not None or not self._queue:
+        self._is_behind = self._is_behind and bool(self._queue)
+        if self._writing is not None or not self._queue or self._is_resting:
             return []
-        uid = next(iter(self._queue))
+        uid = min(self._queue, key=self._urgency()) if self._is_behind else next(iter(self._queue))
         del self._queue[uid]
         self._writing = uid
         return [Write(uid)]
+
+    def _urgency(self) -> Callable[[str], int]:
+        """How urgent it is to write a state, the lowest first."""
+        heads = {*self._heads(), *self._ended, *self._branches.values()}
+        kinds = (heads, self._tagged, self._awaited)
+        return lambda uid: next((rank for rank, kind in enumerate(kinds) if uid in kind), len(kinds))
 
     def _held(self) -> set[str | None]:
         return {*self._heads(), *self._tagged, *self._branches.values()}
@@ -425,9 +532,12 @@ class Engine:
             if droppable and not free:
                 del self._queue[droppable[0]]
                 actions += [GiveUp(droppable[:1]), Evict(droppable[:1], event.slots)]
-        if not actions and not event.in_flight and not self._is_writing_since(event.since):
-            actions += self._squeeze(event)
-        return actions
+        if actions or event.in_flight:
+            return actions
+        if self.is_in_trouble and event.back_pressure is not BackPressure.SKIP:
+            is_being_tried = self._writing is not None and not self._is_stalled
+            return [] if is_being_tried else self._give_way(event)
+        return [] if self._is_writing_since(event.since) else self._squeeze(event)
 
     def _may_leave(self, uid: str, entry: _Entry, held: set[str | None]) -> bool:
         if uid == self._writing:
@@ -463,11 +573,29 @@ class Engine:
                 return []
         return [Refuse(tuple(kept))] if kept else []
 
+    def _give_way(self, event: RoomNeeded) -> list[Action]:
+        """What leaves memory unwritten, when nothing can be written; only for those who are patient."""
+        line = None if event.line is None else self._lines.get(event.line)
+        heads = {*self._heads(), *self._ended, *self._branches.values()}
+        kept = [uid for uid, entry in self._entries.items() if not entry.is_durable and uid != self._writing]
+        older = [uid for uid in kept if uid not in heads]
+        own = [uid for uid in kept if line is not None and uid == line.head and not self._is_named_beside(uid, line)]
+        named = [uid for uid in older if uid in self._tagged]
+        others = sorted((uid for uid in older if uid not in self._tagged), key=self._awaited.__contains__)
+        leaving = (*others, *own, *named)
+        if leaving and event.is_patient:
+            return [GiveWay(leaving, event.slots)]
+        return [Refuse(tuple(kept))] if kept else []
+
+    def _is_named_beside(self, head: str, line: _Line) -> bool:
+        """Whether a tag, or a branch other than its own, names the head of a line."""
+        return head in self._tagged or any(uid == head and branch != line.branch for branch, uid in self._branches.items())
+
     def _may_give_way(self, line: _Line, head: str, now: float) -> bool:
         """Whether the capture that replaces a head may have its room: as little is lost by it as by a crash."""
-        if not self._is_in_memory_only(head) or not line.is_safe or head in self._tagged or head in self._queue or head == self._writing:
+        if not self._is_in_memory_only(head) or not line.is_safe or head in self._queue or head == self._writing:
             return False
-        if any(uid == head and branch != line.branch for branch, uid in self._branches.items()):
+        if self._is_named_beside(head, line):
             return False
         due = self._next_due(line)
         return due is None or now < due

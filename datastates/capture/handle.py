@@ -21,6 +21,7 @@ class Progress:
     def __init__(self, uid: str) -> None:
         self.uid = uid
         self.is_skipped = False
+        self.why_skipped: str | None = None
         self.state: State | None = None
         self.error: BaseException | None = None
         self.module_error: ModuleFailed | None = None
@@ -53,9 +54,9 @@ class Progress:
         self.held_up = why
         self.changed.ring()
 
-    def skip(self) -> None:
-        """There was no room; it will have no state."""
-        self.is_skipped = True
+    def skip(self, why: str | None = None) -> None:
+        """There was no room; it will have no state. ``why`` there was none, unless the back-pressure said to skip."""
+        self.is_skipped, self.why_skipped = True, why
         self.changed.ring()
 
     def give_up(self, why: str) -> None:
@@ -68,16 +69,24 @@ class Capture:
     """A capture under way. Any thread may read it and wait on it; the engine moves it on.
 
     ``uid`` names the state from the start, ``step`` is where the training stood. ``is_skipped`` is true when there was
-    no room and the back-pressure said to skip: such a capture has no state.
+    no room and the back-pressure said to skip, or nothing could be written to make any: such a capture has no state.
     """
 
-    def __init__(self, progress: Progress, step: int, *, want: Callable[[str], None], hurry: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        step: int,
+        *,
+        want: Callable[[str], None],
+        hurry: Callable[[], None],
+        trouble: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self.uid, self.step = progress.uid, step
-        self._progress, self._want, self._hurry = progress, want, hurry
+        self._progress, self._want, self._hurry, self._trouble = progress, want, hurry, trouble
 
     @property
     def is_skipped(self) -> bool:
-        """Whether there was no room, and the back-pressure said to skip."""
+        """Whether there was no room, and the back-pressure said to skip, or nothing could be written to make any."""
         return self._progress.is_skipped
 
     @property
@@ -100,7 +109,8 @@ class Capture:
     def wait(self, status: str = "captured", timeout_s: float | None = None) -> State:
         """Block until the state has reached ``status`` (or a later one), and return it.
 
-        Waiting for ``durable`` asks for it: the state is written even if no policy wanted it.
+        Waiting for ``durable`` asks for it: the state is written even if no policy wanted it. While the disk is full or away it is tried
+        again and again, as long as you wait (unless ``on_failure="raise"``).
 
             with repo.track(branch="waited-for", model=model, optimizer=optimizer) as run:
                 train_step(next(iter(loader)))
@@ -109,7 +119,7 @@ class Capture:
         :raises Torn: and any other error of the background, as itself.
         :raises Unavailable: the capture was skipped, or its bytes were given up before they reached the status; or the lineage has been
             away for a minute (the state is in memory: wait again when it is back).
-        :raises TimeoutError: ``timeout_s`` seconds went by.
+        :raises TimeoutError: ``timeout_s`` seconds went by; says why, where nothing can be written.
         :raises InvalidInput: no such status.
         :raises Closed: this is a forked child, where nothing is captured.
         """
@@ -119,8 +129,10 @@ class Capture:
             self._want(self.uid)
         self._hurry()
         if not self._progress.changed.wait_for(lambda: self._has_reached(goal), timeout_s):
+            why = None if goal is Status.CAPTURED else self._trouble()
             raise TimeoutError(
                 f"state {self.uid} (step {self.step}) is not {goal} after {timeout_s} s; it is {self.status or 'being copied'}"
+                + ("" if why is None else f"; {why}")
             )
         state = self._progress.state
         assert state is not None
@@ -134,7 +146,8 @@ class Capture:
         if now.error is not None:
             raise now.error
         if now.is_skipped:
-            raise Unavailable(f"the capture of step {self.step} was skipped: the arena had no room (back_pressure='skip')")
+            why = now.why_skipped or "the arena had no room (back_pressure='skip')"
+            raise Unavailable(f"the capture of step {self.step} was skipped: {why}")
         if now.given_up is not None:
             raise Unavailable(now.given_up)
         if now.held_up is not None:

@@ -31,9 +31,10 @@ class Slots(Protocol):
     ) -> list[int] | None:
         """Slots for a state, the caller's until a state takes them or ``release``; None where there is no room, and nobody was to wait.
 
-        Blocks under ``wait`` and ``drop-oldest`` until memory is let go, at most ``within_s``. A capture names its ``line``.
+        Blocks under ``wait`` and ``drop-oldest`` until memory is let go, at most ``within_s``. A capture names its ``line``. For a patient
+        line older states give way while nothing can be written; where none may, None.
 
-        :raises OverBudget: the state could never fit, or nothing that is in its way can be written.
+        :raises OverBudget: the state could never fit, or nothing that is in its way can be written and the line is not patient.
         """
 
     def release(self, slots: list[int]) -> None:
@@ -119,13 +120,17 @@ class Persisting(Protocol):
         """Wait until every capture so far is recorded or has failed; or waits in memory, as the database is away."""
 
     @property
+    def trouble(self) -> str | None:
+        """What keeps states from being written, since when, and what it has cost; None while all is well."""
+
+    @property
     def pending_writes(self) -> int:
         """What is not recorded, written, copied or seen by modules yet, as it stands."""
 
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
         """Wait until all that is wanted is durable, or has failed; ``on_wait`` is told now and then how many are left.
 
-        :raises Unavailable: the database has been away for a minute; says what could not be recorded.
+        :raises Unavailable: the database has been away for a minute, or the disk for ten seconds; says what is not durable.
         """
 
 

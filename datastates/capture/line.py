@@ -29,10 +29,9 @@ class Line:
 
     ``has_placed`` says whether ``base`` is a capture of this line: another state, wherever it came from, may hold other bytes under the
     same digests. ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them
-    writes first the other's first write refers to. ``run`` is the training in the
-    lineage. ``uids`` say what its captures are called. ``costs`` are those of its captures and writes as far as they were measured,
-    ``choice`` what its policy made of them. Owned by the engine thread while captures
-    are in flight.
+    writes first the other's first write refers to. ``run`` is the training in the lineage. ``is_patient``: it goes on when its states
+    cannot be written for now. ``uids`` say what its captures are called. ``costs`` are those of its captures and writes as far as they
+    were measured, ``choice`` what its policy made of them. Owned by the engine thread while captures are in flight.
     """
 
     name: str
@@ -43,6 +42,7 @@ class Line:
     has_placed: bool = False
     error: BaseException | None = None
     edits: Edits = field(default_factory=Edits, repr=False)
+    is_patient: bool = True
     kin: Line | None = field(default=None, repr=False)
     uids: Uids = field(default_factory=Drawn, repr=False)
     costs: Costs | None = field(default=None, repr=False)

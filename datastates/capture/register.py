@@ -64,6 +64,7 @@ class Register:
         on_marked: Callable[[int], None],
     ) -> None:
         self._engine, self._lock, self._changed = locked.engine, locked.lock, locked.changed
+        self.folder = books.folder
         self._memory, self._own, self._copies, self._on_marked = memory, own, copies, on_marked
         self._progress: dict[str, Progress] = {}
         self._lines: dict[str, Line] = {}
@@ -143,6 +144,21 @@ class Register:
             progress.fail(error)
         elif line is not None and not line.branch:  # a clone, which nobody asks for errors
             _logger.warning("the cloned state %s was not written and is in memory only: %s", uid, error)
+
+    def is_patient(self, uid: str) -> bool:
+        """Whether the training of a state goes on when it cannot be written for now."""
+        with self._lock:
+            line = self._lines.get(uid)
+            return line is None or line.is_patient
+
+    def named(self, uids: Iterable[str]) -> list[str]:
+        """States of this process, for people."""
+        with self._lock:
+            found = [(uid, self._lines.get(uid), self._progress.get(uid)) for uid in uids]
+        return [
+            f"{line.branch} step {progress.state.step} ({uid[:10]})" if line and progress and progress.state else uid[:10]
+            for uid, line, progress in found
+        ]
 
     def take_write_error(self, line: Line | None) -> BaseException | None:
         """Why writing failed last; the line, which is told with it, does not say it again."""

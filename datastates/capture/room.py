@@ -39,11 +39,15 @@ _MOST_IN_FLIGHT = 64
 class Questions:
     """What the runner is asked when room is wanted. ``post`` asks the engine, ``check_open`` raises when nothing more is captured,
     ``backlog`` counts recorded states that users' modules have not seen: they keep their memory as captures in flight do.
+    ``is_stuck`` says whether the lineage makes no progress, and looks whether a write does; ``skipped`` is told of captures that were not
+    taken because of either.
     """
 
     post: Callable[[RoomNeeded], list[Action]]
     check_open: Callable[[], None]
     backlog: Callable[[], int]
+    is_stuck: Callable[[], bool]
+    skipped: Callable[[], None]
 
 
 class Room:
@@ -63,6 +67,7 @@ class Room:
         self._arena, self._memory, self._warmer, self._rounds = arena, memory, warmer, rounds
         self._register, self._lock, self._changed = register, locked.lock, locked.changed
         self._post, self._check_open, self._backlog = questions.post, questions.check_open, questions.backlog
+        self._is_stuck, self._skipped = questions.is_stuck, questions.skipped
         self._next_slots = 0
 
     @property
@@ -99,6 +104,10 @@ class Room:
                 is_coming = slots is None and self._memory.recall(count) and time.monotonic() - since < _RECALL_S
             if slots is not None or back_pressure is BackPressure.SKIP or (within_s is not None and time.monotonic() - since > within_s):
                 return slots
+            is_hopeless = refused is not None and not is_coming
+            if line is not None and line.is_patient and (is_hopeless or self._is_stuck()):
+                self._skipped()
+                return None
             if refused is not None and not is_coming:
                 raise self._refusal(count, refused, line)
             self._check_open()
@@ -158,18 +167,19 @@ class Room:
         name = None if line is None else line.name
         with self._lock:  # no capture begins between the count and the question
             in_flight = self._rounds.in_flight + self._backlog()
-            event = RoomNeeded(count, True, back_pressure, name, in_flight, since, time.monotonic())
+            is_patient = line is not None and line.is_patient
+            event = RoomNeeded(count, True, back_pressure, name, in_flight, since, time.monotonic(), is_patient)
             return next((action for action in self._post(event) if isinstance(action, Refuse)), None)
 
     def _refusal(self, count: int, refused: Refuse, line: Line | None) -> OverBudget:
         """The error for callers that wait for room which cannot be made, because writing failed."""
-        why = self._register.take_write_error(line)
+        why = self._register.take_write_error(line) or "the disk is in trouble"
         error = OverBudget(
             f"there is no room for a state of {count * CHUNK_BYTES >> 20} MiB: memory is full with {len(refused.uids)} states that are "
             f"not to be lost and could not be written, {refused.uids[0]} for one ({why}); this capture was not taken, those after it "
             f"will be when writing works again; or give more memory_bytes ({_budget(count)}), or delete tags that are not needed"
         )
-        error.__cause__ = why
+        error.__cause__ = why if isinstance(why, BaseException) else None
         return error
 
 

@@ -33,6 +33,7 @@ from datastates.store.arena import Arena
 from datastates.store.roles import CaptureTier, DurableTier
 from datastates.store.tier import Tier
 from datastates.system.bell import Bell
+from datastates.system.deeds import deed, deed_of
 from datastates.system.interrupts import Mutex, undisturbed
 
 from .commit import Coming, Commits
@@ -45,9 +46,12 @@ from .engine import (
     Event,
     Evict,
     GiveUp,
+    GiveWay,
     LineOpened,
     Paced,
     RefsChanged,
+    Retry,
+    Stalled,
     Tick,
     Wanted,
     Withdrawn,
@@ -59,10 +63,12 @@ from .handle import Progress
 from .line import Line, Staged
 from .paces import Paces
 from .pipeline import Pipeline
+from .pulse import Pulse
 from .register import Books, Locked, Register
 from .room import Questions, Room
 from .rounds import Rounds
 from .stage import CopyJob, Stager
+from .trouble import CLOSING_S, STALL_S, Trouble
 from .warming import Warmer
 
 if TYPE_CHECKING:
@@ -81,6 +87,12 @@ _LEAST_HELD = 64
 _REFS_POLL_S = 1.0
 """How often refs that other processes made are looked for."""
 
+_RETRY_S = 1.0
+"""How often what cannot be written is tried while somebody waits for it to close."""
+
+_STUCK_S = 90.0
+"""The lineage is given so long to answer whoever must wait for it: longer than it waits for another process's lock."""
+
 
 class Runner:
     """Owns the stage, engine and writer threads of one repository; a ``Host`` in this process. ``close`` is idempotent."""
@@ -96,7 +108,9 @@ class Runner:
         further: Sequence[Tier] = (),
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._database, self._config, self._beat = books.database, config, beat
+        self._database, self._config = books.database, config
+        self._pulse = Pulse(beat)
+        self._trouble = Trouble()
         self._lock, self._changed = Mutex(), Bell()
         self._engine = Engine(most_held=min(MOST_HELD, max(arena.capacity, _LEAST_HELD)))
         self._paces = Paces(books.database)
@@ -116,7 +130,7 @@ class Runner:
             rounds=self._rounds,
             register=self._register,
             locked=locked,
-            questions=Questions(self._post, self._raise_if_closed, lambda: self._own.backlog),
+            questions=Questions(self._post, self._raise_if_closed, lambda: self._own.backlog, self._is_stuck, self._trouble.note_skipped),
         )
         self._memory = memory
         memory.on_let_go = self._changed.ring
@@ -126,12 +140,12 @@ class Runner:
         self._looked_at = 0.0
         self._look_failed: str | None = None
         self._writes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._retried_at = 0.0
         self._is_closed = False
-        self._is_abandoned = False
-        self._threads = [
-            threading.Thread(target=target, name=f"datastates-{name}", daemon=True)
-            for name, target in (("engine", self._run_engine), ("writer", self._run_writer))
-        ]
+        self._is_abandoned = self._has_lost = False
+        self._engine_thread = threading.Thread(target=self._run_engine, name="datastates-engine", daemon=True)
+        self._writer_thread = threading.Thread(target=self._run_writer, name="datastates-writer", daemon=True)
+        self._threads = [self._engine_thread, self._writer_thread]
         for thread in self._threads:
             thread.start()
 
@@ -272,10 +286,14 @@ class Runner:
         return self._register.line_of(uid)
 
     def flush(self) -> None:
-        """Wait until every capture so far is recorded or has failed; or waits in memory, as the database is away."""
+        """Wait until every capture so far is recorded or has failed; or waits in memory, as the database is away.
+
+        :raises Unavailable: the database does not say a word, not even that it is away.
+        """
         so_far = self._rounds.begun
         self._rounds.hurry()
-        self._changed.wait_for(lambda: self._rounds.has_ended(so_far))
+        while not self._changed.wait_for(lambda: self._rounds.has_ended(so_far), _SAY_AGAIN_S * 5):
+            self._raise_if_mute()
         self._register.journal.settle()
 
     def refs_changed(self) -> None:
@@ -305,11 +323,12 @@ class Runner:
 
         Ctrl-C while waiting gives up what is not durable yet: no later call waits for it, until something else is captured or named.
 
-        :raises Unavailable: the database has been away for a minute; says what could not be recorded.
+        :raises Unavailable: the database has been away for a minute, or the disk for ten seconds; says what is not durable.
         """
+        failures = self._trouble.failures
         try:
             while (pending := self.pending_writes) and not self._is_abandoned:
-                overdue = self._register.journal.overdue()
+                overdue = self._register.journal.overdue() or self._hopeless(failures)
                 if overdue is not None:
                     raise overdue
                 if on_wait is not None:
@@ -322,8 +341,8 @@ class Runner:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether Ctrl-C ended the last wait for what is to be durable."""
-        return self._is_abandoned
+        """Whether Ctrl-C ended the last wait for what is to be durable, or the disk did not take it in time."""
+        return self._is_abandoned or self._has_lost
 
     def errors(self) -> list[Exception]:
         """The errors on lines of trackers that none of these has raised. A clone's failure was logged: nobody asks for it."""
@@ -332,7 +351,7 @@ class Runner:
     def close(self) -> None:
         """Make the heads durable, wait, and end the threads; idempotent, and goes on where it was interrupted. Not for these threads.
 
-        :raises Unavailable: the database has been away for a minute; says what could not be recorded.
+        :raises Unavailable: the database has been away for a minute, or the disk for ten seconds; says what is lost.
         """
         try:
             if not self._is_closed:
@@ -345,6 +364,8 @@ class Runner:
                     self._end()
         except Unavailable:
             with undisturbed():
+                self._is_abandoned = self._is_abandoned or self.is_held_up  # nobody waits for a thread that may never come back
+                self._has_lost = self._trouble.why is not None and not self.is_held_up
                 self._end()
             raise
         finally:
@@ -356,8 +377,9 @@ class Runner:
 
     def _end(self) -> None:
         self._register.journal.evict(self._memory.uids())  # what ends with this process; those that are durable stay so
-        with suppress(Unavailable):  # whoever opens the repository next finds out
-            self._register.journal.tell_evictions()
+        if not self.is_held_up:
+            with suppress(Unavailable):  # whoever opens the repository next finds out
+                self._register.journal.tell_evictions()
         with self._lock:
             self._is_closed = True
         self._register.give_up_all("state {uid} was in memory only when its repository was closed: wait for it before that, or tag it")
@@ -366,6 +388,68 @@ class Runner:
         self._own.close(is_giving_up=self._is_abandoned)
         self._copies.close()
         self._warmer.close()
+        self._pulse.close()
+
+    # --- nothing can be written, or recorded ---------------------------------------------------------------------------
+
+    @property
+    def trouble(self) -> str | None:
+        """See ``Host.trouble``."""
+        self._watch()
+        with self._lock:
+            return self._trouble.describe(self._engine.pending_writes)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether a thread is in the middle of a call to the system that may never return."""
+        now = time.monotonic()
+        return any((one := deed_of(thread)) is not None and one.is_stalled(now, STALL_S) for thread in self._threads)
+
+    def _is_stuck(self) -> bool:
+        self._watch()
+        one = deed_of(self._engine_thread)
+        if one is None or not one.is_stalled(time.monotonic(), _STUCK_S):
+            return False
+        self._trouble.begin(one.describe(time.monotonic()))
+        return True
+
+    def _raise_if_mute(self) -> None:
+        if self._is_stuck():
+            raise Unavailable(f"captures are not recorded: {self._trouble.why}", trouble="lineage")
+
+    def _watch(self) -> None:
+        """See whether the write that is under way goes on. Any thread."""
+        one, now = deed_of(self._writer_thread), time.monotonic()
+        is_stalled = one is not None and one.is_stalled(now, STALL_S)
+        if is_stalled and one is not None:
+            self._trouble.begin(one.describe(now))
+        if is_stalled != self._engine.is_stalled:
+            self._post(Stalled(is_stalled))
+
+    def _hopeless(self, failures: int) -> Unavailable | None:
+        """The error for callers that wait for what is to be durable, once the disk has been in trouble for too long.
+
+        Each of them sees it tried at least once more: ``failures`` were all when it began to wait.
+        """
+        self._watch()
+        now, trouble = time.monotonic(), self._trouble
+        if trouble.why is None or not self._engine.is_in_trouble:
+            return None
+        if trouble.closing_since is None:
+            trouble.closing_since = now
+        if now - trouble.closing_since < CLOSING_S or (trouble.failures == failures and not self._engine.is_stalled):
+            if now - self._retried_at >= _RETRY_S:
+                self._retried_at = now
+                self._post(Retry())
+            return None
+        with self._lock:
+            names = self._register.named(self._engine.unwritten())
+        if not names:
+            return None
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        what = f"{len(names)} states are in memory only, and are lost with this process: " if len(names) > 1 else ""
+        said = f"{what}{', '.join(names[:5])}{more}" if what else f"{names[0]} is in memory only, and is lost with this process"
+        return Unavailable(f"{said}; {trouble.why}", trouble=f"unwritten: {self._register.folder}")
 
     # --- the engine thread ---------------------------------------------------------------------------------------------
 
@@ -408,7 +492,9 @@ class Runner:
         """At most once a second, look for what waits for the lineage, and for refs that others made."""
         if time.monotonic() - self._looked_at < _REFS_POLL_S:
             return
-        self._beat()
+        self._pulse.beat()
+        self._watch()
+        self._trouble.remind(self._engine.pending_writes)
         try:
             self._register.journal.settle()
             self._look_at_refs()
@@ -445,14 +531,24 @@ class Runner:
         while (uid := self._writes.get()) is not None:
             began = time.monotonic()
             try:
-                self._pipeline.write(uid)
+                with deed(f"writing state {uid}"):
+                    self._pipeline.write(uid)
             except BaseException as exc:  # whatever it is, the handle raises it, and the thread goes on
                 _logger.debug("writing %s failed", uid, exc_info=exc)
                 if not self._is_closed:  # else nobody waited for it, its handle was told, and its tier may be closed by now
-                    self._register.fail_write(uid, exc)
-                    self._post(WriteFailed(uid, time.monotonic()))
+                    self._on_write_failed(uid, exc)
             else:
                 self._post(Written(uid, began, time.monotonic()))
+                self._trouble.end(self._engine.pending_writes)
+
+    def _on_write_failed(self, uid: str, error: BaseException) -> None:
+        is_passing = isinstance(error, Unavailable) and self._register.is_patient(uid)
+        if is_passing:
+            self._trouble.failures += 1
+            self._trouble.begin(str(error))
+        else:
+            self._register.fail_write(uid, error)
+        self._post(WriteFailed(uid, time.monotonic(), is_passing))
 
     def _on_marked(self, added: int) -> None:
         self._on_durable(added)
@@ -483,6 +579,16 @@ class Runner:
                 self._paces.take(action)
             case GiveUp(uids):
                 self._register.give_up(uids, "state {uid} gave way to newer ones before it was written (back_pressure='drop-oldest')")
+
+            case GiveWay(uids, until):
+                self._give_way(uids, until)
+
+    def _give_way(self, uids: tuple[str, ...], until: int) -> None:
+        for uid in uids:
+            if self._room.has(until):
+                return
+            self._trouble.note_left(1)
+            self._register.leave(uid, f"state {uid} left memory, which was full, before it could be written: {self._trouble.why}")
 
     def _evict(self, uids: tuple[str, ...], until: int | None) -> None:
         for uid in uids:

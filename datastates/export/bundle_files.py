@@ -84,7 +84,7 @@ def write_lineage(lineage: Lineage, root: Path) -> str:
 def _write(path: Path, data: bytes) -> None:
     fd = make_regular(path)
     try:
-        write_file(fd, data)
+        write_file(fd, path, data)
     finally:
         os.close(fd)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ from .lease import Lease
 __all__ = ["Belongings"]
 
 _logger = logging.getLogger(__name__)
+
+_FREE_S = 2.0
+"""So long a lease is given to end in a folder that does not answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +64,9 @@ class Belongings:
             with suppress(Unavailable):  # whoever opens it next finds out
                 self._finish()
         except Exception:  # an error of the background is raised by this; an interrupt leaves the rest for the next call
+            if self.runner.has_given_up and not self.runner.is_held_up:
+                with suppress(Unavailable):
+                    self._finish()
             self._free()
             raise
         self._free()
@@ -79,7 +86,12 @@ class Belongings:
             _logger.warning("branch %s: its newest states were given up before they were durable; %s", each.branch, where)
 
     def _free(self) -> None:
-        self.lease.close()
+        if self.runner.is_held_up:  # the folder does not answer: whatever is done there may never return
+            ending = threading.Thread(target=self.lease.close, name="datastates-lease", daemon=True)
+            ending.start()
+            ending.join(_FREE_S)
+        else:
+            self.lease.close()
         self.memory.close()
         self.arena.close()
         self.tiers.close()

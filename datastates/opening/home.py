@@ -86,14 +86,19 @@ def look_at(location: Location) -> Home:
 def settle_in(location: Location, database: Database) -> Home:
     """The folder of packs, known to its lineage from now on where both may be written.
 
-    :raises Unavailable: its identity cannot be read.
+    :raises Unavailable: its identity cannot be read, or cannot be written.
     """
     packs = location.packs
     is_beside = location.root is not None and packs == location.root / "packs"
     read_only = database.read_only or (None if _may_write(packs) else f"{packs} may not be written by this process")
     uid = _read(packs)
     if uid is None and read_only is None:
-        uid = _identify(packs)
+        try:
+            uid = _identify(packs)
+        except OSError as error:
+            raise Unavailable(
+                f"{packs} cannot be made a home of states ({error}): see that its disk is well and has room, or choose another folder"
+            ) from error
     if uid is not None and database.read_only is None:
         with database.read() as session:
             known = folders.get(session, uid)
@@ -131,7 +136,7 @@ def _identify(packs: Path) -> str:
         made, path = secrets.token_hex(12), packs / f"{TEMPORARY}identity"
         fd = make_regular(path)
         try:
-            write_file(fd, made.encode() + b"\n")
+            write_file(fd, path, made.encode() + b"\n")
             may_read(packs, fd)
             path.rename(packs / _IDENTITY)
         except BaseException:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from datastates.system.deeds import at
 from datastates.system.interrupts import undisturbed
 from datastates.system.regular import open_regular
 from datastates.system.sharing import may_read, share
@@ -65,6 +66,7 @@ def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[N
     """
     with undisturbed():
         try:
+            at("lock", root / _LOCK)
             fd = _open_lock(root / _LOCK, is_shared=is_shared)
         except OSError as exc:
             if is_needed or exc.errno not in FORBIDDEN:
@@ -107,6 +109,7 @@ class Temporary:
 
     def commit(self) -> None:
         """Give the file its name, for good. It was fsynced before."""
+        at("rename", self.path)
         os.rename(self.path, self.final)
         self.is_committed = True
         sync_folder(self.final.parent)
@@ -167,6 +170,7 @@ def remove_abandoned(path: Path) -> bool:
 
 def sync_folder(path: Path) -> None:
     """Make the folder's names durable."""
+    at("sync", path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -191,30 +195,31 @@ def supports_direct(root: Path) -> bool:
         path.unlink(missing_ok=True)
 
 
-def write_file(fd: int, data: bytes) -> None:
+def write_file(fd: int, path: Path, data: bytes) -> None:
     """Fill an empty file and make it durable."""
-    _write(fd, [memoryview(data)], 0)
-    os.fsync(fd)
+    _write(fd, path, [memoryview(data)], 0)
+    _sync(fd, path)
 
 
-def write_chunks(fd: int, header: bytes, chunks: Iterable[memoryview], size: int, *, is_direct: bool) -> None:
+def write_chunks(fd: int, path: Path, header: bytes, chunks: Iterable[memoryview], size: int, *, is_direct: bool) -> None:
     """Fill an empty file with a header and chunks, each from the start of a page with zeros behind, and make it durable.
 
     The room is allocated first: a full disk shows before anything is written, and the file lies in one stretch. Direct
     writes take what starts at a page as it lies; all else goes through a buffer.
     """
-    _allocate(fd, size)
+    _allocate(fd, path, size)
     if is_direct:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _O_DIRECT)
     views = _pages(header, chunks) if is_direct else _plain(header, chunks)
     offset = 0
     for batch in _batches(views):
-        offset = _write(fd, batch, offset)
-    os.fsync(fd)
+        offset = _write(fd, path, batch, offset)
+    _sync(fd, path)
 
 
 def _create_locked(path: Path) -> int:
     while True:
+        at("open", path)
         fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -234,13 +239,19 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _allocate(fd: int, size: int) -> None:
+def _allocate(fd: int, path: Path, size: int) -> None:
+    at("allocate", path)
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as exc:
         if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
         os.ftruncate(fd, size)
+
+
+def _sync(fd: int, path: Path) -> None:
+    at("sync", path)
+    os.fsync(fd)
 
 
 def _plain(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -289,9 +300,10 @@ def _batches(views: Iterator[memoryview]) -> Iterator[list[memoryview]]:
         yield batch
 
 
-def _write(fd: int, views: list[memoryview], offset: int) -> int:
+def _write(fd: int, path: Path, views: list[memoryview], offset: int) -> int:
     """Write all of it; a short write goes on where it stopped. The offset behind."""
     while views:
+        at("write", path, sum(view.nbytes for view in views))
         done = os.pwritev(fd, views, offset)
         if not done:
             raise OSError(errno.EIO, f"nothing was written at offset {offset}")

@@ -313,7 +313,7 @@ class LocalTier(DurableTier):
             if plan.layout is not None:
                 pack = stack.enter_context(temporary(self.root / plan.name))
                 chunks = (payload.chunks[index] for index in plan.new)
-                write_chunks(pack.fd, plan.layout.header, chunks, plan.layout.size, is_direct=self.is_direct)
+                write_chunks(pack.fd, pack.path, plan.layout.header, chunks, plan.layout.size, is_direct=self.is_direct)
                 self._on_step("pack-written")
             yield _Staged(self, plan, encoded, pack, file, stamps)
 
@@ -369,7 +369,7 @@ class LocalTier(DurableTier):
                 if staged.pack is not None:
                     staged.pack.commit()
                     self._on_step("pack-renamed")
-                write_file(file.fd, staged.encoded)
+                write_file(file.fd, file.path, staged.encoded)
                 self._on_step("manifest-written")
                 file.commit()
                 self._on_step("manifest-renamed")

@@ -120,9 +120,9 @@ class Rewriting:
             with MappedReader(self._root, manifest, verify=True) as reader, temporary(self._root / plan.name) as new:
                 if plan.layout is not None:
                     chunks = (reader.chunk(index) for index in plan.new)
-                    write_chunks(new.fd, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
+                    write_chunks(new.fd, new.path, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
                     self._on_step("pack-moved")
-                write_file(file.fd, encode(plan.manifest))
+                write_file(file.fd, file.path, encode(plan.manifest))
                 with locked(self._root, is_shared=False):
                     if _bytes_of(path) != data:
                         return 0  # dropped, or another one has come

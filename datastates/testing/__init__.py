@@ -16,14 +16,28 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .faults import FullDiskTier, SlowTier, TornTier, WrappedTier, crash_at, fail_at
+from .faults import Fault, FaultyDatabase, FaultyDisk, FaultyTier, FullDiskTier, SlowTier, TornTier, WrappedTier, crash_at, fail_at
 
 if TYPE_CHECKING:
     from .modules import ModuleSuite
     from .tiers import TierSuite
     from .transports import TransportSuite
 
-__all__ = ["FullDiskTier", "ModuleSuite", "SlowTier", "TierSuite", "TornTier", "TransportSuite", "WrappedTier", "crash_at", "fail_at"]
+__all__ = [
+    "Fault",
+    "FaultyDatabase",
+    "FaultyDisk",
+    "FaultyTier",
+    "FullDiskTier",
+    "ModuleSuite",
+    "SlowTier",
+    "TierSuite",
+    "TornTier",
+    "TransportSuite",
+    "WrappedTier",
+    "crash_at",
+    "fail_at",
+]
 
 _SUITES = {"ModuleSuite": "modules", "TierSuite": "tiers", "TransportSuite": "transports"}
 """The modules that need pytest."""

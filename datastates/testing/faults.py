@@ -1,4 +1,7 @@
-"""Faults to test against: steps that fail or end the process, tiers that are slow, torn or full."""
+"""Faults to test against: steps that fail or end the process, disks that fail, stall or are slow, tiers that are torn or full.
+
+A fault that lasts (``Fault``) is switched on and off by the test: ``fail``, ``stall``, ``slow``, then ``mend``.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,30 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol, Self
+
+from sqlalchemy import event, exc
 
 from datastates.content.manifest import Manifest
 from datastates.errors import Unavailable, Unsupported
+from datastates.lineage.database import Database
 from datastates.store.tier import Payload, Placed, Reader, SupportsRemoval, Tier
+from datastates.system.deeds import hindered
 
-__all__ = ["FullDiskTier", "SlowTier", "TornTier", "WrappedTier", "crash_at", "fail_at"]
+__all__ = [
+    "Fault",
+    "FaultyDatabase",
+    "FaultyDisk",
+    "FaultyTier",
+    "FullDiskTier",
+    "SlowTier",
+    "TornTier",
+    "WrappedTier",
+    "crash_at",
+    "fail_at",
+]
 
 
 def fail_at(step: str, error: BaseException | None = None, *, after: int = 0) -> Callable[[str], None]:
@@ -40,6 +61,133 @@ def crash_at(step: str, *, after: int = 0, code: int = 137) -> Callable[[str], N
                 os._exit(code)
 
     return on_step
+
+
+class Fault:
+    """What may be in the way of something that is done; the test says what, from any thread. ``is_met`` is set once somebody has met it."""
+
+    def __init__(self) -> None:
+        self.is_met = threading.Event()
+        self._mended = threading.Event()
+        self._number: int | None = None
+        self._bytes_per_s: float | None = None
+        self._is_stalling = False
+        self._lock = threading.Lock()
+
+    def fail(self, number: int = errno.ENOSPC) -> None:
+        """From now on the system refuses with this number: ``errno.EIO``, ``errno.EROFS``, ``errno.EDQUOT``, …"""
+        self._begin(number=number)
+
+    def stall(self) -> None:
+        """From now on everything waits, until ``mend``."""
+        self._begin(is_stalling=True)
+
+    def slow(self, bytes_per_s: float) -> None:
+        """From now on no more goes through than this."""
+        self._begin(bytes_per_s=bytes_per_s)
+
+    def mend(self) -> None:
+        """Nothing is in the way any more; what has stalled goes on."""
+        with self._lock:
+            self._number, self._bytes_per_s, self._is_stalling = None, None, False
+            self._mended.set()
+
+    def strike(self, size: int = 0) -> None:
+        """Called on the thread that is about to do something with so many bytes.
+
+        :raises OSError: it fails, with the number that was said.
+        """
+        with self._lock:
+            number, bytes_per_s, is_stalling, mended = self._number, self._bytes_per_s, self._is_stalling, self._mended
+        if number is None and bytes_per_s is None and not is_stalling:
+            return
+        self.is_met.set()
+        if number is not None:
+            raise OSError(number, f"{os.strerror(number)}, as the test wants it")
+        mended.wait(None if bytes_per_s is None else size / bytes_per_s)
+
+    def _begin(self, *, number: int | None = None, bytes_per_s: float | None = None, is_stalling: bool = False) -> None:
+        with self._lock:
+            self._mended.set()  # what met the fault before goes on
+            self._mended = threading.Event()
+            self.is_met.clear()
+            self._number, self._bytes_per_s, self._is_stalling = number, bytes_per_s, is_stalling
+
+
+class FaultyDisk(Fault):
+    """The disk below a folder, as far as this process writes packs and manifests there; it can be read meanwhile.
+
+    import errno
+    from datastates.testing import FaultyDisk
+
+    with FaultyDisk("runs/packs") as disk, repo.track(branch="faulty", model=model) as run:
+        disk.fail(errno.ENOSPC)  # or disk.stall(), disk.slow(50e6)
+        capture = run.capture()
+        disk.mend()
+        capture.wait("durable", timeout_s=60)
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        super().__init__()
+        self._folder = Path(folder).absolute()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(hindered(self._hinder))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self.mend()
+
+    def _hinder(self, call: str, path: Path, size: int) -> None:
+        if call != "lock" and path.absolute().is_relative_to(self._folder):
+            self.strike(size)
+
+
+class Stored(Protocol):
+    """A repository, as far as its database goes."""
+
+    @property
+    def database(self) -> Database:
+        """Its database."""
+
+
+class Kept(Protocol):
+    """An open repository."""
+
+    @property
+    def core(self) -> Stored:
+        """What is behind it."""
+
+
+class FaultyDatabase(Fault):
+    """The database of an open repository, which answers or not. ``fail`` is a server that refuses, ``stall`` one that does not answer.
+
+    ``is_met`` then says that it was asked.
+    """
+
+    def __init__(self, repo: Kept) -> None:
+        super().__init__()
+        self._engine = repo.core.database.engine
+
+    def __enter__(self) -> Self:
+        event.listen(self._engine, "begin", self._on_begin, insert=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        event.remove(self._engine, "begin", self._on_begin)
+        self.mend()
+
+    def fail(self, number: int = errno.ECONNREFUSED) -> None:
+        """From now on it does not answer."""
+        super().fail(number)
+
+    def _on_begin(self, connection: object) -> None:
+        try:
+            self.strike()
+        except OSError as error:
+            raise exc.OperationalError("BEGIN", None, error) from error
 
 
 class WrappedTier(Tier):
@@ -87,6 +235,26 @@ class SlowTier(WrappedTier):
         """Wait to be let go on, then put."""
         self.is_waiting.set()
         self.go_on.wait()
+        return super().put(payload, base=base)
+
+
+class FaultyTier(Fault, WrappedTier):
+    """A tier of yours whose ``put`` fails, stalls or is slow, as the test says; it can be read meanwhile."""
+
+    def __init__(self, inner: Tier) -> None:
+        Fault.__init__(self)
+        WrappedTier.__init__(self, inner)
+
+    def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
+        """Put, as far as nothing is in the way.
+
+        :raises Unavailable: it fails.
+        """
+        size = 0 if payload.is_on_demand else sum(view.nbytes for view in payload.chunks)
+        try:
+            self.strike(size)
+        except OSError as error:
+            raise Unavailable(f"state {payload.manifest.origin.uid} was not put onto the {self.name} tier ({error})") from error
         return super().put(payload, base=base)
 
 

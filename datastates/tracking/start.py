@@ -10,7 +10,7 @@ from functools import partial
 from datastates import values
 from datastates.capture.line import Line
 from datastates.capture.shutdown import settle
-from datastates.config import BackPressure
+from datastates.config import BackPressure, OnFailure
 from datastates.errors import InvalidInput
 from datastates.lineage.change import refs
 from datastates.lineage.show.failures import failures
@@ -43,6 +43,7 @@ class Terms:
     defer: bool
     cadence: Policy
     back_pressure: BackPressure
+    on_failure: OnFailure
     config: Mapping[str, Value]
 
 
@@ -74,6 +75,7 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
         begin = origin.state
         only = None if origin.is_beyond and start is not None else terms.only  # of its start; what the fork captured is all its own
         line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
+        line.is_patient = terms.on_failure is OnFailure.CONTINUE
         training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, gradients=terms.gradients, config=terms.config)
         try:
             if begin is not None:

@@ -173,7 +173,8 @@ class Tracker:
 
         What the tracked optimizers alone change is copied in the background while training goes on, and their next ``step``
         waits for it; everything else is copied before this returns. It blocks only when the arena has no room and ``back_pressure`` is not
-        ``skip``. An argument that is refused changes nothing; if anything else is raised, the step has been counted: the training made it.
+        ``skip``; while nothing can be written, older states that are not durable make room instead, or this capture is skipped. An argument
+        that is refused changes nothing; if anything else is raised, the step has been counted: the training made it.
 
             with repo.track(branch="captured", model=model, optimizer=optimizer) as run:
                 for batch in run.steps(loader):
@@ -186,7 +187,8 @@ class Tracker:
         :raises InvalidInput: an argument cannot be recorded; names it.
         :raises DatastatesError: (or another error of the background) an earlier capture could not be recorded; this one was not taken.
         :raises Dirty: a clone into what is tracked did not end.
-        :raises OverBudget: a state does not fit ``memory_bytes``; or memory is full and nothing can be written. It was not taken.
+        :raises OverBudget: a state does not fit ``memory_bytes``; or, with ``on_failure="raise"``, memory is full and nothing can be
+            written. It was not taken.
         :raises Unsupported: something tracked cannot be encoded; names it.
         :raises Closed: the tracker was closed, or this is a forked child.
         """
@@ -213,10 +215,10 @@ class Tracker:
             dirty.check(leaf.tensor for leaf in flat.tensors)
         plan = training.plan_for(flat)
         progress = Progress(uid)
-        handle = Capture(progress, self.step, want=self._host.want, hurry=self._host.hurry)
+        handle = Capture(progress, self.step, want=self._host.want, hurry=self._host.hurry, trouble=lambda: self._host.trouble)
         slots = self._host.acquire(plan.slot_count, self._back_pressure, line=training.line)
         if slots is None:
-            progress.skip()
+            progress.skip(None if self._back_pressure is BackPressure.SKIP else self._host.trouble)
             return handle
         try:
             staged = Staged(

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from datastates.capture.engine import (
+    FIRST_RETRY_S,
+    LAST_RETRY_S,
     RETRY_S,
     Action,
     Adopted,
@@ -16,11 +18,14 @@ from datastates.capture.engine import (
     Event,
     Evict,
     GiveUp,
+    GiveWay,
     LineOpened,
     Recorded,
     RefsChanged,
     Refuse,
+    Retry,
     RoomNeeded,
+    Stalled,
     Tick,
     Wanted,
     Write,
@@ -55,8 +60,9 @@ def room(
     in_flight: int = 0,
     since: float = 0.0,
     now: float | None = None,
+    is_patient: bool = False,
 ) -> RoomNeeded:
-    return RoomNeeded(slots, is_blocked, back_pressure, line, in_flight, since, since if now is None else now)
+    return RoomNeeded(slots, is_blocked, back_pressure, line, in_flight, since, since if now is None else now, is_patient)
 
 
 def refs(*tagged: str, **branches: str) -> RefsChanged:
@@ -294,6 +300,106 @@ def test_one_write_that_goes_well_gives_hope_for_the_others() -> None:
     assert after(made, room(2, since=0.5)) == [Write("a")]
 
 
+# --- a trouble that passes ----------------------------------------------------------------------------------------------------
+
+
+def fails(uid: str, now: float) -> WriteFailed:
+    return WriteFailed(uid, now, is_passing=True)
+
+
+def test_what_failed_in_passing_stays_wanted_and_is_tried_again_later_and_later() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a")
+    now, waited = 10.0, []
+    for _ in range(8):
+        assert after(made, fails("a", now)) == []
+        assert made.is_in_trouble
+        due = made.next_tick()
+        assert due is not None
+        assert after(made, Tick(due - 0.01)) == []
+        assert after(made, Tick(due)) == [Write("a")]
+        waited.append(due - now)
+        now = due
+    assert waited[:3] == [FIRST_RETRY_S, 2 * FIRST_RETRY_S, 4 * FIRST_RETRY_S]
+    assert waited[-1] == LAST_RETRY_S
+    assert after(made, Written("a")) == []
+    assert not made.is_in_trouble
+    assert made.next_tick() is None
+    assert after(made, Recorded("b", "main", now), fails("b", now), Tick(now + FIRST_RETRY_S)) == [Write("b"), Write("b")]
+
+
+def test_nothing_else_is_tried_until_then_unless_somebody_waits() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a", "b")
+    assert after(made, fails("a", 1.0), Wanted("b"), Recorded("c", "main", 1.1), refs("b"), Closing("main")) == []
+    assert after(made, Retry()) == [Write("c")]
+
+
+def test_heads_then_tags_then_what_is_waited_for_come_first_when_writing_works_again() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a", "b", "c", "d", "e")
+    made.handle(LineOpened("other", NEVER, "other"))
+    after(made, fails("a", 5.0), Wanted("d"), refs("c", other="b"))
+    assert after(made, Tick(9.0)) == [Write("b")]
+    assert after(made, Written("b"), Written("e"), Written("c"), Written("d")) == [Write("e"), Write("c"), Write("d"), Write("a")]
+    assert after(made, Written("a"), Recorded("f", "main", 9.0), Recorded("g", "main", 9.0)) == [Write("f")]
+    assert after(made, Recorded("h", "main", 9.0), Written("f"), Written("g")) == [Write("g"), Write("h")], "in order, as ever"
+
+
+def test_heads_of_lines_that_were_closed_come_first_too() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a", "b")
+    made.handle(LineOpened("other", NEVER, "other"))
+    after(made, Recorded("o", "other", 1.0), fails("a", 2.0), Closing("other"))
+    assert after(made, Retry(), Written("b")) == [Write("b"), Write("o")]
+
+
+def test_memory_that_is_full_lets_older_states_give_way_in_the_order_of_what_they_are_worth() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a", "b", "c", "d", "e")
+    made.handle(LineOpened("other", NEVER, "other"))
+    after(made, Recorded("o", "other", 5.0), fails("a", 5.0), Wanted("b"), refs("c", main="e", other="o"))
+    assert after(made, room(2, line="main", is_patient=True)) == [GiveWay(("a", "d", "b", "e", "c"), 2)]
+    assert after(made, room(2, line="other", is_patient=True)) == [GiveWay(("a", "d", "b", "o", "c"), 2)]
+
+
+def test_the_heads_of_other_branches_never_give_way_and_the_capture_is_refused() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a")
+    made.handle(LineOpened("other", NEVER, "other"))
+    after(made, refs("a", main="a"), fails("a", 5.0))
+    assert after(made, room(2, line="other", is_patient=True)) == [Refuse(("a",))]
+    assert after(made, room(2, line="main", is_patient=True)) == [Refuse(("a",))], "a tag names it"
+
+
+def test_what_left_is_not_written_later() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a", "b")
+    after(made, fails("a", 5.0))
+    made.forget("a")
+    assert after(made, Tick(9.0), Written("b")) == [Write("b")]
+    assert made.pending_writes == 0
+
+
+def test_nothing_gives_way_while_the_disk_is_tried() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a", "b")
+    after(made, fails("a", 5.0), Tick(9.0))
+    assert after(made, room(2, line="main", is_patient=True)) == []
+    assert after(made, fails("b", 9.0), room(2, line="main", is_patient=True)) == [GiveWay(("a", "b"), 2)]
+
+
+def test_a_stalled_write_keeps_its_state_and_lets_others_give_way() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a", "b", "c")
+    assert after(made, room(2, line="main", is_patient=True)) == []
+    made.handle(Stalled(True))
+    assert made.is_in_trouble
+    assert after(made, room(2, line="main", is_patient=True)) == [GiveWay(("b", "c"), 2)]
+    assert after(made, Stalled(False), room(2, line="main", is_patient=True)) == []
+    after(made, Stalled(True))
+    assert after(made, Written("a")) == [Write("b")]
+    assert not made.is_in_trouble
+
+
+@pytest.mark.parametrize("event", [room(2, line="main"), room(2, SKIP, line="main", is_patient=True)])
+def test_nothing_gives_way_for_those_who_would_rather_be_refused_or_skip(event: RoomNeeded) -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a", "b")
+    after(made, fails("a", 5.0))
+    assert not [action for action in after(made, event) if isinstance(action, GiveWay)]
+
+
 # --- clones -----------------------------------------------------------------------------------------------------------------
 
 
@@ -391,9 +497,21 @@ class EngineMachine(RuleBasedStateMachine):
                     assert may_drop
                     given_up.update(uids)
                     self.owed.difference_update(uids)
+                case GiveWay(uids, _):
+                    assert self.engine.is_in_trouble
+                    beside = {at for name, at in self.branches.items() if name != self.giving_way}
+                    for uid in uids:
+                        assert uid in self.memory
+                        assert uid != self.writing
+                        assert uid not in beside
+                        assert self.giving_way == self.memory[uid] or uid not in self.heads.values()
+                        self.engine.forget(uid)
+                        self.owed.discard(uid)
+                        del self.memory[uid]
+                        self.has_failed.discard(uid)
                 case Refuse(uids):
-                    assert set(uids) == set(self.memory) - self.durable
-                    assert self.has_failed.issuperset(uids)
+                    assert set(uids) | {self.writing} >= set(self.memory) - self.durable
+                    assert self.has_failed.issuperset(uids) or self.engine.is_in_trouble
                 case Evict(uids, _):
                     for uid in uids:
                         self.check_may_leave(uid)
@@ -466,6 +584,44 @@ class EngineMachine(RuleBasedStateMachine):
             self.is_safe.discard(line)
         self.act(Written(uid) if is_well else WriteFailed(uid, self.now))
 
+    @precondition(lambda self: self.writing)
+    @rule()
+    def fail_in_passing(self) -> None:
+        uid, self.writing = self.writing, None
+        assert uid is not None
+        self.owed.add(uid)
+        self.has_failed.add(uid)
+        self.is_safe.discard(self.memory[uid])
+        self.act(WriteFailed(uid, self.now, is_passing=True))
+        assert self.writing is None
+
+    @rule(is_stalled=st.booleans())
+    def stall(self, is_stalled: bool) -> None:
+        self.act(Stalled(is_stalled))
+
+    @rule()
+    def retry(self) -> None:
+        self.act(Retry())
+        assert not self.owed or self.writing is not None
+
+    @precondition(lambda self: self.lines)
+    @rule(data=st.data())
+    def wait_for_room_and_go_on_whatever_comes(self, data: st.DataObject) -> None:
+        """A patient capture never waits for a disk that is in trouble: what may go goes, or it is refused."""
+        self.giving_way = data.draw(st.sampled_from(sorted(self.lines)))
+        for _ in range(3):
+            if not self.memory or not self.engine.is_in_trouble:
+                break
+            event = RoomNeeded(1 << 20, True, WAIT, self.giving_way, 0, self.now, self.now, is_patient=True)
+            if self.writing is None:
+                assert self.engine.handle(Stalled(False)) == []
+            actions = self.engine.handle(event)
+            assert actions or self.writing is not None
+            if any(isinstance(action, Refuse) for action in actions):
+                break
+            self.carry_out(actions)
+        self.giving_way = None
+
     @rule(seconds=st.floats(0, 10))
     def tick(self, seconds: float) -> None:
         self.now += seconds
@@ -490,7 +646,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(3 * len(self.memory) + 3):
             refused = self.engine.handle(RoomNeeded(1 << 20, True, WAIT, line, 0, since, self.now))
             if refused and isinstance(refused[0], Refuse):
-                assert set(refused[0].uids) == set(self.memory) - self.durable
+                assert set(refused[0].uids) | {self.writing} >= set(self.memory) - self.durable
                 break
             self.carry_out(refused)
             if self.writing is not None:
@@ -507,7 +663,9 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(3 * len(self.memory) + 3):
             if not self.memory:
                 return
-            self.now += RETRY_S + 1
+            self.now += LAST_RETRY_S + 1
+            self.act(Tick(self.now))
+            self.act(Stalled(False))
             self.act(room(1 << 20, back_pressure, since=self.now), may_drop=back_pressure is DROP)
             if self.writing is not None:
                 self.finish_write(is_well=True)
@@ -527,12 +685,13 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_owed_is_on_its_way(self) -> None:
         assert self.engine.pending_writes >= len(self.owed - {self.writing}) + (self.writing is not None)
-        assert not self.owed or self.writing is not None, "something is wanted and nothing is being written"
+        assert not self.owed or self.writing is not None or self.engine.is_in_trouble, "something is wanted and nothing is being written"
 
     def teardown(self) -> None:
         self.heads.clear()
         self.owed |= {uid for uid in self.branches.values() if uid in self.memory} - self.durable
         self.act(Closing(None))
+        self.act(Retry())
         while self.writing is not None:
             self.finish_write(is_well=True)
         assert self.owed == set()

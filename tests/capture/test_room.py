@@ -14,7 +14,7 @@ import torch
 
 import datastates
 from datastates.capture import engine, room
-from datastates.config import BackPressure, Config
+from datastates.config import BackPressure, Config, OnFailure
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import OverBudget, Unavailable
 from datastates.lineage.states import Status
@@ -49,7 +49,8 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(folder: Path, states: float, disk: FullDisk | None = None, *, interval_s: float | None = None) -> Repository:
     budget = int(states * 3) * CHUNK_BYTES
-    return datastates.open(folder, config=Config(memory_bytes=budget, durable_interval_s=interval_s, on_step=disk))
+    config = Config(memory_bytes=budget, durable_interval_s=interval_s, on_step=disk, on_failure=OnFailure.RAISE)
+    return datastates.open(folder, config=config)
 
 
 @pytest.fixture
@@ -206,7 +207,7 @@ def test_captures_that_nobody_has_recorded_yet_are_bounded(tmp_path: Path, monke
         assert run.head.step == 50
 
 
-# --- nothing can be written ---------------------------------------------------------------------------------------------------
+# --- nothing can be written, and the training wants to be told (``test_full_disk`` has the default) --------------------------------
 
 
 def test_a_full_disk_ends_the_wait_for_room_and_captures_go_on_when_it_has_room(tmp_path: Path, disk: FullDisk) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import datastates
 from datastates.content.digest import chunk_digest
 from datastates.errors import Unavailable
 from datastates.store.local import LocalTier
-from datastates.testing import FullDiskTier, SlowTier, TornTier, fail_at
-from datastates.testing.states import small
+from datastates.testing import Fault, FaultyDatabase, FaultyDisk, FaultyTier, FullDiskTier, SlowTier, TornTier, fail_at
+from datastates.testing.states import numbers, payload, small
 
 
 def test_a_step_fails_once_after_as_many_as_were_let_pass(tmp_path: Path) -> None:
@@ -52,3 +56,82 @@ def test_a_full_disk_takes_what_fits(tmp_path: Path) -> None:
     assert list(tier.uids()) == ["s"]
     assert tier.remove("s") == 200
     tier.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_a_faulty_disk_refuses_with_what_was_said_until_it_is_mended(tmp_path: Path, number: int) -> None:
+    tier, beside = LocalTier(tmp_path / "packs"), LocalTier(tmp_path / "beside")
+    with FaultyDisk(tmp_path / "packs") as disk:
+        tier.put(small("before", 1))
+        disk.fail(number)
+        with pytest.raises(Unavailable, match="state s was not written") as refused:
+            tier.put(small("s", 2))
+        assert isinstance(refused.value.__cause__, OSError)
+        assert refused.value.__cause__.errno == number
+        assert disk.is_met.is_set()
+        beside.put(small("s", 2))
+        tier.open("before").verify()
+        disk.mend()
+        tier.put(small("s", 2))
+        disk.fail(number)
+    tier.put(small("after", 3))
+    assert sorted(tier.uids()) == ["after", "before", "s"]
+    assert not list((tmp_path / "packs").glob(".tmp-*"))
+
+
+def test_a_stalled_disk_goes_on_where_it_was_when_it_is_mended(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    with FaultyDisk(tmp_path) as disk:
+        disk.stall()
+        thread = threading.Thread(target=tier.put, args=(small("s", 1),))
+        thread.start()
+        assert disk.is_met.wait(60)
+        assert list(tier.uids()) == []
+        disk.mend()
+        thread.join(60)
+    tier.open("s").verify()
+
+
+def test_a_slow_disk_takes_as_long_as_its_speed_says(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    with FaultyDisk(tmp_path) as disk:
+        disk.slow(20e6)
+        began = time.monotonic()
+        tier.put(payload("s", {"model/w": numbers(1_000_000)}))
+        assert time.monotonic() - began >= 0.2
+
+
+def test_what_waits_at_a_fault_goes_on_when_another_takes_its_place() -> None:
+    fault = Fault()
+    fault.stall()
+    thread = threading.Thread(target=fault.strike)
+    thread.start()
+    assert fault.is_met.wait(60)
+    fault.fail(errno.EIO)
+    thread.join(60)
+    assert not thread.is_alive()
+    with pytest.raises(OSError, match="as the test wants it"):
+        fault.strike()
+
+
+def test_a_faulty_tier_fails_to_put_and_can_be_read(tmp_path: Path) -> None:
+    tier = FaultyTier(LocalTier(tmp_path))
+    tier.put(small("s", 1))
+    tier.fail(errno.EIO)
+    with pytest.raises(Unavailable, match="state t was not put"):
+        tier.put(small("t", 2))
+    tier.open("s").verify()
+    tier.mend()
+    tier.put(small("t", 2))
+
+
+def test_a_faulty_database_does_not_answer_until_it_is_mended(tmp_path: Path) -> None:
+    with datastates.open(tmp_path) as repo, FaultyDatabase(repo) as database:
+        database.fail()
+        with pytest.raises(Unavailable, match=r"does not answer .*refused"):
+            repo.refs()
+        assert database.is_met.is_set()
+        database.mend()
+        with repo.track(weight=torch.zeros(3), rng=False) as run:
+            run.capture()
+        assert [ref.name for ref in repo.refs()] == ["main"]

@@ -1,0 +1,78 @@
+"""That nothing can be written for now: what is the matter, since when, and what it has cost.
+
+The log says it when it begins, every ``_SAY_AGAIN_S`` while it lasts, and when it is over; ``describe`` says it to whoever asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["CLOSING_S", "STALL_S", "Trouble"]
+
+_logger = logging.getLogger(__name__)
+
+STALL_S = 30.0
+"""A write that has made no progress for so long is stalled."""
+
+CLOSING_S = 10.0
+"""How long whoever closes a training or a repository waits for a disk that is in trouble: schedulers give hardly more to a job."""
+
+_SAY_AGAIN_S = 600.0
+
+
+@dataclass(slots=True)
+class Trouble:
+    """One for each runner, used under its lock. ``failures`` are all so far; ``why`` is None while all is well."""
+
+    clock: Callable[[], float] = time.monotonic
+    failures: int = 0
+    why: str | None = None
+    since: float = 0.0
+    closing_since: float | None = None
+    """When somebody began to wait for the end of it, to close."""
+    _given_way: int = 0
+    _skipped: int = 0
+    _said_at: float = field(default=0.0, repr=False)
+
+    def begin(self, why: str) -> None:
+        """Writing failed, or has stalled."""
+        is_new, self.why = self.why is None, why
+        if is_new:
+            self.since = self._said_at = self.clock()
+            _logger.warning("states cannot be written for now; the training goes on, and they wait in memory: %s", why)
+
+    def note_left(self, count: int) -> None:
+        """States have left memory unwritten."""
+        self._given_way += count
+
+    def note_skipped(self) -> None:
+        """A capture was not taken."""
+        self._skipped += 1
+
+    def remind(self, waiting: int) -> None:
+        """Say again that it lasts, if it was not said for long."""
+        if self.why is not None and self.clock() - self._said_at >= _SAY_AGAIN_S:
+            self._said_at = self.clock()
+            _logger.warning("still %s", self.describe(waiting))
+
+    def end(self, waiting: int) -> None:
+        """A state was written; ``waiting`` are to be."""
+        if self.why is None:
+            return
+        _logger.warning("states are written again, after %.0f s; %d more to write%s", self.clock() - self.since, waiting, self._cost())
+        self.why = self.closing_since = None
+        self._given_way = self._skipped = 0
+
+    def describe(self, waiting: int) -> str | None:
+        """What is the matter; None while all is well."""
+        if self.why is None:
+            return None
+        states = "1 state waits" if waiting == 1 else f"{waiting} states wait"
+        return f"nothing can be written since {self.clock() - self.since:.0f} s, and {states} in memory{self._cost()}: {self.why}"
+
+    def _cost(self) -> str:
+        left = f", {self._given_way} left it unwritten as it was full" if self._given_way else ""
+        return left + (f", {self._skipped} captures were not taken" if self._skipped else "")

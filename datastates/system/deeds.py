@@ -1,0 +1,82 @@
+"""What a thread is doing that may take long, call by call: one that makes no progress can be seen and named, and tests can be in its way.
+
+    with deed("writing state 1f3a…") as one:      whoever is responsible; ``one`` may be looked at from any thread
+        at("write", path, size)                   before each call to the system that may take long, wherever it is made
+
+``at`` costs nothing worth speaking of: it is called once for some megabytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Deed", "Hindrance", "at", "deed", "deed_of", "hindered"]
+
+Hindrance = Callable[[str, Path, int], None]
+"""Called with what is about to be done, to which file, and with how many bytes: waits, raises or does nothing."""
+
+_hindrances: list[Hindrance] = []
+_deeds: dict[int, Deed] = {}
+
+
+@dataclass(slots=True)
+class Deed:
+    """Something that one thread does. ``call`` and ``path`` are where it is, since ``since`` (of the monotonic clock)."""
+
+    what: str
+    call: str = ""
+    path: Path | None = None
+    since: float = field(default_factory=time.monotonic)
+
+    def is_stalled(self, now: float, limit_s: float) -> bool:
+        """Whether nothing has gone on for ``limit_s``."""
+        return now - self.since >= limit_s
+
+    def describe(self, now: float) -> str:
+        """Where it is and for how long."""
+        where = f"{self.call} of {self.path}" if self.path is not None else self.what
+        return f"{where} has made no progress for {now - self.since:.0f} s"
+
+
+@contextmanager
+def deed(what: str) -> Iterator[Deed]:
+    """What this thread does from here to the end of the block."""
+    thread = threading.get_ident()
+    before = _deeds.get(thread)
+    one = _deeds[thread] = Deed(what)
+    try:
+        yield one
+    finally:
+        if before is None:
+            _deeds.pop(thread, None)
+        else:
+            _deeds[thread] = before
+
+
+def deed_of(thread: threading.Thread) -> Deed | None:
+    """What a thread is doing, if that may take long."""
+    return None if thread.ident is None else _deeds.get(thread.ident)
+
+
+def at(call: str, path: Path, size: int = 0) -> None:
+    """This thread is about to make a call that may take long, with so many bytes."""
+    one = _deeds.get(threading.get_ident())
+    if one is not None:
+        one.call, one.path, one.since = call, path, time.monotonic()
+    for hinder in tuple(_hindrances):
+        hinder(call, path, size)
+
+
+@contextmanager
+def hindered(hinder: Hindrance) -> Iterator[None]:
+    """Something is in the way of every such call of this process, until the end of the block: for tests."""
+    _hindrances.append(hinder)
+    try:
+        yield
+    finally:
+        _hindrances.remove(hinder)
