@@ -7,6 +7,7 @@ Rules:
 - What its policy is asked with is ``pacing``'s; it is asked at each capture, when time went by, and when a write ended.
 - A state is *wanted* when it is to become durable: its cadence says so, a tag names it, somebody waits for it, or it is
   a head when the line closes. Wanted states are written one at a time, in the order in which they were wanted.
+- A policy may keep what it picks near: such a state stays off the user's further tiers, until somebody else wants it.
 - A state that was cloned from a peer is a line of its own whose head it is, until it leaves memory; at closing it is written
   only when a ref names it.
 - A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named by a ref.
@@ -47,6 +48,7 @@ __all__ = [
     "GiveWay",
     "LineOpened",
     "Paced",
+    "PassOn",
     "Recorded",
     "RefsChanged",
     "Refuse",
@@ -119,11 +121,14 @@ class RefsChanged:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A state is durable; ``began`` and ``ended`` are when it was written, if that is to be learnt from."""
+    """A state is durable; ``began`` and ``ended`` are when it was written, if that is to be learnt from, ``further_s`` how long it took
+    lately to put one onto the further tiers.
+    """
 
     uid: str
     began: float | None = None
     ended: float | None = None
+    further_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +254,14 @@ class Paced:
     has_changed: bool
 
 
-Action = Write | Evict | GiveUp | GiveWay | Refuse | Paced
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    """Put these durable states, which were kept near, onto the further tiers after all."""
+
+    uids: tuple[str, ...]
+
+
+Action = Write | Evict | GiveUp | GiveWay | Refuse | Paced | PassOn
 
 
 @dataclass(slots=True)
@@ -264,8 +276,11 @@ class _Line:
 
 @dataclass(slots=True)
 class _Entry:
+    """``is_near``: nobody but a policy wants it, and that one keeps it near."""
+
     line: str
     is_durable: bool = False
+    is_near: bool = False
 
 
 @dataclass(slots=True)
@@ -291,9 +306,26 @@ class Engine:
     _is_stalled: bool = False
     _is_behind: bool = False
     """Whether what is wanted waited for a disk: what matters most is written first."""
+    _near: dict[str, None] = field(default_factory=dict)
+    _onward: list[str] = field(default_factory=list)
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event in; what is to be done now comes out."""
+        actions = self._handle(event)
+        if self._onward:
+            actions.append(PassOn(tuple(self._onward)))
+            self._onward.clear()
+        return actions
+
+    def keeps_near(self, uid: str) -> bool:
+        """Whether a state that is durable now stays off the further tiers."""
+        entry = self._entries.get(uid)
+        if entry is None or not entry.is_near:
+            return False
+        self._near[uid] = None
+        return True
+
+    def _handle(self, event: Event) -> list[Action]:
         match event:
             case LineOpened(line, cadence, branch):
                 self._lines[line] = _Line(Pacing(cadence), branch)
@@ -304,7 +336,7 @@ class Engine:
                 self._on_adopted(uid)
             case Wanted(uid):
                 self._awaited.add(uid)
-                if uid in self._entries:
+                if uid in self._entries or uid in self._near:
                     self._want(uid)
                 else:
                     self._asked.add(uid)  # not recorded yet
@@ -312,10 +344,10 @@ class Engine:
                 self._tagged, self._branches = tagged, dict(branches)
                 for uid in tagged:
                     self._want(uid)
-            case Written(uid, began, ended):
+            case Written(uid, began, ended, further_s):
                 self._on_write_ended(uid, failed_at=None)
                 if began is not None and ended is not None:
-                    paced = self._learn(uid, began, ended)
+                    paced = self._learn(uid, began, ended, further_s)
                     return [*self._next_write(), *paced]
             case Withdrawn(uid):
                 self._on_withdrawn(uid)
@@ -400,7 +432,7 @@ class Engine:
         if line.branch in self._branches:
             self._branches[line.branch] = uid  # what it named before is free to go now, not when somebody looks at the refs
         if line.pacing.is_due_at_capture(event.taken, event.now, is_writing=self._is_writing):
-            self._want(uid)
+            self._want(uid, is_near=line.pacing.keeps_near)
         if uid in self._asked:
             self._asked.remove(uid)
             self._want(uid)
@@ -450,13 +482,13 @@ class Engine:
     def _heads(self) -> set[str | None]:
         return {*(line.head for line in self._lines.values()), *self._adopted}
 
-    def _learn(self, uid: str, began: float, ended: float) -> list[Action]:
+    def _learn(self, uid: str, began: float, ended: float, further_s: float | None) -> list[Action]:
         """What a write cost the trainings that went on meanwhile; states that are due now that it has ended are wanted."""
         entry = self._entries.get(uid)
         own = None if entry is None else entry.line
         paced: list[Action] = []
         for name, line in self._lines.items():
-            has_changed = line.pacing.wrote(began, ended, is_own=name == own)
+            has_changed = line.pacing.wrote(began, ended, is_own=name == own, further_s=further_s)
             if name == own and line.pacing.costs is not None:
                 paced.append(Paced(name, line.pacing.costs, line.pacing.choice, has_changed))
             if line.pacing.policy.is_computed:
@@ -471,7 +503,7 @@ class Engine:
         """Time went by, or a write ended."""
         head = line.head
         if head is not None and self._is_in_memory_only(head) and line.pacing.is_due_now(now, is_writing=self._is_writing):
-            self._want(head)
+            self._want(head, is_near=line.pacing.keeps_near)
 
     def _next_due(self, line: _Line) -> float | None:
         return line.pacing.next_due(is_writing=self._is_writing)
@@ -480,7 +512,14 @@ class Engine:
         entry = self._entries.get(uid)
         return entry is not None and not entry.is_durable
 
-    def _want(self, uid: str) -> None:
+    def _want(self, uid: str, *, is_near: bool = False) -> None:
+        entry = self._entries.get(uid)
+        if entry is not None:
+            is_wanted = uid in self._queue or uid == self._writing
+            entry.is_near = is_near and (entry.is_near or not is_wanted)
+        if uid in self._near:
+            del self._near[uid]
+            self._onward.append(uid)
         if self._is_in_memory_only(uid) and uid != self._writing:
             self._queue.setdefault(uid)
 

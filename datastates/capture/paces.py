@@ -43,7 +43,7 @@ class Paces:
         if line is None:
             return
         is_first = line.costs is None
-        line.costs, line.choice = paced.costs, paced.choice
+        line.costs, line.choice = paced.costs, paced.choice or line.choice
         if paced.has_changed and paced.choice is not None:
             self._unsaid.append((line, paced.choice.why))
         if is_first or paced.has_changed:

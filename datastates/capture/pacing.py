@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from datastates.policy.contract import CadenceChoice, Costs, Moment, Policy
 from datastates.policy.measures import Measures
@@ -30,6 +30,7 @@ class Pacing:
     policy: Policy
     count: int = 0
     idle: int = 0
+    picks: int = 0
     last_write: float | None = None
     choice: CadenceChoice | None = None
     costs: Costs | None = None
@@ -62,23 +63,33 @@ class Pacing:
             self.picked(now)
         return is_due
 
+    @property
+    def keeps_near(self) -> bool:
+        """Whether the state that was picked last is none of those that go on to further tiers."""
+        return self.choice is not None and (self.picks - 1) % self.choice.further_every != 0
+
     def picked(self, now: float) -> None:
-        """The newest capture is to be written, whoever said so."""
+        """The newest capture is to be written."""
+        self.picks += 1
         self.last_write, self._last_index, self._last_step = now, self.count - 1, self._step
 
     def next_due(self, *, is_writing: bool) -> float | None:
         """The time at which the newest capture is due by itself; None: never, or at the next one."""
         return self.policy.next_due(self._moment(0.0, is_writing=is_writing))
 
-    def wrote(self, began: float, ended: float, *, is_own: bool) -> bool:
-        """A state was written, by this line or another of the process; whether something else was chosen since."""
+    def wrote(self, began: float, ended: float, *, is_own: bool, further_s: float | None = None) -> bool:
+        """A state was written, by this line or another of the process; whether something else was chosen since.
+
+        ``further_s``: so long it took lately to put one onto the further tiers.
+        """
         self._measures.wrote(began, ended, is_own=is_own)
         if not is_own:
             return False
         self.idle = 0
-        self.costs = self._measures.costs()
-        if self.costs is None:
+        costs = self._measures.costs()
+        if costs is None:
             return False
+        self.costs = replace(costs, further_s=further_s)
         chosen = self.policy.choose(self.costs, self.choice)
         has_changed = chosen is not self.choice
         self.choice = chosen

@@ -233,8 +233,16 @@ class Register:
             progress = self._progress.get(uid)
         if progress is not None and progress.state is not None:
             progress.advance(replace(progress.state, status=Status.DURABLE, bytes_new=added))
-        self._copies.put(uid, progress)
+        with self._lock:
+            is_near = self._engine.keeps_near(uid)
+        if not is_near:
+            self._copies.put(uid, progress)
         self._forget_left(uid)
+
+    def pass_on(self, uids: Iterable[str]) -> None:
+        """Durable states that were kept near go on to the further tiers. Runs under the lock."""
+        for uid in uids:
+            self._copies.put(uid, self._progress.get(uid))
 
     def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
         """Late, the lineage refused a state (then it leaves, and its line goes on from the one before), or its replica on disk."""

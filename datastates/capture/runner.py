@@ -49,6 +49,7 @@ from .engine import (
     GiveWay,
     LineOpened,
     Paced,
+    PassOn,
     RefsChanged,
     Retry,
     Stalled,
@@ -538,7 +539,7 @@ class Runner:
                 if not self._is_closed:  # else nobody waited for it, its handle was told, and its tier may be closed by now
                     self._on_write_failed(uid, exc)
             else:
-                self._post(Written(uid, began, time.monotonic()))
+                self._post(Written(uid, began, time.monotonic(), self._copies.took_s))
                 self._trouble.end(self._engine.pending_writes)
 
     def _on_write_failed(self, uid: str, error: BaseException) -> None:
@@ -577,6 +578,8 @@ class Runner:
                 self._evict(uids, until)
             case Paced():
                 self._paces.take(action)
+            case PassOn(uids):
+                self._register.pass_on(uids)
             case GiveUp(uids):
                 self._register.give_up(uids, "state {uid} gave way to newer ones before it was written (back_pressure='drop-oldest')")
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "watch": ("Look", "overview"),
     "runs": ("Look", "overview"),
     "stats": ("Look", "overview"),
+    "cadence": ("Look", "cadence"),
     "log": ("Look", "history"),
     "show": ("Look", "history"),
     "find": ("Look", "history"),

@@ -10,6 +10,7 @@ EXAMPLES = {
     "watch": "datastates watch --metric val_loss --every 5",
     "runs": "datastates runs -n 5",
     "stats": "datastates stats",
+    "cadence": "datastates cadence main --mtbf 6h",
     "log": "datastates log main --columns val_loss --since 7d",
     "show": "datastates show main@best:val_loss",
     "find": "datastates find 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'",

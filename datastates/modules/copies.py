@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -59,6 +60,7 @@ class Copies:
         self._late: dict[str, deque[_Turn]] = {tier.name: deque() for tier in further}
         self._put = self._done = 0  # each is written by one thread at a time
         self._waiting = Counter[str]()
+        self._took_s: dict[str, float] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         if further:
@@ -69,6 +71,11 @@ class Copies:
     def pending(self) -> int:
         """Copies that were not yet tried."""
         return self._put - self._done
+
+    @property
+    def took_s(self) -> float | None:
+        """How long the newest state took onto all further tiers together, in seconds; None: none was put onto any."""
+        return sum(self._took_s.copy().values()) if self._took_s else None
 
     def is_pending(self, uid: str) -> bool:
         """Whether a state is still to be put onto a tier, so that whoever waits for that is told by this."""
@@ -131,10 +138,12 @@ class Copies:
             reader = self._durable.open(turn.uid)
         except NotFound:
             return  # it was dropped meanwhile
+        began = time.monotonic()
         with reader:
             placed = turn.tier.put(payload_of(reader), base=_relative(turn.tier, reader.manifest))
         with self._database.write(durable=True) as session:
             now = mark(session, turn.uid, turn.tier.gives, tier=turn.tier.name, node=turn.tier.node, bytes=placed.bytes_new)
+        self._took_s[turn.tier.name] = time.monotonic() - began
         if turn.told is not None and turn.told.state is not None:
             turn.told.advance(replace(turn.told.state, status=now))
 

@@ -19,16 +19,13 @@ from datastates import values
 from datastates.errors import InvalidInput
 
 from .contract import CadenceChoice, Costs, Moment, Policy, span
-from .probing import is_probe_due
+from .probing import is_probe_due, stays
 from .spelling import percent
 
 __all__ = ["OVERHEAD", "CheckFreq"]
 
 OVERHEAD = 0.035
 """The share of the time that writing may take, unless somebody says otherwise: the paper's."""
-
-_LESS = 0.75
-"""The interval becomes shorter only where the costs allow so much of it, so that noise does not move it to and fro."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class CheckFreq(Policy):
         """See ``Policy``."""
         bound, share = self.bounds(costs)
         every = max(bound, share)
-        if current is not None and current.every is not None and _LESS * current.every < every <= current.every:
+        if current is not None and current.every is not None and stays(current.every, every, current.costs, costs):
             return current
         if bound >= share:
             limit = "the next write would begin before the last has ended" if bound > 1 else ""

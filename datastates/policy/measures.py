@@ -31,7 +31,7 @@ LEAST_CAPTURES = 16
 LEAST_WRITES = 3
 """Fewer writes say nothing."""
 
-_KEPT = 128
+_KEPT = 256
 """So many intervals of each kind are looked at, the newest ones."""
 
 _FAR = 10.0
@@ -49,8 +49,8 @@ class Measures:
         self._quiet: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._beside: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._held: deque[float] = deque(maxlen=_KEPT)
-        self._recent: deque[tuple[float, float]] = deque(maxlen=2 * _KEPT)
-        self._durations: deque[float] = deque(maxlen=8)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._durations: deque[float] = deque(maxlen=12)
 
     def captured(self, at: float, held_s: float | None = None) -> None:
         """A capture was begun; ``held_s``: so long the one before it held the training."""

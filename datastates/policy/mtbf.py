@@ -9,7 +9,7 @@ from datastates import values
 from datastates.errors import InvalidInput
 
 from .contract import CadenceChoice, Costs, Moment, Policy, span
-from .probing import is_probe_due
+from .probing import is_probe_due, stays
 from .spelling import duration
 from .waste import Level, daly, daly_first, two_level, young
 
@@ -23,9 +23,6 @@ NODE_MTBF_S = 30 * 86400.0
 
 _LEAST_S = 1e-9
 """A write that delays by nothing that could be measured."""
-
-_NEAR = 0.2
-"""A chosen interval stays while what would be chosen now is no further from it than this share, so that noise does not move it."""
 
 
 def mtbf_of(ran_s: float, failures: int) -> float:
@@ -77,7 +74,7 @@ class _ByFailures(Policy):
         """See ``Policy``."""
         best_s, further_every = self._best(costs)
         interval_s = max(best_s + costs.overhead_s, costs.write_s)
-        if current is not None and current.interval_s is not None and abs(interval_s / current.interval_s - 1) <= _NEAR:
+        if current is not None and current.interval_s is not None and stays(current.interval_s, interval_s, current.costs, costs):
             return current
         why = (
             f"every {span(interval_s)}, by {self._name()}: a write delays by {span(costs.overhead_s)} and takes {span(costs.write_s)}, and "

@@ -103,7 +103,7 @@ class Tracker:
     @property
     def cadence(self) -> CadenceChoice:
         """How often states of this training become durable by themselves, and why; see ``CadenceChoice``."""
-        return self._training.line.choice or self._training.policy.told()
+        return self._training.cadence
 
     @property
     def resumed_from(self) -> State | None:

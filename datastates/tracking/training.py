@@ -27,7 +27,7 @@ from datastates.objects.oversights import Oversights
 from datastates.objects.report import RestoreReport
 from datastates.opening.core import Core
 from datastates.opening.environment import describe_training
-from datastates.policy.contract import Policy
+from datastates.policy.contract import CadenceChoice, Policy
 from datastates.system.interrupts import undisturbed
 from datastates.upkeep.loading import restore
 
@@ -72,8 +72,8 @@ class Training:
         self.is_driven = self.is_resumed = False
         self.loops = Loops(partial(_found, self.objects))  # and not what knows this training: it would outlive its last name
         self.step = self.micro_step = 0
-        self.policy = cadence
         self.held_s: float | None = None
+        self._told = line.choice = cadence.told()
         self.resumed_from: State | None = None
         self.report: RestoreReport | None = None
         self._plan: CopyPlan | None = None
@@ -96,6 +96,11 @@ class Training:
         self.host.flush()
         self.heed_edits()
         return None if self.line.tip is None else self.core.state(self.line.tip[0])
+
+    @property
+    def cadence(self) -> CadenceChoice:
+        """See ``Tracker.cadence``."""
+        return self.line.choice or self._told
 
     def fence(self) -> None:
         """Wait until no copy reads the tracked tensors any more."""

@@ -15,6 +15,7 @@ import datastates
 from datastates import Config, Repository, Status, Tracker, Unavailable
 from datastates.content.manifest import Manifest
 from datastates.lineage.search.holders import replicas_of
+from datastates.policy.contract import CadenceChoice, Costs
 from datastates.store.tier import Payload, Placed, SupportsManifests, Tier
 from datastates.testing import WrappedTier
 from datastates.upkeep.eviction import evict
@@ -227,3 +228,29 @@ def test_eviction_leaves_further_tiers_what_they_have(repo: Repository, run: Tra
 def test_what_is_no_list_of_tiers_is_refused(tmp_path: Path, tiers: object) -> None:
     with pytest.raises(datastates.InvalidInput, match="tiers"):
         datastates.open(tmp_path, config=Config(tiers=tiers))  # type: ignore[arg-type]  # what users may give
+
+
+class EveryFourthFurther(datastates.Cadence):
+    """Writes each capture, and lets every fourth of them go on."""
+
+    __slots__ = ()
+
+    def choose(self, costs: Costs, current: CadenceChoice | None, /) -> CadenceChoice | None:
+        return current or CadenceChoice("mine", "for a test", every=1, further_every=4, costs=costs)
+
+
+def test_a_policy_lets_some_states_go_on_and_keeps_others_near_until_they_are_tagged(tmp_path: Path, archive: Failing) -> None:
+    config = Config(tiers=[archive], memory_bytes=32 << 20, cadence=EveryFourthFurther(1, None))
+    with datastates.open(tmp_path, config=config) as repo, repo.track(weight=torch.zeros(8), rng=False) as run:
+        while run.cadence.costs is None:
+            run.capture().wait("durable", PATIENCE_S)
+        assert run.cadence.costs.further_s is not None
+        states = [run.capture() for _ in range(9)]
+        repo.core.host().drain()
+        near = [state.uid for state in states if not archive.has(state.uid)]
+        assert 6 <= len(near) <= 7
+        repo.tag("kept", near[0])
+        repo.core.host().drain()
+        assert archive.has(near[0])
+        assert not archive.has(near[1])
+        states[-1].wait("external", PATIENCE_S)
