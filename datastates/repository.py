@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
     from sqlalchemy.orm import Session
 
+    from .algebra.blame import Blame
     from .algebra.diff import Diff
     from .algebra.ensemble import Ensemble
     from .algebra.merge import MergeOptions
@@ -513,6 +514,32 @@ class Repository:
         from .algebra.diff import diff
 
         return diff(self.core, old, new, only=only, stat=stat, on_progress=on_progress)
+
+    @values.takes(rev=values.revision, only=values.patterns, size=values.flag, on_progress=values.optional(values.callback))
+    def blame(
+        self,
+        rev: str | State,
+        *,
+        only: str | Sequence[str] | None = None,
+        size: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Blame]:
+        """Which state last changed a bit of each tensor, along first parents; in the order of the tree.
+
+        It reads manifests, and of the payload what lies in chunks that changed and that several tensors share.
+
+            for found in repo.blame("main", only="model"):
+                print(found.path, found.state.step, found.change)
+
+        :param rev: the state whose tensors are asked about.
+        :param only: which tensors, as in ``load``.
+        :param size: also by how much it was changed there, which reads both versions of each tensor.
+        :param on_progress: called with the states that were looked at, and the most there are.
+        :raises Unavailable: the bytes of the state itself are gone; names the nearest ancestor that has them.
+        """
+        from .algebra.blame import blame
+
+        return blame(self.core, rev, only=only, size=size, on_progress=on_progress)
 
     @values.takes(
         revs=values.several(values.revision),

@@ -182,6 +182,7 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Peer.push(rev)": lambda world, rev: world.far.push(rev, repo=world.repo).state.uid,
     "Peer.state(rev)": lambda world, rev: world.peer.state(rev).uid,
     "Repository.ancestors(rev)": lambda world, rev: [state.uid for state in world.repo.ancestors(rev)],
+    "Repository.blame(rev)": lambda world, rev: [each.state.uid for each in world.repo.blame(rev)],
     "Repository.branch(rev)": lambda world, rev: world.repo.branch(world.fresh(), rev).state,
     "Repository.descendants(rev)": lambda world, rev: {state.uid for state in world.repo.descendants(rev) if state.step <= 3},
     "Repository.compare(revs)": lambda world, rev: [each.state.uid for each in world.repo.compare([rev, "main"])],

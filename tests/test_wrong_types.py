@@ -235,6 +235,7 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Repository.graph": lambda w: Case(w.repo.graph, {"rev": "main"}),
     "Repository.compare": lambda w: Case(w.repo.compare, {"revs": ["start", "main"]}),
     "Repository.diff": lambda w: Case(w.repo.diff, {"old": "start", "new": "main", "only": "model", "stat": False, "on_progress": None}),
+    "Repository.blame": lambda w: Case(w.repo.blame, {"rev": "main", "only": "model", "size": False, "on_progress": None}),
     "Repository.merge": lambda w: Case(
         w.repo.merge,
         {

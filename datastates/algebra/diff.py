@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from datastates.store.tier import Reader
 
-__all__ = ["Change", "Diff", "Lacking", "TensorChange", "diff", "pieces", "to_plain", "untied"]
+__all__ = ["Change", "Diff", "Lacking", "TensorChange", "compare", "diff", "pieces", "to_plain", "untied"]
 
 _PIECE = 1 << 20  # elements that are compared at once, as float64
 
@@ -193,7 +193,7 @@ def _tensors(
     total = sum(map(bytes_of, news.values()))
     done = 0
     for path, new in news.items():
-        yield _compare(before, after, olds.get(path), new, stat)
+        yield compare(before, after, olds.get(path), new, stat=stat)
         done += bytes_of(new)
         on_progress(done, total)
     for path, old in olds.items():
@@ -211,7 +211,8 @@ def _placed(spec: TensorSpec, owner: TensorSpec) -> TensorSpec:
     return TensorSpec(spec.path, owner.dtype, owner.shape, owner.strides, None, spec.requires_grad, owner.shards)
 
 
-def _compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSpec, stat: bool) -> TensorChange:
+def compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSpec, *, stat: bool) -> TensorChange:
+    """One tensor of two states; with ``stat`` by what the manifests say of it alone."""
     if old is None:
         return TensorChange(new.path, Change.ADDED, new.shape, new.dtype)
     if old.shape != new.shape or dtype_of(old.dtype).is_complex != dtype_of(new.dtype).is_complex:

@@ -28,6 +28,7 @@ COMMANDS = {
     "find": ("Look", "history"),
     "compare": ("Look", "compare"),
     "diff": ("Look", "diff"),
+    "blame": ("Look", "blame"),
     "refs": ("Look", "refs"),
     "reflog": ("Look", "refs"),
     "tag": ("Name", "refs"),

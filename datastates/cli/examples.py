@@ -16,6 +16,7 @@ EXAMPLES = {
     "find": "datastates find 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'",
     "compare": "datastates compare main main~3",
     "diff": "datastates diff main~3 main --only 'model/*' --sort change",
+    "blame": "datastates blame main --only 'model/*' --size",
     "refs": "datastates refs",
     "reflog": "datastates reflog main",
     "tag": "datastates tag baseline main~3 --message 'before the new schedule'",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,7 @@ from .shell import AsJson, Repo, Shell
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["progress_of", "register"]
+__all__ = ["counting", "progress_of", "register"]
 
 Rev = Annotated[str, typer.Argument(metavar="REV", help="A state: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)]
 
@@ -69,6 +71,19 @@ def restore(
 
     for file in written:
         shell.write(f"{file['path']}: {file['tensors']} tensors, {size_text(int(str(file['bytes'])))}")
+
+
+@contextmanager
+def counting(shell: Shell, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar that counts things that are no bytes: takes how many are done, and how many there are at most."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    hidden = shell.as_json or not shell.console.is_terminal
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
 def progress_of(shell: Shell) -> Progress:
