@@ -103,7 +103,7 @@ class Config:
     modules: Sequence[Module] = ()
     tiers: Sequence[FurtherTier] = ()
     cadence: Policy | str | None = None
-    retention: Retention = DEFAULT
+    retention: Retention | str = DEFAULT
     on_failure: OnFailure = OnFailure.CONTINUE
 
     def __post_init__(self) -> None:

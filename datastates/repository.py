@@ -25,7 +25,7 @@ from .objects.oversights import refuse_misspelt
 from .objects.report import RestoreReport
 from .opening.core import Core
 from .opening.location import Location, locate
-from .policy.retention import Retention, retention_of
+from .policy.retention import Retention, asked_for, retention_of
 from .show.frames import States
 from .system.interrupts import undisturbed
 from .tracking.configuration import configuration
@@ -133,6 +133,8 @@ class Repository:
         durable_every: int | None = None,
         durable_interval_s: float | None = None,
         cadence: Policy | str | None = None,
+        retention: Retention | str | None = None,
+        keep_best: str | Sequence[str] | None = None,
         back_pressure: BackPressure | str | None = None,
         on_failure: OnFailure | str | None = None,
         defer: bool = True,
@@ -159,6 +161,9 @@ class Repository:
         :param durable_every: make every so many captures durable; None: as configured.
         :param durable_interval_s: make the newest state durable at most this often; None: as configured.
         :param cadence: both as one value, or another policy (``CheckFreq()``, joined by ``|`` with others), or its text, instead.
+        :param retention: which durable states of this branch keep their bytes, such as ``"latest:5 every:1000"``; None: as configured.
+        :param keep_best: a metric, or several, whose best state so far becomes durable and keeps its bytes, so that ``@best:METRIC`` can be
+            restored. ``"reward:max"`` says that larger is better; else the metric's name does.
         :param back_pressure: what a capture does when memory is full: ``wait``, ``skip`` or ``drop-oldest``; None: as configured.
         :param on_failure: what a training does while nothing can be written: ``continue``, or ``raise`` at its next capture; None: as
             configured.
@@ -193,6 +198,7 @@ class Repository:
             else values.choice(back_pressure, BackPressure, "back_pressure"),
             on_failure=self.config.on_failure if on_failure is None else values.choice(on_failure, OnFailure, "on_failure"),
             config=configuration(config),
+            retention=asked_for(retention_of(self.config.retention), retention, keep_best),
         )
         return follow(self.core, live, plain, terms)
 

@@ -201,6 +201,8 @@ CASES: dict[str, Callable[[World], Case]] = {
             "durable_every": 3,
             "durable_interval_s": 2.0,
             "cadence": None,
+            "retention": "latest:3",
+            "keep_best": "loss",
             "back_pressure": "wait",
             "defer": True,
             "objects": None,

@@ -8,6 +8,8 @@ Rules:
 - A state is *wanted* when it is to become durable: its cadence says so, a tag names it, somebody waits for it, or it is
   a head when the line closes. Wanted states are written one at a time, in the order in which they were wanted.
 - A policy may keep what it picks near: such a state stays off the user's further tiers, until somebody else wants it.
+- The best so far by a metric that a training is told to keep stays in memory until it is durable, and is written before any other
+  state of its line: wherever a crash puts the branch back to, its best is on disk. What is no longer the best is not written for that.
 - A state that was cloned from a peer is a line of its own whose head it is, until it leaves memory; at closing it is written
   only when a ref names it.
 - A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named by a ref.
@@ -23,23 +25,26 @@ A disk that is full, away or stalled is a *trouble* that passes, unless the trai
 - What failed stays wanted. Nothing is tried until the time that ``next_tick`` says, which is twice as far away after each failure. Then
   heads come first, what refs name next, what somebody waits for then, and all else in the order in which it was wanted.
 - A capture that finds memory full meanwhile lets unwritten states give way: the oldest first, then those that somebody waits for, then its
-  own head, which it follows, and what tags name at the very last. The heads of other branches stay; where nothing else is left it is
-  refused.
+  own head, which it follows, then the best so far, and what tags name at the very last. The heads of other branches stay; where nothing
+  else is left it is refused.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from datastates.config import BackPressure
 from datastates.policy.contract import CadenceChoice, Costs, Policy
+from datastates.policy.rules import Best
 
 from .pacing import Pacing, Taken
 
 __all__ = [
     "Action",
     "Adopted",
+    "BestKnown",
     "Closing",
     "Engine",
     "Event",
@@ -95,6 +100,17 @@ class Recorded:
     line: str
     now: float
     taken: Taken = _UNTOLD
+
+
+@dataclass(frozen=True, slots=True)
+class BestKnown:
+    """The best states, by each of these rules, of where a line stands now: value and uid; None where there is none.
+
+    The best so far by a rule stays in memory until it is durable, and becomes so before any other state of its line does.
+    """
+
+    line: str
+    bests: Mapping[Best, tuple[float, str] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +208,7 @@ class Closing:
 
 Event = (
     LineOpened
+    | BestKnown
     | Recorded
     | Adopted
     | Wanted
@@ -272,6 +289,11 @@ class _Line:
     branch: str
     head: str | None = None
     is_safe: bool = False
+    bests: dict[Best, tuple[float, str] | None] = field(default_factory=dict)
+
+
+def _bests_of(line: _Line) -> list[str]:
+    return [best[1] for best in line.bests.values() if best is not None]
 
 
 @dataclass(slots=True)
@@ -329,6 +351,8 @@ class Engine:
         match event:
             case LineOpened(line, cadence, branch):
                 self._lines[line] = _Line(Pacing(cadence), branch)
+            case BestKnown(line_name, bests):
+                self._lines[line_name].bests = dict(bests)
             case Recorded():
                 self._on_recorded(event)
                 return [*self._next_write(), *self._drop_surplus()]
@@ -429,6 +453,9 @@ class Engine:
         line = self._lines[event.line]
         self._entries[uid] = _Entry(event.line)
         line.head = uid
+        for rule, best in line.bests.items():
+            if rule.is_better(event.taken.metrics.get(rule.key, math.nan), None if best is None else best[0]):
+                line.bests[rule] = event.taken.metrics[rule.key], uid
         if line.branch in self._branches:
             self._branches[line.branch] = uid  # what it named before is free to go now, not when somebody looks at the refs
         if line.pacing.is_due_at_capture(event.taken, event.now, is_writing=self._is_writing):
@@ -514,6 +541,14 @@ class Engine:
 
     def _want(self, uid: str, *, is_near: bool = False) -> None:
         entry = self._entries.get(uid)
+        line = None if entry is None else self._lines.get(entry.line)
+        if line is not None and self._is_in_memory_only(uid) and uid != self._writing:
+            for best in _bests_of(line):  # after a crash the branch may go back to this state: its best is on disk then
+                self._want_alone(best, is_near=is_near)
+        self._want_alone(uid, is_near=is_near)
+
+    def _want_alone(self, uid: str, *, is_near: bool = False) -> None:
+        entry = self._entries.get(uid)
         if entry is not None:
             is_wanted = uid in self._queue or uid == self._writing
             entry.is_near = is_near and (entry.is_near or not is_wanted)
@@ -527,9 +562,10 @@ class Engine:
         for name in list(self._lines) if line_name is None else [line_name]:
             line = self._lines.pop(name, None)
             if line is not None and line.head is not None:
-                self._want(line.head)
-                if self._is_in_memory_only(line.head):
-                    self._ended.add(line.head)
+                for uid in (*_bests_of(line), line.head):
+                    self._want(uid)
+                    if self._is_in_memory_only(uid):
+                        self._ended.add(uid)
         if line_name is None:
             for uid in self._branches.values():
                 self._want(uid)
@@ -545,12 +581,15 @@ class Engine:
 
     def _urgency(self) -> Callable[[str], int]:
         """How urgent it is to write a state, the lowest first."""
-        heads = {*self._heads(), *self._ended, *self._branches.values()}
+        heads = {*self._heads(), *self._ended, *self._branches.values(), *self._bests()}
         kinds = (heads, self._tagged, self._awaited)
         return lambda uid: next((rank for rank, kind in enumerate(kinds) if uid in kind), len(kinds))
 
     def _held(self) -> set[str | None]:
-        return {*self._heads(), *self._tagged, *self._branches.values()}
+        return {*self._heads(), *self._tagged, *self._branches.values(), *self._bests()}
+
+    def _bests(self) -> list[str]:
+        return [uid for line in self._lines.values() for uid in _bests_of(line)]
 
     def _drop_surplus(self) -> list[Action]:
         if len(self._entries) <= self.most_held:
@@ -615,13 +654,14 @@ class Engine:
     def _give_way(self, event: RoomNeeded) -> list[Action]:
         """What leaves memory unwritten, when nothing can be written; only for those who are patient."""
         line = None if event.line is None else self._lines.get(event.line)
-        heads = {*self._heads(), *self._ended, *self._branches.values()}
+        heads, bests = {*self._heads(), *self._ended, *self._branches.values()}, set(self._bests())
         kept = [uid for uid, entry in self._entries.items() if not entry.is_durable and uid != self._writing]
         older = [uid for uid in kept if uid not in heads]
         own = [uid for uid in kept if line is not None and uid == line.head and not self._is_named_beside(uid, line)]
         named = [uid for uid in older if uid in self._tagged]
-        others = sorted((uid for uid in older if uid not in self._tagged), key=self._awaited.__contains__)
-        leaving = (*others, *own, *named)
+        best = [uid for uid in older if uid in bests and uid not in self._tagged]
+        others = sorted((uid for uid in older if uid not in self._tagged and uid not in bests), key=self._awaited.__contains__)
+        leaving = (*others, *own, *best, *named)
         if leaving and event.is_patient:
             return [GiveWay(leaving, event.slots)]
         return [Refuse(tuple(kept))] if kept else []
@@ -634,7 +674,7 @@ class Engine:
         """Whether the capture that replaces a head may have its room: as little is lost by it as by a crash."""
         if not self._is_in_memory_only(head) or not line.is_safe or head in self._queue or head == self._writing:
             return False
-        if self._is_named_beside(head, line):
+        if head in _bests_of(line) or self._is_named_beside(head, line):
             return False
         due = self._next_due(line)
         return due is None or now < due

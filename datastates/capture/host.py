@@ -6,12 +6,13 @@ told through its ``handle.Progress``, never the other way round. ``Host`` is all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from datastates.config import BackPressure
 from datastates.lineage.states import NewState, Run, State
 from datastates.policy.contract import Policy
+from datastates.policy.rules import Best
 
 from .commit import Coming
 from .line import Line, Staged
@@ -50,6 +51,9 @@ class Capturing(Protocol):
 
     def open_line(self, line: Line, cadence: Policy, size_bytes: int) -> None:
         """A tracker begins, whose states take about so many bytes: memory for them is made warm meanwhile."""
+
+    def know_best(self, line: Line, bests: Mapping[Best, tuple[float, str] | None]) -> None:
+        """The best states by these rules of where the line stands: from now on its best so far becomes durable, sooner or later."""
 
     def begin_run(self, run: Run) -> None:
         """A training was recorded as a run, which captures name from now on."""

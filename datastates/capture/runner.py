@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from datastates.lineage.states import NewState, RefKind, Run, State
 from datastates.modules.copies import Copies
 from datastates.modules.own import Own
 from datastates.policy.contract import Policy
+from datastates.policy.rules import Best
 from datastates.store.arena import Arena
 from datastates.store.roles import CaptureTier, DurableTier
 from datastates.store.tier import Tier
@@ -41,6 +42,7 @@ from .engine import (
     MOST_HELD,
     Action,
     Adopted,
+    BestKnown,
     Closing,
     Engine,
     Event,
@@ -157,6 +159,11 @@ class Runner:
         self._room.expect(line, size_bytes)
         self._paces.begin(line)
         self._post(LineOpened(line.name, cadence, line.branch))
+
+    def know_best(self, line: Line, bests: Mapping[Best, tuple[float, str] | None]) -> None:
+        """See ``Host.know_best``."""
+        self.flush()
+        self._post(BestKnown(line.name, bests))
 
     def begin_run(self, run: Run) -> None:
         """See ``Host.begin_run``."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from datastates.capture.host import Host
 from datastates.capture.runner import Runner
@@ -27,6 +28,16 @@ _FREE_S = 2.0
 """So long a lease is given to end in a folder that does not answer."""
 
 
+class Keeping(Protocol):
+    """What applies retention beside the trainings of this process."""
+
+    def stop(self) -> None:
+        """Begin nothing any more, and wait for what is under way."""
+
+    def finish(self) -> None:
+        """Apply it a last time, now that nothing is captured any more; raises nothing."""
+
+
 @dataclass(slots=True, eq=False)
 class Belongings:
     """None of this knows the repository: it is let go of by its ``close``, or when nobody has the repository any more."""
@@ -37,6 +48,7 @@ class Belongings:
     run: Run
     arena: Arena
     runner: Runner
+    keeper: Keeping | None = None
     is_let_go: bool = False
 
     @property
@@ -60,7 +72,11 @@ class Belongings:
         if self.is_let_go:
             return
         try:
+            if self.keeper is not None:
+                self.keeper.stop()
             self.runner.close()
+            if self.keeper is not None and not self.runner.has_given_up:
+                self.keeper.finish()
             with suppress(Unavailable):  # whoever opens it next finds out
                 self._finish()
         except Exception:  # an error of the background is raised by this; an interrupt leaves the rest for the next call

@@ -31,7 +31,7 @@ from datastates.errors import InvalidInput
 
 from .rules import All, Best, Every, Goal, Interval, Latest, Rule, Tagged, Thin, Within
 
-__all__ = ["DEFAULT", "Retention", "retention_of", "size_text"]
+__all__ = ["DEFAULT", "Retention", "asked_for", "best_of", "retention_of", "size_text"]
 
 _RULES = (All, Best, Every, Interval, Latest, Tagged, Thin, Within)
 _WORD = re.compile(r'(?:[^\s,"]|"(?:[^"\\]|\\.)*")+')
@@ -178,6 +178,34 @@ def retention_of(value: object, what: str = "retention") -> Retention:
     if not isinstance(value, str):
         raise InvalidInput(f"{what} is {values.shown(value)}: give a datastates.Retention, or a text {_AN_EXAMPLE}")
     return Retention.parse(value)
+
+
+def asked_for(configured: Retention, retention: object, keep_best: object) -> Retention | None:
+    """The policy that a training asks for, for its branch; None where it says nothing and what is configured holds.
+
+    :raises InvalidInput: one of them cannot be understood.
+    """
+    bests = [best_of(each) for each in _several(keep_best)]
+    if retention is None and not bests:
+        return None
+    policy = configured.bounded(None) if retention is None else retention_of(retention)
+    return policy.keeping_best(*bests)
+
+
+def best_of(text: object) -> Best:
+    """The metric whose best is kept: ``val_loss``, or with the direction ``reward:max``.
+
+    :raises InvalidInput: it is none.
+    """
+    found = values.text(text, "keep_best")
+    key, _, goal = found.rpartition(":")
+    return Best(key, 1, "max" if goal == "max" else "min") if key and goal in ("min", "max") else Best(found)
+
+
+def _several(keep_best: object) -> list[object]:
+    if keep_best is None or isinstance(keep_best, str):
+        return [] if keep_best is None else [keep_best]
+    return list(values.several(values.text)(keep_best, "keep_best"))
 
 
 def size_text(size: int) -> str:

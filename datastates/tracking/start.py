@@ -20,7 +20,10 @@ from datastates.objects.rng import RngState
 from datastates.opening.core import Core
 from datastates.policy.contract import Policy
 from datastates.policy.mtbf import mtbf_of
+from datastates.policy.retention import Retention, retention_of
 from datastates.system.interrupts import undisturbed
+from datastates.upkeep.keeper import keep
+from datastates.upkeep.retention import KEY
 
 from .outset import check_origin, origin_of, set_out
 from .succession import enter, take_over
@@ -45,6 +48,7 @@ class Terms:
     back_pressure: BackPressure
     on_failure: OnFailure
     config: Mapping[str, Value]
+    retention: Retention | None = None
 
 
 def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: object) -> dict[str, object]:
@@ -76,10 +80,13 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
         only = None if origin.is_beyond and start is not None else terms.only  # of its start; what the fork captured is all its own
         line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
         line.is_patient = terms.on_failure is OnFailure.CONTINUE
-        training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, gradients=terms.gradients, config=terms.config)
+        config = terms.config if terms.retention is None else {**terms.config, KEY: terms.retention.text}
+        training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, gradients=terms.gradients, config=config)
+        training.bests = (terms.retention or retention_of(core.config.retention)).bests
         try:
             if begin is not None:
                 set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond)
+            training.know_best()
             if begin is None or not origin.is_fork:
                 with core.database.write() as session:
                     training.begin_run(session)
@@ -92,6 +99,7 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
             raise
         core.trainings.add(training)
         enter(training)
+        keep(core, branch, terms.retention)
         return Tracker(training, back_pressure=terms.back_pressure, is_deferring=terms.defer)
 
 

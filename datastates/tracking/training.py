@@ -28,8 +28,10 @@ from datastates.objects.report import RestoreReport
 from datastates.opening.core import Core
 from datastates.opening.environment import describe_training
 from datastates.policy.contract import CadenceChoice, Policy
+from datastates.policy.rules import Best
 from datastates.system.interrupts import undisturbed
 from datastates.upkeep.loading import restore
+from datastates.upkeep.retention import bests_at
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -72,6 +74,7 @@ class Training:
         self.is_driven = self.is_resumed = False
         self.loops = Loops(partial(_found, self.objects))  # and not what knows this training: it would outlive its last name
         self.step = self.micro_step = 0
+        self.bests: tuple[Best, ...] = ()
         self.held_s: float | None = None
         self._told = line.choice = cadence.told()
         self.resumed_from: State | None = None
@@ -184,7 +187,13 @@ class Training:
                         lineage_refs.move(session, self.branch, state.uid, expected=tip[0], reason=reason)
             self.line.tip = (state.uid, state.digest)
             self.newest = state.uid
+            self.know_best()
         return report
+
+    def know_best(self) -> None:
+        """Say which states are the best of where the branch stands, by the metrics whose best is kept."""
+        if self.bests:
+            self.host.know_best(self.line, bests_at(self.core, self.line.tip and self.line.tip[0], self.bests))
 
     def restore(self, state: State, *, only: str | Sequence[str] | None, strict: bool, without: Collection[str] = ()) -> RestoreReport:
         """Put a state into the objects, and ``step`` where it was then; the branch stays."""

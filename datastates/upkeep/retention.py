@@ -34,8 +34,8 @@ from datastates.lineage.states import RefKind, Status
 from datastates.opening.core import Core
 from datastates.opening.home import Home
 from datastates.policy.decisions import Decision, Ledger, Policies, decide
-from datastates.policy.retention import Retention
-from datastates.policy.rules import Fact
+from datastates.policy.retention import Retention, retention_of
+from datastates.policy.rules import Best, Fact
 from datastates.store.roles import DurableTier
 from datastates.store.tiers import VOLATILE
 from datastates.system.interrupts import undisturbed
@@ -44,7 +44,21 @@ from datastates.system.locks import Held, hold
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["KEY", "Dropped", "Grounds", "Pruned", "Survey", "carry_out", "half_of_room", "prune", "reckoned", "survey", "told_policies"]
+__all__ = [
+    "KEY",
+    "Dropped",
+    "Grounds",
+    "Pruned",
+    "Survey",
+    "bests_at",
+    "carry_out",
+    "half_of_room",
+    "prune",
+    "reckoned",
+    "survey",
+    "taking_turns",
+    "told_policies",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -129,14 +143,14 @@ def prune(core: Core, policy: Retention | None = None, *, dry_run: bool = False)
 
     def policies(told: Mapping[str, Retention]) -> Policies:
         if policy is None:
-            return Policies(core.config.retention, told)
+            return Policies(retention_of(core.config.retention), told)
         bests = {branch: policy.bounded(None).keeping_best(*each.bests) for branch, each in told.items() if each.bests}
         return Policies(policy, bests)
 
     if dry_run:
         return _planned(*_decided(grounds, policies))
     core.home.check_writable()
-    with _turn(core.home.path, _PATIENCE_S) as held:
+    with taking_turns(core.home.path, _PATIENCE_S) as held:
         if held is None:
             raise Unavailable(f"another process has been pruning {core.home.path} for {_PATIENCE_S:.0f} s: wait for it, and try again")
         return carry_out(grounds, held, *_decided(grounds, policies))
@@ -205,6 +219,19 @@ def _best_before_forks(session: Session, segments: Mapping[int, tuple[str, int |
     return found
 
 
+def bests_at(core: Core, uid: str | None, rules: Iterable[Best]) -> dict[Best, tuple[float, str] | None]:
+    """What ``@best`` names of a state, by the metric of each rule: value and uid; None where no ancestor has that."""
+    found: dict[Best, tuple[float, str] | None] = dict.fromkeys(rules)
+    if uid is not None:
+        with core.reading() as session:
+            for rule in found:
+                best = revision.best_id(session, id_of(session, uid), rule.key, is_max=rule.is_max)
+                if best is not None:
+                    (state,) = states(session, [best])
+                    found[rule] = state.metrics[rule.key], state.uid
+    return found
+
+
 def half_of_room(folder: Path, taken: int) -> int:
     """Half of what states could take here: of what is free, and what they take already."""
     with suppress(OSError):
@@ -229,7 +256,7 @@ def carry_out(
 ) -> Pruned:
     """Drop what was decided, batch by batch, until ``is_over``; what was dropped is reported. An interrupt comes between two batches.
 
-    ``held`` is the turn, from ``_turn``.
+    ``held`` is the turn, from ``taking_turns``.
     """
     _finish(grounds, held)
     going = [each for each in decisions if not each.is_kept]
@@ -286,7 +313,7 @@ def _finish(grounds: Grounds, held: Held) -> None:
 
 
 @contextmanager
-def _turn(folder: Path, patience_s: float) -> Iterator[Held | None]:
+def taking_turns(folder: Path, patience_s: float) -> Iterator[Held | None]:
     """Prune alone; None where another process goes on pruning for so long."""
     since = time.monotonic()
     while (held := hold(folder / _LOCK)) is None and time.monotonic() - since < patience_s:

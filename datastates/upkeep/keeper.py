@@ -1,0 +1,163 @@
+"""Retention beside a training: now and then, on a thread of its own, states lose their bytes that no policy keeps.
+
+A pass is made after states became durable, not sooner than ``LEAST_S`` after the one before, and seldom enough to take a fiftieth of the
+time at most; where only a bound is to hold, not before states have come near it. The training never waits for one, and no error of one
+reaches it: the log says it, and the next pass tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from datastates.errors import DatastatesError
+from datastates.opening.core import Core
+from datastates.policy.decisions import Policies, decide
+from datastates.policy.retention import Retention, retention_of
+from datastates.policy.rules import All
+from datastates.system.seldom import Seldom
+
+from .retention import Grounds, Pruned, carry_out, half_of_room, reckoned, survey, taking_turns, told_policies
+
+__all__ = ["LEAST_S", "Keeper", "beside", "keep"]
+
+_logger = logging.getLogger(__name__)
+_logger.addFilter(Seldom())
+
+LEAST_S = 10.0
+"""So long after a pass no other begins."""
+
+_SHARE = 50
+"""A pass that took a second is followed by so many seconds without one."""
+
+_ROOM = 20
+"""What is over the bound is thinned to a twentieth below it, so that not every state that comes makes another go."""
+
+_BESIDE = 16 << 10
+"""About what a small state takes on disk beside its payload, until it is looked at."""
+
+_LAST_S = 5.0
+"""So long the last pass takes at most, when the repository is closed."""
+
+
+def keep(core: Core, branch: str, asked: Retention | None) -> None:
+    """Apply what a training asked for its branch, or what is configured, until the repository is closed."""
+    belongings = core.engage()
+    if not isinstance(belongings.keeper, Keeper):
+        belongings.keeper = keeper = Keeper(Grounds.of(core), retention_of(core.config.retention))
+        belongings.host.when_durable(keeper.on_durable)
+        if keeper.retention != Retention.all():
+            _logger.info("states on disk are kept by %r%s", str(core.config.retention), keeper.said)
+    belongings.keeper.follow(branch, asked)
+
+
+def beside(told: Mapping[str, Retention], configured: Retention, asked: Mapping[str, Retention | None]) -> Policies:
+    """What a process may apply by itself: to the branches that it trains what they ``asked`` for, or what is configured. States of others
+    go only for the bound on all, in the order of what their trainings told.
+    """
+    own = {branch: replace(each, rules=(All(), *each.rules), bound=None) for branch, each in told.items()}
+    own |= {branch: each or configured.bounded(None) for branch, each in asked.items()}
+    return Policies(replace(configured, rules=(All(), *configured.rules)), own)
+
+
+class Keeper:
+    """Applies retention for the trainings of one process. ``report`` is what the last pass did, ``error`` why it failed."""
+
+    def __init__(self, grounds: Grounds, configured: Retention) -> None:
+        self._grounds = grounds
+        stored = grounds.durable.bytes_stored
+        self._half = max(stored, half_of_room(grounds.home.path, stored))
+        self.retention = configured.bounded(self._half) if configured.bound == "half" else configured
+        self.report: Pruned | None = None
+        self.error: Exception | None = None
+        self._asked: dict[str, Retention | None] = {}
+        self._taken, self._added, self._is_choosing = stored, 0, False
+        self._next_at = 0.0
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def said(self) -> str:
+        """The bound in words, where it was reckoned."""
+        bound = self.retention.bound
+        return f"; when they take more than {bound} bytes, older ones are thinned" if isinstance(bound, int) else ""
+
+    def follow(self, branch: str, asked: Retention | None) -> None:
+        """A training of this process begins on a branch, and asked for this."""
+        with self._lock:
+            self._asked[branch] = asked
+            self._is_choosing = any(_chooses(each or self.retention.bounded(None)) for each in self._asked.values())
+
+    def on_durable(self, added: int) -> None:
+        """A state became durable; on the thread that wrote it."""
+        with self._lock:
+            self._added += added + _BESIDE
+            if not self._is_due() or time.monotonic() < self._next_at or self._thread is not None or self._over.is_set():
+                return
+            self._thread = threading.Thread(target=self._run, name="datastates-retention", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Begin no further pass; one under way ends after its batch, and is waited for."""
+        self._over.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def finish(self) -> None:
+        """The last pass, on this thread, when nothing is captured any more."""
+        self._grounds = replace(self._grounds, host=None)
+        if self._added and self._is_due():
+            since = time.monotonic()
+            self._try(lambda: time.monotonic() - since > _LAST_S)
+
+    def _is_due(self) -> bool:
+        bound = self.retention.bound
+        return self._is_choosing or (isinstance(bound, int) and self._taken + self._added > bound)
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        try:
+            self._try(self._over.is_set)
+        finally:
+            now = time.monotonic()
+            with self._lock:
+                self._next_at, self._thread = now + max(LEAST_S, _SHARE * (now - began)), None
+
+    def _try(self, is_over: Callable[[], bool]) -> None:
+        try:
+            report = self._pass(is_over)
+            self.report, self.error = report or self.report, None
+        except Exception as exc:  # whatever it is, the training goes on
+            self.error = exc
+            _logger.warning(
+                "states that retention does not keep stay on disk for now: %s", exc, exc_info=not isinstance(exc, DatastatesError)
+            )
+
+    def _pass(self, is_over: Callable[[], bool]) -> Pruned | None:
+        """Look, decide and drop; None while another process prunes the folder."""
+        grounds = self._grounds
+        with taking_turns(grounds.home.path, 0.0) as held:
+            if held is None:
+                return None
+            with self._lock:
+                added, asked = self._added, dict(self._asked)
+            policies = reckoned(beside(told_policies(grounds), self.retention, asked), lambda: self._half)
+            found = survey(grounds, policies)
+            bound = policies.default.bound
+            if isinstance(bound, int) and found.bytes > bound:
+                policies = replace(policies, default=policies.default.bounded(bound - bound // _ROOM))
+            report = carry_out(grounds, held, found, policies, decide(found.facts, policies, time.time()), is_over=is_over)
+        with self._lock:
+            self._taken, self._added = report.bytes_after, max(0, self._added - added)
+        if report.dropped:
+            _logger.info("retention: %s", report)
+        return report
+
+
+def _chooses(policy: Retention) -> bool:
+    """Whether states may go that no bound asks for."""
+    return policy.bound is not None or not any(isinstance(rule, All) for rule in policy.effective)

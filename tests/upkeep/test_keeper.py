@@ -1,0 +1,206 @@
+"""Retention beside a training: it happens by itself, and never to the training's harm."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import datastates
+from datastates import Config, Repository, Retention
+from datastates.errors import InvalidInput
+from datastates.lineage.states import Status
+from datastates.policy.retention import asked_for
+from datastates.policy.rules import All, Best, Every, Latest
+from datastates.upkeep import keeper, retention
+from datastates.upkeep.keeper import Keeper, beside
+
+
+@pytest.fixture
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass right after the other."""
+    monkeypatch.setattr(keeper, "LEAST_S", 0.0)
+    monkeypatch.setattr(keeper, "_SHARE", 0)
+
+
+def config(every: int = 1, **options: object) -> Config:
+    return Config(memory_bytes=64 << 20, durable_every=every, durable_interval_s=None, **options)  # type: ignore[arg-type]  # passed on
+
+
+def train(run: datastates.Tracker, model: nn.Linear, count: int, *, is_waiting: bool = False) -> None:
+    """So many steps; the weights say which, the loss is least and the accuracy greatest at step 7."""
+    for _ in range(count):
+        step = run.step + 1
+        with torch.no_grad():
+            model.weight.fill_(step)
+        capture = run.capture(metrics={"loss": abs(step - 7), "accuracy": -abs(step - 7)})
+        if is_waiting:
+            capture.wait("durable", timeout_s=60)
+
+
+def on_disk(folder: Path) -> int:
+    """The bytes of manifests and packs; some may be removed meanwhile."""
+    packs, found = folder / "packs", 0
+    for path in (*packs.glob("*.manifest"), *packs.glob("*.safetensors")):
+        with suppress(FileNotFoundError):
+            found += path.stat().st_size
+    return found
+
+
+def durable_steps(repo: Repository, rev: str = "main") -> list[int]:
+    """The steps of the durable states of a branch, oldest first; each of them restores as it was."""
+    found = sorted((state for state in repo.log(rev) if state.status is Status.DURABLE), key=lambda state: state.step)
+    for state in found:
+        repo.verify(state)
+        assert torch.equal(repo.load(state)["model"]["weight"], torch.full((4, 4), float(state.step)))
+    return [state.step for state in found]
+
+
+@pytest.mark.usefixtures("_often")
+def test_a_long_training_stays_under_its_bound_and_all_that_is_kept_restores(tmp_path: Path) -> None:
+    bound = 400 << 10
+    model = nn.Linear(4, 4)
+    with datastates.open(tmp_path / "runs", config=config(every=8, retention=f"all at-most:{bound}")) as repo:
+        run = repo.track(model=model, keep_best="loss")
+        for _ in range(10):
+            train(run, model, 200)
+            repo.flush()
+            assert on_disk(tmp_path / "runs") < 2 * bound
+    assert on_disk(tmp_path / "runs") <= bound
+    with datastates.open(tmp_path / "runs") as repo:
+        steps = durable_steps(repo)
+        assert {1, 7, 2000} <= set(steps)
+        assert repo.state("main@best:loss").step == 7
+        assert sum(step > 1500 for step in steps) > sum(step <= 500 for step in steps), "older ones are thinner"
+        assert len(repo.log("main")) == 2000, "the lineage and its metrics stay"
+
+
+@pytest.mark.usefixtures("_often")
+def test_rules_of_a_training_are_applied_to_its_branch_alone(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    with datastates.open(tmp_path / "runs", config=config()) as repo, repo.track(model=model, branch="other") as run:
+        train(run, model, 6)
+    with datastates.open(tmp_path / "runs", config=config()) as repo, repo.track(model=model, retention="latest:2") as run:
+        train(run, model, 30)
+    with datastates.open(tmp_path / "runs") as repo:
+        assert durable_steps(repo) == [29, 30]
+        assert durable_steps(repo, "other") == [1, 2, 3, 4, 5, 6]
+        assert repo.prune(dry_run=True).dropped == (), "what the training asked for is known to whoever prunes later"
+
+
+def test_best_so_far_can_be_restored_after_it_would_have_left_memory(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    settings = Config(memory_bytes=24 << 20, durable_interval_s=None, retention="latest:1")
+    with datastates.open(tmp_path / "runs", config=settings) as repo, repo.track(model=model, keep_best=["loss", "accuracy:max"]) as run:
+        train(run, model, 200)
+        repo.flush()
+        for best in ("main@best:loss", "main@best:accuracy:max"):
+            assert (repo.load(best)["model"]["weight"] == 7).all()
+    with datastates.open(tmp_path / "runs", config=settings) as repo:
+        assert durable_steps(repo) == [7, 200]
+        assert repo.prune("latest:1").dropped == ()
+
+
+_KILLED = """
+import os, signal, sys
+import torch
+from torch import nn
+import datastates
+model = nn.Linear(4, 4)
+repo = datastates.open(sys.argv[1], config=datastates.Config(memory_bytes=64 << 20, durable_every=50, durable_interval_s=None))
+run = repo.track(model=model, keep_best="loss")
+for step in range(1, 102):
+    with torch.no_grad():
+        model.weight.fill_(step)
+    capture = run.capture(metrics={"loss": abs(step - 17)})
+capture.wait("durable")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_best_is_on_disk_wherever_a_crash_puts_the_branch_back_to(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path / "runs")], check=False, timeout=100)
+    assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    with datastates.open(tmp_path / "runs") as repo:
+        assert (repo.load("main@best:loss")["model"]["weight"] == 17).all()
+
+
+def test_a_fork_keeps_the_best_of_the_branch_that_it_came_from(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    with datastates.open(tmp_path / "runs", config=config(retention="all")) as repo:
+        with repo.track(model=model) as run:
+            train(run, model, 12, is_waiting=True)
+        with repo.track(model=model, branch="fork", start="main~2", keep_best="loss") as run:
+            train(run, model, 3, is_waiting=True)
+        repo.delete_ref("main")
+        reasons = repo.prune("tagged", dry_run=True).kept
+        assert reasons["the best loss on the way to branch fork"] == 1
+
+
+@pytest.mark.usefixtures("_often")
+def test_no_error_of_a_pass_reaches_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*args: object, **more: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(keeper, "survey", fail)
+    model = nn.Linear(4, 4)
+    with caplog.at_level(logging.WARNING), datastates.open(tmp_path / "runs", config=config(retention="latest:1")) as repo:
+        with repo.track(model=model) as run:
+            train(run, model, 5, is_waiting=True)
+        assert repo.core.engaged is not None
+        applied = repo.core.engaged.keeper
+    assert isinstance(applied, Keeper)
+    assert isinstance(applied.error, ZeroDivisionError)
+    assert "retention does not keep stay on disk for now" in caplog.text
+    with datastates.open(tmp_path / "runs") as repo:
+        assert durable_steps(repo) == [1, 2, 3, 4, 5]
+
+
+def test_by_default_everything_stays_until_half_of_the_room_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "half_of_room", lambda folder, taken: 5 << 30)
+    model = nn.Linear(4, 4)
+    with caplog.at_level(logging.INFO, "datastates"), datastates.open(tmp_path / "runs", config=config()) as repo:
+        with repo.track(model=model) as run:
+            train(run, model, 3)
+        assert repo.core.engaged is not None
+        applied = repo.core.engaged.keeper
+        assert isinstance(applied, Keeper)
+        assert (applied.retention.text, applied.report) == ("all at-most:5G", None)
+    assert "kept by 'all at-most:half'; when they take more than 5368709120 bytes, older ones are thinned" in caplog.text
+
+
+def test_half_of_the_room_counts_what_is_free_and_what_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Disk:
+        free = 600
+
+    monkeypatch.setattr("datastates.upkeep.retention.shutil.disk_usage", lambda folder: Disk)
+    assert retention.half_of_room(tmp_path, 200) == 400
+
+
+def test_a_process_applies_rules_to_its_own_branches_and_the_bound_to_all() -> None:
+    told = {"a": Retention.latest(2), "b": Retention.parse("best:1:loss at-most:1K")}
+    found = beside(told, Retention.parse("every:9 at-most:1M"), {"a": Retention.latest(3), "c": None})
+    assert found.of("a") == Retention.latest(3)
+    assert found.of("b") == Retention((All(), Best("loss")))
+    assert found.of("c") == Retention((Every(9),))
+    assert found.of("d") == Retention((All(), Every(9)), 1 << 20)
+
+
+def test_what_a_training_asks_for_is_understood_or_refused() -> None:
+    configured = Retention.parse("latest:3 at-most:1G")
+    assert asked_for(configured, None, None) is None
+    assert asked_for(configured, "every:5", None) == Retention((Every(5),))
+    assert asked_for(configured, None, "loss") == Retention((Latest(3), Best("loss")))
+    assert asked_for(Retention.at_most("1G"), None, ["r:max", "x:y"]) == Retention((All(), Best("r", 1, "max"), Best("x:y")))
+    for wrong in (3, [3], b"loss", "", "k" * 300, object()):
+        with pytest.raises(InvalidInput):
+            asked_for(configured, None, wrong)
