@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .routing import API
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Send
     from starlette.types import Scope as Request
@@ -106,7 +108,7 @@ class Metered:
             nonlocal is_counted
             if not is_counted:
                 is_counted = True
-                route = getattr(scope.get("route"), "path", "") or "unknown"  # never what a client made up
+                route = getattr(scope.get("route"), "path", "").removeprefix(API) or "unknown"  # never what a client made up
                 method = scope["method"] if scope["method"] in _METHODS else "other"
                 self._meter.end(route, method, status, time.perf_counter() - began if first_byte_s is None else first_byte_s)
 

@@ -10,7 +10,9 @@ from fastapi import APIRouter, Depends, Request
 
 from datastates.errors import Unauthorized
 
-__all__ = ["Routes", "Scope"]
+__all__ = ["API", "Routes", "Scope"]
+
+API = "/api/v1"
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -27,7 +29,7 @@ class Scope(IntEnum):
 class Routes:
     """The routes of one noun. ``tag`` groups them in the OpenAPI document; ``prefix`` stands before their paths."""
 
-    def __init__(self, tag: str, *, prefix: str = "/repositories/{repository}") -> None:
+    def __init__(self, tag: str, *, prefix: str = f"{API}/repositories/{{repository}}") -> None:
         self.router = APIRouter(prefix=prefix, tags=[tag])
 
     def add(

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 from datastates.api.meter import Meter, family
 from datastates.api.models import Page, RepositoryInfo
 from datastates.api.replies import reply
-from datastates.api.routing import Routes, Scope
+from datastates.api.routing import API, Routes, Scope
 from datastates.api.served import Served
 from datastates.lineage.change import clones
 from datastates.lineage.schema import StateRow
@@ -19,7 +19,7 @@ __all__ = ["METRICS_TYPE", "root", "routes"]
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-routes = Routes("service", prefix="")
+routes = Routes("service", prefix=API)
 root = Routes("service", prefix="")
 """Those outside ``/api/v1``."""
 

@@ -26,16 +26,14 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 FILLED = {"{repository}": NAME, "{uid}": UID, "{name:path}": "main", "{name}": "main", "{report}": "1", "{index}": "0"}
 
 
-def walk(routes: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Method and path of every route, those of routers within and of mounts too."""
+def walk(routes: Any) -> Iterator[tuple[str, str]]:
+    """Method and path of every route, those of mounts too."""
     for route in routes:
-        if hasattr(route, "original_router"):
-            yield from walk(route.original_router.routes, prefix + route.include_context.prefix)
-        elif isinstance(route, Mount):
-            yield "GET", f"{prefix}{route.path}/index-1234.js"
+        if isinstance(route, Mount):
+            yield "GET", f"{route.path}/index-1234.js"
         else:
             for method in route.methods or ("GET",):
-                yield method, prefix + route.path
+                yield method, route.path
 
 
 def every_route() -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
 import datastates
@@ -33,6 +34,16 @@ def test_health_is_a_word(client: TestClient) -> None:
     answer = client.get("/healthz")
 
     assert (answer.status_code, answer.text) == (200, "ok\n")
+
+
+def test_the_first_answer_of_an_application_waits_for_no_route_to_be_made(repo: Repository, serve: Serve) -> None:
+    first, second = serve({NAME: repo}), serve({NAME: repo})
+    made = [{id(route) for route in client.app.routes if isinstance(route, APIRoute)} for client in (first, second)]  # type: ignore[attr-defined]  # FastAPI's
+    first.get("/healthz")
+
+    assert len(made[0]) > 50
+    assert made[0] == made[1]
+    assert made[0] == {id(route) for route in first.app.routes if isinstance(route, APIRoute)}  # type: ignore[attr-defined]  # FastAPI's
 
 
 def test_repositories_are_listed_with_what_the_asker_may(repo: Repository, serve: Serve, tmp_path: Path) -> None:
