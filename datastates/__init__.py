@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .tracking.guard import Guard, Rewind
     from .tracking.tracker import Tracker
     from .transport.contract import Tls
+    from .upkeep.reindex import reindex
 
     __version__: str
     """The version that is installed, such as ``"0.1.0"``."""
@@ -118,6 +119,7 @@ __all__ = [
     "connect",
     "open",
     "register_encoder",
+    "reindex",
 ]
 
 _MODULES = {
@@ -157,6 +159,7 @@ _MODULES = {
     "connect": "clone.peer",
     "open": "repository",
     "register_encoder": "content.encoding",
+    "reindex": "upkeep.reindex",
 }
 """Where a public name lives; those that are not here are errors."""
 

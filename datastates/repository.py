@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .transport.contract import Tls
     from .upkeep.checking import VerifyReport
     from .upkeep.gc import GcReport
+    from .upkeep.repair import RepairReport
     from .upkeep.retention import Pruned
 
 __all__ = ["Repository", "open"]
@@ -329,6 +331,22 @@ class Repository:
         from .upkeep.retention import prune  # few ask for it by hand
 
         return prune(self.core, None if policy is None else retention_of(policy), dry_run=dry_run)
+
+    @values.takes(source=values.optional(values.path), on_progress=values.optional(values.callback))
+    def repair(
+        self, *, source: str | os.PathLike[str] | None = None, on_progress: Callable[[int, int], None] | None = None
+    ) -> RepairReport:
+        """Check everything as ``verify`` does, and bring back what is damaged where another place has it: this process's memory, a further
+        tier, or ``source``. Of the states that stay damaged the report says why, and the nearest ancestor to restore.
+
+            print(repo.repair().hurt)
+
+        :param source: another repository's folder, or a folder of packs, that may have the same states.
+        :param on_progress: as of ``verify``.
+        """
+        from .upkeep.repair import repair  # few ask for it
+
+        return repair(self.core, source=None if source is None else Path(source), on_progress=on_progress)
 
     # --- refs ------------------------------------------------------------------------------------------------------------
 

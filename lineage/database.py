@@ -212,7 +212,9 @@ def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> Datasta
     if "not a database" in lower:
         return InvalidInput(f"{where} is not a datastates database: the file holds something else")
     if "malformed" in lower:
-        return Corrupt(f"{where} is damaged ({said}): restore the file from a copy, or rebuild it from the packs")
+        return Corrupt(
+            f"{where} is damaged ({said}): restore the file from a copy, or rebuild it from the packs by `datastates reindex --replace`"
+        )
     if isinstance(error, exc.IntegrityError):
         return Conflict(f"{where}: what is written collides with what is there ({said})")
     if isinstance(error, exc.DataError):

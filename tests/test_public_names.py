@@ -42,7 +42,7 @@ PUBLIC = {
         "Unauthorized",
         "connect",
     ),
-    *("SyntaxProblem", "Torn", "Tracker", "Unavailable", "Unsupported", "__version__", "open", "register_encoder"),
+    *("SyntaxProblem", "Torn", "Tracker", "Unavailable", "Unsupported", "__version__", "open", "register_encoder", "reindex"),
 }
 
 

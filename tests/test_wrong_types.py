@@ -113,6 +113,12 @@ class World:
         self.count += 1
         return f"new-{self.count}"
 
+    def packs_alone(self) -> Path:
+        """A folder without a lineage, and with a folder of packs."""
+        folder = self.folder / self.name()
+        (folder / "packs").mkdir(parents=True)
+        return folder
+
     def tagged(self) -> str:
         """A tag that was just made."""
         return self.repo.tag(self.name(), "main").name
@@ -152,6 +158,9 @@ class Case:
 
 CASES: dict[str, Callable[[World], Case]] = {
     "open": lambda w: Case(datastates.open, {"url": w.folder / w.name(), "packs": None, "memory_bytes": "16M", "config": None}),
+    "reindex": lambda w: Case(
+        datastates.reindex, {"url": w.packs_alone(), "packs": None, "lineage": None, "replace": False, "on_progress": None}
+    ),
     "connect": lambda w: Case(
         datastates.connect, {"url": "memory://nobody", "token": None, "token_file": None, "tls": None, "timeout_s": 0.1}
     ),
@@ -222,6 +231,7 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Repository.load": lambda w: Case(w.repo.load, {"rev": "main", "only": "model", "device": "cpu"}),
     "Repository.restore": lambda w: Case(w.repo.restore, {"rev": "start", "into": w.into(), "only": "model", "strict": True}),
     "Repository.verify": lambda w: Case(w.repo.verify, {"rev": None, "since": None, "limit_s": 9.0, "on_progress": None}),
+    "Repository.repair": lambda w: Case(w.repo.repair, {"source": None, "on_progress": None}),
     "Repository.gc": lambda w: Case(w.repo.gc, {"dry_run": False, "on_progress": None}),
     "Repository.tag": lambda w: Case(w.repo.tag, {"name": w.name(), "rev": "main", "message": "said"}),
     "Repository.branch": lambda w: Case(w.repo.branch, {"name": w.name(), "rev": "main"}),

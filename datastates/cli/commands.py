@@ -42,7 +42,9 @@ COMMANDS = {
     "token": ("Serve", "token"),
     "init": ("Set up and check", "setup"),
     "verify": ("Set up and check", "upkeep"),
+    "repair": ("Set up and check", "upkeep"),
     "gc": ("Set up and check", "upkeep"),
+    "reindex": ("Set up and check", "upkeep"),
     "doctor": ("Set up and check", "doctor"),
     "demo": ("Set up and check", "setup"),
 }

@@ -30,7 +30,9 @@ EXAMPLES = {
     "token": "datastates token clone.token",
     "init": "datastates init elsewhere",
     "verify": "datastates verify",
+    "repair": "datastates repair",
     "gc": "datastates gc --dry-run",
+    "reindex": "datastates reindex --replace",
     "doctor": "datastates doctor",
     "demo": "datastates demo --short",
 }

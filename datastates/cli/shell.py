@@ -110,8 +110,12 @@ class Shell:
     def writing(self) -> Iterator[Session]:
         """A durable transaction that changes its lineage."""
         orderly()
-        with self.database() as database, database.write(durable=True) as session:
-            yield session
+        with self.database() as database:
+            with database.write(durable=True) as session:
+                yield session
+            from datastates.opening.chronicler import tell_now
+
+            tell_now(database, self.location().packs)
 
     @contextmanager
     def repository(self) -> Iterator[Repository]:

@@ -1,7 +1,8 @@
-"""``verify`` and ``gc``: a repository that lasts."""
+"""``verify``, ``repair``, ``gc`` and ``reindex``: a repository that lasts."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ from datastates.errors import InvalidInput
 
 from .complete import ref_names
 from .exits import EXIT_CODES
+from .interrupt import orderly
 from .shell import AsJson, Repo, Shell
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(verify)
     app.command()(gc)
+    app.command()(reindex)
+    app.command()(repair)
 
 
 def gc(
@@ -101,20 +105,22 @@ def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
                 shell.hint(f"to go on: datastates verify --since {marks[0]}")
             raise
     _say_checked(shell, found)
-    if found.damage:
-        raise typer.Exit(EXIT_CODES["corrupt"])
+    if found.damage or found.unread:
+        raise typer.Exit(EXIT_CODES["corrupt" if found.damage else "unavailable"])
 
 
 def _say_checked(shell: Shell, found: VerifyReport) -> None:
     if shell.as_json:
         import msgspec
 
-        return shell.write_json({**msgspec.to_builtins(found), "ok": not found.damage})
+        return shell.write_json({**msgspec.to_builtins(found), "ok": not found.damage and not found.unread})
     from .render import size_text
 
     for each in found.damage:
         what = "manifest" if each.chunk is None else f"chunk {each.chunk} ({', '.join(each.tensors[:5]) or 'no tensor'})"
         shell.write(f"state {each.state}: {what}: {each.problem}")
+    for text in found.unread:
+        shell.write(f"not read: {text}")
     said = f"{len(found.hurt)} of them are damaged" if found.damage else "every byte as it was written"
     shell.write(f"{found.states} states, {size_text(found.bytes)} read: {said}")
     if found.mark is not None:
@@ -136,3 +142,74 @@ def _say(shell: Shell, done: GcReport) -> None:
             shell.write(f"  {count} {what}" + ("" if size is None else f": {size_text(size)}"))
     for text in done.left:
         shell.write(f"left: {text}")
+
+
+def reindex(
+    context: typer.Context,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Rebuild a lineage that is there; its file is kept beside the new one.")
+    ] = False,
+    lineage: Annotated[
+        str | None, typer.Option("--lineage", metavar="UID", help="Which one, if the folder serves several.", show_default=False)
+    ] = None,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild the lineage from the folder of packs, where the database is lost, damaged, or older than the packs."""
+    from datastates.upkeep.reindex import reindex as rebuild
+
+    shell = Shell(context, repo, as_json)
+    orderly()
+    location = shell.location(must_exist=False)
+    url = location.database_url if location.root is None else location.root
+    done = rebuild(url, packs=location.packs, lineage=lineage, replace=replace)
+    if shell.as_json:
+        import msgspec
+
+        shell.write_json(msgspec.to_builtins(done))
+        return
+    shell.write(f"lineage {done.lineage}: {done.states} states, {done.restorable} of them can be restored here")
+    shell.write(f"{done.branches} branches, {done.tags} tags, {done.notes} notes, {done.events} lines of reflogs")
+    for text in done.lacking:
+        shell.write(f"lacking: {text}")
+    if done.replaced is not None:
+        shell.write(f"the database that was there is {done.replaced}")
+
+
+def repair(
+    context: typer.Context,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FOLDER", help="Another repository, or folder of packs, that may have the same states.", show_default=False
+        ),
+    ] = None,
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check everything, and bring back what is damaged from where else it is; of the rest, name what can be restored instead."""
+    from .payload import progress_of
+
+    shell = Shell(context, repo, as_json)
+    with shell.repository() as repository, progress_of(shell) as progress:
+        bar = progress.add_task("verifying", total=None)
+        done = repository.repair(source=source, on_progress=lambda read, total: progress.update(bar, completed=read, total=total))
+    if shell.as_json:
+        import msgspec
+
+        shell.write_json(msgspec.to_builtins(done))
+    else:
+        shell.write(f"{len(done.repaired)} states repaired, {len(done.hurt)} stay damaged")
+        for uid in done.repaired:
+            shell.write(f"state {uid}: every byte as it was")
+        for each in done.hurt:
+            nearest = (
+                "no ancestor of it can be restored"
+                if each.nearest is None
+                else f"the nearest ancestor that can be restored is {each.nearest[:10]}"
+            )
+            shell.write(f"state {each.state}: {each.problem}; {nearest}")
+        for text in done.unread:
+            shell.write(f"not read: {text}")
+    if done.hurt or done.unread:
+        raise typer.Exit(EXIT_CODES["corrupt" if done.hurt else "unavailable"])

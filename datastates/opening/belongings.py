@@ -18,6 +18,7 @@ from datastates.store.arena import Arena
 from datastates.store.roles import CaptureTier
 from datastates.store.tiers import VOLATILE, Tiers
 
+from .chronicler import Chronicler
 from .lease import Lease
 
 __all__ = ["Belongings"]
@@ -48,6 +49,7 @@ class Belongings:
     run: Run
     arena: Arena
     runner: Runner
+    chronicler: Chronicler
     keeper: Keeping | None = None
     is_let_go: bool = False
 
@@ -102,6 +104,7 @@ class Belongings:
             _logger.warning("branch %s: its newest states were given up before they were durable; %s", each.branch, where)
 
     def _free(self) -> None:
+        self.chronicler.close(_FREE_S if self.runner.is_held_up else None)
         if self.runner.is_held_up:  # the folder does not answer: whatever is done there may never return
             ending = threading.Thread(target=self.lease.close, name="datastates-lease", daemon=True)
             ending.start()

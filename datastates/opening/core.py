@@ -33,6 +33,7 @@ from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.memory import available_memory_bytes
 
 from .belongings import Belongings
+from .chronicler import Chronicler, tell_now
 from .environment import describe_run, node_name
 from .home import FOLDER, PACKS, settle_in
 from .location import Location, check_whole
@@ -95,7 +96,7 @@ class Core:
         self.trainings: weakref.WeakSet[Training] = weakref.WeakSet()
         self.servers: list[Server] = []
         self._engaging = Mutex()
-        self._is_closed = self._is_ended = False
+        self._is_closed = self._is_ended = self._has_written = False
 
     # --- what captures and arrivals need -----------------------------------------------------------------------------------
 
@@ -127,7 +128,8 @@ class Core:
             lease.close()
             raise
         self.tiers.captured = memory
-        return Belongings(self.database, self.tiers, lease, run, arena, runner)
+        chronicler = Chronicler(self.database, self.location.packs)
+        return Belongings(self.database, self.tiers, lease, run, arena, runner, chronicler)
 
     def host(self) -> Host:
         """The engine behind captures, merges and clones, made when it is first asked for."""
@@ -170,6 +172,7 @@ class Core:
         self.check_open()
         with self.database.write(durable=True) as session:
             yield session
+        self._has_written = True
         if self.running is not None:
             self.running.refs_changed()
 
@@ -277,6 +280,8 @@ class Core:
 
     def _let_go(self) -> None:
         if self.engaged is None:
+            if self._has_written:
+                tell_now(self.database, self.location.packs)
             return self.tiers.close()
         self.engaged.let_go()
         return closed(self.engaged.end_unowned)

@@ -84,7 +84,7 @@ def check_whole(location: Location) -> None:
     if count:
         raise NotFound(
             f"{location.packs} holds {count} states, but their lineage, {location.root}/{DATABASE}, is gone: bring it back from a copy, "
-            "or begin anew in another folder (a bundle is taken in by `datastates import`)"
+            "rebuild it from the packs by `datastates reindex`, or begin anew in another folder (`datastates import` takes in a bundle)"
         )
 
 

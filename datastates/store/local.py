@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,7 +53,7 @@ from .naming import MAX_MANIFEST, manifest_name, packs_of, uid_of
 from .pack import padded, payload_bytes
 from .placing import Places, PutPlan, own_bytes, places_of, plan_put
 from .references import References
-from .rewriting import Rewriting
+from .rewriting import Moved, Place, Rewriting
 from .roles import DurableTier, Staged
 from .tier import Payload, Placed, Reader
 
@@ -246,13 +246,21 @@ class LocalTier(DurableTier):
     def collect(self, *, is_dry: bool = False, without: Iterable[str] = (), tell: Callable[[int, int], None] = _untold) -> Collected:
         """See ``DurableTier.collect``."""
         self._check_open()
-        rewriting = Rewriting(self.root, self._references, self._index, is_direct=lambda: self.is_direct, on_step=self._on_step)
+        rewriting = self._rewriting()
         gone = [manifest_name(uid, self._rank) for uid in without]
         collector = Collector(self.root, self._references, rewriting, tell=tell, without=gone)
         try:
             return collector.look() if is_dry else collector.collect()
         except OSError as exc:
             raise Unavailable(f"no room was made in {self.root} ({exc})") from exc
+
+    def mend(self, uid: str, rank: int, bad: Collection[Place], moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> None:
+        """See ``DurableTier.mend``."""
+        self._check_open()
+        try:
+            self._rewriting().mend(uid, rank, bad, moved, chunk)
+        except OSError as exc:
+            raise Unavailable(f"state {uid} was not mended in {self.root} ({exc})") from exc
 
     def close(self) -> None:
         """Refuse further use; readers that are open go on."""
@@ -276,6 +284,9 @@ class LocalTier(DurableTier):
             plan = plan_put(payload.manifest, {**known, **borrowed.places}, name)
             with self._written(plan, payload, file, borrowed.stamps) as staged:
                 yield staged
+
+    def _rewriting(self) -> Rewriting:
+        return Rewriting(self.root, self._references, self._index, is_direct=lambda: self.is_direct, on_step=self._on_step)
 
     def _sound(self, uid: str, rank: int) -> Sound:
         path = self.root / manifest_name(uid, rank)

@@ -1,4 +1,4 @@
-"""Packs of which few bytes are still needed: those move into new packs, then the old one goes.
+"""Packs of which few bytes are still needed: those move into new packs, then the old one goes. Damaged chunks are replaced in the same way.
 
 Each state that needs the old pack gets a manifest that names the new place of those chunks, in this order, and ``on_step`` is called after
 each step:
@@ -13,7 +13,7 @@ Wherever that ends, each state has its bytes, and the next collection goes on. R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,15 @@ from .naming import MAX_MANIFEST, manifest_name, uid_of
 from .pack import padded
 from .placing import PutPlan, places_of, plan_put
 from .references import References
+from .tier import Reader
 
-__all__ = ["Rewriting", "Sparse", "sparse_packs"]
+__all__ = ["Moved", "Place", "Rewriting", "Sparse", "sparse_packs"]
 
-_Spot = tuple[PackInfo, int]
+Place = tuple[str, int]
+"""A pack, and the offset of a chunk in it."""
+
+Moved = dict[Place, tuple[PackInfo, int]]
+"""Where chunks lie now that lay at a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +95,11 @@ class Rewriting:
         :raises Corrupt: a chunk of it is damaged; it stays where it is.
         :raises OSError: the disk is full, or fails.
         """
-        moved: dict[int, _Spot] = {}
+        moved: Moved = {}
         added = 0
         for name in pack.manifests:
             checkpoint()
-            added += self._move(name, pack.name, moved)
+            added += self._move(name, lambda place: place[0] == pack.name, moved, lambda reader, index: reader.chunk(index))
         path = self._root / pack.name
         with locked(self._root, is_shared=False):
             needed = self._references.needed()
@@ -106,20 +111,27 @@ class Rewriting:
         self._on_step("pack-removed")
         return freed - added
 
-    def _move(self, name: str, pack: str, moved: dict[int, _Spot]) -> int:
-        """One state does without the pack from now on; the bytes of the pack that was written for it."""
+    def mend(self, uid: str, rank: int, bad: Collection[Place], moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> None:
+        """Give a state the chunks that lie at ``bad`` places anew: ``chunk`` gives their bytes, checked.
+
+        ``moved`` says where they are now, for the states that share them.
+        """
+        self._move(manifest_name(uid, rank), bad.__contains__, moved, chunk)
+
+    def _move(self, name: str, is_left: Callable[[Place], bool], moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> int:
+        """One state does without places that are to be left; the bytes of the pack that was written for it."""
         path = self._root / name
         with temporary(path) as file:  # nobody else writes this manifest meanwhile
             try:
                 data, manifest = _read(path)
             except FileNotFoundError:
                 return 0  # dropped
-            plan = self._planned(manifest, pack, moved)
+            plan = self._planned(manifest, is_left, moved)
             if plan is None:
                 return 0
             with MappedReader(self._root, manifest, verify=True) as reader, temporary(self._root / plan.name) as new:
                 if plan.layout is not None:
-                    chunks = (reader.chunk(index) for index in plan.new)
+                    chunks = (chunk(reader, index) for index in plan.new)
                     write_chunks(new.fd, new.path, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
                     self._on_step("pack-moved")
                 write_file(file.fd, file.path, encode(plan.manifest))
@@ -131,29 +143,29 @@ class Rewriting:
                         self._on_step("pack-renamed")
                     file.commit()
                 self._on_step("manifest-replaced")
-        self._note(plan, manifest, pack, moved)
+        self._note(plan, manifest, moved)
         return 0 if plan.layout is None else plan.layout.size
 
-    def _planned(self, manifest: Manifest, pack: str, moved: Mapping[int, _Spot]) -> PutPlan | None:
-        """None where the state does not need the pack any more."""
-        places = {}
-        if all(each.name != pack for each in manifest.packs):
-            return None
+    def _planned(self, manifest: Manifest, is_left: Callable[[Place], bool], moved: Moved) -> PutPlan | None:
+        """None where the state needs none of those places any more."""
+        places, is_leaving = {}, False
         for key, (info, offset) in places_of(manifest).items():
-            if info.name != pack:
+            place = info.name, offset
+            if not is_left(place):
                 places[key] = info, offset
-            elif offset in moved:
-                places[key] = moved[offset]
+                continue
+            is_leaving = True
+            if place in moved:
+                places[key] = moved[place]
         origin = manifest.origin
-        return plan_put(manifest, places, free_pack_name(self._root, origin.uid, origin.rank))
+        return plan_put(manifest, places, free_pack_name(self._root, origin.uid, origin.rank)) if is_leaving else None
 
-    def _note(self, plan: PutPlan, old: Manifest, pack: str, moved: dict[int, _Spot]) -> None:
+    def _note(self, plan: PutPlan, old: Manifest, moved: Moved) -> None:
         """Where chunks are now: for the other states that need them, and for those to come."""
         hints = []
         for index in plan.new:
             was, ref, chunk = old.refs[index], plan.manifest.refs[index], plan.manifest.content.chunks[index]
-            if old.packs[was.pack].name == pack:
-                moved[was.offset] = plan.manifest.packs[ref.pack], ref.offset
+            moved[old.packs[was.pack].name, was.offset] = plan.manifest.packs[ref.pack], ref.offset
             if chunk.length >= SHARED_BYTES:
                 hints.append(Hint((chunk.digest, chunk.length), plan.name, ref.offset))
         self._index.add(hints)

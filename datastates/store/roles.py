@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from datastates.content.manifest import Manifest, PackInfo
 
 from .collecting import Collected
 from .placing import Places
-from .tier import Payload, Placed, Tier
+from .rewriting import Moved, Place
+from .tier import Payload, Placed, Reader, Tier
 
 __all__ = ["OURS", "CaptureTier", "DurableTier", "Held", "Staged"]
 
@@ -186,6 +187,12 @@ class DurableTier(Tier):
         all of them.
 
         :raises Conflict: another process does it in this folder.
+        """
+
+    @abstractmethod
+    def mend(self, uid: str, rank: int, bad: Collection[Place], moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> None:
+        """Write the chunks of a state that lie at ``bad`` places anew, with the bytes that ``chunk`` gives, and let its manifest name the
+        new places, which ``moved`` learns, for the states that share them. Whatever ends it, the state is as it was, or mended.
         """
 
     @property

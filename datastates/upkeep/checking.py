@@ -50,12 +50,14 @@ class Damage:
 class VerifyReport:
     """What a check of everything found. ``states`` counts manifests, ``bytes`` those of payload that were read.
 
+    ``unread`` is what may be sound and cannot be read here: manifests of a newer version, files that are forbidden, or no files.
     ``mark`` is the uid to go on from (``since``) where it was ended before it was through; None where it was.
     """
 
     states: int
     bytes: int
     damage: tuple[Damage, ...]
+    unread: tuple[str, ...]
     mark: str | None
 
     @property
@@ -109,6 +111,7 @@ class _Run:
         self._read_already: set[_Place] = set()
         self._bad: dict[_Place, str] = {}
         self._damage: list[Damage] = []
+        self._unread: list[str] = []
         self._states = 0
 
     def run(self) -> VerifyReport:
@@ -132,7 +135,7 @@ class _Run:
         return self._report(None)
 
     def _report(self, mark: str | None) -> VerifyReport:
-        return VerifyReport(self._states, self._done, tuple(self._damage), mark)
+        return VerifyReport(self._states, self._done, tuple(self._damage), tuple(self._unread), mark)
 
     def _names(self) -> Iterator[tuple[str, int]]:
         """The state and rank of each manifest that is here, or is to be, by uid."""
@@ -150,8 +153,11 @@ class _Run:
             if self._is_claimed(uid):
                 task.damage.append(Damage(uid, rank, None, (), "its manifest is gone: somebody deleted or moved it"))
             return task
-        except (Corrupt, Unavailable) as exc:
+        except Corrupt as exc:
             task.damage.append(Damage(uid, rank, None, (), str(exc)))
+            return task
+        except Unavailable as exc:
+            self._unread.append(str(exc))
             return task
         self._states += 1
         self._compare(task, manifest)

@@ -1,0 +1,213 @@
+"""The chronicle of a lineage: what a folder of packs is told of it beside the manifests, in a file that only grows.
+
+    <packs>/chronicles/<uid of the lineage>    frames, one for each entry (``lineage/chronicle``)
+    a frame    8 bytes   magic ``DSCHRON\\0``
+               4 bytes   version, little-endian
+               8 bytes   length of the body, little-endian
+               16 bytes  xxh3_128 of the body
+               …         body: MessagePack, deflated
+               8 bytes   length of the whole frame, little-endian, so that the last one is found from the end
+
+The database stays the truth: whoever writes asks it what came after the last frame, so that a process that was killed, or that
+wrote nothing, costs nothing. Each frame is fsynced. Processes take turns by a lock on the file. What a crash left half written is cut off
+by the next writer; a frame that rots is passed by.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from datastates.errors import Unavailable
+from datastates.lineage.change.clones import repository_uid
+from datastates.lineage.chronicle import VERSION, Entry, Mark
+from datastates.lineage.database import Database
+from datastates.lineage.search.news import is_behind, news
+from datastates.system.regular import open_regular
+from datastates.system.sharing import make_folder_like, may_read, share
+
+__all__ = ["CHRONICLES", "Chronicle", "catch_up", "chronicles"]
+
+_logger = logging.getLogger(__name__)
+
+CHRONICLES = "chronicles"
+"""The folder of the chronicles, in that of the packs: one file for each lineage that uses it."""
+
+_MAGIC = b"DSCHRON\0"
+_HEAD = struct.Struct("<8sIQ16s")
+_FOOT = struct.Struct("<Q")
+_PAGE = 1000
+_MOST_BYTES = 1 << 30
+_UID = re.compile("[0-9a-f]{24}")
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Chronicle:
+    """All that can be read of a chronicle; ``damaged_bytes`` cannot."""
+
+    lineage: str
+    entries: tuple[Entry, ...]
+    damaged_bytes: int
+
+
+def chronicles(packs: Path) -> list[Chronicle]:
+    """Every chronicle of a folder of packs.
+
+    :raises Unavailable: one cannot be read, or was written by a newer version.
+    """
+    folder = packs / CHRONICLES
+    names = sorted(name for name in (os.listdir(folder) if folder.is_dir() else ()) if _UID.fullmatch(name))
+    return [_read(folder / name) for name in names]
+
+
+def catch_up(database: Database, packs: Path, *, pages: int = 1 << 30) -> bool:
+    """Tell the folder what is new, in at most so many frames; whether that was all.
+
+    :raises OSError: the file cannot be written.
+    :raises Unavailable: the lineage is older than what the folder was told: it was brought back from a copy.
+    """
+    with database.read() as session:
+        uid = repository_uid(session)
+    folder = packs / CHRONICLES
+    make_folder_like(packs, folder)
+    fd = open_regular(folder / uid, os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True  # whoever is at it tells of ours, too
+        share(folder, fd)
+        may_read(folder, fd)
+        return _append(fd, database, pages)
+    finally:
+        os.close(fd)
+
+
+def _append(fd: int, database: Database, pages: int) -> bool:
+    end, mark = _end(fd)
+    for _ in range(pages):
+        with database.read() as session:
+            if is_behind(session, mark):
+                raise Unavailable(
+                    "the lineage is older than what its folder of packs was told of it: it was brought back from a copy; "
+                    "`datastates reindex --replace` adds what it lacks"
+                )
+            entry = news(session, mark, most=_PAGE)
+        if entry is None:
+            return True
+        frame = _frame(entry)
+        os.pwrite(fd, frame, end)
+        os.fsync(fd)
+        end, mark = end + len(frame), entry.mark
+    return False
+
+
+def _frame(entry: Entry) -> bytes:
+    body = zlib.compress(_encoder.encode(entry), 1)
+    head = _HEAD.pack(_MAGIC, VERSION, len(body), xxhash.xxh3_128_digest(body))
+    return head + body + _FOOT.pack(len(head) + len(body) + _FOOT.size)
+
+
+def _end(fd: int) -> tuple[int, Mark]:
+    """Where the next frame begins, and what the last one said; what is behind it was not written to its end, and is cut off."""
+    size = os.fstat(fd).st_size
+    last = _last(fd, size)
+    if last is not None:
+        return size, last.mark
+    end, mark = 0, Mark()
+    for at, length, entry in _frames(fd, size):
+        end, mark = at + length, entry.mark
+    os.ftruncate(fd, end)
+    return end, mark
+
+
+def _last(fd: int, size: int) -> Entry | None:
+    if size < _HEAD.size + _FOOT.size:
+        return None
+    (length,) = _FOOT.unpack(os.pread(fd, _FOOT.size, size - _FOOT.size))
+    found = _at(fd, size - length, size) if length <= size else None
+    return None if found is None or found[0] != length else found[1]
+
+
+def _frames(fd: int, size: int) -> Iterator[tuple[int, int, Entry]]:
+    """Every frame that is whole: where, how long, and what it says; what lies between them is passed by."""
+    at = 0
+    while 0 <= at < size:
+        found = _at(fd, at, size)
+        if found is None:
+            at = _next(fd, at + 1, size)
+        else:
+            yield at, *found
+            at += found[0]
+
+
+def _next(fd: int, start: int, size: int) -> int:
+    """Where the next frame may begin; -1 if nowhere."""
+    while start < size:
+        piece = os.pread(fd, 1 << 20, start)
+        found = piece.find(_MAGIC)
+        if found >= 0:
+            return start + found
+        if len(piece) < len(_MAGIC):
+            return -1
+        start += len(piece) - len(_MAGIC) + 1
+    return -1
+
+
+def _at(fd: int, at: int, size: int) -> tuple[int, Entry] | None:
+    """The frame that begins there, if a whole one does.
+
+    :raises Unavailable: a newer version wrote it.
+    """
+    head = os.pread(fd, _HEAD.size, at)
+    if len(head) < _HEAD.size:
+        return None
+    magic, version, length, digest = _HEAD.unpack(head)
+    whole = _HEAD.size + length + _FOOT.size
+    if magic != _MAGIC or length > _MOST_BYTES or at + whole > size:
+        return None
+    body = os.pread(fd, length, at + _HEAD.size)
+    if len(body) != length or xxhash.xxh3_128_digest(body) != digest:
+        return None
+    if version != VERSION:
+        raise Unavailable(
+            f"the chronicle of this folder has version {version}, this datastates reads version {VERSION}: upgrade datastates"
+        )
+    try:
+        return whole, _decoder.decode(_inflated(body))
+    except (msgspec.DecodeError, zlib.error, RecursionError):
+        return None
+
+
+def _inflated(body: bytes) -> bytes:
+    inflater = zlib.decompressobj()
+    found = inflater.decompress(body, _MOST_BYTES)
+    if inflater.unconsumed_tail:
+        raise zlib.error("it grows beyond all bounds")
+    return found
+
+
+def _read(path: Path) -> Chronicle:
+    try:
+        fd = open_regular(path)
+    except OSError as exc:
+        raise Unavailable(f"{path} cannot be read ({exc.strerror}): it says what the lineage was; move it away to do without it") from exc
+    try:
+        size = os.fstat(fd).st_size
+        frames = list(_frames(fd, size))
+    finally:
+        os.close(fd)
+    return Chronicle(path.name, tuple(entry for _, _, entry in frames), size - sum(length for _, length, _ in frames))

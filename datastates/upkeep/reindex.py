@@ -1,0 +1,247 @@
+"""A lineage rebuilt from its folder of packs alone, for a database that is lost, damaged, or older than the folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sqlalchemy import URL
+
+from datastates import values
+from datastates.content.manifest import Manifest
+from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from datastates.lineage.change import folders, rebuild, refs, runs
+from datastates.lineage.change.clones import known, repository_uid
+from datastates.lineage.change.record import mark
+from datastates.lineage.database import Database
+from datastates.lineage.states import RefKind
+from datastates.opening.chronicle import Chronicle, chronicles
+from datastates.opening.environment import node_name
+from datastates.opening.home import look_at
+from datastates.opening.lease import LEASES, Seen, look
+from datastates.opening.location import DATABASE, Location, locate
+from datastates.store.files import sync_folder
+from datastates.store.placing import own_bytes
+from datastates.store.roles import DurableTier
+from datastates.store.tiers import VOLATILE, packs_in
+from datastates.system.interrupts import checkpoint, undisturbed
+
+from .retelling import Retelling, retell
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["ReindexReport", "reindex"]
+
+_Manifests = dict[tuple[str, int], Manifest]
+_NEW = ".reindex.db"
+
+
+@dataclass(frozen=True, slots=True)
+class ReindexReport:
+    """What was rebuilt: the uid of the lineage, how many states, those whose bytes are here, branches, tags, notes, lines of reflogs.
+
+    ``lacking`` says what the folder did not tell. ``replaced`` is where the database is now that was there before.
+    """
+
+    lineage: str
+    states: int
+    restorable: int
+    branches: int
+    tags: int
+    notes: int
+    events: int
+    lacking: tuple[str, ...]
+    replaced: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A folder of packs, by its uid, and what it says."""
+
+    tier: DurableTier
+    folder: str | None
+    chronicle: Chronicle | None
+    manifests: _Manifests
+
+
+@values.takes(
+    url=values.path,
+    packs=values.optional(values.path),
+    lineage=values.optional(values.text),
+    replace=values.flag,
+    on_progress=values.optional(values.callback),
+)
+def reindex(
+    url: str | os.PathLike[str] = "runs",
+    *,
+    packs: str | os.PathLike[str] | None = None,
+    lineage: str | None = None,
+    replace: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ReindexReport:
+    """Rebuild the lineage of a repository from its folder of packs, where the database is lost, damaged, or older than the packs.
+
+    States, their ancestry, metrics, names, reflogs and notes come back as the folder was last told of them: ten seconds before a training
+    was killed, or later. The bytes of states are not touched.
+
+        datastates.open("old").close()
+        print(datastates.reindex("old", replace=True).states)
+
+    :param url: as of ``open``; a database server's database must be empty.
+    :param packs: likewise.
+    :param lineage: the uid of the lineage, if the folder serves several.
+    :param replace: rebuild a lineage that is there; its file is kept beside the new one.
+    :param on_progress: called with how many states are recorded, and how many there are.
+    :raises Conflict: a lineage is there and is not to be replaced, or a process is at work in the folder.
+    :raises NotFound: there is no folder of packs.
+    """
+    with undisturbed():
+        return _rebuilt(locate(url, packs), lineage, on_progress or (lambda done, total: None), is_replacing=replace)
+
+
+def _rebuilt(location: Location, lineage: str | None, tell: Callable[[int, int], None], *, is_replacing: bool) -> ReindexReport:
+    """Nothing is at its place before all of it is."""
+    if not location.packs.is_dir():
+        raise NotFound(f"there is no folder of packs at {location.packs}: name the repository's folder, or its packs")
+    _check_unused(location)
+    if location.root is None:
+        return _into(location.database_url, location, lineage, tell)
+    final = location.root / DATABASE
+    if final.exists() and not is_replacing:
+        raise Conflict(
+            f"{final} is there: open the repository, or rebuild its lineage with --replace (replace=True), which keeps that file"
+        )
+    making = location.root / _NEW
+    _remove(making)
+    try:
+        report = _into(URL.create("sqlite", database=str(making)).render_as_string(), location, lineage, tell)
+        _check_unused(location)
+        kept = _put_aside(final) if final.exists() else None
+        os.rename(making, final)
+        sync_folder(location.root)
+    finally:
+        _remove(making)
+    return replaced(report, replaced=None if kept is None else str(kept))
+
+
+def _check_unused(location: Location) -> None:
+    """Raise if a process is at work there: it would go on with the database that it has open."""
+    folder = location.packs / LEASES
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        if look(location.packs, name) is Seen.HELD:
+            raise Conflict(
+                f"a training or a server goes on in {location.packs} ({folder / name} is held): end it, then rebuild the lineage"
+            )
+
+
+def _into(url: str, location: Location, lineage: str | None, tell: Callable[[int, int], None]) -> ReindexReport:
+    tier = packs_in(location.packs)
+    home = look_at(location)
+    chronicle, others = _chosen(chronicles(location.packs), lineage)
+    manifests, unread = _manifests(tier, others)
+    told = retell(chronicle, manifests)
+    told.lacking += unread
+    database = Database(url)
+    try:
+        return _write(database, _Source(tier, home.uid, chronicle, manifests), told, location, tell)
+    finally:
+        database.close()
+
+
+def _chosen(found: list[Chronicle], lineage: str | None) -> tuple[Chronicle | None, list[Chronicle]]:
+    """The chronicle of the lineage that is to be rebuilt, and the others."""
+    named = [each for each in found if lineage is None or each.lineage == lineage]
+    if len(named) > 1:
+        listed = ", ".join(f"{each.lineage} ({sum(len(entry.states) for entry in each.entries)} states)" for each in named)
+        raise InvalidInput(f"this folder serves {len(named)} lineages: {listed}: say which with --lineage (lineage=)")
+    if not named and lineage is not None:
+        there = ", ".join(each.lineage for each in found) or "none"
+        raise NotFound(f"no lineage {lineage!r} has a chronicle in this folder; there are {there}")
+    return (named[0] if named else None), [each for each in found if each not in named]
+
+
+def _manifests(tier: DurableTier, others: list[Chronicle]) -> tuple[_Manifests, list[str]]:
+    """The manifests that no other lineage knows, and what is to be said of those that cannot be read."""
+    theirs = {state.uid for chronicle in others for entry in chronicle.entries for state in entry.states}
+    found: _Manifests = {}
+    unread: list[str] = []
+    for uid, rank in sorted(tier.parts()):
+        checkpoint()
+        if uid in theirs:
+            continue
+        try:
+            found[uid, rank] = tier.part_manifest(uid, rank)
+        except (Corrupt, NotFound, Unavailable) as exc:
+            unread.append(f"the manifest of state {uid}: {exc}")
+    return found, unread
+
+
+def _write(database: Database, source: _Source, told: Retelling, location: Location, tell: Callable[[int, int], None]) -> ReindexReport:
+    with database.write(durable=True) as session:
+        if not rebuild.is_empty(session):
+            raise Conflict(f"{location} holds a lineage already: name an empty database")
+        if source.chronicle is not None:
+            rebuild.put_uid(session, source.chronicle.lineage)
+        rebuild.put_runs(session, told.runs, told.ended_at)
+        news = [rebuild.new_state(line) for line in told.states]
+        rebuild.put_states(session, news, lambda done: tell(done, len(news)))
+        rebuild.put_events(session, told.events)
+        restorable = _mark(session, source, told)
+        notes = rebuild.put_remarks(session, told.remarks)
+        if source.folder is not None:
+            folders.note(session, source.folder, path=str(location.packs), host=node_name())
+        back = runs.recover(session, [], volatile=VOLATILE)
+        standing = refs.refs(session)
+        uid = repository_uid(session)
+    told.lacking += [f"branch {each.branch!r} went back: the bytes of its newest states are not here" for each in back]
+    return ReindexReport(
+        lineage=uid,
+        states=len(news),
+        restorable=restorable,
+        branches=sum(ref.kind is RefKind.BRANCH for ref in standing),
+        tags=sum(ref.kind is RefKind.TAG for ref in standing),
+        notes=notes,
+        events=len(told.events),
+        lacking=tuple(told.lacking),
+    )
+
+
+def _mark(session: Session, source: _Source, told: Retelling) -> int:
+    """Note which states are whole in the folder; how many."""
+    tier, node, count = source.tier, source.folder or "", 0
+    here = known(session, [line.uid for line in told.states])
+    whole = tier.whole(uid for uid, rank in source.manifests if rank == 0 and uid in here)
+    parts: list[tuple[str, int, int, str, int]] = []
+    for (uid, rank), manifest in source.manifests.items():
+        size = manifest.origin.world_size
+        if uid not in whole or (size == 1 and here[uid] != manifest.digest):
+            if uid in here and rank == 0:
+                told.lacking.append(f"the bytes of state {uid}: its packs are not whole, or its manifest is another state's")
+            continue
+        mark(session, uid, tier.gives, tier=tier.name, node=node, rank=rank, bytes=own_bytes(manifest))
+        count += rank == 0
+        if size > 1:
+            parts.append((uid, rank, size, manifest.digest, manifest.origin.created_at_us))
+    rebuild.put_parts(session, parts, tier=tier.name, node=node)
+    return count
+
+
+def _put_aside(path: Path) -> Path:
+    """Give the database that is there another name, with what SQLite keeps beside it."""
+    kept = next(name for name in (path.with_name(f"{path.name}.replaced-{number}") for number in count(1)) if not name.exists())
+    for suffix in ("-wal", "-shm", ""):  # a log must never lie beside another database
+        with suppress(FileNotFoundError):
+            os.rename(f"{path}{suffix}", f"{kept}{suffix}")
+    return kept
+
+
+def _remove(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)

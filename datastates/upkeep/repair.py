@@ -1,0 +1,202 @@
+"""What a check finds damaged is brought back from wherever the same bytes are; of the rest it is said what goes on.
+
+A chunk is taken from this process's memory, from the user's further tiers, or from another folder, if that has the state by its digest
+(BLAKE3 over its structure and over the xxh3 of its chunks) and the chunk by its own. A state that was sealed is compared with its seal
+before anything changes, so that no forged bytes come in by repair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from datastates.content.digest import chunk_digest
+from datastates.content.manifest import Chunk, Manifest
+from datastates.errors import Corrupt, DatastatesError, NotFound, Unavailable
+from datastates.lineage.change import seals
+from datastates.lineage.change.clones import known
+from datastates.lineage.search import walk
+from datastates.opening.core import Core
+from datastates.store.rewriting import Moved, Place
+from datastates.store.seal import seal_of
+from datastates.store.tier import Payload, Reader, Tier
+from datastates.store.tiers import packs_in
+from datastates.system.interrupts import checkpoint
+from datastates.system.regular import open_regular, read_at
+
+from .checking import Damage, Limits, VerifyReport, check_all
+
+__all__ = ["Hurt", "RepairReport", "repair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hurt:
+    """A state that stays damaged, why, and the uid of the nearest ancestor that is here and sound; None: there is none."""
+
+    state: str
+    problem: str
+    nearest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """The uids of the states that are whole again, and those that are not."""
+
+    repaired: tuple[str, ...]
+    hurt: tuple[Hurt, ...]
+    unread: tuple[str, ...]
+
+
+def repair(core: Core, *, source: Path | None = None, on_progress: Callable[[int, int], None] | None = None) -> RepairReport:
+    """Check everything, and bring back what can be; see ``Repository.repair``."""
+    core.home.check_writable()
+    found = check_all(core, Limits(), on_progress=on_progress)
+    with ExitStack() as stack:
+        sources = [*(() if core.tiers.captured is None else (core.tiers.captured,)), *core.tiers.further]
+        if source is not None:
+            sources.append(folder := packs_in(_packs_of(source)))
+            stack.callback(folder.close)
+        return _Repair(core, sources, found).run()
+
+
+def _packs_of(source: Path) -> Path:
+    packs = source / "packs" if (source / "packs").is_dir() else source
+    if not packs.is_dir():
+        raise NotFound(f"there is no folder {source}: name a repository's folder, or a folder of packs")
+    return packs
+
+
+class _Repair:
+    def __init__(self, core: Core, sources: Sequence[Tier], found: VerifyReport) -> None:
+        self._core, self._sources, self._found = core, sources, found
+        self._tier = core.tiers.durable
+        self._moved: Moved = {}
+
+    def run(self) -> RepairReport:
+        left: dict[tuple[str, int], list[Damage]] = {}
+        for damage in self._found.damage:
+            left.setdefault((damage.state, damage.rank), []).append(damage)
+        problems = {uid: "" for uid, _ in left}
+        before = -1
+        while left and before != len(left):  # what one state gets is there for those that share it
+            before = len(left)
+            for (uid, rank), damages in list(left.items()):
+                checkpoint()
+                try:
+                    self._repair(uid, rank, damages)
+                    del left[uid, rank]
+                except DatastatesError as exc:
+                    problems[uid] = f"{damages[0].problem}; {exc}"
+        hurt = {uid: problems.pop(uid) for uid, _ in left}
+        return RepairReport(
+            tuple(problems),
+            tuple(Hurt(uid, problem, self._nearest(uid, hurt)) for uid, problem in hurt.items()),
+            self._found.unread,
+        )
+
+    def _repair(self, uid: str, rank: int, damage: Sequence[Damage]) -> None:
+        if any(each.chunk is None for each in damage):
+            self._put_again(uid, rank)
+            return
+        manifest = self._tier.part_manifest(uid, rank)
+        bad = {each.chunk for each in damage if each.chunk is not None}
+        places = {_place(manifest, index) for index in bad}
+        with ExitStack() as stack:
+            readers = list(self._readers(stack, uid, rank, manifest.digest))
+
+            def chunk(reader: Reader, index: int) -> memoryview:
+                return self._chunk(manifest, index, readers)
+
+            self._check_seal(uid, manifest, bad, readers)
+            self._tier.mend(uid, rank, places, self._moved, chunk)
+
+    def _put_again(self, uid: str, rank: int) -> None:
+        """A manifest is damaged or gone: the state is written anew, from a place that has all of it."""
+        digest = self._digest(uid)
+        if digest is None or rank:
+            raise NotFound("its lineage does not say what it was")
+        with ExitStack() as stack:
+            readers = list(self._readers(stack, uid, rank, digest))
+            if not readers:
+                raise NotFound("no other place has it")
+            reader = readers[0]
+            reader.verify()
+            self._check_seal(uid, reader.manifest, set(), [], reader)
+            chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
+            self._tier.forget([uid])
+            self._tier.put(Payload(msgspec.structs.replace(reader.manifest, packs=(), refs=()), chunks))
+
+    def _readers(self, stack: ExitStack, uid: str, rank: int, digest: str) -> Iterator[Reader]:
+        """The state elsewhere, if it is this one."""
+        for tier in self._sources:
+            with suppress(NotFound, Corrupt, Unavailable):
+                reader = stack.enter_context(tier.open_part(uid, rank, verify=True))
+                if reader.manifest.digest == digest:
+                    yield reader
+
+    def _chunk(self, manifest: Manifest, index: int, readers: Sequence[Reader]) -> memoryview:
+        """The bytes of a chunk: where another state has them by now; where they are, if only their pack's header is damaged; elsewhere."""
+        place = _place(manifest, index)
+        if place in self._moved:
+            info, offset = self._moved[place]
+            place = info.name, offset
+        view = self._raw(place, manifest.content.chunks[index])
+        if view is not None:
+            return view
+        for reader in readers:
+            with suppress(Corrupt, Unavailable):
+                return reader.chunk(index)
+        raise NotFound(f"no other place has chunk {index}")
+
+    def _raw(self, place: Place, chunk: Chunk) -> memoryview | None:
+        name, offset = place
+        data = memoryview(bytearray(chunk.length))
+        try:
+            fd = open_regular(self._core.location.packs / name)
+        except OSError:
+            return None
+        with open(fd, "rb") as file:
+            count = read_at(file.fileno(), data, offset)
+        return data.toreadonly() if count == chunk.length and chunk_digest(data) == chunk.digest else None
+
+    def _check_seal(self, uid: str, manifest: Manifest, bad: set[int], readers: Sequence[Reader], whole: Reader | None = None) -> None:
+        """Raise unless the state would hold what it held when it was sealed; one that never was is not asked.
+
+        :raises Corrupt: it would not.
+        """
+        with self._core.database.read() as session:
+            seal = seals.seals(session, [uid]).get(uid)
+        if seal is None:
+            for index in bad:  # to know now whether all of them are to be had
+                self._chunk(manifest, index, readers)
+            return
+        with self._tier.open_part(uid, manifest.origin.rank) if whole is None else whole as here:
+            views = (self._chunk(manifest, index, readers) if index in bad else here.chunk(index) for index in range(len(manifest.refs)))
+            seals.check(seal, seal_of(manifest.digest, (blake3(view).digest() for view in views)), uid)
+
+    def _digest(self, uid: str) -> str | None:
+        with self._core.database.read() as session:
+            return known(session, [uid]).get(uid)
+
+    def _nearest(self, uid: str, problems: dict[str, str]) -> str | None:
+        """The nearest first parent that is here, and was not found to be damaged."""
+        with self._core.database.read() as session, suppress(NotFound):
+            parents = walk.state(session, uid).parents
+            while parents:
+                state = walk.nearest_restorable(session, parents[0])
+                if state is None:
+                    return None
+                if state.uid not in problems and self._core.holds(state.uid):
+                    return state.uid
+                parents = state.parents
+        return None
+
+
+def _place(manifest: Manifest, index: int) -> Place:
+    ref = manifest.refs[index]
+    return manifest.packs[ref.pack].name, ref.offset

@@ -1,0 +1,194 @@
+"""What a folder of packs knows of its lineage: the chronicle says what was, manifests what came after it, or all where there is none.
+
+Where only manifests speak, the first parent of many a state is unknown, because it was only in memory. Such a state hangs on to the
+newest one before it of its branch, which is an ancestor unless the branch went back in between.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from datastates.content.digest import root_digest
+from datastates.content.manifest import Manifest
+from datastates.errors import DatastatesError
+from datastates.lineage.change.rebuild import new_state
+from datastates.lineage.change.record import check
+from datastates.lineage.chronicle import EventLine, RemarkLine, RunLine, StateLine
+from datastates.lineage.states import EdgeKind, RefKind, Status
+from datastates.opening.chronicle import Chronicle
+
+__all__ = ["Retelling", "retell"]
+
+_UID = re.compile("[0-9a-f]{24}")
+_REINDEXED = "capture (found by reindex)"
+
+
+@dataclass(slots=True)
+class Retelling:
+    """A lineage as its folder tells it: states parents first, lines of reflogs in their order. ``lacking`` says what it does not tell."""
+
+    runs: list[RunLine] = field(default_factory=list)
+    states: list[StateLine] = field(default_factory=list)
+    events: list[EventLine] = field(default_factory=list)
+    remarks: tuple[RemarkLine, ...] = ()
+    lacking: list[str] = field(default_factory=list)
+
+    @property
+    def ended_at(self) -> dict[str, int]:
+        """When each run captured its last state."""
+        found: dict[str, int] = {}
+        for state in self.states:
+            if state.run is not None:
+                found[state.run] = max(found.get(state.run, 0), state.created_at)
+        return found
+
+
+def retell(chronicle: Chronicle | None, manifests: Mapping[tuple[str, int], Manifest]) -> Retelling:
+    """The lineage of a chronicle and of manifests, by uid and rank, that are of no other lineage."""
+    told = Retelling()
+    states: dict[str, StateLine] = {}
+    runs: dict[str, RunLine] = {}
+    events: dict[int, EventLine] = {}
+    for entry in () if chronicle is None else chronicle.entries:
+        runs |= {run.uid: run for run in entry.runs}
+        states |= {state.uid: state for state in entry.states}
+        events |= {event.id: event for event in entry.events}
+        told.remarks = told.remarks if entry.remarks is None else entry.remarks
+    told.events = [events[id_] for id_ in sorted(events)]
+    _say_what_is_lacking(told, chronicle)
+    found = [line for line in _of_manifests(manifests) if line[0].uid not in states]
+    _add(told, states, sorted(found, key=lambda each: (each[0].created_at, each[0].step)), is_whole=chronicle is not None)
+    told.states = _parents_first(told, states)
+    _know_runs(told, runs)
+    told.runs = sorted(runs.values(), key=lambda run: run.process is not None)
+    return told
+
+
+def _say_what_is_lacking(told: Retelling, chronicle: Chronicle | None) -> None:
+    if chronicle is None:
+        told.lacking.append(
+            "the folder has no chronicle, as those of earlier versions: tags, notes, configurations, states that were only in memory, "
+            "and where branches were moved by hand are not known"
+        )
+    elif chronicle.damaged_bytes:
+        told.lacking.append(f"{chronicle.damaged_bytes} bytes of the chronicle are damaged: what they told is lost")
+
+
+def _of_manifests(manifests: Mapping[tuple[str, int], Manifest]) -> Iterable[tuple[StateLine, str | None]]:
+    """Every state of which all parts are here, and its branch."""
+    for (uid, rank), first in manifests.items():
+        size = first.origin.world_size
+        parts = [manifests[uid, each] for each in range(size) if (uid, each) in manifests] if rank == 0 else []
+        if len(parts) != size or not _UID.fullmatch(uid):
+            continue
+        origin = first.origin
+        total = sum(chunk.length for part in parts for chunk in part.content.chunks)
+        line = StateLine(
+            uid=uid,
+            digest=root_digest([part.digest for part in parts]),
+            parent=origin.parents[0] if origin.parents else None,
+            edges=tuple((parent, EdgeKind.MERGE.value, 1.0) for parent in origin.parents[1:]),
+            run=origin.run,
+            step=origin.step,
+            micro_step=origin.micro_step,
+            created_at=origin.created_at_us,
+            message=origin.message,
+            metrics=origin.metrics,
+            attributes=origin.attributes,
+            status=Status.EVICTED.value,
+            bytes_total=total,
+            bytes_new=0,
+            world_size=size,
+        )
+        yield line, origin.branch
+
+
+def _add(
+    told: Retelling,
+    states: dict[str, StateLine],
+    found: Sequence[tuple[StateLine, str | None]],
+    *,
+    is_whole: bool,
+) -> None:
+    """States that only manifests tell of, the oldest first: each moves its branch, if that was not moved later."""
+    heads = {event.name: event for event in told.events}
+    last = max((event.id for event in told.events), default=0)
+    coming, bridged = {line.uid for line, _ in found}, 0
+    for line, branch in found:
+        head = None if branch is None else heads.get(branch)
+        known = line
+        if line.parent is not None and line.parent not in states and line.parent not in coming:
+            bridged += 1
+            known = msgspec.structs.replace(line, parent=None if head is None or branch is None else head.new)
+        known = msgspec.structs.replace(known, edges=tuple(edge for edge in line.edges if edge[0] in states or edge[0] in coming))
+        states[line.uid] = known
+        if branch is not None and (head is None or (head.kind == RefKind.BRANCH.value and head.created_at <= line.created_at)):
+            last += 1
+            old = None if head is None else head.new
+            heads[branch] = event = EventLine(last, branch, RefKind.BRANCH.value, old, line.uid, _REINDEXED, line.created_at, None)
+            told.events.append(event)
+    if bridged:
+        told.lacking.append(
+            f"{bridged} states name a parent that is not known: each hangs on to the newest one before it on its branch, or is a root"
+        )
+    if found and is_whole:
+        told.lacking.append(f"{len(found)} states are newer than the chronicle, or it was damaged: their manifests tell of them")
+
+
+def _know_runs(told: Retelling, runs: dict[str, RunLine]) -> None:
+    """Runs of which nothing is told but that they captured a state."""
+    unknown = 0
+    for line in told.states:
+        if line.run is not None and line.run not in runs:
+            unknown += 1
+            runs[line.run] = RunLine(line.run, None, None, "", "", 0, (), None, None, {}, {}, line.created_at, None)
+    if unknown:
+        told.lacking.append(f"who ran {unknown} of the trainings, and how they were configured")
+
+
+def _parents_first(told: Retelling, states: dict[str, StateLine]) -> list[StateLine]:
+    """The states that can be recorded, each after its parents; a parent that cannot be had is left out."""
+    ordered: dict[str, StateLine] = {}
+    seen: set[str] = set()  # a circle of forged parents is cut where it closes
+    refused = 0
+    for uid in states:
+        path = [uid]
+        while path:
+            line = states[path[-1]]
+            seen.add(line.uid)
+            above = next((parent for parent in _parents(line) if parent in states and parent not in seen), None)
+            if above is not None:
+                path.append(above)
+                continue
+            path.pop()
+            if line.uid not in ordered:
+                known = _of_known_parents(line, ordered)
+                if _is_recordable(known):
+                    ordered[line.uid] = known
+                else:
+                    refused += 1
+    if refused:
+        told.lacking.append(f"{refused} states cannot be recorded: what they say of themselves is nothing that a lineage holds")
+    return list(ordered.values())
+
+
+def _parents(line: StateLine) -> tuple[str, ...]:
+    further = tuple(edge[0] for edge in line.edges)
+    return further if line.parent is None else (line.parent, *further)
+
+
+def _of_known_parents(line: StateLine, known: Mapping[str, object]) -> StateLine:
+    edges = tuple(edge for edge in line.edges if edge[0] in known)
+    return msgspec.structs.replace(line, parent=line.parent if line.parent in known else None, edges=edges)
+
+
+def _is_recordable(line: StateLine) -> bool:
+    try:
+        check(new_state(line))
+    except (DatastatesError, ValueError, OverflowError):
+        return False
+    return True

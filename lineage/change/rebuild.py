@@ -1,0 +1,169 @@
+"""A lineage made again in an empty database, from what a folder knows of it: one transaction, all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sqlalchemy import BindParameter, bindparam, insert, select, update
+
+from datastates.lineage import settings
+from datastates.lineage.chronicle import EventLine, RemarkLine, RunLine, StateLine
+from datastates.lineage.lookup import ids_of
+from datastates.lineage.schema import NoteRow, PartRow, RefEventRow, RefRow, RepositoryRow, RunRow, StateRow, from_us, table
+from datastates.lineage.states import OURS, Edge, EdgeKind, NewState, RefKind, StateFacts, Status
+from datastates.system.interrupts import checkpoint
+
+from . import segments
+from .record import record_all
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["is_empty", "new_state", "put_events", "put_parts", "put_remarks", "put_runs", "put_states", "put_uid"]
+
+_BATCH = 500
+
+
+def is_empty(session: Session) -> bool:
+    """Whether nothing was ever recorded here."""
+    return not any(session.execute(select(each.c.id).limit(1)).first() for each in (_state, _run, _event))
+
+
+def put_uid(session: Session, uid: str) -> None:
+    """The lineage is the one that it was: two databases of one uid are never used at once."""
+    session.execute(update(_repository).values(uid=uid))
+
+
+def put_runs(session: Session, runs: Sequence[RunLine], ended_at: Mapping[str, int]) -> None:
+    """Every process and training; all of them are over, at their last sign of life."""
+    connection = session.connection()
+    for run in runs:
+        row = {
+            "uid": run.uid,
+            "process": run.process,
+            "branch": run.branch,
+            "host": run.host,
+            "user": run.user,
+            "pid": run.pid,
+            "argv": list(run.argv),
+            "git_commit": run.git_commit,
+            "git_dirty": run.git_dirty,
+            "config": {key: value for key, value in run.config.items() if key.startswith(OURS)},
+            "versions": run.versions,
+            "started_at": run.started_at,
+            "finished_at": max(run.started_at, ended_at.get(run.uid, 0)),
+            "is_carried": run.is_carried,
+        }
+        connection.execute(insert(_run), row)
+    ids = {row.uid: row.id for row in connection.execute(select(_run.c.uid, _run.c.id))}
+    for run in runs:
+        settings.keep(connection, ids[run.uid], run.config)
+
+
+def new_state(line: StateLine) -> NewState:
+    """A state without bytes, as ``record`` takes it: whoever finds its bytes marks it.
+
+    :raises ValueError: it is none that this version knows.
+    """
+    was = Status(line.status)
+    facts = StateFacts(
+        uid=line.uid,
+        parent=line.parent,
+        branch=None,
+        run=line.run,
+        step=line.step,
+        micro_step=line.micro_step,
+        metrics=line.metrics,
+        attributes=line.attributes,
+        message=line.message,
+        created_at=from_us(line.created_at),
+        edges=tuple(Edge(parent, EdgeKind(kind), weight) for parent, kind, weight in line.edges),
+        world_size=line.world_size,
+    )
+    status = Status.LOST if was in (Status.LOST, Status.CAPTURED) else Status.EVICTED
+    return NewState(facts, line.digest, status, bytes_total=line.bytes_total, bytes_new=line.bytes_new)
+
+
+def put_states(session: Session, news: Sequence[NewState], tell: Callable[[int], None]) -> None:
+    """States, parents before their children."""
+    for start in range(0, len(news), _BATCH):
+        checkpoint()
+        record_all(session, news[start : start + _BATCH])
+        tell(min(start + _BATCH, len(news)))
+
+
+def put_parts(session: Session, parts: Iterable[tuple[str, int, int, str, int]], *, tier: str, node: str) -> None:
+    """The parts of states of several: uid, rank, how many there are, digest, and when it was told."""
+    rows = [
+        {
+            **{"state_uid": uid, "rank": rank, "world_size": count, "digest": digest, "run_id": None, "status": Status.DURABLE.value},
+            **{"tier": tier, "node": node, "bytes_total": 0, "bytes_new": 0, "told_at": told_at, "place": None, "said": None},
+        }
+        for uid, rank, count, digest, told_at in parts
+    ]
+    for start in range(0, len(rows), _BATCH):
+        session.execute(insert(_part), rows[start : start + _BATCH])
+
+
+def put_events(session: Session, events: Sequence[EventLine]) -> None:
+    """Every line of the reflogs, and the names as they stand after the last of them; branches get what they have to themselves."""
+    ids = _ids(session, {uid for event in events for uid in (event.old, event.new) if uid is not None})
+    rows = [
+        {
+            "name": event.name,
+            "kind": event.kind,
+            "old_id": None if event.old is None else ids.get(event.old),
+            "new_id": None if event.new is None else ids.get(event.new),
+            "reason": event.reason,
+            "created_at": event.created_at,
+        }
+        for event in events
+    ]
+    for start in range(0, len(rows), _BATCH):
+        session.execute(insert(_event), rows[start : start + _BATCH])
+    standing: dict[str, dict[str, object]] = {}
+    for event in events:
+        at = None if event.new is None else ids.get(event.new)
+        if at is None:
+            standing.pop(event.name, None)
+            continue
+        ref = standing.setdefault(event.name, {"name": event.name, "kind": event.kind, "version": 0, "message": None})
+        ref |= {"state_id": at, "version": int(str(ref["version"])) + 1, "message": event.message}
+    if standing:
+        session.execute(insert(_ref), list(standing.values()))
+    for name, ref in standing.items():  # in the order in which they were made
+        if ref["kind"] == RefKind.BRANCH.value:
+            segments.begin(session, name, int(str(ref["state_id"])))
+
+
+def put_remarks(session: Session, remarks: Sequence[RemarkLine]) -> int:
+    """What people noted of states that are here, and of branches; how many there are."""
+    ids = _ids(session, {remark.state for remark in remarks if remark.state is not None})
+    rows = [
+        {
+            **{"uid": remark.uid, "state_id": None if remark.state is None else ids[remark.state], "branch": remark.branch},
+            **{"author": remark.author, "text": remark.text, "created_at": remark.created_at, "edited_at": remark.edited_at},
+        }
+        for remark in remarks
+        if remark.state is None or remark.state in ids
+    ]
+    if rows:
+        session.execute(insert(_note), rows)
+    return len(rows)
+
+
+def _ids(session: Session, uids: set[str]) -> dict[str, int]:
+    """The row ids of those states that are here."""
+    wanted = sorted(uids)
+    here: list[str] = []
+    for start in range(0, len(wanted), _BATCH):
+        here += session.execute(_HERE, {"uids": wanted[start : start + _BATCH]}).scalars()
+    return dict(zip(here, ids_of(session, here), strict=True))
+
+
+_state, _run, _event, _ref, _note, _part, _repository = (
+    table(row) for row in (StateRow, RunRow, RefEventRow, RefRow, NoteRow, PartRow, RepositoryRow)
+)
+_uids: BindParameter[str] = bindparam("uids", expanding=True)
+_HERE = select(_state.c.uid).where(_state.c.uid.in_(_uids))

@@ -1,0 +1,143 @@
+"""What a lineage has that its chronicle has not: runs, states, lines of the reflog, notes; a page at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, Integer, bindparam, func, select
+
+from datastates.lineage import settings
+from datastates.lineage.chronicle import Entry, EventLine, Mark, RemarkLine, RunLine, StateLine
+from datastates.lineage.lookup import states
+from datastates.lineage.schema import NoteRow, RefEventRow, RefRow, RepositoryRow, RunRow, StateRow, table, to_us
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["is_behind", "news"]
+
+_LATE = 256
+"""So many rows before the newest are read again on PostgreSQL, where ids are drawn before they are committed."""
+
+
+def is_behind(session: Session, mark: Mark) -> bool:
+    """Whether this lineage lacks what its chronicle was told of: it was brought back from an older copy, or it is another one."""
+    if mark.state and session.execute(_STATE_AT, {"at": mark.state}).scalar() != mark.state_uid:
+        return True
+    return bool(mark.event) and session.execute(_EVENT_AT, {"at": mark.event}).scalar() != mark.event_at
+
+
+def news(session: Session, mark: Mark, *, most: int) -> Entry | None:
+    """What came after ``mark``, at most so many of each kind; None when nothing did."""
+    late = _LATE if mark.state and session.get_bind().dialect.name == "postgresql" else 0
+    runs = _runs(session, mark.run, most)
+    ids = list(session.execute(_NEW_STATES, {"after": mark.state - late, "most": most + late}).scalars())
+    events = _events(session, mark.event - late, most + late)
+    remarks, count, newest = _remarks(session, mark)
+    if not (runs or max(ids, default=0) > mark.state or max((each.id for each in events), default=0) > mark.event or remarks is not None):
+        return None
+    lines = _states(session, ids)
+    told = Mark(
+        run=max((id_ for id_, _ in runs), default=mark.run),
+        state=max([*ids, mark.state]),
+        state_uid=lines[-1].uid if lines and ids[-1] > mark.state else mark.state_uid,
+        event=max([*(each.id for each in events), mark.event]),
+        event_at=events[-1].created_at if events and events[-1].id > mark.event else mark.event_at,
+        remarks=count,
+        remarks_at=newest,
+    )
+    uid = str(session.execute(select(_repository.c.uid)).scalar_one())
+    return Entry(uid, to_us(None), told, tuple(line for _, line in runs), tuple(lines), tuple(events), remarks)
+
+
+def _runs(session: Session, after: int, most: int) -> list[tuple[int, RunLine]]:
+    rows = session.execute(_NEW_RUNS, {"after": after, "most": most}).all()
+    chosen = settings.of_runs(session.connection(), [row.id for row in rows])
+    return [(row.id, _run_line(row, chosen.get(row.id, {}))) for row in rows]
+
+
+def _run_line(row: Any, chosen: dict[str, Any]) -> RunLine:
+    return RunLine(
+        uid=row.uid,
+        process=row.process,
+        branch=row.branch,
+        host=row.host,
+        user=row.user,
+        pid=row.pid,
+        argv=tuple(row.argv),
+        git_commit=row.git_commit,
+        git_dirty=row.git_dirty,
+        config={**row.config, **chosen},
+        versions=dict(row.versions),
+        started_at=row.started_at,
+        is_carried=row.is_carried,
+    )
+
+
+def _states(session: Session, ids: list[int]) -> list[StateLine]:
+    runs = {row.id: row.uid for row in session.execute(_RUNS_OF, {"ids": ids})} if ids else {}
+    return [
+        StateLine(
+            uid=state.uid,
+            digest=state.digest,
+            parent=state.facts.parent,
+            edges=tuple((edge.parent, edge.kind.value, edge.weight) for edge in state.edges),
+            run=runs.get(id_),
+            step=state.step,
+            micro_step=state.micro_step,
+            created_at=to_us(state.created_at),
+            message=state.message,
+            metrics=state.metrics,
+            attributes=state.attributes,
+            status=state.status.value,
+            bytes_total=state.bytes_total,
+            bytes_new=state.bytes_new,
+            world_size=state.world_size,
+        )
+        for id_, state in zip(ids, states(session, ids), strict=True)
+    ]
+
+
+def _events(session: Session, after: int, most: int) -> list[EventLine]:
+    rows = session.execute(_NEW_EVENTS, {"after": after, "most": most})
+    return [EventLine(row.id, row.name, row.kind, row.old, row.new, row.reason, row.created_at, row.message) for row in rows]
+
+
+def _remarks(session: Session, mark: Mark) -> tuple[tuple[RemarkLine, ...] | None, int, int]:
+    """All notes, if they changed; how many there are, and when the last of them was written."""
+    count, made, edited = session.execute(_REMARKS_NOW).one()
+    newest = max(made or 0, edited or 0)
+    if (count, newest) == (mark.remarks, mark.remarks_at):
+        return None, count, newest
+    rows = session.execute(_REMARKS)
+    return tuple(RemarkLine(*row) for row in rows), count, newest
+
+
+_state, _run, _event, _ref, _note, _repository = (table(row) for row in (StateRow, RunRow, RefEventRow, RefRow, NoteRow, RepositoryRow))
+_old, _new = _state.alias("old"), _state.alias("new")
+_after, _most = bindparam("after", type_=BigInteger), bindparam("most", type_=Integer)
+_STATE_AT = select(_state.c.uid).where(_state.c.id == bindparam("at"))
+_EVENT_AT = select(_event.c.created_at).where(_event.c.id == bindparam("at"))
+_NEW_RUNS = select(_run).where(_run.c.id > _after).order_by(_run.c.id).limit(_most)
+_NEW_STATES = select(_state.c.id).where(_state.c.id > _after).order_by(_state.c.id).limit(_most)
+_RUNS_OF = (
+    select(_state.c.id, _run.c.uid)
+    .join_from(_state, _run, _run.c.id == _state.c.run_id)
+    .where(_state.c.id.in_(bindparam("ids", expanding=True)))
+)
+_NEW_EVENTS = (
+    select(_event.c.id, _event.c.name, _event.c.kind, _event.c.reason, _event.c.created_at)
+    .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"), _ref.c.message)
+    .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
+    .outerjoin(_new, _new.c.id == _event.c.new_id)
+    .outerjoin(_ref, _ref.c.name == _event.c.name)
+    .where(_event.c.id > _after)
+    .order_by(_event.c.id)
+    .limit(_most)
+)
+_REMARKS_NOW = select(func.count(), func.max(_note.c.created_at), func.max(_note.c.edited_at)).select_from(_note)
+_REMARKS = (
+    select(_note.c.uid, _state.c.uid, _note.c.branch, _note.c.author, _note.c.text, _note.c.created_at, _note.c.edited_at)
+    .outerjoin_from(_note, _state, _state.c.id == _note.c.state_id)
+    .order_by(_note.c.id)
+)
