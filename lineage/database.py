@@ -210,7 +210,9 @@ def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> Datasta
     if "is locked" in lower:
         return Unavailable(f"{where} was locked by another process for {BUSY_TIMEOUT_S:.0f} s: see which one writes, then try again")
     if "not a database" in lower:
-        return InvalidInput(f"{where} is not a datastates database: the file holds something else")
+        return InvalidInput(
+            f"{where} is not a datastates database: the file holds something else; `datastates reindex --replace` rebuilds one"
+        )
     if "malformed" in lower:
         return Corrupt(
             f"{where} is damaged ({said}): restore the file from a copy, or rebuild it from the packs by `datastates reindex --replace`"

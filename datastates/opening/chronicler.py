@@ -42,7 +42,7 @@ class Chronicler:
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the thread once it has told what is new, but wait no longer than ``timeout_s`` (None: ten seconds) for a folder that stalls."""
+        """End the thread once it has told what is new; a folder that stalls is waited for as long (None: ten seconds), and no longer."""
         self._ends.set()
         self._thread.join(_MOST_S if timeout_s is None else timeout_s)
 

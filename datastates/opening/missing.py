@@ -77,7 +77,10 @@ def _why(here: Here, session: Session, state: State) -> str:
         holders = _holders(session, state)
         last = ", ".join(f"{run.pid} on {run.host}" for run in holders)
         return f"was only in the memory of another process, {last or 'unknown'}, of which nothing is to be seen here"
-    return f"is {state.status}, but its files are not in {here.home.path}: somebody deleted or moved them, bring them back"
+    return (
+        f"is {state.status}, but its files are not in {here.home.path}: somebody deleted or moved them, bring them back "
+        "(`datastates repair --from FOLDER`)"
+    )
 
 
 def _living(here: Here, session: Session, state: State) -> str:

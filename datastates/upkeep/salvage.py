@@ -34,7 +34,9 @@ def _explained(core: Core, state: State, problem: Corrupt) -> Corrupt:
     said = f"state {state.uid[:10]} (step {state.step}) is damaged: {problem}"
     sound = _nearest_sound(core, state)
     if sound is None:
-        return Corrupt(f"{said}; no ancestor of it verifies here: begin on another branch, or bring its files back")
+        return Corrupt(
+            f"{said}; no ancestor of it verifies here: begin on another branch, or bring its files back (`datastates repair --from FOLDER`)"
+        )
     lines = [f"{said}; the nearest ancestor that verifies is {sound.uid[:10]} (step {sound.step}): restore that"]
     lines += [
         f"to go on from there on branch {name!r}: repo.move({name!r}, {sound.uid[:10]!r}, expected={state.uid[:10]!r}), then track it again"

@@ -164,6 +164,43 @@ def test_collections_beside_two_captures_and_a_reader_lose_nothing(tmp_path: Pat
         check(repo, 1)
 
 
+_KILLED = """
+import sys
+import datastates
+from datastates import Config
+from datastates.testing import crash_at
+with datastates.open(sys.argv[1], config=Config(memory_bytes=32 << 20, durable_interval_s=None, on_step=crash_at(sys.argv[2]))) as repo:
+    repo.gc()
+"""
+
+
+@pytest.mark.parametrize("step", ["manifest-removed", "pack-moved", "manifest-replaced"])
+def test_a_collection_that_is_killed_loses_nothing_that_the_lineage_counts_on(tmp_path: Path, step: str) -> None:
+    frozen, weight = (
+        torch.arange(1_200_000.0),
+        torch.zeros(1_500_000),
+    )  # the weights of the first state, and what it shares: half and more goes
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(frozen=frozen, weight=weight, rng=False) as run:
+        for _ in range(3):
+            weight += 1
+            run.capture().wait("durable")
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(repo.core.tiers.durable), "remove", lambda tier, uid: 0)
+        uid = repo.log("main")[-1].uid
+        evict(repo.core, uid)
+    done = warm.run([sys.executable, "-c", _KILLED, str(tmp_path / "runs"), step], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 137, done.stderr
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        assert not repo.verify().damage
+        repo.gc()
+        assert not repo.verify().damage
+        assert f"{uid}.0.safetensors" not in {path.name for path in repo.location.packs.iterdir()}
+        for state in repo.log("main", limit=2):
+            tree = repo.load(state)
+            assert (tree["weight"] == state.step).all()
+            assert torch.equal(tree["frozen"], frozen)
+
+
 def test_a_disk_that_is_full_frees_what_needs_no_room(tmp_path: Path) -> None:
     uids = trained(tmp_path / "runs")
     with datastates.open(tmp_path / "runs", config=QUIET) as repo:

@@ -17,6 +17,7 @@ from datastates.lineage.states import Status
 from datastates.opening.chronicle import CHRONICLES, catch_up, chronicles
 from datastates.opening.location import DATABASE
 from datastates.upkeep.eviction import evict
+from tests.conftest import Postgresql
 from tests.support import warm
 
 QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
@@ -43,9 +44,15 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A lineage with two branches, tags, moves, a deleted name, a merge, notes, and states whose bytes are gone."""
+    """``fill``, done once."""
     folder = tmp_path_factory.mktemp("made") / "runs"
-    with datastates.open(folder, config=QUIET) as repo:
+    fill(folder)
+    return folder
+
+
+def fill(folder: Path | str, packs: Path | None = None) -> None:
+    """A lineage with two branches, tags, moves, a deleted name, a merge, notes, and states whose bytes are gone."""
+    with datastates.open(folder, packs=packs, config=QUIET) as repo:
         uids = train(repo, "main", 6)
         repo.tag("warm", uids[3], message="the shared prefix")
         train(repo, "fork", 4, start="warm")
@@ -57,9 +64,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         repo.notes.write("Diverges.", state="main")
         repo.notes.write("Branch of branches.", branch="fork")
         repo.notes.edit(repo.notes.write("x", state="warm").uid, "edited")
-    with datastates.open(folder, config=QUIET) as repo:
+    with datastates.open(folder, packs=packs, config=QUIET) as repo:
         evict(repo.core, uids[1])
-    return folder
 
 
 def bare(state: State) -> State:
@@ -68,9 +74,9 @@ def bare(state: State) -> State:
     return replace(state, status=status, bytes_new=0)
 
 
-def told(folder: Path) -> dict[str, object]:
+def told(folder: Path | str, packs: Path | None = None) -> dict[str, object]:
     """All that is to be the same."""
-    with datastates.open(folder, config=QUIET) as repo:
+    with datastates.open(folder, packs=packs, config=QUIET) as repo:
         states = repo.find("step >= 0 order by created")
         names = [*(ref.name for ref in repo.refs()), "gone"]
         return {
@@ -138,6 +144,19 @@ def test_packs_alone_become_a_repository_elsewhere(folder: Path, tmp_path: Path)
     shutil.copytree(folder / "packs", tmp_path / "new" / "packs")
     datastates.reindex(tmp_path / "new")
     assert told(tmp_path / "new") == before
+
+
+def test_a_lineage_on_postgresql_comes_back_in_an_empty_database(postgresql: Postgresql, tmp_path: Path) -> None:
+    first, second = postgresql.migrated(), postgresql.migrated()
+    packs = tmp_path / "packs"
+    fill(first, packs)
+    before = told(first, packs)
+    with pytest.raises(Conflict, match="holds a lineage already"):
+        datastates.reindex(first, packs=packs)
+    assert datastates.reindex(second, packs=packs).lacking == ()
+    assert told(second, packs) == before
+    for url in (first, second):
+        postgresql.give_back(url)
 
 
 def test_a_lineage_that_is_there_is_kept_unless_it_is_to_be_replaced(folder: Path) -> None:
