@@ -215,6 +215,7 @@ def _files(packs: Path) -> Iterator[Check]:
     free = shutil.disk_usage(folder).free
     hint = None if free >= _LITTLE_DISK_BYTES else "free some space, or put the packs elsewhere"
     yield Check("disk space", Verdict.OK if hint is None else Verdict.WARN, f"{size_text(free)} free in {folder}", hint)
+    yield _retention(packs, free)
     if not os.access(folder, os.W_OK):
         yield Check(
             "disk", Verdict.FAILED, f"{folder} cannot be written", "choose another folder with --repo, or ask for the right to write"
@@ -232,6 +233,24 @@ def _files(packs: Path) -> Iterator[Check]:
         hint = None if speed >= _SLOW_BYTES_PER_S else "a slow disk delays what becomes durable, not training"
         detail = f"{size_text(_SAMPLE_BYTES)} written and fsynced at {size_text(int(speed))}/s"
         yield Check(name, Verdict.OK if hint is None else Verdict.WARN, detail, hint)
+
+
+def _retention(packs: Path, free: int) -> Check:
+    """What stays on disk, as a training with the present environment would have it."""
+    from datastates.config import Config
+    from datastates.policy.retention import retention_of
+
+    try:
+        policy = retention_of(Config.from_environment().retention)
+    except DatastatesError as error:
+        return Check("retention", Verdict.FAILED, str(error), "correct that variable, or unset it")
+    if policy.bound is None:
+        said = "states that it keeps may fill the disk"
+        return Check("retention", Verdict.WARN, f"{policy.text}: {said}", "give a bound, such as DATASTATES_RETENTION='all at-most:100G'")
+    taken = sum(path.stat().st_size for path in packs.glob("*.safetensors")) if packs.is_dir() else 0
+    bound = policy.bound if isinstance(policy.bound, int) else max(taken, (free + taken) // 2)
+    said = f"states take {size_text(taken)}, and older ones are thinned beyond {size_text(bound)}"
+    return Check("retention", Verdict.OK, f"{policy.text}: {said}")
 
 
 def _time_write(folder: Path, flags: int) -> float:

@@ -22,6 +22,7 @@ COMMANDS = {
     "watch": ("Look", "overview"),
     "runs": ("Look", "overview"),
     "stats": ("Look", "overview"),
+    "du": ("Look", "room"),
     "cadence": ("Look", "cadence"),
     "log": ("Look", "history"),
     "show": ("Look", "history"),
@@ -45,6 +46,7 @@ COMMANDS = {
     "repair": ("Set up and check", "upkeep"),
     "gc": ("Set up and check", "upkeep"),
     "reindex": ("Set up and check", "upkeep"),
+    "prune": ("Set up and check", "room"),
     "doctor": ("Set up and check", "doctor"),
     "demo": ("Set up and check", "setup"),
 }

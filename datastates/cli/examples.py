@@ -10,6 +10,7 @@ EXAMPLES = {
     "watch": "datastates watch --metric val_loss --every 5",
     "runs": "datastates runs -n 5",
     "stats": "datastates stats",
+    "du": "datastates du",
     "cadence": "datastates cadence main --mtbf 6h",
     "log": "datastates log main --columns val_loss --since 7d",
     "show": "datastates show main@best:val_loss",
@@ -33,6 +34,7 @@ EXAMPLES = {
     "repair": "datastates repair",
     "gc": "datastates gc --dry-run",
     "reindex": "datastates reindex --replace",
+    "prune": "datastates prune --keep 'latest:5 best:3:val_loss' --dry-run",
     "doctor": "datastates doctor",
     "demo": "datastates demo --short",
 }

@@ -67,7 +67,7 @@ def test_doctor_reports_every_subject_with_a_next_step(invoke: Invoke, root: Pat
         "descriptors",
         "huge pages",
     }
-    assert names | {"disk space", "direct I/O", "buffered"} == set(found)
+    assert names | {"disk space", "retention", "direct I/O", "buffered"} == set(found)
     assert report["ok"] is True
     assert found["torch"]["status"] == "ok"
     assert "11 states, 3 branches and tags" in found["lineage"]["detail"]
