@@ -117,6 +117,12 @@ class Persisting(Protocol):
         The one that was given before is called no longer.
         """
 
+    def when_full(self, listener: Callable[[], None]) -> None:
+        """Call this whenever a state could not be written because the disk is full, on any thread; it returns at once and raises nothing.
+
+        The one that was given before is called no longer.
+        """
+
     def refs_changed(self) -> None:
         """Refs were made, moved or deleted: what they name is protected, and written."""
 

@@ -97,10 +97,10 @@ class Room:
             if in_flight + backlog < _MOST_IN_FLIGHT and not self._is_overfull(self._arena.capacity):
                 slots = self._use_again(count, back_pressure) if line is not None else None
                 if slots is None and (line is None or not in_flight or self._warmer.is_given):
-                    slots = self._arena.acquire(count)
+                    slots = self._arena.acquire(count, within=self._warmer.within)
             if slots is None and in_flight + backlog < _MOST_IN_FLIGHT and (line is None or not in_flight or self._warmer.is_given):
                 refused = self._make(count, back_pressure, line, since)
-                slots = None if self._is_overfull(self._arena.capacity) else self._arena.acquire(count)
+                slots = None if self._is_overfull(self._arena.capacity) else self._arena.acquire(count, within=self._warmer.within)
                 is_coming = slots is None and self._memory.recall(count) and time.monotonic() - since < _RECALL_S
             if slots is not None or back_pressure is BackPressure.SKIP or (within_s is not None and time.monotonic() - since > within_s):
                 return slots

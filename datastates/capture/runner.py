@@ -71,7 +71,7 @@ from .register import Books, Locked, Register
 from .room import Questions, Room
 from .rounds import Rounds
 from .stage import CopyJob, Stager
-from .trouble import CLOSING_S, STALL_S, Trouble
+from .trouble import CLOSING_S, STALL_S, Trouble, is_full
 from .warming import Warmer
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class Runner:
         memory.on_let_go = self._changed.ring
         self._asked = weakref.WeakValueDictionary[str, Progress]()
         self._on_durable: Callable[[int], None] = lambda added: None
+        self._on_full: Callable[[], None] = lambda: None
         self._event_seen = -1
         self._looked_at = 0.0
         self._look_failed: str | None = None
@@ -248,6 +249,10 @@ class Runner:
     def when_durable(self, listener: Callable[[int], None]) -> None:
         """Call this whenever a state became durable; see ``Host.when_durable``."""
         self._on_durable = listener
+
+    def when_full(self, listener: Callable[[], None]) -> None:
+        """See ``Host.when_full``."""
+        self._on_full = listener
 
     def _adopt(self, uid: str, base: Manifest | None = None) -> None:
         """A state that no line captured is in the memory tier and in the lineage; ``base`` is the manifest of a relative on disk.
@@ -502,6 +507,7 @@ class Runner:
             return
         self._pulse.beat()
         self._watch()
+        self._warmer.look()
         self._trouble.remind(self._engine.pending_writes)
         try:
             self._register.journal.settle()
@@ -554,6 +560,8 @@ class Runner:
         if is_passing:
             self._trouble.failures += 1
             self._trouble.begin(str(error))
+            if is_full(error):
+                self._on_full()
         else:
             self._register.fail_write(uid, error)
         self._post(WriteFailed(uid, time.monotonic(), is_passing))

@@ -5,12 +5,13 @@ The log says it when it begins, every ``_SAY_AGAIN_S`` while it lasts, and when 
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["CLOSING_S", "STALL_S", "Trouble"]
+__all__ = ["CLOSING_S", "STALL_S", "Trouble", "is_full"]
 
 _logger = logging.getLogger(__name__)
 
@@ -21,6 +22,12 @@ CLOSING_S = 10.0
 """How long whoever closes a training or a repository waits for a disk that is in trouble: schedulers give hardly more to a job."""
 
 _SAY_AGAIN_S = 600.0
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)

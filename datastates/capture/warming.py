@@ -4,19 +4,26 @@ Fresh memory costs the machine up to a second of a core a GiB, whichever thread 
 small states and for the fewest large ones that they get by with. Then what is warm is used again before more is touched, and the rest
 becomes warm at a small part of a core's time, however long that takes: meanwhile fewer states are kept. The thread has the priority of
 any other: at a lower one it would now and then hold the interpreter's lock without being given a core.
+
+Where memory runs short, in the machine or in a control group, no more of it is taken: what is warm is used again, and states that may not
+leave memory are written to make room.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from collections.abc import Callable
 
+from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed
-from datastates.policy.keeping import slots_allowed, slots_at_once, slots_kept
+from datastates.policy.keeping import FEWEST, is_tight, slots_allowed, slots_at_once, slots_kept
 from datastates.store.arena import Arena
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex
+from datastates.system.memory import available_memory_bytes
 
 __all__ = ["Warmer"]
 
@@ -26,14 +33,22 @@ _REST = 19.0
 """After touching a slot the thread rests for so many times as long as that took: it takes a twentieth of a core."""
 
 
+_LOOK_S = 0.5
+"""How often it is looked whether memory runs short."""
+
+_SHORT_S = 1.0
+"""How long nothing is touched once memory has run short."""
+
+
 class Warmer:
     """Knows what one state of each line takes, and warms the arena up to what is kept of them. Safe from any thread.
 
-    ``is_given``: somebody chose the size of the arena, so all of it is used.
+    ``is_given``: somebody chose the size of the arena, so all of it is used. ``available`` says how much memory may still be taken.
     """
 
-    def __init__(self, arena: Arena, *, is_given: bool) -> None:
-        self._arena, self.is_given = arena, is_given
+    def __init__(self, arena: Arena, *, is_given: bool, available: Callable[[], int] | None = None) -> None:
+        self._arena, self.is_given, self._available = arena, is_given, available or available_memory_bytes
+        self._is_tight, self._looked_at = False, -math.inf
         self._sizes: dict[str, int] = {}
         self._said: int | None = None
         self._is_closed = False
@@ -48,6 +63,30 @@ class Warmer:
                 return 0
             at_once = slots_at_once(self._sizes.values(), self._arena.capacity, is_given=self.is_given)
             return slots_allowed(count, warm=self._arena.warm, at_once=at_once, kept=self._kept())
+
+    @property
+    def within(self) -> int | None:
+        """How many slots may be warm even for states that may not leave memory; None: all of them."""
+        with self._lock:
+            return self._most() if self._is_tight else None
+
+    def look(self) -> None:
+        """See whether memory has run short, or is there again; now and then, as it takes a millisecond. Never on the training thread."""
+        now = time.monotonic()
+        if not self._sizes or now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        available = self._available() // (2 if self._is_tight else 1)  # twice as much must be there again, or it would change all the time
+        is_tight_now = is_tight(available, self._arena.warm * CHUNK_BYTES)
+        if is_tight_now == self._is_tight:
+            return
+        self._is_tight = is_tight_now
+        if is_tight_now:
+            _logger.info(
+                "memory runs short: states take no more than the %d MiB that they have, and are written to disk where that is too little",
+                self._arena.warm * CHUNK_BYTES >> 20,
+            )
+        self._changed.ring()
 
     @property
     def kept(self) -> int:
@@ -89,11 +128,20 @@ class Warmer:
         self._thread.join()
 
     def _kept(self) -> int:
-        return slots_kept(self._sizes.values(), self._arena.capacity, is_given=self.is_given) if self._sizes else 0
+        kept = slots_kept(self._sizes.values(), self._arena.capacity, is_given=self.is_given) if self._sizes else 0
+        return min(kept, self._most()) if self._is_tight else kept
+
+    def _most(self) -> int:
+        """How many slots may be warm while memory is short: those that are, and as many as captures cannot do without."""
+        return min(self._arena.capacity, max(self._arena.warm, FEWEST * sum(self._sizes.values())))
 
     def _run(self) -> None:
         try:
             while self._wait_for_need():
+                self.look()
+                if self._is_tight:
+                    self._rest(_SHORT_S)
+                    continue
                 began = time.perf_counter()
                 self._arena.warm_up()
                 self._rest(_REST * (time.perf_counter() - began))

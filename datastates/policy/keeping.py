@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from datastates.content.manifest import CHUNK_BYTES
 
-__all__ = ["AT_ONCE_BYTES", "FEW", "FEWEST", "SMALL_BYTES", "slots_allowed", "slots_at_once", "slots_kept"]
+__all__ = ["AT_ONCE_BYTES", "FEW", "FEWEST", "SMALL_BYTES", "is_tight", "slots_allowed", "slots_at_once", "slots_kept"]
 
 SMALL_BYTES = 128 << 20
 """As many small states as fit into this are kept. With what is imported a small training then takes less than 200 MiB more."""
@@ -19,6 +19,10 @@ FEWEST = 3
 
 FEW = 4
 """So many states have memory in the end, however large: one more, to go back to."""
+
+
+_RESERVE_BYTES = 64 << 20
+"""So much is left to the training and to others in any case."""
 
 
 def slots_at_once(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int:
@@ -37,6 +41,15 @@ def slots_allowed(count: int, *, warm: int, at_once: int, kept: int) -> int:
     new slots each, all stay, whereas one that shares none uses again what an older one had.
     """
     return min(kept, max(at_once, warm + count // 4))
+
+
+def is_tight(available_bytes: int, held_bytes: int) -> bool:
+    """Whether no more memory is to be taken for states: less is left than an eighth of all that they could have.
+
+    :param available_bytes: what the process may still take, within its control groups.
+    :param held_bytes: what states hold already.
+    """
+    return available_bytes < max(_RESERVE_BYTES, (available_bytes + held_bytes) // 8)
 
 
 def slots_kept(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int:

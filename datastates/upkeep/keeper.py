@@ -1,8 +1,8 @@
 """Retention beside a training: now and then, on a thread of its own, states lose their bytes that no policy keeps.
 
 A pass is made after states became durable, not sooner than ``LEAST_S`` after the one before, and seldom enough to take a fiftieth of the
-time at most; where only a bound is to hold, not before states have come near it. The training never waits for one, and no error of one
-reaches it: the log says it, and the next pass tries again.
+time at most; where only a bound is to hold, not before states have come near it. A disk that is full makes one begin at once. The training
+never waits for one, and no error of one reaches it: the log says it, and the next pass tries again.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def keep(core: Core, branch: str, asked: Retention | None) -> None:
     if not isinstance(belongings.keeper, Keeper):
         belongings.keeper = keeper = Keeper(Grounds.of(core), retention_of(core.config.retention))
         belongings.host.when_durable(keeper.on_durable)
+        belongings.host.when_full(keeper.on_full)
         if keeper.retention != Retention.all():
             _logger.info("states on disk are kept by %r%s", str(core.config.retention), keeper.said)
     belongings.keeper.follow(branch, asked)
@@ -95,8 +96,18 @@ class Keeper:
         """A state became durable; on the thread that wrote it."""
         with self._lock:
             self._added += added + _BESIDE
-            if not self._is_due() or time.monotonic() < self._next_at or self._thread is not None or self._over.is_set():
-                return
+            if self._is_due() and time.monotonic() >= self._next_at:
+                self._begin()
+
+    def on_full(self) -> None:
+        """The disk is full: what is not to be kept goes now, so that the next attempt may find room; on the thread that wrote."""
+        with self._lock:
+            if self._is_due():
+                self._begin()
+
+    def _begin(self) -> None:
+        """Runs under the lock."""
+        if self._thread is None and not self._over.is_set():
             self._thread = threading.Thread(target=self._run, name="datastates-retention", daemon=True)
             self._thread.start()
 

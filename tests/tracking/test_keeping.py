@@ -15,7 +15,7 @@ from datastates.capture import warming
 from datastates.capture.warming import Warmer
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.policy.keeping import AT_ONCE_BYTES, FEW, FEWEST, SMALL_BYTES, slots_allowed, slots_at_once, slots_kept
+from datastates.policy.keeping import AT_ONCE_BYTES, FEW, FEWEST, SMALL_BYTES, is_tight, slots_allowed, slots_at_once, slots_kept
 from datastates.repository import Repository
 from datastates.store.arena import Arena
 
@@ -189,3 +189,59 @@ def test_a_line_that_ended_needs_no_memory_any_more(warmers: list[Warmer]) -> No
     assert warmers[0].kept == 0
     warmers[0].expect("other", 1)
     assert warmers[0].kept == SMALL
+
+
+# --- memory runs short --------------------------------------------------------------------------------------------------------
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("available", "held", "expected"),
+    [(8 * GIB, 0, False), (8 * GIB, 40 * GIB, False), (8 * GIB, 60 * GIB, True), (63 << 20, 0, True), (65 << 20, 0, False), (0, 0, True)],
+)
+def test_memory_is_short_when_less_than_an_eighth_is_left_of_what_states_could_have(available: int, held: int, expected: bool) -> None:
+    assert is_tight(available, held) is expected
+
+
+def test_no_more_memory_is_touched_where_it_runs_short_and_it_goes_on_when_there_is_some_again(
+    warmers: list[Warmer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warming, "_LOOK_S", 0.0)
+    monkeypatch.setattr(warming, "_SHORT_S", 0.0)
+    arena, left = Watched(60, 60), [GIB]
+
+    def available() -> int:
+        return 0 if left[0] and arena.warm >= 20 else GIB
+
+    warmers.append(Warmer(arena, is_given=True, available=available))
+    warmers[0].expect("main", 2)
+    while warmers[0].within is None:
+        assert not arena.is_there.is_set()
+    assert arena.warm == warmers[0].within == warmers[0].kept
+    assert arena.warm < 60
+    left[0] = 0
+    warmers[0].look()
+    assert warmers[0].within is None
+    assert arena.is_there.wait(60)
+
+
+def test_states_are_written_to_make_room_where_memory_runs_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(warming, "_LOOK_S", 0.0)
+    monkeypatch.setattr(warming, "available_memory_bytes", lambda: 0)
+    config = Config(memory_bytes=64 * CHUNK_BYTES, durable_interval_s=None)
+    with caplog.at_level(logging.INFO), datastates.open(tmp_path, config=config) as repo:
+        words = torch.zeros(CHUNK_BYTES // 4)
+        run = repo.track(words=words, rng=False)
+        for number in range(20):
+            words += 1
+            state = run.capture().wait(timeout_s=60)
+            if number < 8:
+                repo.tag(f"t{number}", state)
+        arena = repo.core.arena
+        assert arena is not None
+        assert arena.warm < 16
+        assert [float(repo.load(f"t{number}")["words"][0]) for number in range(8)] == [number + 1.0 for number in range(8)]
+    assert any("memory runs short" in record.getMessage() for record in caplog.records)

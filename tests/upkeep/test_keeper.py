@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from datastates.errors import InvalidInput
 from datastates.lineage.states import Status
 from datastates.policy.retention import asked_for
 from datastates.policy.rules import All, Best, Every, Latest
+from datastates.testing import FaultyDisk
 from datastates.upkeep import keeper, retention
 from datastates.upkeep.keeper import Keeper, beside
 
@@ -204,3 +206,22 @@ def test_what_a_training_asks_for_is_understood_or_refused() -> None:
     for wrong in (3, [3], b"loss", "", "k" * 300, object()):
         with pytest.raises(InvalidInput):
             asked_for(configured, None, wrong)
+
+
+def test_a_full_disk_makes_room_at_once_by_what_is_not_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "LEAST_S", 3600.0)
+    with FaultyDisk(tmp_path / "packs") as disk, datastates.open(tmp_path, config=config(retention="latest:2")) as repo:
+        model = nn.Linear(8, 8)
+        run = repo.track(model=model)
+        train(run, model, 6, is_waiting=True)
+        assert len(list((tmp_path / "packs").glob("*.manifest"))) > 2, "the pass after the first state is long over, and the next far away"
+        kept = repo.core.engage().keeper
+        assert isinstance(kept, Keeper)
+        disk.fail(errno.ENOSPC)
+        train(run, model, 1)
+        while len(list((tmp_path / "packs").glob("*.manifest"))) > 2:
+            kept._over.wait(0.01)
+        disk.mend()
+        assert repo.state("main").step == 7
+        run.close()
+        assert repo.state("main").status is Status.DURABLE
