@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import itertools
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from sqlalchemy import make_url
 from datastates.lineage import Database
 from datastates.lineage.migrations import HEAD, upgrade
 from datastates.lineage.schema import Base
+from datastates.opening import environment
 from tests.support import effort, ready
 
 try:
@@ -93,6 +95,23 @@ def ready_lineages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not effort.IS_THOROUGH:
             patch.setattr(upgrade, "upgrade", ready.write)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_commit() -> Iterator[None]:
+    """Git is asked once about this very checkout, not by each of some thousand runs: another process each time."""
+    ask, known = environment._git, functools.cache(environment._git)
+
+    def answer() -> tuple[str | None, bool | None]:
+        with suppress(FileNotFoundError):  # the working directory is gone
+            if Path.cwd() == effort.ROOT:
+                return known()
+        return ask()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not effort.IS_THOROUGH:
+            patch.setattr(environment, "_git", answer)
         yield
 
 

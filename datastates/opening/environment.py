@@ -22,6 +22,8 @@ from .whereabouts import whereabouts
 __all__ = ["describe_run", "describe_training", "node_name", "user_name"]
 
 _PACKAGES = ("datastates", "torch", "numpy", "torchdata", "lightning", "transformers", "accelerate")
+_COMMIT, _NONE_YET = "# branch.oid ", "(initial)"
+"""How ``git status`` begins the line that names the commit, and what it says where there is none."""
 
 
 def node_name() -> str:
@@ -76,11 +78,12 @@ def _versions() -> dict[str, str]:
 
 def _git() -> tuple[str | None, bool | None]:
     """The commit of the working directory, and whether it has changes; None outside a checkout or without git."""
-    commit = _run_git("rev-parse", "HEAD")
-    if commit is None:
-        return None, None
-    changes = _run_git("status", "--porcelain", "--untracked-files=no")
-    return commit, None if changes is None else bool(changes)
+    said = _run_git("status", "--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no")
+    if said is None:  # no checkout, or one so large that this takes too long
+        return _run_git("rev-parse", "HEAD"), None
+    lines = said.splitlines()
+    commit = next((line.removeprefix(_COMMIT) for line in lines if line.startswith(_COMMIT)), _NONE_YET)
+    return (None, None) if commit == _NONE_YET else (commit, not all(line.startswith("# ") for line in lines))
 
 
 def _run_git(*words: str) -> str | None:
