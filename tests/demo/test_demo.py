@@ -21,6 +21,7 @@ from datastates.demo.model import GPT, SHORT, Shape, read_text
 from datastates.demo.report import Cost, Outcome, Step, show
 from datastates.errors import InvalidInput
 from tests.support import warm
+from tests.support.effort import part
 
 COMMAND = [sys.executable, "-W", "error", "-m", "datastates.demo"]
 EXAMPLE = [sys.executable, "-W", "error", str(Path(__file__).parents[2] / "examples" / "demo.py")]
@@ -28,9 +29,9 @@ EXAMPLE = [sys.executable, "-W", "error", str(Path(__file__).parents[2] / "examp
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A folder where the demo ran twice, as a module and as an example, and how the second run went."""
+    """A folder where the demo ran, and how that went: as a module or as an example, by turns; in a thorough run twice."""
     root = tmp_path_factory.mktemp("demo") / "runs"
-    for command in (COMMAND, EXAMPLE):
+    for command in part([COMMAND, EXAMPLE]):
         done = warm.run([*command, str(root), "--short"], capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return root, done

@@ -77,6 +77,7 @@ CHIPS = """() => {
 }"""
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("view", ["graph", "states"])
 def test_a_branch_s_name_never_leaves_the_newest_row_of_a_live_training(wood: Wood, open_page: Callable[[str], Page], view: str) -> None:
     page = open_page(wood.at(f"view={view}"))

@@ -275,6 +275,7 @@ VIEWS: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_serious_in_any_view(asked: Asked, browser: Browser, theme: str) -> None:
     with new_page(browser, color_scheme=theme, reduced_motion="reduce") as page:

@@ -80,6 +80,7 @@ def everything(group: MPIGroup) -> None:
         group.barrier()
 
 
+@pytest.mark.in_turn("many processes")
 @need_mpi
 def test_ranks_under_mpiexec_clone_a_state_in_a_chain_and_go_on_alike_and_all_learn_of_failures() -> None:
     lines = mpiexec(3, "everything", timeout_s=120, program="tests.ranks.test_groups")

@@ -32,6 +32,7 @@ def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
         yield opened
 
 
+@pytest.mark.in_turn("many processes")
 @pytest.mark.slow
 def test_nothing_is_lost_when_many_trainings_capture_into_one_folder(smith: Forge, tmp_path: Path, record_property: Tell) -> None:
     reports = train_together(smith, tmp_path, str(tmp_path / "runs"), None, record_property)
@@ -39,6 +40,7 @@ def test_nothing_is_lost_when_many_trainings_capture_into_one_folder(smith: Forg
         check(repo, reports)
 
 
+@pytest.mark.in_turn("many processes")
 @pytest.mark.slow
 def test_nothing_is_lost_when_many_trainings_capture_into_one_server(
     smith: Forge, tmp_path: Path, postgresql_url: str, record_property: Tell

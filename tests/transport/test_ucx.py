@@ -244,6 +244,7 @@ def test_a_program_that_uses_ucxx_itself_is_left_alone() -> None:
     assert (done.returncode, done.stdout) == (0, "both work\n"), done.stderr
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("import torch", ""), ("", "import torch")])
 def test_a_process_ends_at_once_and_says_nothing_whatever_else_it_loads(before: str, after: str) -> None:
     done = run_script(f"""

@@ -461,4 +461,4 @@ def test_clones_go_on_when_a_helper_is_killed_in_the_middle() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", range(5))
 def test_two_hundred_helpers_are_killed_in_the_middle(share: int) -> None:
-    kill_in_the_middle(effort(40, 25), seed=share)
+    kill_in_the_middle(effort(40, 12), seed=share)

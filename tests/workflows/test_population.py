@@ -30,6 +30,7 @@ from datastates.workflows import (
 )
 from datastates.workflows.plans.builders import Distribution
 from datastates.workflows.running.record import done_tag
+from tests.support.effort import part
 from tests.workflows.studies import CONFIG, prefix
 from tests.workflows.studies import train as train_digits
 
@@ -136,7 +137,7 @@ def test_called_again_it_trains_nothing_and_with_more_rounds_only_those(repo: Re
 
 def test_after_a_death_in_any_round_it_goes_on_to_the_same_end(tmp_path: Path, repo: Repository) -> None:
     found = evolve(repo)
-    for place in ("r1/m3", "r2/m1", "r4/m6"):
+    for place in part(("r1/m3", "r2/m1", "r4/m6")):
         died: list[str] = []
 
         def dying(job: Job, place: str = place, died: list[str] = died) -> None:
