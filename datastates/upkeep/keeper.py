@@ -40,7 +40,10 @@ _BESIDE = 16 << 10
 """About what a small state takes on disk beside its payload, until it is looked at."""
 
 _LAST_S = 5.0
-"""So long the last pass takes at most, when the repository is closed."""
+"""So long the last pass takes at most, when the repository is closed, but for the batch that is under way then."""
+
+_PATIENCE_S = 20.0
+"""So long a pass is waited for at the end."""
 
 
 def keep(core: Core, branch: str, asked: Retention | None) -> None:
@@ -108,22 +111,37 @@ class Keeper:
     def _begin(self) -> None:
         """Runs under the lock."""
         if self._thread is None and not self._over.is_set():
-            self._thread = threading.Thread(target=self._run, name="datastates-retention", daemon=True)
+            self._start(self._run)
+
+    def _start(self, target: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=target, name="datastates-retention", daemon=True)
+        try:
             self._thread.start()
+        except RuntimeError as exc:  # no more threads are allowed: the writer goes on
+            self._thread, self.error = None, exc
+            _logger.warning("states that retention does not keep stay on disk for now: %s", exc)
 
     def stop(self) -> None:
-        """Begin no further pass; one under way ends after its batch, and is waited for."""
+        """Begin no further pass; one under way ends after its batch. A disk that stalls is not waited for."""
         self._over.set()
-        thread = self._thread
-        if thread is not None:
-            thread.join()
+        self._join()
 
     def finish(self) -> None:
-        """The last pass, on this thread, when nothing is captured any more."""
-        self._grounds = replace(self._grounds, host=None)
-        if self._added and self._is_due():
+        """The last pass, when nothing is captured any more. A disk that stalls is not waited for."""
+        if self._added and self._is_due() and self._thread is None:
+            self._grounds = replace(self._grounds, host=None)
             since = time.monotonic()
-            self._try(lambda: time.monotonic() - since > _LAST_S)
+            self._start(lambda: self._try(lambda: time.monotonic() - since > _LAST_S))
+            self._join()
+
+    def _join(self) -> None:
+        thread = self._thread
+        if thread is not None:
+            thread.join(_PATIENCE_S)
+            if thread.is_alive():
+                _logger.warning(
+                    "retention is not over after %.0f s, and is not waited for: %s stalls", _PATIENCE_S, self._grounds.home.path
+                )
 
     def _is_due(self) -> bool:
         bound = self.retention.bound

@@ -7,6 +7,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -226,3 +227,46 @@ def test_a_full_disk_makes_room_at_once_by_what_is_not_to_be_kept(tmp_path: Path
         assert repo.state("main").step == 7
         run.close()
         assert repo.state("main").status is Status.DURABLE
+
+
+@pytest.mark.usefixtures("_often")
+def test_a_pass_that_stalls_is_not_waited_for_when_the_repository_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on, has_come = threading.Event(), threading.Event()
+
+    def stall(*args: object, **more: object) -> None:
+        has_come.set()
+        goes_on.wait()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(keeper, "survey", stall)
+    monkeypatch.setattr(keeper, "_PATIENCE_S", 0.01)
+    model = nn.Linear(4, 4)
+    with (
+        caplog.at_level(logging.WARNING),
+        datastates.open(tmp_path / "runs", config=config(retention="latest:1")) as repo,
+        repo.track(model=model) as run,
+    ):
+        train(run, model, 3, is_waiting=True)
+        assert has_come.wait(60)
+    goes_on.set()
+    assert "is not waited for" in caplog.text
+    with datastates.open(tmp_path / "runs") as repo:
+        assert durable_steps(repo) == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("_often")
+def test_no_thread_to_be_had_for_a_pass_keeps_no_state_from_becoming_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    with datastates.open(tmp_path / "runs", config=config(retention="latest:1")) as repo:
+        run = repo.track(model=model)
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        train(run, model, 3, is_waiting=True)
+        monkeypatch.undo()
+    with datastates.open(tmp_path / "runs") as repo:
+        assert durable_steps(repo) == [3], "the last pass had one"
