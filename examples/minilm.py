@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 __all__ = ["Classifier", "Data"]
 
-logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it has no annotations
+logging.disable_progress_bar()
 
 
 class Classifier(nn.Module):
