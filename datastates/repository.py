@@ -299,20 +299,22 @@ class Repository:
         verify(self.core, state)
         return state
 
-    @values.takes(dry_run=values.flag, on_progress=values.optional(values.callback))
-    def gc(self, *, dry_run: bool = False, on_progress: Callable[[int, int], None] | None = None) -> GcReport:
+    @values.takes(dry_run=values.flag, unknown=values.flag, on_progress=values.optional(values.callback))
+    def gc(self, *, dry_run: bool = False, unknown: bool = False, on_progress: Callable[[int, int], None] | None = None) -> GcReport:
         """Make room on disk: what crashes left, files of states that were evicted, packs that no state needs; packs most of whose bytes
         nobody needs are rewritten. Captures, restores and clones go on beside it, in any process; interrupted, it goes on next time.
 
             print(repo.gc(dry_run=True).bytes_freed)
 
         :param dry_run: only say what there is to be done.
+        :param unknown: delete also states of which no lineage was told, because their process died before it could; ``reindex`` takes
+            them in instead.
         :param on_progress: called with the bytes of packs set free so far, and those that are to be.
-        :raises Conflict: another process does it in this folder.
+        :raises Conflict: another process does it in this folder; with ``unknown``: or is at work there.
         """
         from .upkeep.gc import gc  # few ask for it
 
-        return gc(self.core, is_dry_run=dry_run, on_progress=on_progress)
+        return gc(self.core, is_dry_run=dry_run, takes_unknown=unknown, on_progress=on_progress)
 
     @values.takes(policy=values.optional(retention_of), dry_run=values.flag)
     def prune(self, policy: Retention | str | None = None, *, dry_run: bool = False) -> Pruned:

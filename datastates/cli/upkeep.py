@@ -32,6 +32,9 @@ def register(app: typer.Typer) -> None:
 def gc(
     context: typer.Context,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what there is to be done.")] = False,
+    unknown: Annotated[
+        bool, typer.Option("--unknown", help="Delete also states that no lineage was told of; `reindex` takes them in instead.")
+    ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -41,7 +44,9 @@ def gc(
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository, progress_of(shell) as progress:
         bar = progress.add_task("making room", total=None)
-        done = repository.gc(dry_run=dry_run, on_progress=lambda freed, total: progress.update(bar, completed=freed, total=total))
+        done = repository.gc(
+            dry_run=dry_run, unknown=unknown, on_progress=lambda freed, total: progress.update(bar, completed=freed, total=total)
+        )
     if shell.as_json:
         import msgspec
 
@@ -133,7 +138,7 @@ def _say(shell: Shell, done: GcReport) -> None:
 
     shell.write(f"{size_text(done.bytes_freed)} {'can be freed' if done.is_dry_run else 'freed'}")
     for count, what, size in (
-        (len(done.states), "evicted or lost states whose manifests were still there", None),
+        (len(done.states), "evicted, lost or unknown states whose manifests were still there", None),
         (done.packs, "packs that no state needs", done.bytes_packs),
         (done.rewritten, "packs most of whose bytes no state needs, rewritten", done.bytes_rewritten),
         (done.temporaries, "files that a dead process left half written", done.bytes_temporaries),

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from datastates.errors import Unavailable
+from datastates.errors import Conflict, Unavailable
 from datastates.lineage.change.clones import repository_uid
 from datastates.lineage.chronicle import VERSION, Entry, Mark
 from datastates.lineage.database import Database
@@ -77,7 +77,7 @@ def catch_up(database: Database, packs: Path, *, pages: int = 1 << 30) -> bool:
     """Tell the folder what is new, in at most so many frames; whether that was all.
 
     :raises OSError: the file cannot be written.
-    :raises Unavailable: the lineage is older than what the folder was told: it was brought back from a copy.
+    :raises Conflict: the lineage is older than what the folder was told: it was brought back from a copy.
     """
     with database.read() as session:
         uid = repository_uid(session)
@@ -101,7 +101,7 @@ def _append(fd: int, database: Database, pages: int) -> bool:
     for _ in range(pages):
         with database.read() as session:
             if is_behind(session, mark):
-                raise Unavailable(
+                raise Conflict(
                     "the lineage is older than what its folder of packs was told of it: it was brought back from a copy; "
                     "`datastates reindex --replace` adds what it lacks"
                 )

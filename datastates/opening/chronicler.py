@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from datastates.errors import DatastatesError, Unavailable
+from datastates.errors import Conflict, DatastatesError
 from datastates.lineage.database import Database
 
 from .chronicle import CHRONICLES, catch_up
@@ -59,7 +59,7 @@ class Chronicler:
         except (DatastatesError, OSError) as exc:
             if str(exc) != self._said:  # once for each trouble
                 self._said = str(exc)
-                _logger.log(logging.WARNING if isinstance(exc, Unavailable) else logging.INFO, "the chronicle waits: %s", exc)
+                _logger.log(logging.WARNING if isinstance(exc, Conflict) else logging.INFO, "the chronicle waits: %s", exc)
             return True
         except Exception:  # a defect of ours here is no reason to end a training
             _logger.exception("the chronicle is not kept")

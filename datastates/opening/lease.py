@@ -18,7 +18,7 @@ from datastates.system.sharing import make_folder_like
 
 from .environment import node_name
 
-__all__ = ["LEASES", "Lease", "Seen", "beat_at", "look"]
+__all__ = ["LEASES", "Lease", "Seen", "beat_at", "held_in", "look"]
 
 LEASES = "leases"
 """The folder of the leases, in that of the packs."""
@@ -71,6 +71,12 @@ def beat_at(packs: Path, uid: str) -> datetime | None:
         return datetime.fromtimestamp((packs / LEASES / uid).stat().st_mtime, UTC)
     except OSError:
         return None
+
+
+def held_in(packs: Path) -> list[str]:
+    """The runs whose leases in a folder are held, or may be: processes are at work there."""
+    folder = packs / LEASES
+    return [name for name in sorted(os.listdir(folder) if folder.is_dir() else ()) if look(packs, name) is Seen.HELD]
 
 
 def look(packs: Path, uid: str) -> Seen:

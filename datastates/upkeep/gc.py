@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from datastates.errors import Conflict
 from datastates.lineage.change.withdraw import take_turns
 from datastates.lineage.search.leftovers import given_up, unheard_of
+from datastates.opening.chronicle import chronicles
 from datastates.opening.core import Core
+from datastates.opening.lease import held_in
 from datastates.store.collecting import Collected
 from datastates.system.interrupts import checkpoint
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
 
 __all__ = ["GcReport", "gc"]
 
@@ -25,9 +32,9 @@ _AT_ONCE = 16
 class GcReport:
     """What ``gc`` did, or with ``is_dry_run`` would do; sizes are in bytes.
 
-    ``states`` are uids of states that the lineage gave up earlier and whose manifests were still there, ``temporaries`` files that nobody
-    writes any more, ``packs`` those that no state needs, ``rewritten`` packs most of whose bytes nobody needed. ``left`` says what stayed,
-    and why.
+    ``states`` are uids of states that the lineage gave up earlier, or does not know, and whose manifests were still there; ``temporaries``
+    are files that nobody writes any more, ``packs`` those that no state needs, ``rewritten`` packs most of whose bytes nobody needed.
+    ``left`` says what stayed, and why.
     """
 
     is_dry_run: bool
@@ -46,18 +53,25 @@ class GcReport:
         return self.bytes_temporaries + self.bytes_packs + self.bytes_rewritten
 
 
-def gc(core: Core, *, is_dry_run: bool = False, on_progress: Callable[[int, int], None] | None = None) -> GcReport:
+def gc(
+    core: Core, *, is_dry_run: bool = False, takes_unknown: bool = False, on_progress: Callable[[int, int], None] | None = None
+) -> GcReport:
     """Make room in the folder of packs; see ``Repository.gc``."""
     core.check_open()
     core.settle()
     tell = on_progress or (lambda done, total: None)
     tier = core.tiers.durable
-    if is_dry_run:
-        leftovers, strangers = _judged(core, tuple(tier.uids()))
-        return _report(core, leftovers, strangers, tier.collect(is_dry=True, without=leftovers, tell=tell), is_dry_run=True)
-    core.home.check_writable()
+    if not is_dry_run:
+        core.home.check_writable()
     leftovers, strangers = _judged(core, tuple(tier.uids()))
-    return _report(core, _remove(core, leftovers), strangers, tier.collect(tell=tell))
+    unknown = _nobodys(core, strangers) if takes_unknown else []
+    left = [uid for uid in strangers if uid not in set(unknown)]
+    if is_dry_run:
+        gone = [*leftovers, *unknown]
+        return _report(core, gone, left, tier.collect(is_dry=True, without=gone, tell=tell), is_dry_run=True)
+    removed = _remove(core, leftovers, lambda session, uids: given_up(session, uids, tier=tier.name, node=core.home.check_writable()))
+    removed += _remove(core, unknown, unheard_of)
+    return _report(core, removed, left, tier.collect(tell=tell))
 
 
 def _judged(core: Core, uids: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -67,15 +81,30 @@ def _judged(core: Core, uids: Sequence[str]) -> tuple[list[str], list[str]]:
         return gone, unheard_of(session, uids)
 
 
-def _remove(core: Core, uids: Sequence[str]) -> list[str]:
-    """Delete the manifests of those that are still given up, while nobody can bring them again; which."""
-    tier, removed = core.tiers.durable, list[str]()
+def _nobodys(core: Core, strangers: list[str]) -> list[str]:
+    """Those of which no other lineage of the folder has told, either.
+
+    :raises Conflict: another process is at work here, and may yet tell of them.
+    """
+    others = [run for run in held_in(core.location.packs) if run != core.run_uid]
+    if others:
+        raise Conflict(
+            f"{len(others)} processes are at work in {core.location.packs}, the first of them run {others[0]}: what is unknown may be "
+            "theirs; do it when they have ended, or leave it"
+        )
+    told = {state.uid for chronicle in chronicles(core.location.packs) for entry in chronicle.entries for state in entry.states}
+    return [uid for uid in strangers if uid not in told]
+
+
+def _remove(core: Core, uids: Sequence[str], judged: Callable[[Session, Sequence[str]], list[str]]) -> list[str]:
+    """Delete the manifests of those that are still so judged, while nobody can bring them again; which."""
+    removed = list[str]()
     for start in range(0, len(uids), _AT_ONCE):
         checkpoint()
         with core.database.write() as session:
             take_turns(session)
-            gone = given_up(session, uids[start : start + _AT_ONCE], tier=tier.name, node=core.home.check_writable())
-            tier.forget(gone)
+            gone = judged(session, uids[start : start + _AT_ONCE])
+            core.tiers.durable.forget(gone)
             removed += gone
     return removed
 
@@ -100,5 +129,6 @@ def _unknown(core: Core, strangers: list[str]) -> list[str]:
     more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
     return [
         f"state {strangers[0]}{more} in {core.home.path}, which this lineage does not know: another lineage's, or newer than a database "
-        "that was brought back from a copy (`datastates reindex --replace` takes them in), or of a process that died before it told of them"
+        "that was brought back from a copy (`datastates reindex --replace` takes them in), or of a process that died before it told of "
+        "them (`datastates gc --unknown` deletes what no lineage of this folder was told of)"
     ]

@@ -24,7 +24,7 @@ from datastates.lineage.states import RefKind
 from datastates.opening.chronicle import Chronicle, chronicles
 from datastates.opening.environment import node_name
 from datastates.opening.home import look_at
-from datastates.opening.lease import LEASES, Seen, look
+from datastates.opening.lease import held_in
 from datastates.opening.location import DATABASE, Location, locate
 from datastates.store.files import sync_folder
 from datastates.store.placing import own_bytes
@@ -133,12 +133,8 @@ def _rebuilt(location: Location, lineage: str | None, tell: Callable[[int, int],
 
 def _check_unused(location: Location) -> None:
     """Raise if a process is at work there: it would go on with the database that it has open."""
-    folder = location.packs / LEASES
-    for name in os.listdir(folder) if folder.is_dir() else ():
-        if look(location.packs, name) is Seen.HELD:
-            raise Conflict(
-                f"a training or a server goes on in {location.packs} ({folder / name} is held): end it, then rebuild the lineage"
-            )
+    for name in held_in(location.packs):
+        raise Conflict(f"a training or a server goes on in {location.packs} (its lease is {name}): end it, then rebuild the lineage")
 
 
 def _into(url: str, location: Location, lineage: str | None, tell: Callable[[int, int], None]) -> ReindexReport:

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, Repository, Unavailable
+from datastates import Config, Conflict, Repository, Unavailable
 from datastates.export.bundle import export_bundle, import_bundle
 from datastates.lineage.states import Status
 from datastates.store.local import LocalTier
 from datastates.testing import fail_at
+from datastates.testing.states import small
 from datastates.upkeep.eviction import evict
 from tests.support import warm
 
@@ -84,6 +85,25 @@ def test_states_that_the_lineage_does_not_know_stay_and_are_said(repo: Repositor
     assert uid in done.left[0]
     with datastates.open(other, packs=repo.location.packs, config=QUIET) as second:
         assert second.load(uid)["weight"].shape == (5,)
+
+
+def test_states_that_no_lineage_was_told_of_are_deleted_when_that_is_asked_for(repo: Repository, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    datastates.open(other, config=QUIET).close()
+    packs = repo.location.packs
+    with datastates.open(other, packs=packs, config=QUIET) as second:
+        run = second.track(weight=torch.zeros(5))
+        theirs = run.capture().wait("durable").uid
+        LocalTier(packs).put(small("f" * 24, 1))
+        with pytest.raises(Conflict, match="1 processes are at work"):
+            repo.gc(unknown=True)
+    planned, done = repo.gc(dry_run=True, unknown=True), repo.gc(unknown=True)
+    assert planned.states == done.states == ("f" * 24,)
+    assert theirs in done.left[0]
+    assert not list(packs.glob("f" * 24 + "*"))
+    check(repo, 4)
+    with datastates.open(other, packs=packs, config=QUIET) as second:
+        assert second.load(theirs)["weight"].shape == (5,)
 
 
 def test_an_import_of_evicted_states_loses_no_file_to_a_collection(repo: Repository, tmp_path: Path) -> None:
