@@ -23,7 +23,8 @@ Rules:
 
 A disk that is full, away or stalled is a *trouble* that passes, unless the training wants its errors (``on_failure="raise"``):
 - What failed stays wanted. Nothing is tried until the time that ``next_tick`` says, which is twice as far away after each failure. Then
-  heads come first, what refs name next, what somebody waits for then, and all else in the order in which it was wanted.
+  heads come first, what refs name next, what somebody waits for then, and all else in the order in which it was wanted; while nothing goes
+  well they take turns.
 - A capture that finds memory full meanwhile lets unwritten states give way: the oldest first, then those that somebody waits for, then its
   own head, which it follows, then the best so far, and what tags name at the very last. The heads of other branches stay; where nothing
   else is left it is refused.
@@ -324,6 +325,8 @@ class Engine:
     """Heads of lines that are closed, as long as they are not durable."""
     _retry_at: float | None = None
     _retry_s: float = 0.0
+    _tries: dict[str, int] = field(default_factory=dict)
+    """How often writing each has failed in passing since a write went well."""
     _is_resting: bool = False
     _is_stalled: bool = False
     _is_behind: bool = False
@@ -477,6 +480,7 @@ class Engine:
         self._writing, self._is_stalled = None, False
         if failed_at is None:
             self._retry_at, self._is_resting = None, False
+            self._tries.clear()
         entry = self._entries.get(uid)
         if entry is None:
             return
@@ -503,6 +507,7 @@ class Engine:
         """What failed is wanted as before, and nothing is tried for a while."""
         if uid in self._entries:
             self._queue = {uid: None, **self._queue}
+            self._tries[uid] = self._tries.get(uid, 0) + 1
         self._retry_s = FIRST_RETRY_S if self._retry_at is None else min(2 * self._retry_s, LAST_RETRY_S)
         self._retry_at, self._is_resting, self._is_behind = now + self._retry_s, True, True
 
@@ -574,10 +579,15 @@ class Engine:
         self._is_behind = self._is_behind and bool(self._queue)
         if self._writing is not None or not self._queue or self._is_resting:
             return []
-        uid = min(self._queue, key=self._urgency()) if self._is_behind else next(iter(self._queue))
+        uid = self._most_urgent() if self._is_behind else next(iter(self._queue))
         del self._queue[uid]
         self._writing = uid
         return [Write(uid)]
+
+    def _most_urgent(self) -> str:
+        """Of those that were tried least: one state that cannot be written must not keep the others from it."""
+        urgency = self._urgency()
+        return min(self._queue, key=lambda uid: (self._tries.get(uid, 0), urgency(uid)))
 
     def _urgency(self) -> Callable[[str], int]:
         """How urgent it is to write a state, the lowest first."""

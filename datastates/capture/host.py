@@ -140,7 +140,7 @@ class Persisting(Protocol):
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
         """Wait until all that is wanted is durable, or has failed; ``on_wait`` is told now and then how many are left.
 
-        :raises Unavailable: the database has been away for a minute, or the disk for ten seconds; says what is not durable.
+        :raises Unavailable: the database has been away for a minute, or the disk for some seconds; says what is not durable.
         """
 
 

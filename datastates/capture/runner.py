@@ -336,7 +336,7 @@ class Runner:
 
         Ctrl-C while waiting gives up what is not durable yet: no later call waits for it, until something else is captured or named.
 
-        :raises Unavailable: the database has been away for a minute, or the disk for ten seconds; says what is not durable.
+        :raises Unavailable: the database has been away for a minute, or the disk for some seconds; says what is not durable.
         """
         failures = self._trouble.failures
         try:
@@ -364,7 +364,7 @@ class Runner:
     def close(self) -> None:
         """Make the heads durable, wait, and end the threads; idempotent, and goes on where it was interrupted. Not for these threads.
 
-        :raises Unavailable: the database has been away for a minute, or the disk for ten seconds; says what is lost.
+        :raises Unavailable: the database has been away for a minute, or the disk for some seconds; says what is lost.
         """
         try:
             if not self._is_closed:

@@ -18,8 +18,8 @@ _logger = logging.getLogger(__name__)
 STALL_S = 30.0
 """A write that has made no progress for so long is stalled."""
 
-CLOSING_S = 10.0
-"""How long whoever closes a training or a repository waits for a disk that is in trouble: schedulers give hardly more to a job."""
+CLOSING_S = 5.0
+"""How long whoever closes a training or a repository waits for a disk that is in trouble: many schedulers give ten seconds to all of it."""
 
 _SAY_AGAIN_S = 600.0
 

@@ -345,6 +345,16 @@ def test_heads_then_tags_then_what_is_waited_for_come_first_when_writing_works_a
     assert after(made, Recorded("h", "main", 9.0), Written("f"), Written("g")) == [Write("g"), Write("h")], "in order, as ever"
 
 
+def test_a_state_that_cannot_be_written_does_not_keep_the_others_from_it() -> None:
+    made = engine(Cadence(every=1, interval_s=None), "a", "b", "c")
+    after(made, fails("a", 5.0))
+    assert after(made, Retry()) == [Write("c")], "the head"
+    assert after(made, fails("c", 6.0), Retry()) == [Write("b")]
+    assert after(made, fails("b", 7.0), Retry()) == [Write("c")], "each had its turn"
+    assert after(made, fails("c", 8.0), Retry(), fails("b", 9.0), Retry()) == [Write("b"), Write("a")]
+    assert after(made, Written("a"), fails("c", 9.0), Retry()) == [Write("c"), Write("b")]
+
+
 def test_heads_of_lines_that_were_closed_come_first_too() -> None:
     made = engine(Cadence(every=1, interval_s=None), "a", "b")
     made.handle(LineOpened("other", NEVER, "other"))
