@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import torch
     from sqlalchemy.orm import Session
 
+    from .algebra.bisection import Bisection
     from .algebra.blame import Blame
     from .algebra.diff import Diff
     from .algebra.ensemble import Ensemble
@@ -566,6 +567,43 @@ class Repository:
         from .algebra.blame import blame
 
         return blame(self.core, rev, only=only, size=size, on_progress=on_progress)
+
+    @values.takes(
+        good=values.revision,
+        bad=values.revision,
+        only=values.patterns,
+        verdicts=values.optional(values.path),
+        on_progress=values.optional(values.callback),
+    )
+    def bisect(
+        self,
+        good: str | State,
+        bad: str | State,
+        predicate: Callable[[Any], object] | str,
+        *,
+        only: str | Sequence[str] | None = None,
+        verdicts: str | os.PathLike[str] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Bisection:
+        """The first state on the path from ``good`` to ``bad`` of which a predicate holds; at most ceil(log2(n)) + 1 of n are restored.
+
+        States whose bytes are gone are not tried; where one of them may be the first, ``candidates`` are all that may.
+        ``repo.bisect("warm", "main", lambda tree: tree["model"]["weight"].abs().max() > 100, only="model").bad`` is such a state.
+
+        :param good: where it does not hold yet.
+        :param bad: a descendant of it, where it holds.
+        :param predicate: takes a state's containers, as ``load`` gives them, and says True where it is bad, False where it is good, None
+            where that cannot be said. Or a condition on a metric, ``"loss > 5"``: then nothing is restored, and NaN is bad.
+        :param only: what is loaded for it, as in ``load``.
+        :param verdicts: a file that keeps what was found, so that a bisection that was broken off goes on; it is of one question.
+        :param on_progress: called with the states that were tried, and how many these will be at most.
+        :raises InvalidInput: ``bad`` does not descend from ``good``, or the predicate does not hold of one and of the other not.
+        """
+        from .algebra.bisection import bisect
+
+        if not isinstance(predicate, str):
+            values.callback(predicate, "predicate")
+        return bisect(self.core, good, bad, predicate, only=only, verdicts=verdicts, on_progress=on_progress)
 
     @values.takes(
         revs=values.several(values.revision),

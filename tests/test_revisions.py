@@ -25,7 +25,7 @@ from datastates.api import Client
 from datastates.ranks.groups import SoloGroup
 from datastates.workflows import Plan, SerialExecutor, Uniform, Variant
 
-REVISIONS = {"rev", "revs", "start", "old", "new", "expected", "branches", "heads", "around", "base"}
+REVISIONS = {"rev", "revs", "start", "old", "new", "expected", "branches", "heads", "around", "base", "good", "bad"}
 """What our functions call a revision, or several."""
 
 OTHERS = {
@@ -183,6 +183,8 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Peer.state(rev)": lambda world, rev: world.peer.state(rev).uid,
     "Repository.ancestors(rev)": lambda world, rev: [state.uid for state in world.repo.ancestors(rev)],
     "Repository.blame(rev)": lambda world, rev: [each.state.uid for each in world.repo.blame(rev)],
+    "Repository.bisect(bad)": lambda world, rev: world.repo.bisect("main~2", rev, lambda tree: None).bad.uid,
+    "Repository.bisect(good)": lambda world, rev: world.repo.bisect(rev, "main", lambda tree: None).good.uid,
     "Repository.branch(rev)": lambda world, rev: world.repo.branch(world.fresh(), rev).state,
     "Repository.descendants(rev)": lambda world, rev: {state.uid for state in world.repo.descendants(rev) if state.step <= 3},
     "Repository.compare(revs)": lambda world, rev: [each.state.uid for each in world.repo.compare([rev, "main"])],

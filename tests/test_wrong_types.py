@@ -248,6 +248,10 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Repository.compare": lambda w: Case(w.repo.compare, {"revs": ["start", "main"]}),
     "Repository.diff": lambda w: Case(w.repo.diff, {"old": "start", "new": "main", "only": "model", "stat": False, "on_progress": None}),
     "Repository.blame": lambda w: Case(w.repo.blame, {"rev": "main", "only": "model", "size": False, "on_progress": None}),
+    "Repository.bisect": lambda w: Case(
+        w.repo.bisect,
+        {"good": "main~2", "bad": "main", "predicate": lambda tree: None, "only": "model", "verdicts": None, "on_progress": None},
+    ),
     "Repository.merge": lambda w: Case(
         w.repo.merge,
         {
@@ -386,7 +390,7 @@ def _is_the_callers_own(name: str, parameter: str, value: object) -> bool:
     if name == "open" and parameter == "url":
         return isinstance(value, str | bytes)
     is_object = parameter in ("objects", "loader") and isinstance(value, Hostile)
-    return is_object or (parameter in ("on_progress", "encode", "decode", "pick") and callable(value))
+    return is_object or (parameter in ("on_progress", "encode", "decode", "pick", "predicate") and callable(value))
 
 
 def attempt(world: World, name: str, changes: Mapping[str, object]) -> None:

@@ -30,6 +30,8 @@ COMMANDS = {
     "compare": ("Look", "compare"),
     "diff": ("Look", "diff"),
     "blame": ("Look", "blame"),
+    "bisect": ("Look", "bisect"),
+    "config": ("Look", "configured"),
     "refs": ("Look", "refs"),
     "reflog": ("Look", "refs"),
     "tag": ("Name", "refs"),

@@ -18,6 +18,8 @@ EXAMPLES = {
     "compare": "datastates compare main main~3",
     "diff": "datastates diff main~3 main --only 'model/*' --sort change",
     "blame": "datastates blame main --only 'model/*' --size",
+    "bisect": "datastates bisect main~3 main --metric 'val_loss > 0.13'",
+    "config": "datastates config main --diff main~3",
     "refs": "datastates refs",
     "reflog": "datastates reflog main",
     "tag": "datastates tag baseline main~3 --message 'before the new schedule'",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ from datastates.errors import InvalidInput
 from datastates.opening.location import locate
 from datastates.system import masking
 
+from .functions import function_of
 from .shell import Globals, Shell
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ def serve_web(repositories: Mapping[str, Repository], url: str, options: WebOpti
     from datastates.api.serve import WebServer
     from datastates.api.tokens import make_token, read_tokens
 
-    show = None if options.pictures is None else _function(options.pictures)
+    show = None if options.pictures is None else function_of(options.pictures, "gives a picture for the index of a sample")
     tokens = read_tokens(options.tokens)
     made = make_token() if options.is_writable and not tokens else None
     if options.is_writable and tokens and max(tokens.values()) < Scope.WRITE:
@@ -94,26 +92,6 @@ def serve_web(repositories: Mapping[str, Repository], url: str, options: WebOpti
     if show is not None:
         server.show_samples(show)
     return server, made
-
-
-def _function(said: str) -> Callable[[int], object]:
-    """The user's function that ``MODULE:FUNCTION`` names; modules of the current folder are found too.
-
-    :raises InvalidInput: there is none.
-    """
-    module, _, name = said.partition(":")
-    if not (module and name):
-        raise InvalidInput(f"{said!r} names no function: write MODULE:FUNCTION, such as shop.data:picture")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError as exc:
-        raise InvalidInput(f"{said!r} cannot be imported from here ({exc}): start the server in the folder of that module") from exc
-    if not callable(found):
-        raise InvalidInput(f"{module} has no function {name!r}: name one that gives a picture for the index of a sample")
-    function: Callable[[int], object] = found
-    return function
 
 
 def announce_web(

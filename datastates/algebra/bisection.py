@@ -1,0 +1,303 @@
+"""The first state on a path at which something turned bad, in as few restores as halving allows.
+
+What is known of a state is a verdict: ``good``, ``bad`` or ``skipped``. States whose bytes are gone are not tried. Where the state at which
+it turned cannot be told from those before it that were not tried, the answer is all of them. Verdicts may be kept in a file, so that a
+bisection that was broken off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from datastates import values
+from datastates.errors import Conflict, InvalidInput, NotFound, Unavailable
+from datastates.lineage.lookup import id_of, states
+from datastates.lineage.search.path import metric_along, path_ids, restorable_along
+from datastates.lineage.states import State
+from datastates.opening.core import Core
+from datastates.upkeep.loading import load
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Bisection", "Judge", "Verdict", "bisect", "bisect_by", "judge_of"]
+
+_CONDITION = re.compile(r"\s*(?:metrics\.)?(?P<key>.+?)\s*(?P<sign><=|>=|==|!=|=|<|>)\s*(?P<bound>[^\s<>=!]+)\s*")
+_SIGNS: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+
+
+class Verdict(StrEnum):
+    """What is known of a state."""
+
+    GOOD = "good"
+    BAD = "bad"
+    SKIPPED = "skipped"
+
+
+Judge = Callable[[State], Verdict]
+"""Tries a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bisection:
+    """``good`` is the newest state before the turn that is good, ``bad`` the oldest after it that is bad, and ``candidates`` are the states
+    of which one is the first bad one, oldest first; ``bad`` is the last of them.
+
+    ``tried`` are the verdicts of this and of earlier calls, by uid; ``restores`` are the states that this call tried.
+    """
+
+    good: State
+    bad: State
+    candidates: tuple[State, ...]
+    tried: Mapping[str, Verdict]
+    restores: int
+
+    @property
+    def first(self) -> State | None:
+        """The first bad state; None where several may be it."""
+        return self.bad if len(self.candidates) == 1 else None
+
+
+def bisect(
+    core: Core,
+    good: str | State,
+    bad: str | State,
+    predicate: Callable[[Any], object] | str,
+    *,
+    only: str | Sequence[str] | None = None,
+    verdicts: str | os.PathLike[str] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Bisection:
+    """See ``Repository.bisect``."""
+    if isinstance(predicate, str):
+        return _by_metric(core, core.state(good), core.state(bad), predicate)
+    notes = None if verdicts is None else Path(verdicts)
+    return bisect_by(core, good, bad, judge_of(core, predicate, only), verdicts=notes, on_progress=on_progress)
+
+
+def judge_of(core: Core, predicate: Callable[[Any], object], only: str | Sequence[str] | None = None) -> Judge:
+    """Restores a state, and asks a function of the user's: True is bad, False good, None skips."""
+
+    def judge(state: State) -> Verdict:
+        try:
+            tree = load(core, state, only=only)
+        except Unavailable:
+            return Verdict.SKIPPED
+        said = predicate(tree)
+        if said is None:
+            return Verdict.SKIPPED
+        return Verdict.BAD if values.flag(said, f"what the predicate says of state {state.uid}") else Verdict.GOOD
+
+    return judge
+
+
+def bisect_by(
+    core: Core,
+    good: str | State,
+    bad: str | State,
+    judge: Judge,
+    *,
+    by: str = "",
+    verdicts: Path | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Bisection:
+    """Halve the path from ``good`` to ``bad``: at most ceil(log2(n)) + 1 of n states are tried, unless some are skipped.
+
+    An end that the answer rests upon, and that was not tried, is tried last. ``by`` names the question in the file of verdicts.
+
+    :raises InvalidInput: the ends are not as they were said to be.
+    """
+    one, other = core.state(good), core.state(bad)
+    with core.reading() as session:
+        path = _path(session, one, other)
+        restorable = restorable_along(session, path)
+    search = _Search(core, path, [place for place, id_ in enumerate(path) if id_ in restorable], _Notes(verdicts, one.uid, other.uid, by))
+    while (place := search.next()) is not None:
+        search.tell(place, judge(search.state(place)))
+        if on_progress is not None:
+            on_progress(search.restores, search.restores + search.to_go)
+    return search.answer()
+
+
+class _Search:
+    """A bisection that goes on: places on the path, and what is known of them."""
+
+    def __init__(self, core: Core, path: list[int], testable: list[int], notes: _Notes) -> None:
+        self._core, self._path, self._testable, self._notes = core, path, testable, notes
+        self._states: dict[int, State] = {}
+        self.restores = 0
+        with core.reading() as session:
+            places = {id_: place for place, id_ in enumerate(path)}
+            known = {places.get(id_of(session, uid)): verdict for uid, verdict in notes.verdicts.items()}
+        self._verdicts = {place: verdict for place, verdict in known.items() if place is not None}
+
+    @property
+    def _turn(self) -> tuple[int, int]:
+        """The newest place that counts as good, and the oldest after it that counts as bad."""
+        bad = min((place for place, verdict in self._verdicts.items() if verdict is Verdict.BAD), default=len(self._path) - 1)
+        good = max((place for place, verdict in self._verdicts.items() if verdict is Verdict.GOOD and place < bad), default=0)
+        return good, bad
+
+    def _open(self) -> list[int]:
+        good, bad = self._turn
+        return [place for place in self._testable if good < place < bad and place not in self._verdicts]
+
+    @property
+    def to_go(self) -> int:
+        """At most so many more are tried, if none is skipped."""
+        return math.ceil(math.log2(len(self._open()) + 1)) + min(len(self._ends()), 2 if len(self._path) == 2 else 1)
+
+    def next(self) -> int | None:
+        """The place to be tried next: the middle one, then ends that were not tried; None at the end.
+
+        :raises InvalidInput: an end is not what it was said to be.
+        """
+        last = len(self._path) - 1
+        for place, wanted, word in ((0, Verdict.GOOD, "good"), (last, Verdict.BAD, "bad")):
+            if self._verdicts.get(place, wanted) not in (wanted, Verdict.SKIPPED):
+                state = self.state(place)
+                raise InvalidInput(f"state {state.uid} (step {state.step}) is not {word}: name another one, or ask something else")
+        among = self._open()
+        if among:
+            return among[len(among) // 2]
+        ends = self._ends()
+        return ends[0] if ends else None
+
+    def _ends(self) -> list[int]:
+        """The ends that the answer would rest upon now, and that were not tried."""
+        return [
+            place for place in self._turn if place in (0, len(self._path) - 1) and place not in self._verdicts and place in self._testable
+        ]
+
+    def tell(self, place: int, verdict: Verdict) -> None:
+        """Note what was found."""
+        self._verdicts[place] = verdict
+        self.restores += 1
+        self._notes.keep(self.state(place).uid, verdict)
+
+    def state(self, place: int) -> State:
+        """The state at a place."""
+        if place not in self._states:
+            with self._core.reading() as session:
+                (self._states[place],) = states(session, [self._path[place]])
+        return self._states[place]
+
+    def answer(self) -> Bisection:
+        """What was found in the end."""
+        good, bad = self._turn
+        with self._core.reading() as session:
+            found = states(session, self._path[good : bad + 1])
+        return Bisection(found[0], found[-1], tuple(found[1:]), dict(self._notes.verdicts), self.restores)
+
+
+class _File(msgspec.Struct, frozen=True):
+    """What is kept of a bisection."""
+
+    good: str
+    bad: str
+    by: str
+    verdicts: dict[str, Verdict]
+
+
+class _Notes:
+    """The verdicts of a bisection by uid, in a file if there is one; each is on disk once ``keep`` returns."""
+
+    def __init__(self, path: Path | None, good: str, bad: str, by: str) -> None:
+        self._path, self._about = path, (good, bad, by)
+        self.verdicts: dict[str, Verdict] = {}
+        if path is not None:
+            self.verdicts = self._read(path)
+
+    def _read(self, path: Path) -> dict[str, Verdict]:
+        try:
+            kept = msgspec.json.decode(path.read_bytes(), type=_File)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as exc:
+            raise InvalidInput(f"{path} holds no verdicts of a bisection ({exc}): remove it, or name another file") from exc
+        if (kept.good, kept.bad, kept.by) != self._about:
+            raise Conflict(
+                f"{path} is of another bisection, from {kept.good[:10]} to {kept.bad[:10]}{f' by {kept.by}' * bool(kept.by)}:"
+                " remove it, or name another file"
+            )
+        return kept.verdicts
+
+    def keep(self, uid: str, verdict: Verdict) -> None:
+        """Add a verdict."""
+        self.verdicts[uid] = verdict
+        if self._path is None:
+            return
+        part = self._path.with_name(f".{self._path.name}.part")
+        try:
+            part.write_bytes(msgspec.json.encode(_File(*self._about, self.verdicts)))
+            part.replace(self._path)
+        except OSError as exc:
+            raise InvalidInput(f"verdicts cannot be kept in {self._path} ({exc}): name another file") from exc
+
+
+def _path(session: Session, good: State, bad: State) -> list[int]:
+    old, new = id_of(session, good.uid), id_of(session, bad.uid)
+    if old == new:
+        raise InvalidInput(f"good and bad are both state {good.uid}: name two of them, the good one first")
+    path = path_ids(session, old, new)
+    if not path:
+        swapped = " it is the other way round, the good one comes first" if path_ids(session, new, old) else " name an ancestor of it"
+        raise InvalidInput(f"state {bad.uid} does not descend from {good.uid}:{swapped}")
+    return path
+
+
+# By a metric, which the lineage knows of every state
+
+
+def _by_metric(core: Core, good: State, bad: State, text: str) -> Bisection:
+    """The first state whose metric is so; nothing is restored, and states without bytes count too."""
+    key, is_bad = _condition(text)
+    with core.reading() as session:
+        path = _path(session, good, bad)
+        known = metric_along(session, path, key)
+        if not known:
+            raise NotFound(f"no state from {good.uid[:10]} to {bad.uid[:10]} has a metric {key!r}: {_said(bad)}")
+        turned = next((place for place, id_ in enumerate(path) if id_ in known and is_bad(known[id_])), None)
+        if turned is None:
+            raise InvalidInput(f"{text.strip()!r} holds of no state from {good.uid[:10]} to {bad.uid[:10]}: ask something else")
+        if turned == 0:
+            raise InvalidInput(f"{text.strip()!r} holds of state {good.uid} already: name an older one as the good one")
+        last = max((place for place in range(turned) if path[place] in known), default=0)
+        found = states(session, path[last : turned + 1])
+    tried = {state.uid: Verdict.BAD if is_bad(state.metrics[key]) else Verdict.GOOD for state in found if key in state.metrics}
+    return Bisection(found[0], found[-1], tuple(found[1:]), tried, 0)
+
+
+def _said(state: State) -> str:
+    return f"the last one has {', '.join(sorted(state.metrics)[:8])}" if state.metrics else "the last one has none"
+
+
+def _condition(text: str) -> tuple[str, Callable[[float], bool]]:
+    """The metric that a condition is of, and what it says of a value; NaN is bad unless it is compared by = or !=."""
+    match = _CONDITION.fullmatch(text)
+    try:
+        bound = float(match["bound"]) if match else math.nan
+    except ValueError:
+        match = None
+    if match is None:
+        raise InvalidInput(f"{text[:80]!r} is no condition on a metric: give one such as 'loss > 5' or 'accuracy < 0.5'")
+    sign = match["sign"]
+
+    def is_bad(value: float) -> bool:
+        if math.isnan(value) or math.isnan(bound):
+            return (math.isnan(value) and math.isnan(bound)) != (sign == "!=") if sign in ("=", "==", "!=") else math.isnan(value)
+        return _SIGNS[sign](value, bound)
+
+    return match["key"].strip("\"'"), is_bad

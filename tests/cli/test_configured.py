@@ -1,0 +1,60 @@
+"""``config``: what a state was configured with, and what was another before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import datastates
+from tests.cli.conftest import Invoke
+
+
+@pytest.fixture
+def uids(tmp_path: Path) -> dict[str, str]:
+    """``main`` with three states; ``fork``, from the second, at another rate, was trained by two processes in turn."""
+    weight = torch.ones(1)
+    found = {}
+    with datastates.open(tmp_path / "runs", memory_bytes=32 << 20) as repo:
+        with repo.track(rng=False, weight=weight, config={"lr": 0.1, "opt": {"name": "sgd"}}) as run:
+            for step in range(1, 4):
+                found[f"main{step}"] = run.capture().wait("durable").uid
+        for number in (1, 2):
+            start = "main~1" if number == 1 else None
+            with repo.track(rng=False, weight=weight, branch="fork", start=start, config={"lr": 0.2, "seed": 7}) as run:
+                found[f"fork{number}"] = run.capture().wait("durable").uid
+        with repo.track(rng=False, weight=weight, branch="bare") as run:
+            found["bare"] = run.capture().wait("durable").uid
+    return found
+
+
+def test_it_says_since_when_and_what_was_another_before(uids: dict[str, str], invoke: Invoke) -> None:
+    told = invoke("config", "fork", "--json").json
+    assert told == {
+        "state": uids["fork2"],
+        "step": 4,
+        "config": {"lr": 0.2, "seed": 7},
+        "since": uids["fork1"],
+        "before": uids["main2"],
+        "changes": {"lr": [0.1, 0.2], "opt.name": ["sgd", None], "seed": [None, 7]},
+    }
+    lines = invoke("config", "fork").out.splitlines()
+    assert {"lr: 0.1 -> 0.2", "opt.name: 'sgd' -> nothing", "seed: nothing -> 7"} <= set(lines)
+    assert any(f"so since step 3, {uids['fork1'][:10]}" in line for line in lines)
+
+
+def test_a_path_that_began_so_has_nothing_before(uids: dict[str, str], invoke: Invoke) -> None:
+    told = invoke("config", "--json").json
+    assert (told["since"], told["before"], told["changes"]) == (uids["main1"], None, {})
+
+
+def test_two_states_are_compared(uids: dict[str, str], invoke: Invoke) -> None:
+    told = invoke("config", "fork", "--diff", "main", "--json").json
+    assert (told["other"], told["changes"]["lr"]) == (uids["main3"], [0.1, 0.2])
+    assert "configured alike" in invoke("config", "fork~1", "--diff", "fork").err
+
+
+def test_what_was_not_recorded_is_said(uids: dict[str, str], invoke: Invoke) -> None:
+    done = invoke("config", "bare")
+    assert (done.code, "track(config=…)" in done.err) == (0, True)
