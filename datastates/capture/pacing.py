@@ -39,6 +39,7 @@ class Pacing:
     _step: int = 0
     _extremes: dict[str, tuple[float, float]] = field(default_factory=dict)
     _measures: Measures = field(default_factory=Measures)
+    _reckoned: Costs | None = None
 
     def is_due_at_capture(self, taken: Taken, now: float, *, is_writing: bool) -> bool:
         """Whether a capture that was just recorded, and is the newest, is to be written; it is counted."""
@@ -87,9 +88,9 @@ class Pacing:
             return False
         self.idle = 0
         costs = self._measures.costs()
-        if costs is None:
+        if costs is None or costs is self._reckoned:
             return False
-        self.costs = replace(costs, further_s=further_s)
+        self._reckoned, self.costs = costs, replace(costs, further_s=further_s)
         chosen = self.policy.choose(self.costs, self.choice)
         has_changed = chosen is not self.choice
         self.choice = chosen

@@ -5,10 +5,12 @@ captures are while it goes on: each interval is set against the seconds of it th
 (least squares). Where it begins is the interval without a write; its slope is how many seconds of training a second of writing costs.
 
 Rules:
+- What of an interval overlaps is reckoned as if it were as long as usual. An interval that happens to be longer would overlap with more
+  of a write, and so noise alone would look like a cost.
 - The first ``WARM_UP`` intervals of a training are left out.
 - An interval that is far longer than others (an evaluation, a night in suspense) counts as ``_FAR`` times as long as they, and one that
   lies far off the line as ``_FAR`` deviations off it.
-- The slope is taken one standard error lower, and not below 0: what cannot be told from noise is no cost. More writes, less noise.
+- The slope is taken half a standard error lower, and not below 0: what can hardly be told from noise is no cost. More writes, less noise.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from statistics import median
 
 from .contract import Costs
 
-__all__ = ["LEAST_CAPTURES", "LEAST_WRITES", "WARM_UP", "Measures"]
+__all__ = ["EACH", "LEAST_CAPTURES", "LEAST_WRITES", "WARM_UP", "Measures"]
 
 WARM_UP = 4
 """The first intervals of a training, which compile, fill caches and touch memory."""
@@ -30,6 +32,9 @@ LEAST_CAPTURES = 16
 
 LEAST_WRITES = 3
 """Fewer writes say nothing."""
+
+EACH = 4
+"""After so many more writes costs are reckoned anew, which takes a millisecond."""
 
 _KEPT = 256
 """So many intervals of each kind are looked at, the newest ones."""
@@ -49,8 +54,10 @@ class Measures:
         self._quiet: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._beside: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._held: deque[float] = deque(maxlen=_KEPT)
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=16)
         self._durations: deque[float] = deque(maxlen=12)
+        self._known: Costs | None = None
+        self._next = LEAST_WRITES
 
     def captured(self, at: float, held_s: float | None = None) -> None:
         """A capture was begun; ``held_s``: so long the one before it held the training."""
@@ -69,16 +76,27 @@ class Measures:
         if is_own:
             self._writes += 1
             self._durations.append(ended - began)
+        usual = self._usual()
         while self._waiting and self._waiting[0][1] <= ended:
             begin, end = self._waiting.popleft()
-            overlap = sum(max(0.0, min(end, last) - max(begin, first)) for first, last in self._recent if last > begin)
+            until = begin + usual
+            overlap = sum(max(0.0, min(until, last) - max(begin, first)) for first, last in self._recent if first < end and last > begin)
             (self._beside if overlap > 0 else self._quiet).append((end - begin, overlap))
             self._captures += 1
 
+    def _usual(self) -> float:
+        """How long an interval beside a write usually is."""
+        known = [duration for duration, _ in self._beside or self._quiet] or [end - begin for begin, end in self._waiting]
+        return median(known) if known else 0.0
+
     def costs(self) -> Costs | None:
         """What is known so far; None: too little."""
-        if self._captures < LEAST_CAPTURES or self._writes < LEAST_WRITES or not self._beside:
-            return None
+        if self._captures >= LEAST_CAPTURES and self._writes >= self._next and self._beside:
+            self._known = self._reckoned()
+            self._next = self._writes + EACH
+        return self._known
+
+    def _reckoned(self) -> Costs:
         base, slope = fit([*self._quiet, *self._beside])
         write_s = median(self._durations)
         held_s = median(self._held) if self._held else 0.0
@@ -98,7 +116,7 @@ def fit(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
         for (_, overlap), each in zip(samples, off, strict=True)
     ]
     base, slope, error = _line(near)
-    slope = max(0.0, slope - error)
+    slope = max(0.0, slope - error / 2)
     if slope == 0.0:
         base = sum(duration for duration, _ in near) / len(near)
     return max(base, 1e-9), slope

@@ -58,7 +58,7 @@ class _ByFailures(Policy):
             return is_probe_due(moment)
         if moment.is_writing or not moment.is_newest:
             return False
-        return moment.last_write is None or moment.now - moment.last_write >= moment.choice.interval_s
+        return moment.last_write is None or moment.now >= moment.last_write + moment.choice.interval_s
 
     def next_due(self, moment: Moment, /) -> float | None:
         """See ``Policy``."""

@@ -15,9 +15,9 @@ _AFTER = 8
 
 _SUDDEN = 2.0
 
-_LONGER, _SHORTER = 1.25, 0.7
-"""A chosen interval stays while what would be chosen now lies between these many of it. With a quarter more of it the share of the time
-that writing takes is a quarter above what was asked for, at most."""
+_LONGER, _SHORTER = 1.15, 0.7
+"""A chosen interval stays while what would be chosen now lies between these many of it. The share of the time that writing
+takes is then 15 % above what was asked for, at most."""
 
 
 def is_probe_due(moment: Moment) -> bool:

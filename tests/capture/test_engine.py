@@ -724,6 +724,9 @@ class EveryThirdFurther(Cadence):
 
     __slots__ = ()
 
+    def is_due(self, moment: Moment, /) -> bool:
+        return True
+
     def choose(self, costs: Costs, current: CadenceChoice | None, /) -> CadenceChoice | None:
         return current or CadenceChoice("mine", "for a test", every=1, further_every=3, costs=costs)
 

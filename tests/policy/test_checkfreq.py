@@ -35,7 +35,7 @@ def test_without_noise_it_finds_the_smallest_interval(share: float, interval_s: 
     assert training.choice is not None
     assert training.choice.every is not None
     least = least_interval(share, interval_s, length * interval_s, slowdown)
-    assert least <= training.choice.every + 1e-9
+    assert training.choice.every >= math.floor(0.88 * least), training.choice.why
     assert training.choice.every <= max(least + 1, math.ceil(least * 1.34)), training.choice.why
 
 
@@ -43,12 +43,13 @@ def test_without_noise_it_finds_the_smallest_interval(share: float, interval_s: 
 def test_with_noise_the_share_is_kept_and_a_write_never_meets_the_next(seed: int) -> None:
     training = Training(CheckFreq(0.035), 0.1, 0.72, slowdown=0.08, noise=0.08, seed=seed)
     training.run(300)
-    begun = training.captures, training.now, len(training.writes)
+    begun = training.captures, len(training.writes)
     training.run(2000)
     work = (training.captures - begun[0]) * 0.1
-    assert (training.now - begun[1]) / work - 1 <= 0.035 + 0.01
-    assert all(one[1] <= other[0] for one, other in pairwise(training.writes))
-    assert len(training.writes) - begun[2] > 2000 / (least_interval(0.035, 0.1, 0.72, 0.08) * 2), "and it is used"
+    delayed = sum(ended - began for began, ended in training.writes[begun[1] :]) * 0.08 / 1.08
+    assert delayed / work <= 0.035 + 0.01
+    assert training.most_pending == 1, "no state waited for another to be written"
+    assert len(training.writes) - begun[1] > 2000 / (least_interval(0.035, 0.1, 0.72, 0.08) * 2), "and it is used"
 
 
 def test_it_follows_when_the_disk_slows_down_and_when_it_recovers() -> None:
@@ -107,6 +108,28 @@ def test_a_night_in_suspense_is_no_cost_of_writing() -> None:
     base, slope = fit([*samples, (30_000.0, 0.1)])
     assert base == pytest.approx(0.1, rel=0.1)
     assert slope < 0.2
+
+
+@pytest.mark.parametrize(("length", "slowdown"), [(7.0, 0.0), (7.0, 0.3), (0.4, 0.0), (0.4, 0.5)])
+def test_steps_of_uneven_length_are_no_cost_of_writing(length: float, slowdown: float) -> None:
+    found = []
+    for seed in range(6):
+        training = Training(CheckFreq(0.1), 0.1, 0.1 * length, slowdown, noise=0.3, seed=seed)
+        training.run(800)
+        costs = training.costs
+        assert costs is not None
+        found.append(costs.overhead_s / costs.write_s)
+    true = slowdown / (1 + slowdown)
+    off = 0.08 if length > 1 else 0.15  # a short write is seen in a small part of an interval
+    assert true - off <= sum(found) / len(found) <= true + off, found
+
+
+def test_a_write_that_takes_far_longer_than_the_others_puts_the_next_one_off() -> None:
+    training = Training(CheckFreq(), 0.1, 0.35)
+    training.run(200)
+    training.write_s = 3.0
+    training.run(25)
+    assert training.most_pending == 1
 
 
 def test_little_is_no_knowledge() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from datastates.capture.engine import Action, Engine, LineOpened, Paced, Recorded, Tick, Write, Written
 from datastates.capture.pacing import Taken
-from datastates.policy.contract import CadenceChoice, Policy
+from datastates.policy.contract import CadenceChoice, Costs, Policy
 
 __all__ = ["Training"]
 
@@ -16,7 +16,8 @@ __all__ = ["Training"]
 class Training:
     """Captures come every ``interval_s`` of work; a second of writing costs ``slowdown`` seconds of work, and a write takes ``write_s``.
 
-    What it came to is in ``writes`` (when each began and ended), ``choices`` and ``now``.
+    What it came to is in ``writes`` (when each began and ended), ``choices``, ``costs``, ``now`` and ``most_pending``: so many states were
+    being written, or waited, at once.
     """
 
     policy: Policy
@@ -29,6 +30,8 @@ class Training:
     captures: int = 0
     writes: list[tuple[float, float]] = field(default_factory=list)
     choices: list[CadenceChoice] = field(default_factory=list)
+    most_pending: int = 0
+    costs: Costs | None = None
 
     def __post_init__(self) -> None:
         self._engine, self._random = Engine(), random.Random(self.seed)
@@ -73,11 +76,13 @@ class Training:
             self._act(self._engine.handle(Written(uid, began, ends)))
 
     def _act(self, actions: list[Action]) -> None:
+        self.most_pending = max(self.most_pending, self._engine.pending_writes)
         for action in actions:
             match action:
                 case Write(uid):
                     assert self._writing is None, "one at a time"
                     self._writing = (uid, self.now, self.now + self.write_s * max(0.1, self._random.gauss(1, self.noise / 3)))
-                case Paced(_, _, choice, has_changed):
+                case Paced(_, costs, choice, has_changed):
+                    self.costs = costs
                     if has_changed and choice is not None:
                         self.choices.append(choice)
