@@ -34,6 +34,7 @@ class Helper:
     """One worker, its endpoints, and what is under way."""
 
     def __init__(self, control: socket.socket, out: int, into: int) -> None:
+        sys.modules.setdefault("dask", None)  # type: ignore[arg-type]  # not there: ucxx would import all of it for what only its benchmarks use
         from ucxx import exceptions, get_ucx_address_from_buffer, types
         from ucxx._lib import arr, libucxx
 
