@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,13 +199,24 @@ class LocalTier(DurableTier):
         name = manifest_name(uid, self._rank)
         if uid_of(name, "manifest") is None:
             return 0
-        return self._remove_all([name], f"state {uid} was")
+        try:
+            with locked(self.root, is_shared=False):
+                return self._remove(name)
+        except OSError as exc:
+            raise Unavailable(f"state {uid} was not removed from {self.root} ({exc})") from exc
 
-    def remove_all(self, uids: Iterable[str]) -> int:
-        """See ``DurableTier.remove_all``."""
+    def discard(self, packs: Iterable[str]) -> None:
+        """See ``DurableTier.discard``."""
         self._check_open()
-        names = [name for name in (manifest_name(uid, self._rank) for uid in uids) if uid_of(name, "manifest") is not None]
-        return self._remove_all(names, f"{len(names)} states were") if names else 0
+        try:
+            with locked(self.root, is_shared=False):
+                needed = self._references.needed()
+                for name in packs if needed is not None else ():  # else it is left to a sweep
+                    if uid_of(name, "safetensors") is not None and name not in (needed or ()):
+                        (self.root / name).unlink(missing_ok=True)
+                sync_folder(self.root)
+        except OSError as exc:
+            raise Unavailable(f"packs were not removed from {self.root} ({exc})") from exc
 
     def files(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """See ``DurableTier.files``."""
@@ -277,7 +288,7 @@ class LocalTier(DurableTier):
         known = known or {}
         with temporary(self.root / manifest_name(origin.uid, origin.rank)) as file:
             if self.has(origin.uid):
-                yield _Settled(Placed(self._same(payload), 0))
+                yield _Settled(Placed(self._same(payload), 0), self.root / manifest_name(origin.uid, origin.rank))
                 return
             name = free_pack_name(self.root, origin.uid, origin.rank)
             borrowed = find_borrowed(self.root, self._index, payload, known, likely or {}) if is_sharing else Borrowed()
@@ -347,20 +358,12 @@ class LocalTier(DurableTier):
             why = f"is damaged ({exc})"
         raise Conflict(f"state {uid} was not written: {here} {why}; drop that one, or delete the file, and bring this state again")
 
-    def _remove_all(self, names: Sequence[str], what: str) -> int:
-        try:
-            with locked(self.root, is_shared=False):
-                return self._remove(names)
-        except OSError as exc:
-            raise Unavailable(f"{what} not removed from {self.root} ({exc})") from exc
-
-    def _remove(self, names: Sequence[str]) -> int:
-        """Runs under the exclusive lock. All manifests go before the first pack does."""
-        here, unneeded = self._references.freed(names)
+    def _remove(self, name: str) -> int:
+        """Runs under the exclusive lock."""
+        here, unneeded = self._references.freed([name])
         if not here:
             return 0
-        for name in here:
-            (self.root / name).unlink(missing_ok=True)
+        (self.root / name).unlink(missing_ok=True)
         sync_folder(self.root)
         self._on_step("manifest-removed")
         freed = 0
@@ -416,13 +419,14 @@ class _Settled:
     """A state that was here already."""
 
     placed: Placed
+    path: Path
     was_here: ClassVar[bool] = True
 
     def places(self) -> Iterable[tuple[PackInfo, int]]:
         return _places(self.placed.manifest)
 
-    def commit(self) -> Placed:
-        return self.placed
+    def commit(self) -> Placed | None:
+        return self.placed if self.path.exists() else None
 
     def undo(self) -> None:
         pass

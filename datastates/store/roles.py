@@ -164,8 +164,8 @@ class DurableTier(Tier):
         """Delete a state's manifest, then the packs that no other manifest in the folder needs. The payload bytes set free."""
 
     @abstractmethod
-    def remove_all(self, uids: Iterable[str]) -> int:
-        """``remove`` for several states in one go: what others need is asked once. The payload bytes set free."""
+    def discard(self, packs: Iterable[str]) -> None:
+        """Delete those of these packs that no manifest needs, in one pass."""
 
     @abstractmethod
     def files(self) -> dict[str, tuple[tuple[str, int], ...]]:
@@ -210,7 +210,9 @@ class Staged(Protocol):
         """The place of each chunk once it is committed."""
 
     def commit(self) -> Placed | None:
-        """Make it visible and durable; None when a pack that it shares was removed, or replaced, meanwhile: stage it again."""
+        """Make it visible and durable; None when a pack that it shares, or the state that was here, was removed or replaced
+        meanwhile: stage it again.
+        """
 
     def undo(self) -> None:
         """Take back what ``commit`` did; nothing where the state was here before."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Self
 from datastates.capture.host import Host
 from datastates.errors import Conflict, InvalidInput, NotFound, Unavailable
 from datastates.lineage.change import replicas
-from datastates.lineage.change.withdraw import withdraw_all
+from datastates.lineage.change.withdraw import take_turns, withdraw_all
 from datastates.lineage.database import Database
 from datastates.lineage.lookup import id_of, states
 from datastates.lineage.search import retained, revision
@@ -66,7 +66,7 @@ KEY = "datastates.retention"
 """Where the record of a training says which policy it asked for, for its branch."""
 
 _LOCK = ".prune"
-_BATCH = 256
+_BATCH = 128
 _PATIENCE_S = 60.0
 _ASK_AGAIN_S = 0.05
 
@@ -281,7 +281,8 @@ def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Deci
     with grounds.database.write(durable=True) as session:
         tier, node = grounds.durable.name, grounds.home.check_writable()
         uids = withdraw_all(session, ids, tier=tier, node=node, volatile=VOLATILE, holder=grounds.holder)
-    grounds.durable.remove_all(uids)
+    packs = {name for each in batch for name, _ in each.fact.files if name.endswith(".safetensors")}
+    _remove(grounds, uids, packs)
     held.write("")
     if grounds.host is not None:
         grounds.host.withdrawn(uids)
@@ -305,11 +306,24 @@ def _finish(grounds: Grounds, held: Held) -> None:
     if not begun:
         return
     tier, node = grounds.durable.name, grounds.home.check_writable()
+    files, gone = grounds.durable.files(), list[str]()
     with suppress(NotFound), grounds.database.read() as session:
         here = replicas.held(session, begun, tier=tier, node=node)
-        gone = [state.uid for state in states(session, begun) if state.uid not in here and state.status is not Status.CAPTURED]
-        grounds.durable.remove_all(gone)
+        gone += [state.uid for state in states(session, begun) if state.uid not in here and state.status is not Status.CAPTURED]
+    _remove(grounds, gone, {name for uid in gone for name, _ in files.get(uid, ()) if name.endswith(".safetensors")})
     held.write("")
+
+
+def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None:
+    """Delete the files of states that were withdrawn; those that somebody brought here again meanwhile stay.
+
+    Manifests go inside a transaction that writes, so that nobody brings one between the question and its deletion.
+    """
+    with grounds.database.write() as session:
+        take_turns(session)
+        here = replicas.held(session, uids, tier=grounds.durable.name, node=grounds.home.check_writable())
+        grounds.durable.forget(uid for uid in uids if uid not in here)
+    grounds.durable.discard(packs)
 
 
 @contextmanager

@@ -409,3 +409,24 @@ def test_manifests_alone_say_which_packs_a_state_needs_and_the_folder_what_is_st
     assert tier.packs("nobody") == tier.packs("../next") == ()
     (tmp_path / "next.0.manifest").write_bytes(b"damaged")
     assert tier.packs("next") == ()
+
+
+def test_state_that_was_here_is_not_committed_once_it_is_gone(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    tier.put(small("s", 1))
+    with tier.stage(small("s", 1)) as staged:
+        assert staged.was_here
+        tier.remove("s")
+        assert staged.commit() is None
+    assert tier.put(small("s", 1)).bytes_new > 0
+
+
+def test_packs_that_a_manifest_needs_are_not_discarded(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    tier.put(small("s", 1))
+    tier.put(small("t", 2))
+    tier.forget(["t"])
+    tier.discard(["s.0.safetensors", "t.0.safetensors", "nothing.0.safetensors", ".lock", "../s.0.safetensors"])
+    assert {path.name for path in tmp_path.iterdir() if path.suffix == ".safetensors"} == {"s.0.safetensors"}
+    assert tier.files()["s"][1] == ("s.0.safetensors", (tmp_path / "s.0.safetensors").stat().st_size)
+    tier.open("s").close()

@@ -16,6 +16,7 @@ from torch import nn
 import datastates
 from datastates import Config, Repository, State
 from datastates.errors import InvalidInput, Unavailable
+from datastates.lineage.change import record
 from datastates.lineage.states import Status
 from datastates.system.locks import hold
 from datastates.testing import fail_at
@@ -221,7 +222,7 @@ def crash(*args: object) -> None:
 folder, where = sys.argv[1:]
 retention._BATCH = 3
 if where == "withdrawn":
-    type(datastates.open(folder).core.tiers.durable).remove_all = crash
+    type(datastates.open(folder).core.tiers.durable).forget = crash
 config = datastates.Config(on_step=crash_at("manifest-removed", after=2) if where == "manifest-removed" else None)
 datastates.open(folder, config=config).prune("latest:2")
 """
@@ -243,6 +244,23 @@ def test_killed_in_the_middle_nothing_kept_is_lost_and_the_next_leaves_no_file_b
         assert_whole(repo)
     packs = tmp_path / "runs" / "packs"
     assert len(list(packs.glob("*.manifest"))) == len(list(packs.glob("*.safetensors"))) == 2
+
+
+def test_state_that_somebody_brings_again_while_it_is_dropped_keeps_its_files(training: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, repo = training.go(5), training.repo
+    training.run.close()
+    remove = retention._remove
+
+    def bring_first(grounds: retention.Grounds, uids: list[str], packs: set[str]) -> None:
+        with repo.core.database.write() as session:
+            record.mark(session, made[1].uid, Status.DURABLE, tier="local", node=repo.core.home.check_writable(), bytes=80)
+        remove(grounds, uids, packs)
+
+    monkeypatch.setattr(retention, "_remove", bring_first)
+    repo.prune("latest:1")
+    assert steps(repo) == [2, 5]
+    assert sorted(repo.core.tiers.durable.uids()) == sorted([made[1].uid, made[4].uid])
+    assert_whole(repo)
 
 
 def test_what_cannot_be_pruned_says_so(training: Counting, tmp_path: Path) -> None:
