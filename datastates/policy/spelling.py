@@ -15,6 +15,8 @@ _DURATION = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?|inf)\s*(d|h|min|m|s|)")
 
 def plain(value: float) -> str:
     """A number without needless digits, exact."""
+    if isinstance(value, int):
+        return str(value)
     return str(int(value)) if value == value // 1 and abs(value) < 1e15 else repr(float(value))
 
 

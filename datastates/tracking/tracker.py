@@ -215,7 +215,8 @@ class Tracker:
             dirty.check(leaf.tensor for leaf in flat.tensors)
         plan = training.plan_for(flat)
         progress = Progress(uid)
-        handle = Capture(progress, self.step, want=self._host.want, hurry=self._host.hurry, trouble=lambda: self._host.trouble)
+        host = self._host  # a handle does not keep the tracker
+        handle = Capture(progress, self.step, want=host.want, hurry=host.hurry, trouble=lambda: host.trouble)
         slots = self._host.acquire(plan.slot_count, self._back_pressure, line=training.line)
         if slots is None:
             progress.skip(None if self._back_pressure is BackPressure.SKIP else self._host.trouble)

@@ -123,3 +123,7 @@ def test_a_policy_is_given_as_itself_or_as_text() -> None:
             policy(each)
     with pytest.raises(InvalidInput, match=r"joined by \| with 'every:10'"):
         _ = CheckFreq() | "every:10"
+
+
+def test_a_count_beyond_all_floats_is_spelled_too() -> None:
+    assert parse(str(Cadence(10**60, None))) == Cadence(10**60, None)
