@@ -89,9 +89,12 @@ def catch_up(database: Database, packs: Path, *, pages: int = 1 << 30) -> bool:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True  # whoever is at it tells of ours, too
-        share(folder, fd)
-        may_read(folder, fd)
-        return _append(fd, database, pages)
+        try:
+            share(folder, fd)
+            may_read(folder, fd)
+            return _append(fd, database, pages)
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child forked meanwhile shares this lock
     finally:
         os.close(fd)
 

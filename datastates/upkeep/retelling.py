@@ -60,8 +60,8 @@ def retell(chronicle: Chronicle | None, manifests: Mapping[tuple[str, int], Mani
         told.remarks = told.remarks if entry.remarks is None else entry.remarks
     told.events = [events[id_] for id_ in sorted(events)]
     _say_what_is_lacking(told, chronicle)
-    found = [line for line in _of_manifests(manifests) if line[0].uid not in states]
-    _add(told, states, sorted(found, key=lambda each: (each[0].created_at, each[0].step)), is_whole=chronicle is not None)
+    found = {line.uid: (line, branch) for line, branch in _of_manifests(manifests) if line.uid not in states}
+    _add(told, states, _in_order(found), is_whole=chronicle is not None)
     told.states = _parents_first(told, states)
     _know_runs(told, runs)
     told.runs = sorted(runs.values(), key=lambda run: run.process is not None)
@@ -107,6 +107,19 @@ def _of_manifests(manifests: Mapping[tuple[str, int], Manifest]) -> Iterable[tup
         yield line, origin.branch
 
 
+def _in_order(found: Mapping[str, tuple[StateLine, str | None]]) -> list[tuple[StateLine, str | None]]:
+    """The oldest first, and each after its first parent, whatever the clock said."""
+    ordered: dict[str, tuple[StateLine, str | None]] = {}
+    for line, _ in sorted(found.values(), key=lambda each: (each[0].created_at, each[0].step)):
+        path: dict[str, None] = {}
+        uid: str | None = line.uid
+        while uid is not None and uid in found and uid not in ordered and uid not in path:
+            path[uid] = None
+            uid = found[uid][0].parent
+        ordered |= {each: found[each] for each in reversed(path)}
+    return list(ordered.values())
+
+
 def _add(
     told: Retelling,
     states: dict[str, StateLine],
@@ -126,7 +139,7 @@ def _add(
             known = msgspec.structs.replace(line, parent=None if head is None or branch is None else head.new)
         known = msgspec.structs.replace(known, edges=tuple(edge for edge in line.edges if edge[0] in states or edge[0] in coming))
         states[line.uid] = known
-        if branch is not None and (head is None or (head.kind == RefKind.BRANCH.value and head.created_at <= line.created_at)):
+        if branch is not None and (head is None or _moves(head, known)):
             last += 1
             old = None if head is None else head.new
             heads[branch] = event = EventLine(last, branch, RefKind.BRANCH.value, old, line.uid, _REINDEXED, line.created_at, None)
@@ -137,6 +150,11 @@ def _add(
         )
     if found and is_whole:
         told.lacking.append(f"{len(found)} states are newer than the chronicle, or it was damaged: their manifests tell of them")
+
+
+def _moves(head: EventLine, line: StateLine) -> bool:
+    """Whether a state came after what happened last to the name of its branch: it hangs on to that, or is not older."""
+    return head.kind == RefKind.BRANCH.value and ((head.new is not None and line.parent == head.new) or head.created_at <= line.created_at)
 
 
 def _know_runs(told: Retelling, runs: dict[str, RunLine]) -> None:

@@ -8,15 +8,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 import datastates
 from datastates import Config, Conflict, InvalidInput, NotFound, Repository, State
 from datastates.lineage.states import Status
-from datastates.opening.chronicle import CHRONICLES, catch_up, chronicles
+from datastates.opening.chronicle import CHRONICLES, Chronicle, catch_up, chronicles
 from datastates.opening.location import DATABASE
 from datastates.upkeep.eviction import evict
+from datastates.upkeep.retelling import retell
 from tests.conftest import Postgresql
 from tests.support import warm
 
@@ -155,6 +157,11 @@ def test_a_lineage_on_postgresql_comes_back_in_an_empty_database(postgresql: Pos
         datastates.reindex(first, packs=packs)
     assert datastates.reindex(second, packs=packs).lacking == ()
     assert told(second, packs) == before
+    with datastates.open(second, packs=packs, config=QUIET) as repo:
+        evict(repo.core, before_warm := repo.state("warm~2").uid)
+        assert repo.gc().left == ()
+        assert repo.state(before_warm).status is Status.EVICTED
+        assert not repo.verify().damage
     for url in (first, second):
         postgresql.give_back(url)
 
@@ -216,6 +223,30 @@ def test_a_folder_of_an_earlier_version_tells_what_it_has(folder: Path) -> None:
         weight = torch.zeros(30)
         with repo.track(branch="main", weight=weight, rng=False):
             assert weight[0] == 6
+
+
+def test_a_clock_that_jumped_back_changes_neither_ancestry_nor_heads(tmp_path: Path) -> None:
+    """Of the last states only manifests tell, and they say that they are older than what came before them."""
+    folder = tmp_path / "runs"
+    weight = torch.zeros(3)
+    with datastates.open(folder, config=QUIET) as repo, repo.track(weight=weight, rng=False) as run:
+        uids = [run.capture().wait("durable").uid for _ in range(4)]
+        manifests = {(uid, 0): repo.core.tiers.durable.manifest(uid) for uid in uids}
+    (chronicle,) = chronicles(folder / "packs")
+    for number, uid in enumerate(uids):
+        manifest = manifests[uid, 0]
+        origin = msgspec.structs.replace(manifest.origin, created_at_us=1_000_000 - number)
+        manifests[uid, 0] = msgspec.structs.replace(manifest, origin=origin)
+    alone = retell(None, manifests)
+    assert [line.uid for line in alone.states] == uids
+    assert alone.events[-1].new == uids[-1]
+    states = [state for entry in chronicle.entries for state in entry.states]
+    events = [event for entry in chronicle.entries for event in entry.events]
+    assert (states[0].uid, events[-1].new) == (uids[0], uids[-1])
+    first = msgspec.structs.replace(chronicle.entries[-1], states=tuple(states[:1]), events=tuple(events[:1]))
+    together = retell(Chronicle(chronicle.lineage, (first,), 0), {key: manifests[key] for key in manifests if key[0] in uids[1:]})
+    assert together.events[-1].new == uids[-1]
+    assert [line.parent for line in together.states] == [None, *uids[:-1]]
 
 
 @pytest.mark.parametrize("kind", ["cut", "flipped", "torn", "link", "fifo", "newer"])
