@@ -107,6 +107,31 @@ def test_a_state_that_comes_while_a_pack_is_rewritten_keeps_it(tmp_path: Path) -
         reader.verify()
 
 
+def test_a_state_that_is_dropped_while_its_chunks_move_does_not_come_back(tmp_path: Path) -> None:
+    sparse(tmp_path)
+    tier = LocalTier(tmp_path, on_step=lambda step: LocalTier(tmp_path).forget(["b"]) if step == "pack-moved" else None)
+    tier.collect()
+    check(LocalTier(tmp_path), "c")
+    tier.collect()
+    assert not list(tmp_path.glob("b.*"))
+
+
+def test_a_pack_that_a_state_needs_by_now_stays(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path)
+    base = tier.put(small("a", *SEEDS["a"])).manifest
+    tier.forget(["a"])
+    came: list[str] = []
+
+    def bring(done: int, total: int) -> None:
+        if not came:
+            assert total > 0, "the pack is garbage so far"
+            came.append("c")
+            LocalTier(tmp_path).put(small("c", *SEEDS["c"]), base=base)
+
+    assert tier.collect(tell=bring).packs == 0
+    check(tier, "c")
+
+
 def test_what_is_written_just_now_stays(tmp_path: Path) -> None:
     tier = sparse(tmp_path)
     (tmp_path / ".tmp-dead.0.safetensors").write_bytes(b"x" * 100)

@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 import torch
 
 import datastates
 from datastates import Config, NotFound, Repository
+from datastates.content.digest import encode
 from datastates.store.local import LocalTier
 from tests.support.colliding import collide_somewhere
 
@@ -18,9 +20,9 @@ QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 COUNT = 3
 
 
-def train(folder: Path, config: Config = QUIET) -> list[str]:
+def train(folder: Path, config: Config = QUIET, start: float = 0) -> list[str]:
     """Three durable states, the oldest first; a frozen tensor of 6 MiB is stored once."""
-    frozen, weight = torch.arange(1_572_864.0), torch.zeros(300)
+    frozen, weight = torch.arange(1_572_864.0), torch.full((300,), start)
     with datastates.open(folder, config=config) as repo, repo.track(frozen=frozen, weight=weight, rng=False) as run:
         uids = []
         for _ in range(COUNT):
@@ -147,15 +149,18 @@ def test_what_is_nowhere_else_stays_hurt_and_names_the_nearest_ancestor(folder: 
         repo.restore(hurt.nearest, {"weight": torch.zeros(300), "frozen": torch.zeros(1_572_864)})
 
 
-def test_another_state_of_the_same_uid_gives_nothing(folder: Path, tmp_path: Path) -> None:
-    train(tmp_path / "other")
+@pytest.mark.parametrize("kind", ["safetensors", "manifest"])
+def test_another_state_of_the_same_uid_gives_nothing(folder: Path, tmp_path: Path, kind: str) -> None:
+    train(tmp_path / "other", start=7.0)
     with datastates.open(folder, config=QUIET) as repo:
         uid = uids(repo)[2]
-        flip(repo.location.packs / f"{uid}.0.safetensors", 4096 + 8)
+        flip(repo.location.packs / f"{uid}.0.{kind}", 4096 + 8 if kind == "safetensors" else 30)
         with datastates.open(tmp_path / "other", config=QUIET) as other:
             theirs = uids(other)[2]
-        for path in (tmp_path / "other" / "packs").glob(f"{theirs}.*"):
-            path.rename(path.with_name(path.name.replace(theirs, uid)))
+            manifest = other.core.tiers.durable.manifest(theirs)
+        packs = tmp_path / "other" / "packs"
+        origin = msgspec.structs.replace(manifest.origin, uid=uid)  # whole, and forged: all of it agrees with itself
+        (packs / f"{uid}.0.manifest").write_bytes(encode(msgspec.structs.replace(manifest, origin=origin)))
         assert repo.repair(source=tmp_path / "other").hurt[0].state == uid
         with pytest.raises(NotFound, match="there is no folder"):
             repo.repair(source=tmp_path / "nothing")
