@@ -33,7 +33,7 @@ from datastates.store.roles import CaptureTier
 from datastates.store.tier import Placed
 from datastates.system.interrupts import Mutex
 
-from .engine import Action, Event, Recorded
+from .events import Action, Event, Recorded
 from .line import Staged
 from .pipeline import Pipeline
 from .register import Books, Register

@@ -12,7 +12,7 @@ from datastates.lineage.states import Value
 from datastates.policy.history import noted
 from datastates.system.interrupts import undisturbed
 
-from .engine import Paced
+from .events import Paced
 from .line import Line
 
 __all__ = ["Paces", "facts_of"]

@@ -15,7 +15,7 @@ from datastates.store.arena import Arena
 from datastates.store.roles import CaptureTier
 from datastates.system.interrupts import checkpoint
 
-from .engine import Action, Refuse, RoomNeeded
+from .events import Action, Refuse, RoomNeeded
 from .line import Line
 from .register import Locked, Register
 from .rounds import Rounds

@@ -38,13 +38,12 @@ from datastates.system.deeds import deed, deed_of
 from datastates.system.interrupts import Mutex, undisturbed
 
 from .commit import Coming, Commits
-from .engine import (
-    MOST_HELD,
+from .engine import MOST_HELD, Engine
+from .events import (
     Action,
     Adopted,
     BestKnown,
     Closing,
-    Engine,
     Event,
     Evict,
     GiveUp,

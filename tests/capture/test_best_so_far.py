@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from datastates.capture.engine import (
+from datastates.capture.engine import Engine
+from datastates.capture.events import (
     BestKnown,
     Closing,
-    Engine,
     Evict,
     LineOpened,
     Recorded,

@@ -7,14 +7,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from datastates.capture.engine import (
-    FIRST_RETRY_S,
-    LAST_RETRY_S,
-    RETRY_S,
+from datastates.capture.engine import FIRST_RETRY_S, LAST_RETRY_S, RETRY_S, Engine
+from datastates.capture.events import (
     Action,
     Adopted,
     Closing,
-    Engine,
     Event,
     Evict,
     GiveUp,
