@@ -240,7 +240,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _allocate(fd: int, path: Path, size: int) -> None:
-    at("allocate", path)
+    at("allocate", path, size)
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as exc:
@@ -250,7 +250,7 @@ def _allocate(fd: int, path: Path, size: int) -> None:
 
 
 def _sync(fd: int, path: Path) -> None:
-    at("sync", path)
+    at("sync", path, os.fstat(fd).st_size)
     os.fsync(fd)
 
 

@@ -20,6 +20,9 @@ __all__ = ["Deed", "Hindrance", "at", "deed", "deed_of", "hindered"]
 Hindrance = Callable[[str, Path, int], None]
 """Called with what is about to be done, to which file, and with how many bytes: waits, raises or does nothing."""
 
+_SLOWEST = 20e6
+"""Bytes a second: one call may bring gigabytes from the page cache to the disk, and says nothing meanwhile."""
+
 _hindrances: list[Hindrance] = []
 _deeds: dict[int, Deed] = {}
 
@@ -31,11 +34,12 @@ class Deed:
     what: str
     call: str = ""
     path: Path | None = None
+    size: int = 0
     since: float = field(default_factory=time.monotonic)
 
     def is_stalled(self, now: float, limit_s: float) -> bool:
-        """Whether nothing has gone on for ``limit_s``."""
-        return now - self.since >= limit_s
+        """Whether nothing has gone on for ``limit_s``, and as long besides as a slow disk takes for what the call is about."""
+        return now - self.since >= limit_s + self.size / _SLOWEST
 
     def describe(self, now: float) -> str:
         """Where it is and for how long."""
@@ -64,10 +68,10 @@ def deed_of(thread: threading.Thread) -> Deed | None:
 
 
 def at(call: str, path: Path, size: int = 0) -> None:
-    """This thread is about to make a call that may take long, with so many bytes."""
+    """This thread is about to make a call that may take long, about so many bytes."""
     one = _deeds.get(threading.get_ident())
     if one is not None:
-        one.call, one.path, one.since = call, path, time.monotonic()
+        one.call, one.path, one.size, one.since = call, path, size, time.monotonic()
     for hinder in tuple(_hindrances):
         hinder(call, path, size)
 

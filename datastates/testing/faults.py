@@ -142,7 +142,7 @@ class FaultyDisk(Fault):
 
     def _hinder(self, call: str, path: Path, size: int) -> None:
         if call != "lock" and path.absolute().is_relative_to(self._folder):
-            self.strike(size)
+            self.strike(size if call == "write" else 0)
 
 
 class Stored(Protocol):

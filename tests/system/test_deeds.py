@@ -1,0 +1,41 @@
+"""What a thread is doing, and since when it has made no progress."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from datastates.system.deeds import at, deed, deed_of, hindered
+
+ME = threading.current_thread
+
+
+def test_a_deed_is_where_its_last_call_was_and_over_at_the_end_of_the_block() -> None:
+    assert deed_of(ME()) is None
+    with deed("writing a state") as one:
+        assert deed_of(ME()) is one
+        assert one.describe(one.since + 3.0) == "writing a state has made no progress for 3 s"
+        at("write", Path("/packs/one"), 5)
+        with deed("asking the lineage") as inner:
+            assert deed_of(ME()) is inner
+        assert deed_of(ME()) is one
+        assert one.describe(one.since + 40.0) == "write of /packs/one has made no progress for 40 s"
+    assert deed_of(ME()) is None
+
+
+def test_a_call_about_many_bytes_is_given_longer() -> None:
+    with deed("writing a state") as one:
+        at("sync", Path("/packs/one"))
+        assert not one.is_stalled(one.since + 29.0, 30.0)
+        assert one.is_stalled(one.since + 30.0, 30.0)
+        at("sync", Path("/packs/one"), 10_000_000_000)
+        assert not one.is_stalled(one.since + 529.0, 30.0)
+        assert one.is_stalled(one.since + 530.0, 30.0)
+
+
+def test_calls_outside_of_a_deed_are_hindered_too_and_only_as_long_as_somebody_is_in_the_way() -> None:
+    seen: list[tuple[str, Path, int]] = []
+    with hindered(lambda call, path, size: seen.append((call, path, size))):
+        at("write", Path("one"), 5)
+    at("write", Path("two"), 5)
+    assert seen == [("write", Path("one"), 5)]
