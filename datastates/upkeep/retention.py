@@ -277,7 +277,8 @@ _STAYED = "somebody counts on it since"
 
 def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Decision]) -> list[str]:
     ids = [id_ for id_, each in zip(ids, batch, strict=True) if _is_free(grounds.host, each.fact.uid)]
-    held.write("\n".join(each.fact.uid for each in batch))
+    with suppress(OSError):  # a disk that is full is what this makes room on; without the note, what a kill leaves is found by gc
+        held.write("\n".join(each.fact.uid for each in batch))
     with grounds.database.write(durable=True) as session:
         tier, node = grounds.durable.name, grounds.home.check_writable()
         uids = withdraw_all(session, ids, tier=tier, node=node, volatile=VOLATILE, holder=grounds.holder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from datastates import Config, Repository, State
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.change import record
 from datastates.lineage.states import Status
-from datastates.system.locks import hold
+from datastates.system.locks import Held, hold
 from datastates.testing import fail_at
 from datastates.upkeep import retention
 
@@ -261,6 +262,18 @@ def test_state_that_somebody_brings_again_while_it_is_dropped_keeps_its_files(tr
     assert steps(repo) == [2, 5]
     assert sorted(repo.core.tiers.durable.uids()) == sorted([made[1].uid, made[4].uid])
     assert_whole(repo)
+
+
+def test_a_disk_that_takes_no_note_of_what_goes_is_pruned_all_the_same(training: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    training.go(4)
+
+    def full(held: Held, note: str) -> None:
+        if note:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Held, "write", full)
+    assert len(training.repo.prune("latest:1").dropped) == 3
+    assert steps(training.repo) == [4]
 
 
 def test_what_cannot_be_pruned_says_so(training: Counting, tmp_path: Path) -> None:
