@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 from datastates.config import BackPressure, Config
 from datastates.content.manifest import Manifest
 from datastates.errors import Closed, Conflict, Torn, Unavailable
-from datastates.lineage.change import refs as lineage_refs
-from datastates.lineage.states import NewState, RefKind, Run, State
+from datastates.lineage.states import NewState, Run, State
 from datastates.modules.copies import Copies
 from datastates.modules.own import Own
 from datastates.policy.contract import Policy
@@ -51,7 +50,6 @@ from .events import (
     LineOpened,
     Paced,
     PassOn,
-    RefsChanged,
     Retry,
     Stalled,
     Tick,
@@ -63,6 +61,7 @@ from .events import (
 )
 from .handle import Progress
 from .line import Line, Staged
+from .named import Named
 from .paces import Paces
 from .pipeline import Pipeline
 from .pulse import Pulse
@@ -110,7 +109,7 @@ class Runner:
         further: Sequence[Tier] = (),
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._database, self._config = books.database, config
+        self._config = config
         self._pulse = Pulse(beat)
         self._trouble = Trouble()
         self._lock, self._changed = Mutex(), Bell()
@@ -139,7 +138,7 @@ class Runner:
         self._asked = weakref.WeakValueDictionary[str, Progress]()
         self._on_durable: Callable[[int], None] = lambda added: None
         self._on_full: Callable[[], None] = lambda: None
-        self._event_seen = -1
+        self._named = Named(books.database, self._register.journal)
         self._looked_at = 0.0
         self._look_failed: str | None = None
         self._writes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -522,21 +521,10 @@ class Runner:
         self._register.hold_up()
 
     def _look_at_refs(self, *, is_forced: bool = False) -> None:
-        """Learn which states refs name, when the reflog has grown. Any thread. While the database is away, nothing is learnt."""
-        try:
-            with self._database.read() as session:
-                newest = lineage_refs.last_event(session)
-                named = lineage_refs.refs(session) if newest != self._event_seen or is_forced else None
-                is_known = self._register.journal.check(session)
-            if not is_known:
-                self._register.journal.recall()
-        except Unavailable as error:
-            self._register.journal.note_away(error)
-            return
-        self._event_seen = newest
-        if named is not None:
-            tagged = frozenset(ref.state for ref in named if ref.kind is RefKind.TAG)
-            self._post(RefsChanged(tagged, {ref.name: ref.state for ref in named if ref.kind is RefKind.BRANCH}))
+        """Any thread."""
+        changed = self._named.look(is_forced=is_forced)
+        if changed is not None:
+            self._post(changed)
 
     # --- the writer thread ---------------------------------------------------------------------------------------------
 
