@@ -66,3 +66,15 @@ def test_a_bundle_of_an_earlier_version_is_taken_in(kept: Path, expected: dict[s
             assert repo.verify(uid).digest == expected["states"][uid]["digest"]
             assert digest_of(repo.load(uid)) == expected["states"][uid]["content"]
         assert repo.verify_merge("soup").uid == expected["refs"]["soup"]
+
+
+def test_a_lineage_of_an_earlier_version_is_rebuilt_from_its_folder(kept: Path, expected: dict[str, Any]) -> None:
+    (kept / "runs" / "lineage.db").unlink()
+    datastates.reindex(kept / "runs")
+    with datastates.open(kept / "runs") as repo:
+        found = facts(repo)
+    assert found["states"] == expected["states"]
+    if (kept / "runs" / "packs" / "chronicles").is_dir():
+        assert found["refs"] == expected["refs"]
+    else:
+        assert found["refs"] == {name: expected["refs"][name] for name in ("fork", "main")}

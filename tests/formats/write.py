@@ -24,10 +24,11 @@ import datastates
 from datastates import Repository
 from datastates.export.bundle import export_bundle
 from datastates.export.bundle_files import VERSION
+from datastates.lineage.chronicle import VERSION as CHRONICLE
 from datastates.lineage.migrations import KNOWN
 
 HERE = Path(__file__).parent
-NAME = f"lineage-{len(KNOWN)}-bundle-{VERSION}"
+NAME = f"lineage-{len(KNOWN)}-bundle-{VERSION}-chronicle-{CHRONICLE}"
 """What this version writes."""
 
 
