@@ -14,8 +14,29 @@ import datastates
 from datastates.content.digest import chunk_digest
 from datastates.errors import Unavailable
 from datastates.store.local import LocalTier
-from datastates.testing import Fault, FaultyDatabase, FaultyDisk, FaultyTier, FullDiskTier, SlowTier, TornTier, fail_at
+from datastates.store.tier import Tier
+from datastates.testing import Fault, FaultyDatabase, FaultyDisk, FaultyTier, FullDiskTier, SlowTier, TierSuite, TornTier, fail_at
 from datastates.testing.states import numbers, payload, small
+
+
+class TestFaultyTier(TierSuite):
+    """As long as nothing is in the way it is the tier that it wraps."""
+
+    keeps_whole_packs = True
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> FaultyTier:
+        return FaultyTier(LocalTier(tmp_path))
+
+    def flip(self, tier: Tier, uid: str, chunk: int, byte: int) -> None:
+        assert isinstance(tier, FaultyTier)
+        assert isinstance(tier.inner, LocalTier)
+        manifest = tier.inner.manifest(uid)
+        ref = manifest.refs[chunk]
+        path = tier.inner.root / manifest.packs[ref.pack].name
+        data = bytearray(path.read_bytes())
+        data[ref.offset + byte] ^= 1
+        path.write_bytes(data)
 
 
 def test_a_step_fails_once_after_as_many_as_were_let_pass(tmp_path: Path) -> None:
