@@ -1,4 +1,4 @@
-"""``export`` and ``import``: states as a folder that can be carried elsewhere."""
+"""``export`` and ``import``: states as a folder that can be carried elsewhere, and checkpoint files of others."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datastates.errors import InvalidInput, NotFound
+
 from .complete import ref_names
 from .shell import AsJson, Repo, Shell
 
 if TYPE_CHECKING:
     from datastates.export.bundle import Bundle
+    from datastates.repository import Repository
 
 __all__ = ["register"]
+
+_SHOWN = 20
 
 Revs = Annotated[list[str], typer.Argument(metavar="REV…", help="States: uids, names, main~3, …", autocompletion=ref_names)]
 
@@ -27,42 +32,136 @@ def register(app: typer.Typer) -> None:
 def export_states(
     context: typer.Context,
     revs: Revs,
-    bundle: Annotated[Path, typer.Option("--bundle", metavar="FOLDER", help="A new folder.")],
+    bundle: Annotated[Path | None, typer.Option("--bundle", metavar="FOLDER", help="A new folder.", show_default=False)] = None,
     parents: Annotated[
         bool, typer.Option("--parents", help="Also the bytes of what merged states were made of, so that they can be verified.")
     ] = False,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into", metavar="FOLDER", help="Instead of a bundle: a file for each state, as other programs read it.", show_default=False
+        ),
+    ] = None,
+    kind: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="Of --into: torch, safetensors, hf (Hugging Face) or dcp.")
+    ] = "torch",
+    pattern: Annotated[
+        str | None,
+        typer.Option("--pattern", metavar="NAME", help="Of --into: 'step_{step}.pt', or with {uid}.", show_default=False),
+    ] = None,
+    history: Annotated[bool, typer.Option("--history", help="Of --into: also all ancestors of each state that can be restored.")] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write states with their lineage and tags to a folder that `import` reads elsewhere."""
+    """Write states with their lineage and tags to a folder that `import` reads elsewhere; with --into to files of torch and others."""
+    if (bundle is None) == (into is None):
+        raise InvalidInput("states go to a bundle or to files: give --bundle FOLDER, or --into FOLDER with --format")
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository:
+        if into is not None:
+            return _export_files(shell, repository, revs, into, kind, pattern, history=history)
         from datastates.export.bundle import export_bundle
 
-        done = export_bundle(repository, revs, bundle, with_parents=parents)
-    _say(shell, done, f"to {bundle}", "written")
+        done = export_bundle(repository, revs, str(bundle), with_parents=parents)
+    return _say(shell, done, f"to {bundle}", "written")
+
+
+def _export_files(
+    shell: Shell, repository: Repository, revs: list[str], into: Path, kind: str, pattern: str | None, *, history: bool
+) -> None:
+    from datastates.export.importing import export_files
+
+    from .payload import counting
+
+    chosen = {state.uid: state for state in map(repository.state, revs)}
+    for uid in list(chosen) if history else ():
+        chosen |= {state.uid: state for state in repository.ancestors(uid) if state.status.is_restorable}
+    with counting(shell, "exporting") as count:
+        done = export_files(repository, list(chosen.values()), into, format=kind, pattern=pattern, on_progress=count)
+    if shell.as_json:
+        shell.write_lines({"state": each.state.uid, "step": each.state.step, "path": str(each.path)} for each in done)
+        return
+    for each in done[:_SHOWN]:
+        shell.write(f"{each.path}: step {each.state.step}, {each.state.uid[:10]}")
+    if len(done) > _SHOWN:
+        shell.write(f"and {len(done) - _SHOWN} more")
 
 
 def import_states(
     context: typer.Context,
-    bundle: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `export` wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `export` wrote; with --pattern a folder of checkpoint files.")],
     digest: Annotated[
         str | None, typer.Option("--digest", metavar="HEX", help="What `export` said of it; a bundle of another digest is refused.")
     ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            "--pattern",
+            metavar="NAME",
+            help="Names of checkpoint files: 'step_{step}.pt', 'checkpoint-{step}'. Each is a state, in the order of steps.",
+            show_default=False,
+        ),
+    ] = None,
+    branch: Annotated[str, typer.Option("--branch", metavar="NAME", help="Of --pattern: a new branch, or that of an earlier import.")] = (
+        "imported"
+    ),
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Of --pattern: only say which files there are.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Of --pattern: leave out files that are refused, and say why.")] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring the states of a folder that `export` wrote into a repository, durable; those that no tag names get the tag import/UID."""
+    """Bring the states of a folder that `export` wrote into a repository, durable; those that no tag names get the tag import/UID.
+
+    With --pattern a folder of files of torch.save, of safetensors, or of folders of Hugging Face or torch.distributed.checkpoint becomes a
+    branch. Nothing in them is executed. The same command goes on where one was broken off.
+    """
     shell = Shell(context, repo, as_json)
+    if pattern is not None:
+        if digest is not None:
+            raise InvalidInput("--digest is of a bundle: leave it out, or --pattern")
+        return _import_files(shell, folder, pattern, branch, dry_run=dry_run, skip_bad=skip_bad)
     with shell.repository() as repository:
         from datastates.export.bundle import import_bundle
 
-        done = import_bundle(repository, bundle, digest=digest)
+        try:
+            done = import_bundle(repository, folder, digest=digest)
+        except NotFound:
+            shell.hint("a folder of checkpoint files is imported with --pattern, such as --pattern 'step_{step}.pt'")
+            raise
         named = {ref.state for ref in repository.refs()}
         for state in done.states:
             if state.uid not in named:
                 repository.tag(f"import/{state.uid[:10]}", state.uid)
-    _say(shell, done, f"from {bundle}", "new")
+    return _say(shell, done, f"from {folder}", "new")
+
+
+def _import_files(shell: Shell, folder: Path, pattern: str, branch: str, *, dry_run: bool, skip_bad: bool) -> None:
+    from datastates.export.importing import import_files
+
+    from .payload import counting
+
+    with shell.repository() as repository, counting(shell, "importing") as count:
+        done = import_files(repository, folder, pattern, branch=branch, dry_run=dry_run, skip_bad=skip_bad, on_progress=count)
+    if shell.as_json:
+        shell.write_json(
+            {
+                "branch": done.branch,
+                "states": [state.uid for state in done.states],
+                "known": [source.name for source in done.known],
+                "waiting": [source.name for source in done.waiting],
+                "refused": done.refused,
+            }
+        )
+        return
+    for name, why in done.refused.items():
+        shell.write(f"{name} was left out: {why}")
+    known = f"; {len(done.known)} were there already" * bool(done.known)
+    if not dry_run:
+        shell.write(f"{len(done.states)} states on branch {done.branch}{known}")
+        return
+    for source in done.waiting:
+        shell.write(f"step {source.step}: {source.name} ({source.format})")
+    shell.write(f"{len(done.waiting)} files would become states of branch {done.branch}{known}")
 
 
 def _say(shell: Shell, done: Bundle, where: str, what: str) -> None:

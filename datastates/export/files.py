@@ -1,0 +1,211 @@
+"""Checkpoint files of others, in and out: ``torch.save``, safetensors, folders of Hugging Face, folders of torch.distributed.checkpoint.
+
+What is read is never executed: ``torch.load`` with ``weights_only``, and plain tensors. A file becomes a tree of the same containers and
+tensors, bit for bit, and is written back as such. One that is nothing but tensors by name stands under one name (``model``), as a
+training would track it; the state remembers that, and it is left away again on the way out.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import msgspec
+import torch
+
+from datastates.content.tree import flatten
+from datastates.errors import Conflict, InvalidInput, Unsupported
+from datastates.store.files import sync_folder
+
+from .tensors import ExportFile, export
+
+__all__ = ["Format", "format_of", "is_flat", "read", "tensors_in", "write"]
+
+INDEX, WEIGHTS, METADATA = "model.safetensors.index.json", "model.safetensors", ".metadata"
+
+
+class Format(StrEnum):
+    """How tensors lie in files."""
+
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+    HUGGING_FACE = "hf"
+    DCP = "dcp"
+
+
+def format_of(path: Path) -> Format:
+    """The format of a file or a folder, by its name and what is in it.
+
+    :raises InvalidInput: it is none of those.
+    """
+    if path.is_dir():
+        names = {each.name for each in path.iterdir()}
+        if METADATA in names:
+            return Format.DCP
+        if INDEX in names or WEIGHTS in names:
+            return Format.HUGGING_FACE
+        if any(name.endswith(".safetensors") for name in names):
+            return Format.SAFETENSORS
+        raise InvalidInput(f"{path} is a folder without safetensors files, and none of torch.distributed.checkpoint: name another one")
+    if path.suffix == ".safetensors":
+        return Format.SAFETENSORS
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".tar"):
+        return Format.TORCH
+    raise InvalidInput(f"{path} has an ending that says nothing: checkpoints end in .pt, .pth, .bin, .ckpt or .safetensors, or are folders")
+
+
+def read(path: Path) -> object:
+    """What a file or a folder holds, on the CPU.
+
+    :raises Unsupported: only unpickling it, which executes what it says, would tell.
+    :raises InvalidInput: it is damaged, or something else.
+    """
+    kind = format_of(path)
+    try:
+        if kind is Format.TORCH:
+            return _load_torch(path)
+        if kind is Format.SAFETENSORS:
+            return _load_safetensors(path) if path.is_file() else _load_folder(path)
+        return _load_hugging_face(path) if kind is Format.HUGGING_FACE else _load_dcp(path)
+    except (Unsupported, InvalidInput):
+        raise
+    except Exception as exc:  # readers of others raise anything: RuntimeError, SafetensorError, KeyError, EOFError
+        raise InvalidInput(f"{path} cannot be read ({type(exc).__name__}: {str(exc)[:200]}): mend it, or leave it out") from exc
+
+
+def _load_torch(path: Path) -> object:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as exc:
+        why = str(exc).strip().splitlines()
+        said = next((line for line in why if "GLOBAL" in line or "Unsupported" in line), why[0] if why else "")
+        raise Unsupported(
+            f"{path} holds objects that torch.load(weights_only=True) refuses, since to read them would execute what the file says"
+            f" ({said.strip()[:200]}). If you trust it, load it yourself and save its state_dicts, as plain containers and tensors, to"
+            " another file"
+        ) from exc
+
+
+def _load_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(path, device="cpu"))
+
+
+def _load_folder(path: Path) -> dict[str, object]:
+    """A file for each object, as ``restore`` writes them."""
+    return {each.stem: _load_safetensors(each) for each in sorted(path.glob("*.safetensors"))}
+
+
+def _load_hugging_face(path: Path) -> dict[str, object]:
+    """The weights, whole; what their folder says besides is text."""
+    if (path / INDEX).exists():
+        index = msgspec.json.decode((path / INDEX).read_bytes())
+        names = sorted(set(index["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise InvalidInput(f"{path / INDEX} names files of other folders: it is no folder of Hugging Face")
+        parts = [_load_safetensors(path / name) for name in names]
+        weights = {name: tensor for part in parts for name, tensor in part.items()}
+        weights = {name: weights[name] for name in index["weight_map"]}
+    else:
+        weights = _load_safetensors(path / WEIGHTS)
+    texts = {each.name: each.read_text(encoding="utf-8") for each in sorted(path.glob("*.json")) if each.name != INDEX}
+    return {"model": weights, **({"files": texts} if texts else {})}
+
+
+def _load_dcp(path: Path) -> dict[str, Any]:
+    """A folder of torch.distributed.checkpoint, whole; neither its metadata nor what it holds besides tensors is unpickled freely."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    from .dcp import SafePlanner, SafeReader
+
+    tree: dict[str, Any] = {}
+    try:
+        _load_state_dict(tree, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=True)  # type: ignore[no-untyped-call]  # torch says no types there
+    except CheckpointException as exc:  # no Exception, and holds what was raised
+        said = "; ".join(str(why[0]).strip().splitlines()[0][:300] for why in exc.failures.values())
+        raise Unsupported(f"{path} cannot be read without executing what it says, or is damaged: {said}") from exc
+    return tree
+
+
+# Out
+
+
+def write(tree: object, kind: Format, into: Path, words: Mapping[str, str]) -> None:
+    """Write a tree to a file or a folder that is not there yet, whole or not at all; ``words`` stand in the head of safetensors.
+
+    :raises InvalidInput: it holds what this format does not.
+    """
+    if into.exists():
+        raise Conflict(f"{into} is there already: name another place, or remove it")
+    into.parent.mkdir(parents=True, exist_ok=True)
+    part = into.with_name(f".part-{into.name}")
+    try:
+        _write(tree, kind, part, words)
+        part.rename(into)
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part)
+        part.unlink(missing_ok=True)
+    sync_folder(into.parent)
+
+
+def _write(tree: object, kind: Format, part: Path, words: Mapping[str, str]) -> None:
+    if kind is Format.TORCH:
+        with part.open("wb") as out:
+            torch.save(tree, out)
+            out.flush()
+            os.fsync(out.fileno())
+    elif kind is Format.SAFETENSORS:
+        export({part: ExportFile(tensors_in(tree), words)})
+    elif kind is Format.HUGGING_FACE:
+        _write_hugging_face(tree, part, words)
+    else:
+        _write_dcp(tree, part)
+
+
+def _write_hugging_face(tree: object, part: Path, words: Mapping[str, str]) -> None:
+    if not isinstance(tree, dict) or not is_flat(weights := tree.get("model", tree)):
+        raise InvalidInput("a folder of Hugging Face holds one model, tensors by name: this state has none called 'model'; try torch")
+    part.mkdir()
+    export({part / WEIGHTS: ExportFile(weights, words)})
+    files = tree.get("files", {})
+    for name, text in files.items() if isinstance(files, dict) else ():
+        if isinstance(name, str) and isinstance(text, str) and Path(name).name == name:
+            (part / name).write_text(text, encoding="utf-8")
+
+
+def _write_dcp(tree: object, part: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    if not isinstance(tree, dict):
+        raise InvalidInput("torch.distributed.checkpoint writes what has names: this state is one value; try torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it saves from one process
+        save(tree, storage_writer=FileSystemWriter(part), no_dist=True)
+
+
+def tensors_in(tree: object) -> Mapping[str, torch.Tensor]:
+    """Tensors by the names that a file of them gives: those of the tree, or their paths where it is nested.
+
+    :raises InvalidInput: there is none.
+    """
+    if is_flat(tree):
+        return dict(tree)
+    found = {leaf.path: leaf.tensor for leaf in flatten(tree).tensors}
+    if not found:
+        raise InvalidInput("a safetensors file holds tensors, and this state has none: try torch")
+    return found
+
+
+def is_flat(tree: object) -> TypeGuard[dict[str, torch.Tensor]]:
+    """Whether a tree is tensors by name, and nothing else."""
+    return isinstance(tree, dict) and bool(tree) and all(type(key) is str and isinstance(leaf, torch.Tensor) for key, leaf in tree.items())

@@ -1,0 +1,272 @@
+"""A folder of checkpoint files as a branch of states, in the order of their steps; and states as such files again.
+
+What was imported says so in its attributes: ``import.file``, ``import.format``, and ``import.wrapped``, the name under which a file that is
+tensors alone stands. An import that was broken off goes on with the file that comes next.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from datastates import values
+from datastates.errors import Conflict, InvalidInput, NotFound
+from datastates.lineage.states import Ref, State
+from datastates.objects.loops import LOOPS
+from datastates.opening.core import Opened, core_of
+
+from .files import Format, format_of, is_flat, read, write
+from .tensors import words_about
+
+__all__ = ["Door", "Exported", "Imported", "Source", "export_files", "find_files", "import_files"]
+
+FILE, FORMAT, WRAPPED = "import.file", "import.format", "import.wrapped"
+_STEP = "{step}"
+_TAKEN = ("rng", LOOPS)
+_ENDINGS = {Format.TORCH: ".pt", Format.SAFETENSORS: ".safetensors", Format.HUGGING_FACE: "", Format.DCP: ""}
+
+
+class Door(Opened, Protocol):
+    """A repository, as far as it is needed here."""
+
+    def refs(self) -> list[Ref]:
+        """Every branch and tag."""
+
+    def state(self, rev: str | State) -> State:
+        """The state that a revision names."""
+
+    def log(self, rev: str | State | None = "main") -> Sequence[State]:
+        """A state and its ancestors, newest first."""
+
+    def load(self, rev: str | State) -> Any:
+        """A state's containers."""
+
+    def track(self, *, branch: str, objects: Mapping[str, object], rng: bool, strict: bool) -> Any:
+        """Follow a branch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file or a folder that is a checkpoint, by the name within its folder."""
+
+    name: str
+    path: Path
+    step: int
+    format: Format
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """``states`` are those of this import, oldest first; ``known`` are files that an earlier one brought, ``waiting`` those that a dry run
+    leaves; ``refused`` says by name why a file was left out."""
+
+    branch: str
+    states: tuple[State, ...]
+    known: tuple[Source, ...]
+    waiting: tuple[Source, ...]
+    refused: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A state, and the file or folder that it was written to."""
+
+    state: State
+    path: Path
+
+
+def find_files(folder: str | os.PathLike[str], pattern: str) -> list[Source]:
+    """The checkpoints of a folder by their steps; ``{step}`` in the pattern stands for digits, ``*`` for anything within a name.
+
+    :raises InvalidInput: the pattern has no ``{step}``, or two files have the same step.
+    :raises NotFound: nothing fits.
+    """
+    root, pattern = Path(values.path(folder, "folder")), values.string(pattern, "pattern")
+    if pattern.count(_STEP) != 1 or pattern.startswith("/") or ".." in pattern.split("/"):
+        raise InvalidInput(f"the pattern {pattern!r} is to name files within the folder, with {{step}} once: such as 'step_{{step}}.pt'")
+    if not root.is_dir():
+        raise NotFound(f"{root} is no folder: name the one that the checkpoints are in")
+    shape = re.compile(re.escape(pattern).replace(re.escape(_STEP), r"(\d{1,18})").replace(r"\*", "[^/]*"))
+    found: dict[int, Source] = {}
+    for path in root.glob(pattern.replace(_STEP, "*")):
+        name = path.relative_to(root).as_posix()
+        match = shape.fullmatch(name)
+        if match is None:
+            continue
+        step = int(match[1])
+        if step in found:
+            raise InvalidInput(f"{found[step].name} and {name} are both of step {step}: give a pattern that fits one of them")
+        found[step] = Source(name, path, step, format_of(path))
+    if not found:
+        raise NotFound(f"nothing in {root} is called like {pattern!r}: see what is there, and give another pattern")
+    return [found[step] for step in sorted(found)]
+
+
+def import_files(
+    repository: Door,
+    folder: str | os.PathLike[str],
+    pattern: str,
+    *,
+    branch: str = "imported",
+    skip_bad: bool = False,
+    dry_run: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Imported:
+    """Make each checkpoint of a folder a durable state of a branch, in the order of their steps.
+
+    Files are never unpickled freely (``weights_only``). The same call goes on where one was broken off, and takes files that came since.
+
+    :param folder: where they are.
+    :param pattern: their names, with ``{step}`` for the step: ``step_{step}.pt``, ``checkpoint-{step}``.
+    :param branch: a new branch, or that of an earlier import.
+    :param skip_bad: leave out files that are refused, instead of ending at the first.
+    :param dry_run: read nothing, and only say which files there are.
+    :param on_progress: called with the files that are done, and all of them.
+    :raises InvalidInput: a file is damaged, or of no format that is known; names it.
+    :raises Unsupported: to read a file would execute what it says; names it.
+    :raises Conflict: the branch is not of an import, or a file is of a step that it has passed.
+    """
+    core_of(repository, "repository")
+    sources = find_files(folder, pattern)
+    head, known = _known(repository, values.text(branch, "branch"))
+    waiting = [source for source in sources if source.name not in known]
+    if (late := [source.name for source in waiting if head is not None and source.step <= head]) and not skip_bad:
+        raise Conflict(f"{late[0]} is not beyond step {head}, where branch {branch} stands: import it to another branch")
+    done = [source for source in sources if source.name in known]
+    if dry_run:
+        return Imported(branch, (), tuple(done), tuple(waiting), {})
+    made: list[State] = []
+    refused: dict[str, str] = dict.fromkeys(late, f"is not beyond step {head}")
+    with _Line(repository, branch) as line:
+        for number, source in enumerate(waiting, 1):
+            if source.name not in refused:
+                try:
+                    made.append(line.add(source))
+                except InvalidInput as exc:
+                    if not skip_bad:
+                        raise
+                    refused[source.name] = str(exc)
+            if on_progress is not None:
+                on_progress(number, len(waiting))
+    return Imported(branch, tuple(made), tuple(done), (), refused)
+
+
+def _known(repository: Door, branch: str) -> tuple[int | None, set[str]]:
+    """The step at which a branch stands, and the files that it was imported from."""
+    if all(ref.name != branch for ref in repository.refs()):
+        return None, set()
+    states = repository.log(branch)
+    if FILE not in states[0].attributes:
+        raise Conflict(f"branch {branch} is there, and its newest state was not imported: name another one")
+    return states[0].step, {str(state.attributes[FILE]) for state in states if FILE in state.attributes}
+
+
+class _Part:
+    """One part of a checkpoint, which is tracked as it is; what a branch that goes on would put back is not wanted."""
+
+    value: object = None
+
+    def state_dict(self) -> object:
+        """What was read."""
+        return self.value
+
+    def load_state_dict(self, state: object) -> None:
+        """Nothing: the next file takes its place."""
+
+
+class _Line:
+    """The branch that is made, followed by a tracker for as long as the files have the same parts."""
+
+    def __init__(self, repository: Door, branch: str) -> None:
+        self._repository, self._branch = repository, branch
+        self._parts: dict[str, _Part] = {}
+        self._run: Any = None
+
+    def __enter__(self) -> _Line:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._run is not None:
+            self._run.close()
+
+    def add(self, source: Source) -> State:
+        """The next state."""
+        tree, wrapped = _wrapped(read(source.path))
+        if self._run is None or tree.keys() != self._parts.keys():
+            self._follow(tree)
+        for name, value in tree.items():
+            self._parts[name].value = value
+        about = {FILE: source.name, FORMAT: str(source.format)} | ({} if wrapped is None else {WRAPPED: wrapped})
+        try:
+            state: State = self._run.capture(step=source.step, attributes=about).wait("durable")
+        except InvalidInput as exc:
+            raise InvalidInput(f"{source.path} holds what no state can: {exc}") from exc
+        return state
+
+    def _follow(self, tree: Mapping[str, object]) -> None:
+        if self._run is not None:
+            self._run.close()
+        self._parts = {name: _Part() for name in tree}
+        for name, value in tree.items():
+            self._parts[name].value = value
+        self._run = self._repository.track(branch=self._branch, objects=self._parts, rng=False, strict=False)
+
+
+def _wrapped(found: object) -> tuple[dict[str, object], str | None]:
+    """What is to be tracked, and the name that it stands under if it has none of its own."""
+    if is_flat(found):
+        return {"model": found}, "model"
+    has_names = isinstance(found, dict) and bool(found) and all(type(key) is str and 0 < len(key) <= 255 for key in found)
+    if not isinstance(found, dict) or not has_names or any(name in found for name in _TAKEN):
+        return {"checkpoint": found}, "checkpoint"
+    return dict(found), None
+
+
+# Out
+
+
+def export_files(
+    repository: Door,
+    revs: Sequence[str | State],
+    folder: str | os.PathLike[str],
+    *,
+    format: str = "torch",
+    pattern: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[Exported]:
+    """Write each state to a file or a folder of its own, as others read it; what was imported comes out as it came in.
+
+    :param revs: the states.
+    :param folder: where the files go.
+    :param format: ``torch`` (``torch.save``), ``safetensors`` (tensors alone, one file), ``hf`` or ``dcp`` (a folder each).
+    :param pattern: their names, with ``{step}`` or ``{uid}``; None: ``step_{step}`` and the ending of the format.
+    :param on_progress: called with the states that are written, and all of them.
+    :raises Conflict: a file is there already.
+    :raises InvalidInput: two states would have the same name, or one holds what the format does not.
+    :raises Unavailable: the bytes of a state are gone; names the nearest ancestor that has them.
+    """
+    core_of(repository, "repository")
+    kind = values.choice(format, Format, "format")
+    root = Path(values.path(folder, "folder"))
+    name = f"step_{_STEP}{_ENDINGS[kind]}" if pattern is None else values.string(pattern, "pattern")
+    states = [repository.state(rev) for rev in values.several(values.revision)(revs, "revs")]
+    places: dict[Path, State] = {}
+    for state in states:
+        path = root / name.replace(_STEP, str(state.step)).replace("{uid}", state.uid)
+        if path in places:
+            raise InvalidInput(f"{places[path].uid} and {state.uid} would both be {path.name}: give a pattern with {{uid}}")
+        if path.exists():
+            raise Conflict(f"{path} is there already: name another folder, or remove it")
+        places[path] = state
+    for number, (path, state) in enumerate(places.items(), 1):
+        tree = repository.load(state)
+        wrapped = state.attributes.get(WRAPPED)
+        is_wrapped = kind is not Format.HUGGING_FACE and isinstance(tree, dict) and list(tree) == [wrapped]
+        write(tree[wrapped] if is_wrapped else tree, kind, path, words_about(state))
+        if on_progress is not None:
+            on_progress(number, len(places))
+    return [Exported(state, path) for path, state in places.items()]

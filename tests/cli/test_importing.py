@@ -1,0 +1,49 @@
+"""``import --pattern`` and ``export --into``: checkpoint files of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import Invoke
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four files of a training."""
+    made = tmp_path / "checkpoints"
+    made.mkdir()
+    for step in range(4):
+        torch.save({"model": {"w": torch.full((3,), float(step))}, "step": step}, made / f"step_{step}.pt")
+    return made
+
+
+def test_a_folder_becomes_a_branch_by_one_command_and_comes_out_again(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke("init", "runs").code == 0
+    dry = invoke("import", folder, "--pattern", "step_{step}.pt", "--dry-run")
+    assert "4 files would become states of branch imported" in dry.out
+    assert "step 3: step_3.pt (torch)" in dry.out
+
+    done = invoke("import", folder, "--pattern", "step_{step}.pt", "--branch", "old")
+    assert (done.code, done.out) == (0, "4 states on branch old\n"), done
+    again = invoke("import", folder, "--pattern", "step_{step}.pt", "--branch", "old", "--json").json
+    assert (again["states"], len(again["known"])) == ([], 4)
+
+    out = invoke("export", "old", "--history", "--into", tmp_path / "out", "--pattern", "step_{step}.pt", "--json")
+    assert sorted(line["step"] for line in out.lines) == [0, 1, 2, 3]
+    found = torch.load(tmp_path / "out" / "step_2.pt", weights_only=True)
+    assert (found["step"], found["model"]["w"].tolist()) == (2, [2.0, 2.0, 2.0])
+
+
+def test_what_is_refused_is_named_with_the_next_step(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke("init", "runs").code == 0
+    (folder / "step_2.pt").write_bytes(b"nothing")
+    failed = invoke("import", folder, "--pattern", "step_{step}.pt")
+    assert (failed.code, "step_2.pt" in failed.err) == (5, True)
+    skipped = invoke("import", folder, "--pattern", "step_{step}.pt", "--skip-bad")
+    assert (skipped.code, "step_2.pt was left out" in skipped.out) == (0, True)
+    assert "--pattern" in invoke("import", folder).err
+    assert invoke("export", "imported").code == 5
+    assert invoke("export", "imported", "--into", tmp_path / "out", "--format", "zip").code == 5
