@@ -22,7 +22,7 @@ COUNT = 3
 
 def train(folder: Path, config: Config = QUIET, start: float = 0) -> list[str]:
     """Three durable states, the oldest first; a frozen tensor of 6 MiB is stored once."""
-    frozen, weight = torch.arange(1_572_864.0), torch.full((300,), start)
+    frozen, weight = torch.arange(1_572_864.0), torch.full((300,), float(start))
     with datastates.open(folder, config=config) as repo, repo.track(frozen=frozen, weight=weight, rng=False) as run:
         uids = []
         for _ in range(COUNT):
