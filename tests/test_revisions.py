@@ -18,6 +18,7 @@ from torch import nn
 import datastates
 import datastates.api
 import datastates.export.bundle
+import datastates.export.importing
 import datastates.ranks.groups
 import datastates.workflows
 from datastates import Config, InvalidInput, Peer, Repository, State
@@ -38,7 +39,14 @@ OTHERS = {
 
 def public() -> Iterator[tuple[str, Any]]:
     """Every public function and method, by its qualified name."""
-    packages = (datastates, datastates.workflows, datastates.api, datastates.export.bundle, datastates.ranks.groups)
+    packages = (
+        datastates,
+        datastates.workflows,
+        datastates.api,
+        datastates.export.bundle,
+        datastates.export.importing,
+        datastates.ranks.groups,
+    )
     for package in packages:
         for name in package.__all__:
             found = getattr(package, name)
@@ -209,6 +217,9 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "explore(start)": World.explored,
     "export_bundle(revs)": lambda world, rev: (
         datastates.export.bundle.export_bundle(world.repo, [rev], world.folder / world.fresh()).states[0].uid
+    ),
+    "export_files(revs)": lambda world, rev: (
+        datastates.export.importing.export_files(world.repo, [rev], world.folder / world.fresh())[0].state.uid
     ),
     "outliers(branches)": lambda world, rev: (world.outliers([rev]), world.outliers(rev)),
     "population(start)": World.population,

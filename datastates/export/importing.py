@@ -22,7 +22,7 @@ from datastates.opening.core import Opened, core_of
 from .files import Format, format_of, is_flat, read, write
 from .tensors import words_about
 
-__all__ = ["Door", "Exported", "Imported", "Source", "export_files", "find_files", "import_files"]
+__all__ = ["Exported", "Imported", "Source", "export_files", "find_files", "import_files"]
 
 FILE, FORMAT, WRAPPED = "import.file", "import.format", "import.wrapped"
 _STEP = "{step}"
@@ -30,7 +30,7 @@ _TAKEN = ("rng", LOOPS)
 _ENDINGS = {Format.TORCH: ".pt", Format.SAFETENSORS: ".safetensors", Format.HUGGING_FACE: "", Format.DCP: ""}
 
 
-class Door(Opened, Protocol):
+class _Door(Opened, Protocol):
     """A repository, as far as it is needed here."""
 
     def refs(self) -> list[Ref]:
@@ -107,7 +107,7 @@ def find_files(folder: str | os.PathLike[str], pattern: str) -> list[Source]:
 
 
 def import_files(
-    repository: Door,
+    repository: _Door,
     folder: str | os.PathLike[str],
     pattern: str,
     *,
@@ -131,6 +131,8 @@ def import_files(
     :raises Conflict: the branch is not of an import, or a file is of a step that it has passed.
     """
     core_of(repository, "repository")
+    skip_bad, dry_run = values.flag(skip_bad, "skip_bad"), values.flag(dry_run, "dry_run")
+    on_progress = values.optional(values.callback)(on_progress, "on_progress")
     sources = find_files(folder, pattern)
     head, known = _known(repository, values.text(branch, "branch"))
     waiting = [source for source in sources if source.name not in known]
@@ -155,7 +157,7 @@ def import_files(
     return Imported(branch, tuple(made), tuple(done), (), refused)
 
 
-def _known(repository: Door, branch: str) -> tuple[int | None, set[str]]:
+def _known(repository: _Door, branch: str) -> tuple[int | None, set[str]]:
     """The step at which a branch stands, and the files that it was imported from."""
     if all(ref.name != branch for ref in repository.refs()):
         return None, set()
@@ -181,7 +183,7 @@ class _Part:
 class _Line:
     """The branch that is made, followed by a tracker for as long as the files have the same parts."""
 
-    def __init__(self, repository: Door, branch: str) -> None:
+    def __init__(self, repository: _Door, branch: str) -> None:
         self._repository, self._branch = repository, branch
         self._parts: dict[str, _Part] = {}
         self._run: Any = None
@@ -230,7 +232,7 @@ def _wrapped(found: object) -> tuple[dict[str, object], str | None]:
 
 
 def export_files(
-    repository: Door,
+    repository: _Door,
     revs: Sequence[str | State],
     folder: str | os.PathLike[str],
     *,
@@ -250,6 +252,7 @@ def export_files(
     :raises Unavailable: the bytes of a state are gone; names the nearest ancestor that has them.
     """
     core_of(repository, "repository")
+    on_progress = values.optional(values.callback)(on_progress, "on_progress")
     kind = values.choice(format, Format, "format")
     root = Path(values.path(folder, "folder"))
     name = f"step_{_STEP}{_ENDINGS[kind]}" if pattern is None else values.string(pattern, "pattern")

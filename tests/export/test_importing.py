@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import datastates
-from datastates import Conflict, InvalidInput, NotFound, Repository, Unsupported
+from datastates import Conflict, DatastatesError, InvalidInput, NotFound, Repository, Unsupported
 from datastates.export.importing import export_files, find_files, import_files
 
 PATTERN = "step_{step}.pt"
@@ -226,3 +226,19 @@ def test_what_makes_no_sense_is_refused(repo: Repository, folder: Path) -> None:
     export_files(repo, ["imported"], folder / "out")
     with pytest.raises(Conflict, match="already"):
         export_files(repo, ["imported"], folder / "out")
+
+
+@pytest.mark.parametrize("parameter", ["repository", "folder", "pattern", "branch", "skip_bad", "dry_run", "revs", "format"])
+def test_a_wrong_argument_is_refused_by_an_error_of_ours(repo: Repository, folder: Path, parameter: str) -> None:
+    torch.save({"model": {"w": torch.ones(2)}}, folder / "step_1.pt")
+    import_files(repo, folder, PATTERN)
+    importing: dict[str, Any] = {"repository": repo, "folder": folder, "pattern": PATTERN, "branch": "imported", "skip_bad": False}
+    exporting: dict[str, Any] = {"repository": repo, "revs": ["imported"], "folder": folder / "out", "format": "torch"}
+    wrongs: list[Any] = [None, True, 3, 0.5, b"x", [1], {"x": 1}, object(), Path, torch.ones(2), "nul \0", "half \ud800"]
+    allowed = {"skip_bad": (True,), "dry_run": (True,), "folder": (b"x",)}.get(parameter, ())
+    for call, arguments in ((import_files, importing | {"dry_run": True}), (export_files, exporting)):
+        for wrong in wrongs if parameter in arguments else ():
+            if any(type(wrong) is type(each) and wrong == each for each in allowed):
+                continue
+            with pytest.raises(DatastatesError):
+                call(**{**arguments, parameter: wrong})
