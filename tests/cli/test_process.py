@@ -265,7 +265,7 @@ def test_completion_knows_commands_and_names(root: Path) -> None:
         assert done.stderr == ""
         return done.stdout.split()
 
-    assert complete("datastates re") == ["refs", "reflog", "restore"]
+    assert complete("datastates re") == ["refs", "reflog", "restore", "repair", "reindex"]
     assert complete("datastates show ") == ["fork", "main", "warm"]
     assert complete("datastates tag w") == ["warm"]
     assert complete("datastates branch ") == ["fork", "main"]
