@@ -18,6 +18,7 @@ import datastates.api
 import datastates.testing
 import datastates.workflows
 from datastates import Config
+from tests.support.entries import own_members
 
 FIRST = {
     *("open", "connect", "Repository.track", "Repository.state", "Repository.load", "Repository.restore", "Repository.tag"),
@@ -37,7 +38,7 @@ def public() -> Iterator[tuple[str, Any]]:
                 yield name, found
             elif inspect.isclass(found):
                 yield name, found
-                for member, method in vars(found).items():
+                for member, method in own_members(found).items():
                     if not member.startswith("_") and inspect.isfunction(method):
                         yield f"{name}.{member}", method
 

@@ -25,6 +25,7 @@ from torch import nn
 import datastates
 from datastates import Config, DatastatesError, PermutationSampler, Repository, Retention, Tracker
 from tests.support.effort import examples
+from tests.support.entries import own_members
 
 QUIET = Config(memory_bytes=128 << 20, durable_interval_s=None)
 
@@ -354,7 +355,7 @@ def entry_points() -> set[str]:
             continue
         if _takes_arguments(public):
             found.add(name)
-        for attribute, member in vars(public).items() if isinstance(public, type) else ():
+        for attribute, member in own_members(public).items() if isinstance(public, type) else ():
             function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
             if not attribute.startswith("_") and isinstance(function, FunctionType) and _takes_arguments(getattr(public, attribute), 1):
                 found.add(f"{name}.{attribute}")

@@ -1,0 +1,227 @@
+"""What is made of several states: comparisons, changes, merges, ensembles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+from datastates import values
+from datastates.lineage.states import State
+
+if TYPE_CHECKING:
+    import torch
+
+    from datastates.algebra.bisection import Bisection
+    from datastates.algebra.blame import Blame
+    from datastates.algebra.diff import Diff
+    from datastates.algebra.ensemble import Ensemble
+    from datastates.algebra.merge import MergeOptions
+    from datastates.lineage.show.comparison import Comparison
+
+
+from .opened import Opened
+
+__all__ = ["Algebra"]
+
+
+class Algebra(Opened):
+    """Several states at once."""
+
+    @values.takes(revs=values.several(values.revision))
+    def compare(self, revs: Sequence[str | State]) -> Comparison:
+        """States beside each other: configuration, metrics, attributes and code, what differs first; and where each can be restored.
+
+        It reads no payload, so states whose bytes are gone can be compared as well.
+
+            for row in repo.compare(["main~3", "main"]).metrics:
+                print(row.key, row.values)
+
+        :param revs: two to 32 of them.
+        """
+        from datastates.show.overview import comparison
+
+        return comparison(self.core, values.revisions(revs))
+
+    @values.takes(
+        old=values.revision, new=values.revision, only=values.patterns, stat=values.flag, on_progress=values.optional(values.callback)
+    )
+    def diff(
+        self,
+        old: str | State,
+        new: str | State,
+        *,
+        only: str | Sequence[str] | None = None,
+        stat: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Diff:
+        """What changed between two states: each tensor's norms, distance, cosine, largest change, changed fraction; metrics, config, code.
+
+        It needs memory for a few tensors only; what both hold in the same chunks is not read. Where the bytes of one of them are gone,
+        all else is told, and ``lacking`` says why no tensors are, and which state can be restored instead.
+
+            for change in repo.diff("main~3", "main").tensors:
+                print(change.path, change.relative)
+
+        :param old: the state from which changes count.
+        :param new: the state to which they lead.
+        :param only: which tensors are compared, as in ``load``.
+        :param stat: read no payload: tensors are ``same`` by their digests, or ``unread``.
+        :param on_progress: called with the bytes of ``new`` that were compared, and all of them.
+        """
+        from datastates.algebra.diff import diff
+
+        return diff(self.core, old, new, only=only, stat=stat, on_progress=on_progress)
+
+    @values.takes(rev=values.revision, only=values.patterns, size=values.flag, on_progress=values.optional(values.callback))
+    def blame(
+        self,
+        rev: str | State,
+        *,
+        only: str | Sequence[str] | None = None,
+        size: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Blame]:
+        """Which state last changed a bit of each tensor, along first parents; in the order of the tree.
+
+        It reads manifests, and of the payload what lies in chunks that changed and that several tensors share.
+
+            for found in repo.blame("main", only="model"):
+                print(found.path, found.state.step, found.change)
+
+        :param rev: the state whose tensors are asked about.
+        :param only: which tensors, as in ``load``.
+        :param size: also by how much it was changed there, which reads both versions of each tensor.
+        :param on_progress: called with the states that were looked at, and the most there are.
+        :raises Unavailable: the bytes of the state itself are gone; names the nearest ancestor that has them.
+        """
+        from datastates.algebra.blame import blame
+
+        return blame(self.core, rev, only=only, size=size, on_progress=on_progress)
+
+    @values.takes(
+        good=values.revision,
+        bad=values.revision,
+        only=values.patterns,
+        verdicts=values.optional(values.path),
+        on_progress=values.optional(values.callback),
+    )
+    def bisect(
+        self,
+        good: str | State,
+        bad: str | State,
+        predicate: Callable[[Any], object] | str,
+        *,
+        only: str | Sequence[str] | None = None,
+        verdicts: str | os.PathLike[str] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Bisection:
+        """The first state on the path from ``good`` to ``bad`` of which a predicate holds; at most ceil(log2(n)) + 1 of n are restored.
+
+        States whose bytes are gone are not tried; where one of them may be the first, ``candidates`` are all that may.
+        ``repo.bisect("warm", "main", lambda tree: tree["model"]["weight"].abs().max() > 100, only="model").bad`` is such a state.
+
+        :param good: where it does not hold yet.
+        :param bad: a descendant of it, where it holds.
+        :param predicate: takes a state's containers, as ``load`` gives them, and says True where it is bad, False where it is good, None
+            where that cannot be said. Or a condition on a metric, ``"loss > 5"``: then nothing is restored, and NaN is bad.
+        :param only: what is loaded for it, as in ``load``.
+        :param verdicts: a file that keeps what was found, so that a bisection that was broken off goes on; it is of one question.
+        :param on_progress: called with the states that were tried, and how many these will be at most.
+        :raises InvalidInput: ``bad`` does not descend from ``good``, or the predicate does not hold of one and of the other not.
+        """
+        from datastates.algebra.bisection import bisect
+
+        if not isinstance(predicate, str):
+            values.callback(predicate, "predicate")
+        return bisect(self.core, good, bad, predicate, only=only, verdicts=verdicts, on_progress=on_progress)
+
+    @values.takes(
+        revs=values.several(values.revision),
+        method=values.string,
+        weights=values.optional(values.several(values.number)),
+        only=values.patterns,
+        rest=values.string,
+        into=values.optional(values.string),
+        tag=values.optional(values.string),
+        message=values.optional(values.text),
+    )
+    def merge(
+        self,
+        revs: Sequence[str | State],
+        *,
+        method: str = "mean",
+        weights: Sequence[float] | None = None,
+        only: str | Sequence[str] | None = "model",
+        rest: str = "keep",
+        into: str | None = None,
+        tag: str | None = None,
+        message: str | None = None,
+        **options: Unpack[MergeOptions],
+    ) -> State:
+        """Make a state whose floating-point tensors are combined from those of ``revs``, and whose parents they are.
+
+            soup = repo.merge(["main~2", "main"], method="mean", into="soup")
+
+        - ``mean``: weighted by ``weights``.
+        - ``greedy``: the mean of the members that help. ``evaluate(tree)`` gives a number for what ``only`` asks for, ``better`` says
+          whether a ``"higher"`` or a ``"lower"`` one is better. Beginning with the best member, each next best is added unless the value
+          gets worse.
+        - ``ema``: an exponential moving average from the oldest of ``revs`` to the newest, which is the first parent, by ``decay``.
+        - ``slerp``: between two states on the sphere, at ``t``, tensor by tensor.
+        - ``ties``: of each state's changes since ``base`` (None: the nearest common ancestor) the largest ``density`` of every tensor;
+          those of the sign that wins are averaged by ``weights``, and added to ``base`` times ``scale``.
+
+        Statistics of BatchNorm are averaged like weights.
+
+        :param revs: the parents.
+        :param method: one of the above.
+        :param weights: the members' shares, which sum to 1; None: equal ones.
+        :param only: which tensors are combined. Integers, counters and all else are the first parent's.
+        :param rest: ``"drop"`` leaves out objects of which nothing is asked for.
+        :param into: a branch: a new one, or one whose head is the first parent. It makes the state durable.
+        :param tag: a tag, which makes the state durable too; with neither it stays in memory.
+        :param message: a text for the state.
+        :param options: the options of the method.
+        :raises InvalidInput: the states do not fit together (lists what does not), or an argument makes no sense.
+        :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
+        :raises Conflict: a name is taken, or the branch is elsewhere.
+        """
+        from datastates.algebra.merge import Names, merge
+
+        names = Names(into, tag, message)
+        return merge(self.core, revs, method=method, weights=weights, only=only, rest=rest, names=names, options=options)
+
+    @values.takes(rev=values.revision)
+    def verify_merge(self, rev: str | State) -> State:
+        """Make a merged state again from its parents, whose bytes must be here, and compare each tensor.
+
+        :raises Corrupt: a tensor is not what the parents make; names it.
+        """
+        from datastates.algebra.merge import verify_merge
+
+        return verify_merge(self.core, rev)
+
+    @values.takes(revs=values.several(values.revision), only=values.string, pick=values.optional(values.callback))
+    def ensemble(
+        self,
+        revs: Sequence[str | State],
+        model: torch.nn.Module,
+        *,
+        only: str = "model",
+        pick: Callable[[Any], torch.Tensor] | None = None,
+    ) -> Ensemble:
+        """Predictions from several states, each loaded once.
+
+            prediction = repo.ensemble(["main~2", "main"], model)(inputs)
+            print(prediction.mean.shape, prediction.spread.max())
+
+        :param revs: the members.
+        :param model: the module that computes, with the weights and buffers of each state in turn; its own are not touched.
+        :param only: the name under which the module was tracked.
+        :param pick: chooses the tensor from an output that is not a tensor.
+        :raises InvalidInput: a state does not fit the module; lists what does not.
+        """
+        from datastates.algebra.ensemble import load_ensemble
+
+        return load_ensemble(self.core, revs, model, only=only, pick=pick)

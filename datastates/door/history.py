@@ -1,0 +1,104 @@
+"""What is asked of the lineage alone: no payload is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from datastates import values
+from datastates.lineage.search import pages as search
+from datastates.lineage.search import walk
+from datastates.lineage.search.names import check_names
+from datastates.lineage.states import Run, State
+from datastates.show.frames import States
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from datastates.lineage.show.branches import Branches
+
+
+from .opened import Opened
+
+__all__ = ["History"]
+
+
+class History(Opened):
+    """The lineage: logs, searches, walks, branches and runs."""
+
+    @values.takes(rev=values.revision, limit=values.optional(values.count))
+    def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> States:
+        """A state and its ancestors, all parents followed, newest first: a list, which ``frame`` makes a pandas frame of.
+
+            for state in repo.log("main", limit=5):
+                print(state.step, state.metrics["loss"])
+
+        :raises NotFound: the revision names no state.
+        """
+        uid = self._uid(rev)
+        with self.core.reading() as session:
+            return States(walk.log(session, uid, limit=limit))
+
+    @values.takes(query=values.string)
+    def find(self, query: str) -> States:
+        """All states that a query asks for, in its order; a ``limit`` in the query bounds them. ``lineage.search.query`` has the grammar.
+
+            best = repo.find("branch = main and metrics.loss < 100 order by metrics.loss limit 5")
+
+        :raises SyntaxProblem: it does not parse, or compares a metric or an attribute that no state has; points at the column.
+        """
+        with self.core.reading() as session:
+            check_names(session, query)
+            return States(search.find_all(session, query))
+
+    @values.takes(rev=values.revision, limit=values.optional(values.count))
+    def ancestors(self, rev: str | State, *, limit: int | None = None) -> States:
+        """All ancestors, further parents' included, newest generation first."""
+        uid = self._uid(rev)
+        with self.core.reading() as session:
+            return States(walk.ancestors(session, uid, limit=limit))
+
+    @values.takes(rev=values.revision, limit=values.optional(values.count))
+    def descendants(self, rev: str | State, *, limit: int | None = None) -> States:
+        """All states that come from this one."""
+        uid = self._uid(rev)
+        with self.core.reading() as session:
+            return States(walk.descendants(session, uid, limit=limit))
+
+    @values.takes(rev=values.optional(values.revision), ancestors=values.optional(values.count), descendants=values.optional(values.count))
+    def graph(self, rev: str | State | None = None, *, ancestors: int | None = None, descendants: int | None = 0) -> nx.DiGraph[str]:
+        """The lineage as a networkx graph, edges from parent to child; see ``lineage.view.graph``."""
+        of = None if rev is None else [self._uid(rev)]
+        from datastates.lineage.show import view  # networkx takes a while to import, and few ask for it
+
+        with self.core.reading() as session:
+            return view.graph(session, of=of, ancestors=ancestors, descendants=descendants)
+
+    @values.takes(query=values.string, metric=values.optional(values.key), sort=values.string, group=values.optional(values.text))
+    def overview(self, query: str = "", *, metric: str | None = None, sort: str = "changed", group: str | None = None) -> Branches:
+        """The branches at a glance: where each forked, how it went, its best state and the best that can be restored, what was configured.
+
+            for branch in repo.overview(sort="best"):
+                print(branch.name, branch.states, branch.best)
+
+        :param query: a condition, as of ``find``; it must hold of a branch's newest state.
+        :param metric: what ``last``, ``best`` and ``line`` are of; None: the most relevant one.
+        :param sort: ``changed``, ``name``, ``began``, ``best``, ``last``, ``step``, ``states``, ``restorable``, ``durable``, ``bytes`` or
+            ``took``; the best, newest and longest come first, unless ``-`` stands before it.
+        :param group: ``study``, ``config.KEY`` or ``attr.KEY``: branches with the same value stand together.
+        :raises SyntaxProblem: the query does not parse; points at the column.
+        """
+        from datastates.show.overview import overview  # few ask for it, and it brings its own
+
+        return overview(self.core, query, metric=metric, sort=sort, group=group)
+
+    @values.takes(limit=values.optional(values.count))
+    def runs(self, *, limit: int | None = None) -> list[Run]:
+        """The trainings, the last begun first; ``finished_at`` is None of those that never said that they ended.
+
+            print(repo.runs(limit=3))
+
+        :param limit: so many at most; None: all of them.
+        """
+        from datastates.show.overview import runs
+
+        return runs(self.core, limit)

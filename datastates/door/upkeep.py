@@ -1,0 +1,129 @@
+"""What keeps the bytes of a repository sound and few."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+from datastates import values
+from datastates.errors import InvalidInput
+from datastates.lineage.states import State
+from datastates.policy.retention import Retention, retention_of
+from datastates.upkeep.loading import verify
+
+if TYPE_CHECKING:
+    from datastates.upkeep.checking import VerifyReport
+    from datastates.upkeep.gc import GcReport
+    from datastates.upkeep.repair import RepairReport
+    from datastates.upkeep.retention import Pruned
+
+
+from .opened import Opened
+
+__all__ = ["Upkeep"]
+
+
+class Upkeep(Opened):
+    """Checking, making room, mending."""
+
+    @overload
+    def verify(self, rev: str | State) -> State: ...
+
+    @overload
+    def verify(
+        self,
+        rev: None = None,
+        *,
+        since: str | None = None,
+        limit_s: float | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> VerifyReport: ...
+
+    @values.takes(
+        rev=values.optional(values.revision),
+        since=values.optional(values.string),
+        limit_s=values.optional(values.seconds),
+        on_progress=values.optional(values.callback),
+    )
+    def verify(
+        self,
+        rev: str | State | None = None,
+        *,
+        since: str | None = None,
+        limit_s: float | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> State | VerifyReport:
+        """Read every byte of a state and check that it has not rotted, and that it is what it was when it was first exported, imported or
+        verified. Without a state: read every byte of the folder of packs once, and name every state, tensor and chunk that has rotted.
+
+            for damage in repo.verify().damage:
+                print(damage.state, damage.tensors, damage.problem)
+
+        :param rev: the state; None: all of them.
+        :param since: go on behind this uid: the ``mark`` of an earlier report.
+        :param limit_s: end after so many seconds; the report then has a ``mark``.
+        :param on_progress: called with the bytes that were read, and those that there are.
+        :raises Corrupt: the first wrong byte of a state that was named.
+        """
+        if rev is None:
+            from datastates.upkeep.checking import Limits, check_all  # few ask for it
+
+            return check_all(self.core, Limits(since, limit_s), on_progress=on_progress)
+        if since is not None or limit_s is not None:
+            raise InvalidInput("since and limit_s are of a check of everything: leave out the state, or leave them out")
+        state = self.state(rev)
+        verify(self.core, state)
+        return state
+
+    @values.takes(dry_run=values.flag, unknown=values.flag, on_progress=values.optional(values.callback))
+    def gc(self, *, dry_run: bool = False, unknown: bool = False, on_progress: Callable[[int, int], None] | None = None) -> GcReport:
+        """Make room on disk: what crashes left, files of states that were evicted, packs that no state needs; packs most of whose bytes
+        nobody needs are rewritten. Captures, restores and clones go on beside it, in any process; interrupted, it goes on next time.
+
+            print(repo.gc(dry_run=True).bytes_freed)
+
+        :param dry_run: only say what there is to be done.
+        :param unknown: delete also states of which no lineage was told, because their process died before it could; ``reindex`` takes
+            them in instead.
+        :param on_progress: called with the bytes of packs set free so far, and those that are to be.
+        :raises Conflict: another process does it in this folder; with ``unknown``: or is at work there.
+        """
+        from datastates.upkeep.gc import gc  # few ask for it
+
+        return gc(self.core, is_dry_run=dry_run, takes_unknown=unknown, on_progress=on_progress)
+
+    @values.takes(policy=values.optional(retention_of), dry_run=values.flag)
+    def prune(self, policy: Retention | str | None = None, *, dry_run: bool = False) -> Pruned:
+        """Drop the bytes of durable states that a policy does not keep, of every branch; what is known of them stays, as ``evicted``.
+
+            report = repo.prune("latest:5 best:3:loss", dry_run=True)
+            print(report, report.bytes_freed)
+
+        Whatever the policy says, these stay: what names lead to, the newest durable state of each branch, where branches forked, the best
+        by a metric that a training was told to keep, and what another process has in memory.
+
+        :param policy: a ``Retention`` or its text; None: what the training of each branch asked for, and for others what is configured.
+        :param dry_run: only say what would be dropped.
+        :raises Unavailable: the repository can only be read, or another process goes on pruning it.
+        """
+        from datastates.upkeep.retention import prune  # few ask for it by hand
+
+        return prune(self.core, None if policy is None else retention_of(policy), dry_run=dry_run)
+
+    @values.takes(source=values.optional(values.path), on_progress=values.optional(values.callback))
+    def repair(
+        self, *, source: str | os.PathLike[str] | None = None, on_progress: Callable[[int, int], None] | None = None
+    ) -> RepairReport:
+        """Check everything as ``verify`` does, and bring back what is damaged where another place has it: this process's memory, a further
+        tier, or ``source``. Of the states that stay damaged the report says why, and the nearest ancestor to restore.
+
+            print(repo.repair().hurt)
+
+        :param source: another repository's folder, or a folder of packs, that may have the same states.
+        :param on_progress: as of ``verify``.
+        """
+        from datastates.upkeep.repair import repair  # few ask for it
+
+        return repair(self.core, source=None if source is None else Path(source), on_progress=on_progress)
