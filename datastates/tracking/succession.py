@@ -35,12 +35,15 @@ def take_over(core: Core, branch: str, check: Callable[[], object]) -> None:
 
 
 def _is_same(one: Core, other: Core) -> bool:
-    return one is other or _file(one.location) == _file(other.location)
+    return one is other or _file(one.location) == _file(other.location) is not None
 
 
 def _file(location: Location) -> object:
-    """The key of a lineage, however its path is written: a copy has another key."""
+    """The key of a lineage, however its path is written: a copy has another key. None: somebody deleted it."""
     if location.root is None:
         return location.database_url
-    found = os.stat(location.root / DATABASE)
+    try:
+        found = os.stat(location.root / DATABASE)
+    except OSError:
+        return None
     return found.st_dev, found.st_ino

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 import datastates
 from datastates import NotFound, Status, Unavailable
 from datastates.cli.app import app
+from datastates.config import OnFailure
 from datastates.lineage import Database
 from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.show import stats
@@ -280,13 +281,23 @@ def test_packs_whose_lineage_is_gone_are_mentioned(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_deleted_under_a_training_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(CONFIG, durable_every=1, on_failure=OnFailure.RAISE)
     with pytest.raises(Unavailable, match="is gone"):  # noqa: PT012, SIM117 # the blocks are what is tested
-        with datastates.open(tmp_path / "runs", config=replace(CONFIG, durable_every=1)) as repo:
+        with datastates.open(tmp_path / "runs", config=config) as repo:
             with repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
                 run.capture().wait("durable")
                 shutil.rmtree(tmp_path / "runs")
                 run.capture().wait("durable")
     assert not caplog.records
+
+
+def test_a_training_begins_beside_one_whose_folder_was_deleted(tmp_path: Path) -> None:
+    with datastates.open(tmp_path / "gone", config=replace(CONFIG, on_failure=OnFailure.RAISE)) as gone:
+        run = gone.track(tracked={"weight": torch.zeros(10)}, rng=False)
+        shutil.rmtree(tmp_path / "gone")
+        with datastates.open(tmp_path / "here") as here, here.track(tracked={"weight": torch.zeros(10)}, rng=False) as other:
+            assert other.capture().wait("durable").status is Status.DURABLE
+        assert run.head is None
 
 
 def test_bytes_are_dropped_whatever_the_host_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
