@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from datastates.content import check
-from datastates.content.manifest import Manifest
+from datastates.content.manifest import Manifest, TensorSpec
 from datastates.export.bundle import export_bundle, import_bundle
 from tests.clone.peers.pairs import Made, Training, train
 
@@ -17,13 +17,13 @@ from tests.clone.peers.pairs import Made, Training, train
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the tensors of a manifest were checked, by the uid of its state."""
-    found, checked = Counter[str](), check._check_tensors
+    found, checked = Counter[str](), check._checked
 
-    def counted(manifest: Manifest, *rest: Any) -> None:
+    def counted(manifest: Manifest, source: str) -> tuple[TensorSpec, ...]:
         found[manifest.origin.uid] += 1
-        checked(manifest, *rest)
+        return checked(manifest, source)
 
-    monkeypatch.setattr(check, "_check_tensors", counted)
+    monkeypatch.setattr(check, "_checked", counted)
     return found
 
 
