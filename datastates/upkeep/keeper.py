@@ -181,7 +181,9 @@ class Keeper:
                 policies = replace(policies, default=policies.default.bounded(bound - bound // _ROOM))
             report = carry_out(grounds, held, found, policies, decide(found.facts, policies, time.time()), is_over=is_over)
         with self._lock:
-            self._taken, self._added = report.bytes_after, max(0, self._added - added)
+            self._taken = report.bytes_after
+            if not is_over():  # else it may have been broken off, and is made up for by the last one
+                self._added = max(0, self._added - added)
         if report.dropped:
             _logger.info("retention: %s", report)
         return report

@@ -85,6 +85,19 @@ def test_a_long_training_stays_under_its_bound_and_all_that_is_kept_restores(tmp
         assert len(repo.log("main")) == 2000, "the lineage and its metrics stay"
 
 
+def test_a_pass_that_closing_broke_off_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Keeper, "_begin", lambda self: None)
+    model = nn.Linear(4, 4)
+    with datastates.open(tmp_path / "runs", config=config(retention="latest:2")) as repo:
+        train(repo.track(model=model), model, 6, is_waiting=True)
+        held = repo.core.engage().keeper
+        assert isinstance(held, Keeper)
+        held._pass(lambda: True)
+        assert len(durable_steps(repo)) == 6
+    with datastates.open(tmp_path / "runs") as repo:
+        assert durable_steps(repo) == [5, 6]
+
+
 @pytest.mark.usefixtures("_often")
 def test_rules_of_a_training_are_applied_to_its_branch_alone(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
