@@ -6,7 +6,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Send
     from starlette.types import Scope as Request
 
-__all__ = ["BUCKETS_S", "Meter", "Metered", "Totals", "family"]
+__all__ = ["BUCKETS_S", "Meter", "Metered", "Totals", "family", "histogram"]
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -78,16 +78,8 @@ class Meter:
         yield from family("datastates_http_requests_total", "counter", "Requests that were answered", counted)
         yield from family("datastates_http_bytes_sent_total", "counter", "Bytes of bodies that were sent", [({}, bytes_sent)])
         yield from family("datastates_http_requests_under_way", "gauge", "Requests that are being answered", [({}, under_way)])
-        name = "datastates_http_first_byte_seconds"
-        yield f"# HELP {name} From a request to the first byte of its answer"
-        yield f"# TYPE {name} histogram"
-        for route, counts in buckets.items():
-            total = 0
-            for bound, count in zip((*BUCKETS_S, "+Inf"), counts, strict=True):
-                total += count
-                yield _line(f"{name}_bucket", {"route": route, "le": bound}, total)
-            yield _line(f"{name}_sum", {"route": route}, seconds[route])
-            yield _line(f"{name}_count", {"route": route}, total)
+        histograms = [({"route": route}, counts, seconds[route]) for route, counts in buckets.items()]
+        yield from histogram("datastates_http_first_byte_seconds", "From a request to the first byte of its answer", BUCKETS_S, histograms)
 
 
 class Metered:
@@ -138,6 +130,19 @@ def family(name: str, kind: str, said: str, samples: Iterable[tuple[Labels, floa
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:
         yield _line(name, labels, value)
+
+
+def histogram(name: str, said: str, bounds: Sequence[float], samples: Iterable[tuple[Labels, Sequence[int], float]]) -> Iterator[str]:
+    """The lines of one histogram: for each sample how many lie within each bound and beyond the one before, and the sum of all."""
+    yield f"# HELP {name} {said}"
+    yield f"# TYPE {name} histogram"
+    for labels, counts, summed in samples:
+        total = 0
+        for bound, count in zip((*bounds, "+Inf"), counts, strict=True):
+            total += count
+            yield _line(f"{name}_bucket", {**labels, "le": bound}, total)
+        yield _line(f"{name}_sum", labels, summed)
+        yield _line(f"{name}_count", labels, total)
 
 
 def _line(name: str, labels: Labels, value: float) -> str:

@@ -90,6 +90,8 @@ class Config:
     are called with every state that is captured or merged (``datastates.Module``). ``tiers`` are your own, nearest first
     (``datastates.store.Tier``): each state that becomes durable is put there too, and read from there when it is nowhere nearer. They
     are closed with the repository. ``retention`` says which durable states keep their bytes (``datastates.Retention``, or its text).
+    ``trace`` is a file, for Perfetto, that says when each thread captured, copied, digested, recorded and wrote which state; it is
+    written when the repository is closed, and ``{pid}`` in its name is the process.
     """
 
     memory_bytes: int | None = None
@@ -105,6 +107,7 @@ class Config:
     cadence: Policy | str | None = None
     retention: Retention | str = DEFAULT
     on_failure: OnFailure = OnFailure.CONTINUE
+    trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
@@ -122,6 +125,7 @@ class Config:
             self._set("direct_io", values.flag(self.direct_io, "direct_io"))
         if self.on_step is not None and not callable(self.on_step):
             raise InvalidInput(f"on_step is {values.shown(self.on_step)}: give a function that takes the name of a step")
+        self._set("trace", None if self.trace is None else os.path.abspath(values.path(self.trace, "trace")))
         self._set("retention", retention_of(self.retention))
         self._set("modules", _checked(self.modules))
         self._set("tiers", _listed(self.tiers))
@@ -151,7 +155,7 @@ class Config:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
         """The defaults, changed by ``DATASTATES_MEMORY``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``,
-        ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``.
+        ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``.
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -215,6 +219,7 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_BACK_PRESSURE": lambda config, text: replace(config, back_pressure=BackPressure(text)),
     "DATASTATES_RETENTION": lambda config, text: replace(config, retention=retention_of(text)),
     "DATASTATES_ON_FAILURE": lambda config, text: replace(config, on_failure=OnFailure(text)),
+    "DATASTATES_TRACE": lambda config, text: replace(config, trace=text),
     "DATASTATES_DATA": lambda config, text: replace(config, data=data_plane(text)),
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from fastapi import Request, Response
 from sqlalchemy import func, select
 
+from datastates.api.activity import activity_lines
 from datastates.api.meter import Meter, family
 from datastates.api.models import Page, RepositoryInfo
 from datastates.api.replies import reply
@@ -51,7 +52,9 @@ async def healthz() -> Response:
 def metrics(request: Request) -> Response:
     """What the server counts, in Prometheus' text format."""
     meter: Meter = request.app.state.meter
-    lines = [*meter.lines(), *_repository_lines(_served(request))]
+    served = _served(request)
+    activities = {each.name: each.core.running.recorder.activity() for each in served if each.core.running is not None}
+    lines = [*meter.lines(), *_repository_lines(served), *activity_lines(activities)]
     return Response("\n".join(lines) + "\n", headers={"Content-Type": METRICS_TYPE})
 
 

@@ -32,6 +32,7 @@ from datastates.modules.record import Record
 from datastates.store.roles import CaptureTier
 from datastates.store.tier import Placed
 from datastates.system.interrupts import Mutex
+from datastates.system.recorder import Recorder
 
 from .events import Action, Event, Recorded
 from .line import Staged
@@ -80,7 +81,9 @@ class Commits:
         *,
         adopt: Callable[[str, Manifest | None], None],
         post: Callable[[*tuple[Event, ...]], list[Action]],
+        recorder: Recorder,
     ) -> None:
+        self._recorder = recorder
         self._database: Database = books.database
         self.holder = books.holder
         self._register, self._pipeline, self._memory, self._journal = register, pipeline, memory, register.journal
@@ -131,7 +134,11 @@ class Commits:
                 entered.append(staged)
             except BaseException as exc:  # whatever it is, the handle raises it
                 self._refuse(staged, exc)
+        began = time.monotonic()
         errors = self._record.process_all([staged.work for staged in entered if staged.work is not None])
+        if entered:
+            newest = entered[-1]
+            self._recorder.span("record", began, time.monotonic(), newest.progress.uid, newest.facts.step)
         self._announce(self._concluded(entered, errors))
 
     def settle(self, captures: Sequence[Staged], error: BaseException) -> None:

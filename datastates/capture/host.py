@@ -13,6 +13,7 @@ from datastates.config import BackPressure
 from datastates.lineage.states import NewState, Run, State
 from datastates.policy.contract import Policy
 from datastates.policy.rules import Best
+from datastates.system.recorder import Recorder
 
 from .commit import Coming
 from .line import Line, Staged
@@ -146,3 +147,7 @@ class Persisting(Protocol):
 
 class Host(Slots, Capturing, Adopting, Persisting, Protocol):
     """An engine, in this process or another."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """What counts and times what is done here."""

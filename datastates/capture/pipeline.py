@@ -6,6 +6,7 @@ writer thread   write, when the engine says so
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from datastates.modules.work import Work, Writing
 from datastates.modules.write import Write
 from datastates.store.arena import Arena
 from datastates.store.roles import CaptureTier, DurableTier
+from datastates.system.recorder import Recorder
 
 from .line import Staged
 from .register import Books, Register
@@ -29,10 +31,13 @@ __all__ = ["Pipeline"]
 class Pipeline:
     """The steps in order of priority. ``enter`` and ``leave`` belong to the engine thread, ``write`` to the writer thread."""
 
-    def __init__(self, books: Books, register: Register, *, arena: Arena, memory: CaptureTier, local: DurableTier) -> None:
+    def __init__(
+        self, books: Books, register: Register, *, arena: Arena, memory: CaptureTier, local: DurableTier, recorder: Recorder
+    ) -> None:
+        self._recorder = recorder
         self._run, self._register, self._arena, self._memory = books.run, register, arena, memory
         self._each: Sequence[Step[Work]] = (Digest(arena), Dedup(memory))
-        self._write = Write(memory, local, register.journal)
+        self._write = Write(memory, local, register.journal, recorder)
 
     def enter(self, staged: Staged) -> None:
         """Take a capture into memory, each step in turn; its line goes on from it. Whatever this raises, ``leave`` undoes.
@@ -47,7 +52,11 @@ class Pipeline:
             raise Conflict(f"there is a state {uid} already: every capture needs a uid of its own")
         work = staged.work = self._begun(staged, job)
         for step in self._each:
+            began = time.monotonic()
             step.process(work)
+            self._recorder.span(step.name, began, time.monotonic(), uid, work.facts.step)
+        self._recorder.count("bytes_copied", sum(work.lengths))
+        self._recorder.count("bytes_new", work.bytes_new)
         self._register.place(uid, staged.line)
         staged.line.tip = (uid, work.digested().digest)
 

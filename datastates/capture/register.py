@@ -17,6 +17,7 @@ from datastates.modules.own import Own
 from datastates.store.roles import CaptureTier, DurableTier
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex
+from datastates.system.recorder import Recorder
 
 from .engine import Engine
 from .handle import Progress
@@ -62,7 +63,9 @@ class Register:
         own: Own,
         copies: Copies,
         on_marked: Callable[[int], None],
+        recorder: Recorder,
     ) -> None:
+        self._recorder = recorder
         self._engine, self._lock, self._changed = locked.engine, locked.lock, locked.changed
         self.folder = books.folder
         self._memory, self._own, self._copies, self._on_marked = memory, own, copies, on_marked
@@ -113,6 +116,8 @@ class Register:
         """A capture did not come about, and is nowhere. Told again, it changes nothing."""
         _logger.debug("capture of step %s failed", staged.facts.step, exc_info=error)
         uid = staged.progress.uid
+        if staged.progress.error is None:
+            self._recorder.count("failed")
         with self._lock:
             if staged.work is not None:
                 self._lines.pop(uid, None)
@@ -221,6 +226,7 @@ class Register:
         if progress is not None:
             if progress.state is not None:
                 return  # it was told twice
+            self._recorder.count("recorded")
             progress.advance(state)
         self.hand_on(state, entry.new.facts.branch, progress)
         if state.uid in self._left:

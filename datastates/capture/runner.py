@@ -35,6 +35,7 @@ from datastates.store.tier import Tier
 from datastates.system.bell import Bell
 from datastates.system.deeds import deed, deed_of
 from datastates.system.interrupts import Mutex, undisturbed
+from datastates.system.recorder import Recorder
 
 from .commit import Coming, Commits
 from .engine import MOST_HELD, Engine
@@ -112,15 +113,25 @@ class Runner:
         self._config = config
         self._pulse = Pulse(beat)
         self._trouble = Trouble()
+        self.recorder = Recorder(config.trace)
         self._lock, self._changed = Mutex(), Bell()
         self._engine = Engine(most_held=min(MOST_HELD, max(arena.capacity, _LEAST_HELD)))
         self._paces = Paces(books.database)
         self._own = Own(config.modules, memory, self._changed.ring)
         self._copies = Copies(local, further, books.database, self._changed.ring)
         locked = Locked(self._engine, self._lock, self._changed)
-        self._register = Register(books, locked, memory=memory, local=local, own=self._own, copies=self._copies, on_marked=self._on_marked)
-        self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local)
-        self._commits = Commits(books, self._register, self._pipeline, memory, adopt=self._adopt, post=self._post)
+        self._register = Register(
+            books,
+            locked,
+            memory=memory,
+            local=local,
+            own=self._own,
+            copies=self._copies,
+            on_marked=self._on_marked,
+            recorder=self.recorder,
+        )
+        self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local, recorder=self.recorder)
+        self._commits = Commits(books, self._register, self._pipeline, memory, adopt=self._adopt, post=self._post, recorder=self.recorder)
         self.stager = Stager(arena)
         self._rounds = Rounds()
         self._warmer = Warmer(arena, is_given=config.memory_bytes is not None)
@@ -218,6 +229,8 @@ class Runner:
         """Runs on the stage thread."""
         if isinstance(job.error, Torn):
             staged.line.edits.note(staged.facts.step, job.error, is_taught=job.plan.is_taught)
+        if job.began is not None:
+            self.recorder.span("copy", job.began, time.monotonic(), staged.progress.uid, staged.facts.step)
         self._rounds.put(staged)
 
     def fence(self, job: CopyJob) -> None:
@@ -480,13 +493,16 @@ class Runner:
                     staged.job = staged.work = None  # they hold what they were copied from
                 self._rounds.end(len(captures))
                 self._changed.ring()
+                self.recorder.add_up()
 
     def _finish(self, captures: list[Staged]) -> None:
         """The table of contents of the second half of some captures."""
+        began, newest = time.monotonic(), captures[-1]
         try:
             self._commits.take_round(captures)
         except BaseException as exc:  # whatever it is, the handles raise it
             self._commits.settle(captures, exc)
+        self.recorder.span("round", began, time.monotonic(), newest.progress.uid, newest.facts.step)
         self._look_around()
         self._room.make_ahead(self._config.back_pressure)
 
@@ -546,6 +562,7 @@ class Runner:
         is_passing = isinstance(error, Unavailable) and self._register.is_patient(uid)
         if is_passing:
             self._trouble.failures += 1
+            self.recorder.count("retries")
             self._trouble.begin(str(error))
             if is_full(error):
                 self._on_full()
@@ -593,6 +610,7 @@ class Runner:
             if self._room.has(until):
                 return
             self._trouble.note_left(1)
+            self.recorder.count("evicted")
             self._register.leave(uid, f"state {uid} left memory, which was full, before it could be written: {self._trouble.why}")
 
     def _evict(self, uids: tuple[str, ...], until: int | None) -> None:
@@ -601,6 +619,7 @@ class Runner:
                 return
             why = f"state {uid} left memory before it became durable: make more states durable, or give more memory_bytes"
             self._register.leave(uid, why)
+            self.recorder.count("evicted")
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:

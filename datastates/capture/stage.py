@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class CopyJob:
     """One state on its way into ``slots``. ``is_copied`` is set once nothing reads the sources any more.
 
     ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after it. ``versions`` are the tripwire's
-    as of the first fence, or of the end of the copy where that is earlier.
+    as of the first fence, or of the end of the copy where that is earlier. ``began`` is when the stage thread took it.
     """
 
     plan: CopyPlan
@@ -50,6 +51,7 @@ class CopyJob:
     has_host_reads: bool = True
     versions: list[int] | None = None
     seal: Mutex = field(default_factory=Mutex)
+    began: float | None = None
 
 
 _Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -151,6 +153,7 @@ class Stager:
         """Runs on the stage thread."""
         if job.is_copied.is_set():
             return  # it was abandoned after it had been handed over
+        job.began = time.monotonic()
         try:
             if job.error is None:
                 self._copy_all(job)

@@ -13,8 +13,10 @@ from datastates.show.frames import States
 
 if TYPE_CHECKING:
     import networkx as nx
+    from opentelemetry.metrics import Meter
 
     from datastates.lineage.show.branches import Branches
+    from datastates.show.stats import RepositoryStats
 
 
 from .opened import Opened
@@ -37,6 +39,27 @@ class History(Opened):
         uid = self._uid(rev)
         with self.core.reading() as session:
             return States(walk.log(session, uid, limit=limit))
+
+    def stats(self) -> RepositoryStats:
+        """How much there is, by status, name and tier; and what this process has captured, copied and written so far, and how long each
+        stage of that took.
+
+            stats = repo.stats()
+            print(stats, stats.activity.bytes_written, stats.activity.timing("capture").mean_s)
+        """
+        from datastates.show.stats import stats  # few ask for it
+
+        return stats(self.core)
+
+    def instrument(self, meter: Meter | None = None) -> None:
+        """Let OpenTelemetry read what ``stats`` says of this process, whenever it collects: counters, and the time of each stage.
+
+        :param meter: makes the instruments; None: that of the global provider, called ``datastates``.
+        :raises Unsupported: OpenTelemetry is not installed.
+        """
+        from datastates.show.telemetry import instrument  # few ask for it
+
+        instrument(self.core, meter)
 
     @values.takes(query=values.string)
     def find(self, query: str) -> States:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 from datastates.store.roles import CaptureTier, DurableTier
-from datastates.store.tier import Payload
+from datastates.store.tier import Payload, Placed
+from datastates.system.recorder import Recorder
 
 from .contract import Priority
 from .journal import Journal
@@ -17,14 +20,28 @@ class Write:
 
     name, priority = "write", int(Priority.WRITE)
 
-    def __init__(self, memory: CaptureTier, local: DurableTier, journal: Journal) -> None:
-        self._memory, self._local, self._journal = memory, local, journal
+    def __init__(self, memory: CaptureTier, local: DurableTier, journal: Journal, recorder: Recorder) -> None:
+        self._memory, self._local, self._journal, self._recorder = memory, local, journal, recorder
 
     def process(self, writing: Writing) -> None:
         """The digests were made from this very memory: reading verifies them, writing need not."""
+        began = time.monotonic()
         with self._memory.open(writing.uid, verify=False) as reader:
             chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
             placed = self._local.put(Payload(reader.manifest, chunks), base=writing.base, is_of_base=writing.is_of_base)
             del chunks
+        put, step = time.monotonic(), placed.manifest.origin.step
+        self._recorder.span("put", began, put, writing.uid, step)
+        self._count(placed)  # before anybody hears that it is durable
         self._journal.mark(writing.uid, placed)
         writing.manifest = placed.manifest
+        ended = time.monotonic()
+        self._recorder.span("mark", put, ended, writing.uid, step)
+        self._recorder.span("write", began, ended, writing.uid, step)
+
+    def _count(self, placed: Placed) -> None:
+        manifest = placed.manifest
+        is_shared = [not pack.name.startswith(manifest.origin.uid) for pack in manifest.packs]
+        self._recorder.count("written")
+        self._recorder.count("bytes_written", placed.bytes_new)
+        self._recorder.count("chunks_shared", sum(is_shared[ref.pack] for ref in manifest.refs))

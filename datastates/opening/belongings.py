@@ -87,6 +87,8 @@ class Belongings:
                     self._finish()
             self._free()
             raise
+        finally:
+            self.runner.recorder.write()  # also when Ctrl-C broke this off
         self._free()
 
     def _finish(self) -> None:

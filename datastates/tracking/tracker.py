@@ -219,6 +219,7 @@ class Tracker:
         handle = Capture(progress, self.step, want=host.want, hurry=host.hurry, trouble=lambda: host.trouble)
         slots = self._host.acquire(plan.slot_count, self._back_pressure, line=training.line)
         if slots is None:
+            host.recorder.count("skipped")
             progress.skip(None if self._back_pressure is BackPressure.SKIP else self._host.trouble)
             return handle
         try:
@@ -251,7 +252,9 @@ class Tracker:
         finally:
             if not job.is_copied.is_set():
                 training.pending.job = job
-        training.newest, training.held_s = handle.uid, time.monotonic() - began
+        ended = time.monotonic()
+        training.newest, training.held_s = handle.uid, ended - began
+        host.recorder.span("capture", began, ended, uid, self.step)
         return handle
 
     def fence(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
@@ -55,6 +56,23 @@ def test_repositories_are_listed_with_what_the_asker_may(repo: Repository, serve
         assert len({item["uid"] for item in items}) == 2
         assert client.get("/api/v1/repositories/a/refs").json()["items"] == []
         assert len(client.get("/api/v1/repositories/b/refs").json()["items"]) == 6
+
+
+def test_a_training_in_the_same_process_is_counted_by_repository(repo: Repository, serve: Serve) -> None:
+    client = serve({"ours": repo})
+    assert not any(name.startswith("datastates_captures_total") for name in metrics(client)), "nothing was captured here"
+    with repo.track(branch="watched", weight=torch.ones(8)) as run:
+        for _ in range(2):
+            run.capture().wait("durable")
+        repo.core.host().drain()
+        found, done = metrics(client), repo.stats().activity
+
+    labels = 'repository="ours"'
+    assert found[f"datastates_captures_total{{{labels}}}"] == found[f"datastates_states_written_total{{{labels}}}"] == 2
+    assert found[f"datastates_bytes_copied_total{{{labels}}}"] == done.bytes_copied > 0
+    stage = f'{labels},stage="write"'
+    assert found[f'datastates_stage_seconds_bucket{{{stage},le="+Inf"}}'] == found[f"datastates_stage_seconds_count{{{stage}}}"] == 2
+    assert found[f"datastates_stage_seconds_sum{{{stage}}}"] == done.timing("write").total_s
 
 
 def test_requests_are_counted_by_route_and_status(repo: Repository, serve: Serve) -> None:

@@ -125,7 +125,7 @@ def explore(
         known = read_study(repo, study, plan, config=config)
         with repo.core.writing() as session:
             studies.plan(session, study, [studies.Planned(one.name, one.parent, one.epochs, one.config) for one in plan.variants])
-        worker_config = replace(repo.config, on_step=None)
+        worker_config = replace(repo.config, on_step=None, trace=None)  # a trace is of one process
 
         def task(variant: Variant, parent: State) -> Task:
             assignment = Assignment(

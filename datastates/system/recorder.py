@@ -1,0 +1,179 @@
+"""What this process does with its states, counted and timed; what a span of it says is kept where a trace was asked for.
+
+    recorder.span("digest", began, ended, uid, step)     something took from here to there, on the thread that says so
+    recorder.count("evicted", 3)
+
+Whoever tells it appends to a queue and goes on: no lock, no clock. What was told is added up on the engine thread after each round, and
+whenever somebody asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from .interrupts import Mutex
+from .trace import MOST_SPANS, Span, write_trace
+
+__all__ = ["BOUNDS_S", "COUNTERS", "Activity", "Counter", "Recorder", "Timing"]
+
+_logger = logging.getLogger(__name__)
+
+BOUNDS_S = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
+"""The histogram of a stage counts what took at most so long; its last place what took longer than all of them."""
+
+Counted = Literal[
+    "skipped", "failed", "recorded", "bytes_copied", "bytes_new", "written", "bytes_written", "chunks_shared", "retries", "evicted"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One stage: how often it ran, how long in all, the shortest and the longest time, and how many took as long as ``BOUNDS_S`` say."""
+
+    stage: str
+    count: int = 0
+    total_s: float = 0.0
+    least_s: float = float("inf")
+    most_s: float = 0.0
+    histogram: tuple[int, ...] = (0,) * (len(BOUNDS_S) + 1)
+
+    def plus(self, took_s: float) -> Timing:
+        """With one more run."""
+        place = bisect_left(BOUNDS_S, took_s)
+        histogram = (*self.histogram[:place], self.histogram[place] + 1, *self.histogram[place + 1 :])
+        least, most = min(self.least_s, took_s), max(self.most_s, took_s)
+        return Timing(self.stage, self.count + 1, self.total_s + took_s, least, most, histogram)
+
+    @property
+    def mean_s(self) -> float:
+        """How long it takes on average; 0 where it never ran."""
+        return self.total_s / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What one process did with the states of one repository, since it opened it.
+
+    ``captures`` were taken and ``skipped`` were not, for want of room; ``failed`` came to nothing afterwards, ``recorded`` are in the
+    lineage, ``written`` are on disk. ``bytes_copied`` of tensors were copied into memory, where ``bytes_new`` of them were new, and
+    ``bytes_written`` went to disk; ``chunks_shared`` of what was written were there already. ``retries`` are writes that failed and are
+    tried again, ``evicted`` states that left memory to make room. ``timings`` are in the order in which stages first ran.
+    """
+
+    captures: int = 0
+    skipped: int = 0
+    failed: int = 0
+    recorded: int = 0
+    written: int = 0
+    bytes_copied: int = 0
+    bytes_new: int = 0
+    bytes_written: int = 0
+    chunks_shared: int = 0
+    retries: int = 0
+    evicted: int = 0
+    timings: tuple[Timing, ...] = ()
+
+    def timing(self, stage: str) -> Timing:
+        """That of a stage, also of one that never ran."""
+        return next((timing for timing in self.timings if timing.stage == stage), Timing(stage))
+
+
+class Counter(NamedTuple):
+    """How others are told of one number of an ``Activity``: by this name, in this unit, with these words."""
+
+    field: str
+    name: str
+    unit: str
+    said: str
+
+    def of(self, activity: Activity) -> int:
+        """The number."""
+        return int(getattr(activity, self.field))
+
+
+COUNTERS = (
+    Counter("captures", "captures", "{capture}", "Captures that this process took"),
+    Counter("skipped", "captures.skipped", "{capture}", "Captures that were not taken for want of room"),
+    Counter("failed", "captures.failed", "{capture}", "Captures that came to nothing"),
+    Counter("recorded", "states.recorded", "{state}", "Captures that are in the lineage"),
+    Counter("written", "states.written", "{state}", "States that were written to disk"),
+    Counter("bytes_copied", "bytes.copied", "By", "Bytes of tensors that were copied into memory"),
+    Counter("bytes_new", "bytes.new", "By", "Those of them that no other state in memory had"),
+    Counter("bytes_written", "bytes.written", "By", "Bytes of tensors that were written to disk"),
+    Counter("chunks_shared", "chunks.shared", "{chunk}", "Chunks of written states that were on disk already"),
+    Counter("retries", "writes.retried", "{write}", "Writes that failed and are tried again"),
+    Counter("evicted", "states.evicted", "{state}", "States that left memory to make room"),
+)
+
+
+class _Count(NamedTuple):
+    name: str
+    by: int
+
+
+class Recorder:
+    """Belongs to the engine of a repository. Any thread; ``span`` and ``count`` never wait.
+
+    With ``trace`` the newest spans are kept, and ``write`` writes them there: Chrome's JSON, which Perfetto opens.
+    """
+
+    def __init__(self, trace: str | os.PathLike[str] | None = None) -> None:
+        self._trace = trace
+        self._told: deque[Span | _Count] = deque()
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self._counts: dict[str, int] = {field.name: 0 for field in fields(Activity) if field.name != "timings"}
+        self._timings: dict[str, Timing] = {}
+        self._left_out = 0
+        self._lock = Mutex()
+
+    def span(self, name: str, began: float, ended: float, uid: str = "", step: int | None = None) -> None:
+        """This thread did something from ``began`` to ``ended``, of the monotonic clock."""
+        thread = threading.current_thread()
+        self._told.append(Span(name, thread.ident or 0, thread.name, began, ended, uid, step))
+
+    def count(self, name: Counted, by: int = 1) -> None:
+        """Something happened, or happened to so many."""
+        self._told.append(_Count(name, by))
+
+    def add_up(self) -> None:
+        """Take in what was told so far."""
+        with self._lock:
+            while self._told:
+                told = self._told.popleft()
+                if isinstance(told, _Count):
+                    self._counts[told.name] += told.by
+                else:
+                    self._add(told)
+
+    def activity(self) -> Activity:
+        """All of it so far."""
+        self.add_up()
+        with self._lock:
+            return Activity(timings=tuple(self._timings.values()), **self._counts)
+
+    def write(self) -> None:
+        """Write the trace, if one was asked for, in place of what was written before; that it cannot be is logged."""
+        if self._trace is None:
+            return
+        self.add_up()
+        with self._lock:
+            spans, left_out = list(self._spans), self._left_out
+        try:
+            write_trace(Path(self._trace), spans, left_out=left_out)
+        except OSError as error:
+            _logger.warning("the trace was not written to %s: %s", self._trace, error)
+
+    def _add(self, span: Span) -> None:
+        self._timings[span.name] = self._timings.get(span.name, Timing(span.name)).plus(span.ended - span.began)
+        if span.name == "capture":
+            self._counts["captures"] += 1
+        if self._trace is not None:
+            self._left_out += len(self._spans) == MOST_SPANS
+            self._spans.append(span)
