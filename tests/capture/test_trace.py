@@ -66,14 +66,15 @@ def test_the_spans_of_a_training_nest_on_the_threads_that_did_it(tmp_path: Path)
         assert steps[each] == [1, 2, 3, 4, 5, 6]
     assert steps["write"] == steps["put"] == steps["mark"]
     assert {1, 3, 5, 6} <= set(steps["write"]), "every second, and the head"
-    ends: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    ends: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for span in found:  # sorted: one that holds another comes before it
-        held = ends[span["thread"]]
-        while held and held[-1][0] <= span["ts"]:
+        began = round(span["ts"] * 1000)  # nanoseconds: one ends in the very one in which the next begins
+        ended, held = began + round(span["dur"] * 1000), ends[span["thread"]]
+        while held and held[-1][0] <= began:
             held.pop()
-        assert not held or span["ts"] + span["dur"] <= held[-1][0] + 0.002, "a span lies in another, or beside it"
+        assert not held or ended <= held[-1][0], "a span lies in another, or beside it"
         assert (held[-1][1] if held else None) == WITHIN.get(span["name"])
-        held.append((span["ts"] + span["dur"], span["name"]))
+        held.append((ended, span["name"]))
 
 
 def test_a_training_that_ctrl_c_ends_leaves_its_trace(tmp_path: Path) -> None:
