@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,14 @@ from datastates.system.memory import available_memory_bytes
 from datastates.system.regular import open_regular, read_at
 
 from .pack import MAX_HEADER, padded, places_of
+from .staging import Stage
 from .tier import Reader
 
 __all__ = ["MappedReader"]
 
 _NAMED_PATHS = 8
 _AHEAD = 4
+_FEWEST = 4  # chunks; fewer are read before threads would have begun
 _KEPT = 2  # chunks that were read last: tensors that follow each other share them
 
 
@@ -47,6 +49,7 @@ class MappedReader(Reader):
         self._unverified_packs = set(range(len(manifest.packs))) if verify else set[int]()
         self._kept: dict[int, memoryview] = {}
         self._is_roomy: bool | None = None
+        self._stage: Stage | None = None
         self._told = 0
         self._is_closed = False
 
@@ -85,11 +88,26 @@ class MappedReader(Reader):
         begin = first.offset + start % CHUNK_BYTES
         return self._pack(touched.start).mapped()[begin : begin + length]
 
+    def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Read the chunks of these stretches on a few threads, where memory has room for them and little else lies in them."""
+        self._check_open()
+        chunks = self.manifest.content.chunks
+        wanted = sorted({index for start, length in stretches for index in self.chunks_of(start, length)})
+        whole = sum(chunks[index].length for index in wanted)
+        if len(wanted) < _FEWEST or sum(length for _, length in stretches) < whole // 2 or not self._has_room:
+            return
+        for index in wanted:
+            self._pack(index)  # checks its header, on this thread
+        stage = Stage(wanted, padded(chunks[wanted[-1]].length))
+        stage.fill(self._read_staged)
+        self._stage = stage
+
     def loan(self, start: int, length: int) -> memoryview | None:
-        """None where memory has room for the whole state."""
-        if self._is_roomy is None:
-            self._is_roomy = sum(chunk.length for chunk in self.manifest.content.chunks) <= available_memory_bytes() // 2
-        return None if self._is_roomy else self.span(start, length)
+        """What ``prepare`` has read; of anything else None where memory has room for the whole state."""
+        self._check_open()
+        if self._stage is not None and (staged := self._stage.view(self.chunks_of(start, length), start % CHUNK_BYTES, length)) is not None:
+            return staged
+        return None if self._has_room else self.span(start, length)
 
     def gather(self, start: int, into: memoryview) -> None:
         """Read whole chunks straight to where they belong, and check them there."""
@@ -122,7 +140,25 @@ class MappedReader(Reader):
     def close(self) -> None:
         """Let go of the packs; views that are left keep what they show."""
         self._is_closed = True
-        self._packs, self._kept = [], {}
+        self._packs, self._kept, self._stage = [], {}, None
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the whole state fits into memory that is free now."""
+        if self._is_roomy is None:
+            self._is_roomy = sum(chunk.length for chunk in self.manifest.content.chunks) <= available_memory_bytes() // 2
+        return self._is_roomy
+
+    def _read_staged(self, index: int, into: memoryview) -> None:
+        """A whole chunk, checked while it is in the processor's cache. On any thread."""
+        length = self.manifest.content.chunks[index].length
+        into = into[: padded(length) if self._verifies else length]
+        self._read_ahead(index)
+        count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset)
+        if self._verifies:
+            self._verify(into[:count], index)
+        elif count < length:
+            raise self._cut(index, count)
 
     def _pack(self, index: int) -> _Pack:
         """The pack of a chunk, its header checked."""

@@ -75,6 +75,12 @@ class PartsReader(Reader):
         part, first = self._part_of(touched.start)
         return part.span(start - first * CHUNK_BYTES, length) if self._is_in_one(touched) else None
 
+    def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Each part those that it holds all of."""
+        for part, first in zip(self._parts, self._starts, strict=False):
+            mine = [each for each in stretches if (touched := self.chunks_of(*each)) and self._holds(part, touched)]
+            part.prepare([(start - first * CHUNK_BYTES, length) for start, length in mine])
+
     def loan(self, start: int, length: int) -> memoryview | None:
         """As the part has it, if it holds all of it."""
         touched = self.chunks_of(start, length)
@@ -101,6 +107,9 @@ class PartsReader(Reader):
         with ExitStack() as stack:
             for part in self._parts:
                 stack.callback(part.close)
+
+    def _holds(self, part: Reader, touched: range) -> bool:
+        return self._part_of(touched[0])[0] is part and self._is_in_one(touched)
 
     def _is_in_one(self, touched: range) -> bool:
         return len(touched) < 2 or self._part_of(touched[0]) == self._part_of(touched[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -73,6 +73,8 @@ def _read_tree(
     content = reader.manifest.content
     tensors: list[torch.Tensor | None] = []
     specs = specs_of(reader)
+    if is_borrowing:
+        reader.prepare(_stretches(specs, wants))
     for spec in specs:
         checkpoint()
         if spec.alias is not None:
@@ -85,6 +87,12 @@ def _read_tree(
         if on_progress is not None and tensors[-1] is not None:
             on_progress(bytes_of(spec))
     return unflatten(decode_skeleton(content.skeleton), decode_values(content.values), tensors)
+
+
+def _stretches(specs: Sequence[TensorSpec], wants: Callable[[str], bool]) -> list[tuple[int, int]]:
+    """Where the tensors that are wanted lie in the stream, each once."""
+    sources = {id(source): source for spec in specs if wants(spec.path) for source in [spec if spec.alias is None else specs[spec.alias]]}
+    return [(shard.start, shard.length) for spec in sources.values() for shard in spec.shards if shard.length]
 
 
 def read_flat(reader: Reader, spec: TensorSpec) -> torch.Tensor:

@@ -89,6 +89,12 @@ class Reader(ABC):
     def close(self) -> None:
         """Let go of the state; idempotent."""
 
+    def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:  # noqa: B027  # memory has nothing to do ahead
+        """These stretches of the stream (start, length) are borrowed next: read them at once, if that is faster than one by one.
+
+        :raises Corrupt: as ``chunk``.
+        """
+
     def loan(self, start: int, length: int) -> memoryview | None:
         """A ``span`` that may only be read, and only while the reader is open; None: ``gather`` the bytes instead."""
         return self.span(start, length)

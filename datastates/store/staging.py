@@ -1,0 +1,58 @@
+"""Many chunks of a state in memory of our own: filled by a few threads, and lying so that tensors over several chunks are views."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from datastates.content.manifest import CHUNK_BYTES
+from datastates.system.interrupts import checkpoint
+
+__all__ = ["Stage"]
+
+_PIECE = 4
+"""So many chunks, 16 MiB at most, are one thread's at a time."""
+
+_MOST_THREADS = 4
+
+
+class Stage:
+    """Room for the chunks ``indices`` (rising, at least one), of which all but the last are whole; that has ``last`` bytes.
+
+    Chunks that follow each other in the stream do so here. The memory lives as long as a view of it. Touching it for the first time
+    may cost more than what is read into it: two threads are faster than one even where the file is in the page cache.
+    """
+
+    def __init__(self, indices: Sequence[int], last: int) -> None:
+        self._places = {index: number * CHUNK_BYTES for number, index in enumerate(indices)}
+        self._memory = np.empty((len(indices) - 1) * CHUNK_BYTES + last, np.uint8).data
+
+    def fill(self, read: Callable[[int, memoryview], None]) -> None:
+        """Call ``read`` with each index and its memory, on a few threads; what it raises first, by index, is raised here.
+
+        Every thread has ended when this returns.
+        """
+        indices = list(self._places)
+        pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="datastates-read")
+        try:
+            pieces = [pool.submit(self._fill, indices[at : at + _PIECE], read) for at in range(0, len(indices), _PIECE)]
+            for piece in pieces:
+                checkpoint()
+                piece.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def view(self, touched: range, offset: int, length: int) -> memoryview | None:
+        """``length`` bytes from ``offset`` in the first of these chunks on; None where some of them are not here."""
+        if not touched or any(index not in self._places for index in touched):
+            return None
+        begin = self._places[touched.start] + offset
+        return self._memory[begin : begin + length]
+
+    def _fill(self, indices: Sequence[int], read: Callable[[int, memoryview], None]) -> None:
+        for index in indices:
+            place = self._places[index]
+            read(index, self._memory[place : place + CHUNK_BYTES])
