@@ -35,6 +35,7 @@ from datastates.store.tier import Tier
 from datastates.system.bell import Bell
 from datastates.system.deeds import deed, deed_of
 from datastates.system.interrupts import Mutex, undisturbed
+from datastates.system.priority import yield_disk
 from datastates.system.recorder import Recorder
 
 from .commit import Coming, Commits
@@ -545,6 +546,7 @@ class Runner:
     # --- the writer thread ---------------------------------------------------------------------------------------------
 
     def _run_writer(self) -> None:
+        yield_disk()  # the training may be reading its data
         while (uid := self._writes.get()) is not None:
             began = time.monotonic()
             try:

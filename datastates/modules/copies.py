@@ -23,6 +23,7 @@ from datastates.lineage.database import Database
 from datastates.lineage.states import State
 from datastates.store.tier import SupportsManifests, Tier
 from datastates.store.tiers import payload_of
+from datastates.system.priority import yield_disk
 
 __all__ = ["Copies", "Told"]
 
@@ -100,6 +101,7 @@ class Copies:
             self._thread.join()
 
     def _run(self) -> None:
+        yield_disk()
         while (turn := self._turns.get()) is not None:
             late = self._late[turn.tier.name]
             late.append(turn)

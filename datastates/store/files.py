@@ -46,6 +46,7 @@ FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LOCK = ".lock"
 _BATCH_BYTES = 16 << 20
 _BATCH_VIEWS = 512
+_DIRTY_BYTES = 64 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -205,15 +206,20 @@ def write_chunks(fd: int, path: Path, header: bytes, chunks: Iterable[memoryview
     """Fill an empty file with a header and chunks, each from the start of a page with zeros behind, and make it durable.
 
     The room is allocated first: a full disk shows before anything is written, and the file lies in one stretch. Direct
-    writes take what starts at a page as it lies; all else goes through a buffer.
+    writes take what starts at a page as it lies; all else goes through a buffer. What is not direct is brought to the disk every
+    64 MiB: the page cache never holds more of it that must be written, for which the kernel would make every writer of the machine wait.
     """
     _allocate(fd, path, size)
     if is_direct:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _O_DIRECT)
     views = _pages(header, chunks) if is_direct else _plain(header, chunks)
-    offset = 0
+    offset = synced = 0
     for batch in _batches(views):
         offset = _write(fd, path, batch, offset)
+        if not is_direct and offset - synced >= _DIRTY_BYTES:
+            at("sync", path, offset - synced)
+            os.fdatasync(fd)
+            synced = offset
     _sync(fd, path)
 
 

@@ -19,9 +19,11 @@ from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.store.local import LocalTier
 from datastates.store.tier import Payload, Tier
+from datastates.system.deeds import hindered
 from datastates.testing import TierSuite, fail_at
 from datastates.testing.states import chunks_of, numbers, payload, small, stream
 
+MIB = 1 << 20
 STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed"]
 
 
@@ -396,6 +398,24 @@ def test_direct_writes_are_chosen_by_trying(tmp_path: Path, monkeypatch: pytest.
     assert not tier.is_direct
     tier.put(small("s", 1))
     assert files(tmp_path) == {"s.0.manifest", "s.0.safetensors"}
+
+
+def test_buffered_writes_are_brought_to_the_disk_as_they_go(tmp_path: Path) -> None:
+    """What is to be written and is not yet stays within a bound, and nothing of it gets lost."""
+    unsynced = [0]
+
+    def note(call: str, path: Path, size: int) -> None:
+        if path.name.endswith(".safetensors"):
+            unsynced.append(unsynced[-1] + size if call == "write" else 0 if call == "sync" else unsynced[-1])
+
+    what = payload("a", *({f"w{seed}": numbers(10 * MIB, seed)} for seed in range(4)))
+    tier = LocalTier(tmp_path, direct=False)
+    with hindered(note):
+        tier.put(what)
+    assert 64 * MIB <= max(unsynced) <= 80 * MIB
+    assert unsynced[-1] == 0
+    with tier.open("a") as reader:
+        assert stream(reader) == chunks_of(what)
 
 
 def test_manifests_alone_say_which_packs_a_state_needs_and_the_folder_what_is_stored(tmp_path: Path) -> None:
