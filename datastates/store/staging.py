@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
 
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.system.interrupts import checkpoint
@@ -23,12 +22,14 @@ class Stage:
     """Room for the chunks ``indices`` (rising, at least one), of which all but the last are whole; that has ``last`` bytes.
 
     Chunks that follow each other in the stream do so here. The memory lives as long as a view of it. Touching it for the first time
-    may cost more than what is read into it: two threads are faster than one even where the file is in the page cache.
+    may cost more than what is read into it: two threads are faster than one even where the file is in the page cache. Huge pages are not
+    asked for: to find them, the kernel made some restores wait five times as long.
     """
 
     def __init__(self, indices: Sequence[int], last: int) -> None:
         self._places = {index: number * CHUNK_BYTES for number, index in enumerate(indices)}
-        self._memory = np.empty((len(indices) - 1) * CHUNK_BYTES + last, np.uint8).data
+        size = (len(indices) - 1) * CHUNK_BYTES + last
+        self._memory = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     def fill(self, read: Callable[[int, memoryview], None]) -> None:
         """Call ``read`` with each index and its memory, on a few threads; what it raises first, by index, is raised here.
