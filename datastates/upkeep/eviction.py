@@ -21,8 +21,8 @@ def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
     """Drop a state from this folder of packs and from this process's memory; the bytes set free there, which no other state needed.
 
     The lineage is told first: a crash in between leaves files that nobody asks for, never a state without its bytes, and a commit that
-    fails drops nothing. Other processes and folders keep theirs. ``is_forced`` drops a state that a ref names, but never all
-    that can be restored of a branch.
+    fails drops nothing. Other processes and folders keep theirs. ``is_forced`` drops a state that a ref names, or the newest
+    durable one behind a head that is in memory, but never all that can be restored of a branch, or could when processes have ended.
 
     :raises Conflict: a ref or a training of this process counts on it.
     :raises NotFound: there is no such state.

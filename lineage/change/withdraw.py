@@ -81,22 +81,27 @@ def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> 
         return found
     named = refs(session)
     for ref in named:
-        if ref.kind is RefKind.BRANCH and _is_needed(session, ref.state, uid) and not _has_another(session, found):
+        if ref.kind is RefKind.BRANCH and _is_needed(session, ref.state, found) and not _has_another(session, found):
             raise Conflict(f"state {uid} is all that can be restored of branch {ref.name!r}: delete the branch, or keep the state")
-    counting = [f"{ref.kind} {ref.name!r}" for ref in named if ref.state == uid or _is_needed(session, ref.state, uid)]
+    counting = [f"{ref.kind} {ref.name!r}" for ref in named if ref.state == uid or _is_needed(session, ref.state, found)]
     if counting and not is_forced:
         raise Conflict(f"state {uid} is what {', '.join(counting[:5])} leads to: move or delete that first, or force it")
     return found
 
 
-def _is_needed(session: Session, head: str, uid: str) -> bool:
-    """Whether a name that leads to ``head`` leads, as far as bytes go, to ``uid``."""
-    nearest = nearest_restorable(session, head)
-    return nearest is not None and nearest.uid == uid
+def _is_needed(session: Session, head: str, found: State) -> bool:
+    """Whether a name that leads to ``head`` leads, as far as bytes go, to this state; now, or once memory is gone."""
+    lasting = (False, True) if _is_lasting(found) else (False,)
+    leads = [nearest_restorable(session, head, is_lasting=each) for each in lasting]
+    return any(nearest is not None and nearest.uid == found.uid for nearest in leads)
 
 
 def _has_another(session: Session, found: State) -> bool:
-    return bool(found.parents) and nearest_restorable(session, found.parents[0]) is not None
+    return bool(found.parents) and nearest_restorable(session, found.parents[0], is_lasting=_is_lasting(found)) is not None
+
+
+def _is_lasting(found: State) -> bool:
+    return found.status is not Status.CAPTURED
 
 
 _state, _replica = table(StateRow), table(ReplicaRow)

@@ -106,18 +106,18 @@ def _meet() -> Select[Any]:
     return select(walk.c.one).where(walk.c.one == walk.c.other)
 
 
-def _restorable() -> Select[Any]:
-    """Up the first parents of ``start`` as long as their bytes are gone."""
+def _restorable(gone: list[str]) -> Select[Any]:
+    """Up the first parents of ``start`` as long as their status is one of these."""
     walk = (
         select(_state.c.id, _state.c.parent_id, _state.c.status).where(_state.c.id == bindparam("start")).cte("restorable", recursive=True)
     )
     step = (
         select(_next.c.id, _next.c.parent_id, _next.c.status)
         .join_from(walk, _next, _next.c.id == walk.c.parent_id)
-        .where(walk.c.status.in_(_GONE))
+        .where(walk.c.status.in_(gone))
     )
     walk = walk.union_all(step)
-    return select(walk.c.id).where(walk.c.status.not_in(_GONE))
+    return select(walk.c.id).where(walk.c.status.not_in(gone))
 
 
 def _chain_page() -> Select[Any]:
@@ -137,7 +137,8 @@ def _chain_page() -> Select[Any]:
     return select(walk.c.id, walk.c.parent_id, _edge.c.parent_id).outerjoin_from(walk, _edge, _edge.c.child_id == walk.c.id)
 
 
-_CLIMB, _CLIMB_BACK, _MEET, _RESTORABLE, _CHAIN = _climb(), _climb_back(), _meet(), _restorable(), _chain_page()
+_CLIMB, _CLIMB_BACK, _MEET, _CHAIN = _climb(), _climb_back(), _meet(), _chain_page()
+_RESTORABLE, _LASTING = _restorable(_GONE), _restorable([*_GONE, Status.CAPTURED.value])
 
 
 @cache
@@ -248,9 +249,12 @@ def merge_base(session: Session, a: str, b: str) -> State | None:
     return None if base is None else states(session, [int(base)])[0]
 
 
-def nearest_restorable(session: Session, uid: str) -> State | None:
-    """The state itself if its bytes are somewhere, otherwise the newest such state along first parents; or None."""
-    found = session.execute(_RESTORABLE, {"start": id_of(session, uid)}).scalar()
+def nearest_restorable(session: Session, uid: str, *, is_lasting: bool = False) -> State | None:
+    """The state itself if its bytes are somewhere, otherwise the newest such state along first parents; or None.
+
+    ``is_lasting`` passes over states that only the memory of processes has.
+    """
+    found = session.execute(_LASTING if is_lasting else _RESTORABLE, {"start": id_of(session, uid)}).scalar()
     return None if found is None else states(session, [int(found)])[0]
 
 

@@ -134,11 +134,13 @@ def test_chunk_that_a_descendant_refers_to_stays(repo: Repository) -> None:
 def test_state_where_a_training_stands_is_not_dropped(admin: TestClient, repo: Repository) -> None:
     weight = torch.zeros(8)
     run = repo.track(branch="live", weight=weight, rng=False, durable_interval_s=1e9)
+    durable = run.capture().wait("durable")
     first = run.capture().wait("captured")
     head = run.capture().wait("captured")
 
     assert admin.delete(f"{BASE}/states/{head.uid}/payload", params={"force": "true"}).status_code == 409
+    assert admin.delete(f"{BASE}/states/{durable.uid}/payload").status_code == 409, "all that is left when the training dies"
     assert admin.delete(f"{BASE}/states/{first.uid}/payload").status_code == 200
     assert repo.state(first.uid).status == "evicted"
     run.capture().wait("durable")
-    assert repo.verify("live").step == 3
+    assert repo.verify("live").step == 4

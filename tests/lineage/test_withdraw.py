@@ -69,6 +69,19 @@ def test_refs_count_on_what_they_lead_to(database: Database, grow: Grow) -> None
             withdraw(session, first, HERE, volatile=VOLATILE, is_forced=is_forced)
 
 
+def test_a_head_in_memory_does_not_stand_for_its_branch(database: Database, grow: Grow) -> None:
+    first, second = placed(database, grow, 2)
+    with database.read() as session:
+        head = state(session, second)
+    assert grow(head, branch="main", node="node").status is Status.CAPTURED
+    with pytest.raises(Conflict, match="branch 'main' leads to"), database.write() as session:
+        withdraw(session, second, HERE, volatile=VOLATILE)
+    with database.write() as session:
+        assert withdraw(session, second, HERE, volatile=VOLATILE, is_forced=True).status is Status.EVICTED
+    with pytest.raises(Conflict, match="all that can be restored"), database.write() as session:
+        withdraw(session, first, HERE, volatile=VOLATILE, is_forced=True)
+
+
 def test_tag_alone_gives_way_to_force(database: Database, grow: Grow) -> None:
     (only,) = placed(database, grow, 1)
     with database.write() as session:
