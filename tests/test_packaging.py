@@ -120,12 +120,16 @@ def test_every_package_outside_the_main_folder_says_where_it_lies() -> None:
 def test_every_import_is_of_a_declared_dependency() -> None:
     project = read_project()["project"]
     optional = project["optional-dependencies"]
-    groups = (optional[name] for name in ("cu12", "demo", "mpi", "postgresql", "testing"))
+    groups = (optional[name] for name in ("cu12", "demo", "mpi", "postgresql", "telemetry", "testing"))
     declared = {
         re.split(r"[^\w-]", each)[0].removesuffix("-cu12")
         for each in [*project["dependencies"], *(each for group in groups for each in group)]
     }
-    declared |= {import_name for package, import_name in {"scikit-learn": "sklearn"}.items() if package in declared}
+    declared |= {
+        import_name
+        for package, import_name in {"scikit-learn": "sklearn", "opentelemetry-api": "opentelemetry"}.items()
+        if package in declared
+    }
     declared |= {"pandas", "ray"}  # the caller's own: who asks for a frame, or passes a RayExecutor, has it
     found: dict[str, str] = {}
     for folder in FOLDERS.values():
