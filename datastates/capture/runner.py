@@ -33,7 +33,7 @@ from datastates.store.arena import Arena
 from datastates.store.roles import CaptureTier, DurableTier
 from datastates.store.tier import Tier
 from datastates.system.bell import Bell
-from datastates.system.deeds import deed, deed_of
+from datastates.system.deeds import deed
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.priority import yield_disk
 from datastates.system.recorder import Recorder
@@ -71,8 +71,9 @@ from .register import Books, Locked, Register
 from .room import Questions, Room
 from .rounds import Rounds
 from .stage import CopyJob, Stager
-from .trouble import CLOSING_S, STALL_S, Trouble, is_full
+from .trouble import CLOSING_S, Trouble, is_full
 from .warming import Warmer
+from .watch import Watch
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -92,9 +93,6 @@ _REFS_POLL_S = 1.0
 
 _RETRY_S = 1.0
 """How often what cannot be written is tried while somebody waits for it to close."""
-
-_STUCK_S = 90.0
-"""The lineage is given so long to answer whoever must wait for it: longer than it waits for another process's lock."""
 
 
 class Runner:
@@ -160,6 +158,7 @@ class Runner:
         self._engine_thread = threading.Thread(target=self._run_engine, name="datastates-engine", daemon=True)
         self._writer_thread = threading.Thread(target=self._run_writer, name="datastates-writer", daemon=True)
         self._threads = [self._engine_thread, self._writer_thread]
+        self._watch = Watch(self._trouble, recording=self._engine_thread, writing=self._writer_thread)
         for thread in self._threads:
             thread.start()
 
@@ -420,34 +419,26 @@ class Runner:
     @property
     def trouble(self) -> str | None:
         """See ``Host.trouble``."""
-        self._watch()
+        self._look()
         with self._lock:
             return self._trouble.describe(self._engine.pending_writes)
 
     @property
     def is_held_up(self) -> bool:
         """Whether a thread is in the middle of a call to the system that may never return."""
-        now = time.monotonic()
-        return any((one := deed_of(thread)) is not None and one.is_stalled(now, STALL_S) for thread in self._threads)
+        return self._watch.is_held_up
 
     def _is_stuck(self) -> bool:
-        self._watch()
-        one = deed_of(self._engine_thread)
-        if one is None or not one.is_stalled(time.monotonic(), _STUCK_S):
-            return False
-        self._trouble.begin(one.describe(time.monotonic()))
-        return True
+        self._look()
+        return self._watch.is_stuck()
 
     def _raise_if_mute(self) -> None:
         if self._is_stuck():
             raise Unavailable(f"captures are not recorded: {self._trouble.why}", trouble="lineage")
 
-    def _watch(self) -> None:
+    def _look(self) -> None:
         """See whether the write that is under way goes on. Any thread."""
-        one, now = deed_of(self._writer_thread), time.monotonic()
-        is_stalled = one is not None and one.is_stalled(now, STALL_S)
-        if is_stalled and one is not None:
-            self._trouble.begin(one.describe(now))
+        is_stalled = self._watch.is_writing_stalled()
         if is_stalled != self._engine.is_stalled:
             self._post(Stalled(is_stalled))
 
@@ -456,7 +447,7 @@ class Runner:
 
         Each of them sees it tried at least once more: ``failures`` were all when it began to wait.
         """
-        self._watch()
+        self._look()
         now, trouble = time.monotonic(), self._trouble
         if trouble.why is None or not self._engine.is_in_trouble:
             return None
@@ -471,10 +462,7 @@ class Runner:
             names = self._register.named(self._engine.unwritten())
         if not names:
             return None
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        what = f"{len(names)} states are in memory only, and are lost with this process: " if len(names) > 1 else ""
-        said = f"{what}{', '.join(names[:5])}{more}" if what else f"{names[0]} is in memory only, and is lost with this process"
-        return Unavailable(f"{said}; {trouble.why}", trouble=f"unwritten: {self._register.folder}")
+        return Unavailable(trouble.describe_lost(names), trouble=f"unwritten: {self._register.folder}")
 
     # --- the engine thread ---------------------------------------------------------------------------------------------
 
@@ -521,7 +509,7 @@ class Runner:
         if time.monotonic() - self._looked_at < _REFS_POLL_S:
             return
         self._pulse.beat()
-        self._watch()
+        self._look()
         self._warmer.look()
         self._trouble.remind(self._engine.pending_writes)
         try:

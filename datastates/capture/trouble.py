@@ -8,15 +8,12 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["CLOSING_S", "STALL_S", "Trouble", "is_full"]
+__all__ = ["CLOSING_S", "Trouble", "is_full"]
 
 _logger = logging.getLogger(__name__)
-
-STALL_S = 30.0
-"""A write that has made no progress for so long is stalled."""
 
 CLOSING_S = 5.0
 """How long whoever closes a training or a repository waits for a disk that is in trouble: many schedulers give ten seconds to all of it."""
@@ -79,6 +76,14 @@ class Trouble:
             return None
         states = "1 state waits" if waiting == 1 else f"{waiting} states wait"
         return f"nothing can be written since {self.clock() - self.since:.0f} s, and {states} in memory{self._cost()}: {self.why}"
+
+    def describe_lost(self, names: Sequence[str]) -> str:
+        """What is lost with this process, and why: at least one state, by name."""
+        said = f"{names[0]} is in memory only, and is lost with this process"
+        if len(names) > 1:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            said = f"{len(names)} states are in memory only, and are lost with this process: {', '.join(names[:5])}{more}"
+        return f"{said}; {self.why}"
 
     def _cost(self) -> str:
         left = f", {self._given_way} left it unwritten as it was full" if self._given_way else ""

@@ -13,7 +13,7 @@ import torch
 
 import datastates
 from datastates import Config, OnFailure, Status, Unavailable
-from datastates.capture import engine, runner, trouble
+from datastates.capture import engine, runner, trouble, watch
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.repository import Repository
 from datastates.testing import FaultyDatabase, FaultyDisk
@@ -197,7 +197,7 @@ def test_closing_writes_what_can_be_written_by_then(tmp_path: Path, disk: Faulty
 
 @pytest.fixture
 def _soon_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "STALL_S", 0.2)
+    monkeypatch.setattr(watch, "STALL_S", 0.2)
 
 
 @pytest.mark.usefixtures("_soon_stalled")
@@ -241,8 +241,8 @@ def test_closing_does_not_wait_for_a_write_that_stalls(tmp_path: Path, disk: Fau
 
 
 def test_a_mute_database_stops_neither_the_training_nor_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "STALL_S", 0.2)
-    monkeypatch.setattr(runner, "_STUCK_S", 0.2)
+    monkeypatch.setattr(watch, "STALL_S", 0.2)
+    monkeypatch.setattr(watch, "STUCK_S", 0.2)
     repo = opened(tmp_path, 4, every=None)
     with FaultyDatabase(repo) as database:
         run, words = begin(repo)

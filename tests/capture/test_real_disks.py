@@ -20,7 +20,7 @@ from torch import nn
 
 import datastates
 from datastates import Capture, Config, Status
-from datastates.capture import engine, runner
+from datastates.capture import engine, runner, watch
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.modules import journal
 from tests.support.effort import effort
@@ -160,7 +160,7 @@ def test_a_disk_that_is_really_full_for_a_while(
 
 
 def test_a_file_system_that_really_stalls(tmp_path: Path, ext4: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "STALL_S", 0.5)
+    monkeypatch.setattr(watch, "STALL_S", 0.5)
     job = Job()
     with datastates.open(tmp_path / "runs", packs=ext4, config=config(memory=6)) as repo:
 

@@ -64,19 +64,22 @@ def test_damage_of_what_states_share_is_named_for_each_of_them(repo: Repository)
     assert all("fail their digest" in each.problem and each.chunk is not None for each in found.damage)
 
 
-@pytest.mark.parametrize("kind", ["missing", "cut", "longer", "link", "fifo", "newer", "swapped"])
-def test_a_manifest_that_is_no_manifest_is_named(repo: Repository, kind: str) -> None:
-    uid, other = (state.uid for state in repo.log("main", limit=2))
-    path = path_of(repo, uid, "manifest")
+def replace(path: Path, other: Path, kind: str) -> None:
+    """Put something else in the place of a file; ``other`` is one like it."""
     data = path.read_bytes()
     path.unlink()
     if kind == "link":
-        path.symlink_to(path_of(repo, other, "manifest"))
+        path.symlink_to(other)
     elif kind == "fifo":
         os.mkfifo(path)
     elif kind != "missing":
-        made = {"cut": data[:-3], "longer": data + b"x", "newer": wrap(2, b"?"), "swapped": path_of(repo, other, "manifest").read_bytes()}
-        path.write_bytes(made[kind])
+        path.write_bytes({"cut": data[:-1], "longer": data + b"x", "newer": wrap(2, b"?"), "swapped": other.read_bytes()}[kind])
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut", "longer", "link", "fifo", "newer", "swapped"])
+def test_a_manifest_that_is_no_manifest_is_named(repo: Repository, kind: str) -> None:
+    uid, other = (state.uid for state in repo.log("main", limit=2))
+    replace(path_of(repo, uid, "manifest"), path_of(repo, other, "manifest"), kind)
     found = repo.verify()
     if kind in ("link", "fifo", "newer"):
         assert (found.damage, uid in found.unread[0]) == ((), True)
@@ -91,14 +94,7 @@ def test_a_manifest_that_is_no_manifest_is_named(repo: Repository, kind: str) ->
 def test_a_pack_that_is_no_pack_is_named(repo: Repository, kind: str) -> None:
     uid, other = (state.uid for state in repo.log("main", limit=2))
     path = path_of(repo, uid, "safetensors")
-    data = path.read_bytes()
-    path.unlink()
-    if kind == "link":
-        path.symlink_to(path_of(repo, other, "safetensors"))
-    elif kind == "fifo":
-        os.mkfifo(path)
-    elif kind != "missing":
-        path.write_bytes(data[:-1] if kind == "cut" else data + b"x")
+    replace(path, path_of(repo, other, "safetensors"), kind)
     found = repo.verify()
     assert found.hurt == (uid,)
     assert path.name in found.damage[0].problem
