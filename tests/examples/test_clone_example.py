@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "clone_between_processes.py"
 QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LARGEST_WRITE = 64 << 10
 SMALL_BY_NAME = re.compile(
-    r"/lineage\.db(-wal|-shm|-journal)?$|/packs/\.lock$|/packs/leases/|/packs/\.tmp-identity$"  # A's lineage
+    r"/lineage\.db(-wal|-shm|-journal)?$|/packs/\.lock$|/packs/leases/|/packs/chronicles/|/packs/\.tmp-identity$"  # A's lineage
     r"|/\.git/index\.lock$"  # A asks for the commit
     r"|^/dev/|^/proc/|^/sys/|^/tmp(/#\d+)?( \(deleted\))?$|^/tmp/\w{8}$"  # no file, or one that is gone at once
 )
