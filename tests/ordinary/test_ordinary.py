@@ -162,6 +162,7 @@ def test_a_child_that_was_forked_tracks_a_branch_of_its_own(folder: Path, unbrok
         assert repo.state("child~1") == repo.state("main")
 
 
+@pytest.mark.exact("loop", "killed")
 def test_a_killed_script_goes_on_from_what_was_durable(folder: Path, unbroken: Losses) -> None:
     run(folder, SCRIPTS["killed"], 10, code=-signal.SIGKILL)
     second = losses(run(folder, SCRIPTS["plain"], 14))

@@ -27,6 +27,7 @@ def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
 
 
 @pytest.mark.in_turn
+@pytest.mark.exact("loop", "moved", "shuffled", "workers-0", "workers-2", "stateful", "accumulation", "mixed-precision", "scheduler")
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_weights_are_those_of_the_training_that_never_stopped(smith: Forge, tmp_path: Path, kind: str) -> None:
     never = [line.split() for line in smith.run("tests.support.resuming:start", folder=str(tmp_path), kind=kind, batches=LENGTH)]
