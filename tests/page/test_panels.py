@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from safetensors import safe_open
 
 from tests.page.site import TOKEN, new_page
@@ -203,6 +203,16 @@ def test_curves_of_a_state_are_those_of_its_branches(shared: Site, grown: Grown,
     rows = panel(page, "curves").locator("[data-key=loss] table.legend tbody tr")
     expect(rows).to_have_count(2)
     expect(rows.filter(has_text="hot/cooler")).to_have_count(1)
+
+
+def test_curves_of_a_state_are_those_of_its_branches_before_the_page_has_read_any(shared: Site, grown: Grown, page: Page) -> None:
+    late: list[Route] = []
+    page.route(
+        "**/refs", lambda route: route.continue_() if late else late.append(route)
+    )  # what the page asks is not answered; the button is
+    page.goto(shared.address(f"state={grown['hot@step:12'].uid}&panel=detail"))
+    page.locator(".actions").get_by_role("button", name="Curves").click()
+    expect(panel(page, "curves").locator("[data-key=loss] table.legend tbody tr")).to_have_count(2)
 
 
 def test_on_a_phone_a_panel_covers_the_page_until_it_is_closed(shared: Site, grown: Grown, browser: Browser) -> None:
