@@ -22,6 +22,7 @@ from .model_state import ModelState, Seen
 from .names import Owner, canonical_name, join, parameter_names, split_wrappers
 from .optimizer_state import OptimizerState
 from .optimizers import check_optimizer_form, with_inner
+from .prepared import is_prepared, is_stateful, state_of_loader
 from .rng import RngState
 
 __all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state", "holds_state", "parts"]
@@ -173,7 +174,7 @@ class _Walk:
         if isinstance(found, RngState):
             return _later(self.generators, found)
         if has_state(found):
-            return _peek(found) if self._is_outlook else found.state_dict()
+            return _peek(found) if self._is_outlook else state_of_loader(found) if is_prepared(found) else found.state_dict()
         if kind is list or kind is tuple or kind is deque:
             items = [child if type(child) in _LEAVES else self.tree_of(join(path, i), child) for i, child in enumerate(found)]
             return items if kind is list else tuple(items) if kind is tuple else deque(items, found.maxlen)
@@ -201,8 +202,10 @@ def _peek(found: Any) -> object:
 
 def has_state(found: object) -> bool:
     """Whether ``found`` gives and takes a state by itself."""
-    is_stateful = callable(getattr(found, "state_dict", None)) and callable(getattr(found, "load_state_dict", None))
-    return is_stateful and not isinstance(found, type)
+    if is_prepared(found):
+        return is_stateful(found)
+    has_both = callable(getattr(found, "state_dict", None)) and callable(getattr(found, "load_state_dict", None))
+    return has_both and not isinstance(found, type)
 
 
 def holds_state(found: object) -> bool:

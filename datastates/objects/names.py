@@ -21,6 +21,11 @@ _WRAPPERS = (
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+    ("peft.peft_model", "PeftModel", "base_model"),
+    ("peft.mixed_model", "PeftMixedModel", "base_model"),
+    ("peft.tuners.tuners_utils", "BaseTuner", "model"),
+    ("peft.tuners.tuners_utils", "BaseTunerLayer", "base_layer"),
+    ("peft.utils.other", "AuxiliaryTrainingWrapper", "original_module"),
 )
 
 Owner = tuple[str, Mapping[int, str]]

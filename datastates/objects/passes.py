@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from datastates.errors import InvalidInput
 
 from .adapters import has_state
 from .generators import is_generator, load_generator, state_of, tensor_of
+from .prepared import count_pass, is_prepared, is_stateful, mark_of, put_mark, reads_ahead, resume_afresh, sampler_of, start_afresh
 from .rng import RngState
 from .sampler import Batches, PermutationSampler
 
@@ -29,10 +31,13 @@ _WITHIN = ("sampler", "batch_sampler", "iterable", "dataloader", "_dataloader")
 
 class _Kind(Enum):
     KEEPS = auto()  # something tracked knows the place
-    AHEAD = auto()  # a tracked sampler knows what workers have fetched: it is told what was handed out
+    AHEAD = auto()  # a tracked sampler knows what was fetched, by workers or ahead of time: it is told what was handed out
     REPLAYED = auto()  # begun again from the same random numbers, and what was handed out is dropped
     ONCE = auto()  # an iterator: nobody knows where it is
 
+
+_LOOKS = 16
+"""So many batches of a pass are looked at: does reading ahead draw random numbers? It costs a quarter of a millisecond each time."""
 
 _BEGUN_AGAIN = (_Kind.REPLAYED, _Kind.AHEAD)
 
@@ -53,7 +58,11 @@ class Pass:
         self._sampler = next((part for part in keepers if isinstance(part, PermutationSampler)), None)
         self._is_torchdata = any(type(part).__module__.startswith("torchdata.stateful_dataloader") for part in keepers)
         self._length = _length_of(source, self._parts)
+        self._prepared = next((part for part in self._parts if is_prepared(part)), None)
+        self._watches = self._prepared is not None and reads_ahead(self._prepared) and self._prepared.num_workers == 0
         self._begin: Mapping[str, Any] = {}
+        self._before_ahead: dict[str, object] | None = None
+        self._is_drawing = False
         self.batches = 0
         self.is_over = self.is_left = False
         if self._kind is _Kind.ONCE and not isinstance(source, GeneratorType):
@@ -68,30 +77,37 @@ class Pass:
         """Plain values that lead back here, in another process too."""
         place: dict[str, object] = {"batches": self.batches, "is_over": self.is_over, "length": self._length}
         begin = self.left_behind if self.is_over else self._begin
+        if self._before_ahead is not None and not self.is_over:
+            place["before_ahead"] = self._before_ahead
         return {**place, "begin": begin} if begin else place
 
     @property
     def left_behind(self) -> dict[str, object]:
         """The untracked things on which the next pass over the same source depends: its own generators and samplers; usually nothing."""
+        marks: dict[str, object] = {"marks": self._marks()} if self._marks() else {}
         if self._kind not in _BEGUN_AGAIN:
-            return {}
+            return marks
         left = {"generators": self._own_generators(), "samplers": self._own_samplers()}
-        return left if any(left.values()) else {}
+        return {**left, **marks} if any(left.values()) or marks else {}
 
     def recall(self, left_behind: Mapping[str, Any]) -> None:
         """Take over what an earlier pass left behind."""
+        self._put_marks(left_behind)
         if left_behind and self._kind in _BEGUN_AGAIN:
             self._put_own(left_behind)
 
     def begin(self, epoch: int | None, *, drop: bool = False) -> Iterator[Any]:
         """The batches of a new pass; ``epoch`` is told to samplers that ask for it. ``drop``: not the rest of one that was left."""
         self.batches, self.is_over, self.is_left = 0, False, True
+        self._before_ahead = None
         if epoch is not None:
             for part in self._parts:
                 set_epoch(part, epoch)
-        if drop and self._is_torchdata:
+        if self._prepared is not None:
+            start_afresh(self._prepared)
+        elif drop and self._is_torchdata:
             iter(self._source)  # the iterator that restoring made
-        if self._kind in _BEGUN_AGAIN:
+        if self._kind in _BEGUN_AGAIN or self._is_prepared_keeper:
             self._begin = self._snapshot()
         return self._counted(self._held())
 
@@ -108,12 +124,16 @@ class Pass:
                 )  # fmt: skip
                 return self.begin(epoch)
             if is_used_up and not self._has_own_state():
+                self._count_pass()
                 return None
-            return self._counted(self._replay())
+            return self._counted(self._replay(place))
         if is_used_up:
+            self._count_pass()
             return None
         if self._kind is _Kind.AHEAD and self._is_order_as_begun():
-            return self._counted(self._replay())
+            return self._counted(self._replay(place))
+        if self._is_prepared_keeper and self._begin:
+            return self._counted(self._resumed())
         if self._kind is _Kind.ONCE:
             _logger.warning("run.steps is given a generator, whose place is not known: make it begin after batch %d", self.batches)
         with keeping_generators(self._tracked):
@@ -136,17 +156,50 @@ class Pass:
         return self._kind is not _Kind.ONCE
 
     def _is_used_up(self) -> bool:
-        if self._kind is _Kind.REPLAYED:
+        if self._kind is _Kind.REPLAYED or self._is_prepared_keeper:
             return self._length is not None and self.batches >= self._length
         is_endless = isinstance(self._source, Batches) and self._source.epochs != 1
         return self._sampler is not None and not is_endless and self._sampler.is_at_end
 
+    @property
+    def _is_prepared_keeper(self) -> bool:
+        """Whether the source is a prepared loader that keeps its place, but for what only its sampler knows."""
+        return self._kind is _Kind.KEEPS and self._prepared is not None and is_stateful(self._prepared)
+
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for batch in iterator:
+        for batch in self._watched(iterator) if self._watches else iterator:
             self.batches += 1
             self._hand_out()
             yield batch
         self.is_left = False
+
+    def _watched(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a loader that reads one ahead; if that draws random numbers, the next is to be read after the same ones again.
+
+        With the first batch the loader draws the order.
+        """
+        for count in itertools.count():
+            is_looking = self._watches and 0 < count <= _LOOKS
+            before = self._generators_now() if self._is_drawing or is_looking else None
+            batch = next(iterator, self)
+            if batch is self:
+                return
+            if is_looking and not self._is_drawing and self._generators_now() != before:
+                self._note_draws()
+            self._before_ahead = before if self._is_drawing else None
+            yield batch
+
+    def _note_draws(self) -> None:
+        self._is_drawing = not self._is_prepared_keeper
+        if self._is_prepared_keeper:
+            self._watches = False
+            _logger.warning(
+                "the dataset draws random numbers in this process, a batch ahead of the training: a loader that keeps its own place cannot"
+                " repeat them where a training goes on; leave use_stateful_dataloader out (run.steps finds the place), or give it workers"
+            )
+
+    def _generators_now(self) -> dict[str, object]:
+        return {"rng": RngState().state_dict(), "tracked": [state_of(found) for found in self._tracked if is_generator(found)]}
 
     def _hand_out(self) -> None:
         if self._kind is _Kind.AHEAD and self._sampler is not None:
@@ -157,7 +210,21 @@ class Pass:
             self._sampler.hold()
         return iter(self._source)
 
-    def _replay(self) -> Iterator[Any]:
+    def _resumed(self) -> Iterator[Any]:
+        """What is left of a prepared loader at its place: its sampler has to draw the order that it drew when the pass began."""
+        with keeping_generators(self._tracked):
+            RngState().load_state_dict(self._begin["rng"])
+            self._put_marks(self._begin)
+            resume_afresh(self._prepared)
+            iterator = iter(self._source)
+            first = next(iterator, self)
+        if first is self:
+            self._count_pass()
+            return
+        yield first
+        yield from iterator
+
+    def _replay(self, place: Mapping[str, Any]) -> Iterator[Any]:
         if self._loader is not None and self._loader.persistent_workers:
             _logger.warning(
                 "the loader keeps its workers: if its dataset draws random numbers there, those of the epoch that goes on are others than"
@@ -165,11 +232,21 @@ class Pass:
             )
         with keeping_generators(self._tracked):
             self._go_back()
+            if self._prepared is not None:
+                start_afresh(self._prepared)
             iterator = self._held()
-            for _ in range(self.batches):
+            for left in range(self.batches, 0, -1):
+                if left == 1 and "before_ahead" in place:
+                    self._draw_from(place["before_ahead"])
                 next(iterator, None)
                 self._hand_out()
+        self._is_drawing = "before_ahead" in place
         return iterator
+
+    def _draw_from(self, before: Mapping[str, Any]) -> None:
+        RngState().load_state_dict(before["rng"])
+        for found, state in zip((found for found in self._tracked if is_generator(found)), before["tracked"], strict=False):
+            load_generator(found, state)
 
     def _is_order_as_begun(self) -> bool:
         """Whether the sampler still has the order that the pass was begun with: a guard may have had it changed."""
@@ -180,7 +257,24 @@ class Pass:
     def _snapshot(self) -> dict[str, object]:
         """The state on which the coming iteration depends: random numbers, and the state of samplers."""
         epochs: dict[int, int] = {i: part.epoch for i, part in enumerate(self._parts) if _has_epoch(part)}
-        return {"rng": RngState().state_dict(), "generators": self._own_generators(), "samplers": self._own_samplers(), "epochs": epochs}
+        marks: dict[str, object] = {"marks": self._marks()} if self._marks() else {}
+        own = {"generators": self._own_generators(), "samplers": self._own_samplers()}
+        return {"rng": RngState().state_dict(), **own, "epochs": epochs, **marks}
+
+    def _marks(self) -> dict[int, dict[str, int]]:
+        """What only Accelerate's loaders and samplers know."""
+        return {i: mark for i, part in enumerate(self._parts) if (mark := mark_of(part)) is not None}
+
+    def _put_marks(self, begin: Mapping[str, Any]) -> None:
+        for i, mark in begin.get("marks", {}).items():
+            if i < len(self._parts):
+                put_mark(self._parts[i], mark)
+
+    def _count_pass(self) -> None:
+        """A pass that was over when its state was taken ends once more."""
+        self._put_marks(self._begin)
+        for part in self._parts:
+            count_pass(part)
 
     def _own_generators(self) -> dict[int, bytes]:
         return {i: generator.get_state().numpy().tobytes() for i, generator in self._generators()}
@@ -196,6 +290,7 @@ class Pass:
     def _go_back(self) -> None:
         RngState().load_state_dict(self._begin["rng"])
         self._put_own(self._begin)
+        self._put_marks(self._begin)
         for i, part in enumerate(self._parts):
             if _has_epoch(part) and i in self._begin["epochs"]:
                 set_epoch(part, self._begin["epochs"][i])
@@ -243,7 +338,7 @@ def parts_of(source: object) -> list[Any]:
     """``source``, and what it draws from."""
     found: list[Any] = [source]
     for part in found:
-        for child in (getattr(part, name, None) for name in _WITHIN):
+        for child in (sampler_of(part) if name == "sampler" and is_prepared(part) else getattr(part, name, None) for name in _WITHIN):
             if child is not None and all(child is not other for other in found):
                 found.append(child)
     datasets = [part.dataset for part in found if isinstance(part, DataLoader) and isinstance(part.dataset, IterableDataset)]
@@ -253,22 +348,26 @@ def parts_of(source: object) -> list[Any]:
 def _kind_of(source: object, keepers: list[object], loader: DataLoader[Any] | None) -> _Kind:
     if not keepers:
         return _Kind.ONCE if isinstance(source, Iterator) and not isinstance(source, Batches) else _Kind.REPLAYED
-    if loader is None or loader.num_workers == 0:
+    if loader is None or (loader.num_workers == 0 and not reads_ahead(loader)):
         return _Kind.KEEPS
     samplers = [part for part in keepers if isinstance(part, Sampler)]
     if any(part is loader for part in keepers):
         if samplers:
             raise InvalidInput(
-                f"the loader is tracked and so is its {type(samplers[0]).__name__}, of which {loader.num_workers} workers fetch ahead:"
+                f"the loader is tracked and so is its {type(samplers[0]).__name__}, of which {_who_fetches(loader)} ahead:"
                 " track the loader alone, it keeps its sampler's place"
             )
         return _Kind.KEEPS
     if _batch_size(loader) and isinstance(samplers[0] if samplers else None, PermutationSampler):
         return _Kind.AHEAD
     raise InvalidInput(
-        f"{type(keepers[0]).__name__} is tracked, and {loader.num_workers} workers fetch ahead of what was handed out: its place is not"
+        f"{type(keepers[0]).__name__} is tracked, and {_who_fetches(loader)} ahead of what was handed out: its place is not"
         " that of the training; do not track it (run.steps then finds the place again by itself), or track a StatefulDataLoader"
     )
+
+
+def _who_fetches(loader: DataLoader[Any]) -> str:
+    return f"{loader.num_workers} workers fetch" if loader.num_workers else "a prepared loader reads a batch"
 
 
 def _batch_size(loader: DataLoader[Any] | None) -> int:

@@ -23,6 +23,7 @@ from .loops import LOOPS
 from .model_restore import check_gradients, check_module
 from .names import join
 from .optimizer_restore import check_optimizer
+from .prepared import is_prepared, load_loader
 from .report import Findings, Handed, Mismatch, RestoreReport, Selection, describe, leaf_paths, own, write_tensor
 from .rng import RngState
 
@@ -313,6 +314,9 @@ def _has_same_keys(live: object, stored: object) -> bool:
 
 
 def _load_opaque(live: Any, stored: object) -> None:
+    if is_prepared(live):
+        load_loader(live, own(stored))
+        return
     live.load_state_dict(own(stored))
     if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(live).__mro__):
         # Its iterator is made now, not when the loop begins: making it draws random numbers, and the generators come last.

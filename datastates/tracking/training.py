@@ -23,6 +23,7 @@ from datastates.lineage.change import runs
 from datastates.lineage.states import State, Value
 from datastates.objects.adapters import Adapted, parts
 from datastates.objects.loops import LOOPS, Loops
+from datastates.objects.optimizers import with_inner
 from datastates.objects.oversights import Oversights
 from datastates.objects.report import RestoreReport
 from datastates.opening.core import Core
@@ -201,7 +202,7 @@ class Training:
         into = {name: found for name, found in everything.items() if name not in without}
         version = self.loops.version
         self.report = restore(self.core, state, into, only=only, strict=strict)
-        for optimizer in self.adapted.optimizers:
+        for optimizer in (each for tracked in self.adapted.optimizers for each in with_inner(tracked)):
             if optimizer.state:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
         if LOOPS in into and only is None and self.loops.version == version:

@@ -25,6 +25,7 @@ from datastates.objects.adapters import has_state, parts
 from datastates.objects.optimizer_restore import set_option
 from datastates.objects.optimizer_state import options_of
 from datastates.objects.optimizers import bare
+from datastates.objects.prepared import bare_scheduler
 from datastates.objects.schedules import Schedule
 
 __all__ = ["Applied", "Built"]
@@ -55,7 +56,7 @@ class Built:
     """The optimizers and schedulers among some objects, as they were built; made before these are restored."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
-        found = [each for _, each in parts(objects)]
+        found = [bare_scheduler(each) for _, each in parts(objects)]
         self._groups = {id(opt): (opt, _options(opt)) for opt in (bare(each) for each in found if isinstance(each, Optimizer))}
         ours = [each for each in found if self._is_schedule(each)]
         self._schedules = [Schedule(each) for each in ours]
