@@ -1,4 +1,4 @@
-"""Which live tensors are half old, half new: a clone into them began and did not end.
+"""Which live tensors are half old, half new: a clone or a restore into them began and did not end.
 
 Tensors are known by identity, weakly. ``is_any`` costs nothing to ask while nothing is dirty, so every capture asks.
 """
@@ -38,7 +38,7 @@ def is_any() -> bool:
 
 
 def mark(tensors: Iterable[tuple[str, torch.Tensor]], by: object) -> None:
-    """Mark tensors, by path, as neither old nor new from here on; ``by`` is the clone that writes to them."""
+    """Mark tensors, by path, as neither old nor new from here on; ``by`` is whoever writes to them."""
     with _lock:
         for path, tensor in tensors:
             _marked[id(tensor)] = _Mark(weakref.ref(tensor, partial(_forget, id(tensor))), path, by)
@@ -70,7 +70,7 @@ def check(tensors: Iterable[torch.Tensor]) -> None:
     if found:
         names = ", ".join(sorted({path.split("/", 1)[0] for path in found}))
         raise Dirty(
-            f"{names}: half old, half new, as a clone into {len(found)} tensors ({found[0]}, …) did not end: "
+            f"{names}: half old, half new, as a clone or a restore into {len(found)} tensors ({found[0]}, …) did not end: "
             "resume the clone, clone again, or restore a state"
         )
 

@@ -61,17 +61,19 @@ def check_into(
     strict: bool = True,
     has_values: bool = True,
     owned: Collection[int] = (),
+    adapted: Adapted | None = None,
 ) -> Findings:
     """The first half of ``restore_into``: nothing is written.
 
     Without ``has_values`` the tensors of ``tree`` only say what they will be: their elements are not looked at, so that misfits are found
-    before the bytes are there. ``owned`` are ids of tensors in ``tree`` that ``write`` may hand over as they are.
+    before the bytes are there. ``owned`` are ids of tensors in ``tree`` that ``write`` may hand over as they are. ``adapted`` are the
+    objects as an earlier check saw them: it makes this one cheap.
 
     :raises InvalidInput: something does not fit.
     """
     selection = Selection(only)
     findings = Findings(selection, is_strict=strict, has_values=has_values, owned=owned)
-    adapted = Adapted(objects)
+    adapted = Adapted(objects) if adapted is None else adapted
     _Check(adapted, findings).top(tree)
     known = [*map(_path, adapted.objects), *(leaf for name, child in tree.items() for leaf in leaf_paths(child, _path(name)))]
     selection.refuse_unused(known)

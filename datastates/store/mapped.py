@@ -9,7 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ import numpy as np
 from datastates.content.digest import chunk_digest, pieces_digest
 from datastates.content.manifest import CHUNK_BYTES, ChunkRef, Manifest, PackInfo
 from datastates.errors import Closed, Corrupt
+from datastates.system.interrupts import checkpoint
 from datastates.system.memory import available_memory_bytes
 from datastates.system.regular import open_regular, read_at
 
 from .pack import MAX_HEADER, padded, places_of
+from .pouring import STRIDE_BYTES, Piece, Room, copy, legs, on_threads
 from .staging import Stage
 from .tier import Reader
 
@@ -118,6 +121,20 @@ class MappedReader(Reader):
             self._gather(index, offset, piece)
             done += piece.nbytes
 
+    def check(self, indices: Sequence[int]) -> None:
+        """See ``SupportsPouring``."""
+        self._check_open()
+        wanted = [index for index in indices if index in self._unverified]
+        for index in wanted:
+            self._pack(index)  # checks its header, on this thread
+        on_threads(wanted, partial(self._look_through, Room()), between=checkpoint)
+
+    def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        """See ``SupportsPouring``: the file may have been written to meanwhile."""
+        self._check_open()
+        room = Room()
+        on_threads(list(pieces), lambda index: self._pour(index, pieces[index], room))
+
     def lying(self, index: int) -> memoryview:
         """The address at which a chunk is mapped: for other processes, to which a file that was cut short gives an error."""
         ref = self.manifest.refs[index]
@@ -159,6 +176,44 @@ class MappedReader(Reader):
             self._verify(into[:count], index)
         elif count < length:
             raise self._cut(index, count)
+
+    def _look_through(self, room: Room, index: int) -> None:
+        """Check a chunk and what follows it, a stride at a time. On any thread."""
+        chunk = self.manifest.content.chunks[index]
+        self._read_ahead(index)
+
+        def strides() -> Iterator[memoryview]:
+            for at in range(0, padded(chunk.length), STRIDE_BYTES):
+                stride = room.memory[: min(STRIDE_BYTES, padded(chunk.length) - at)]
+                self._read_whole(index, at, stride)
+                yield stride[: max(0, chunk.length - at)]
+                self._check_zeros(index, stride[max(0, chunk.length - at) :])
+
+        if pieces_digest(strides()) != chunk.digest:
+            raise self._failed(index)
+        self._unverified.discard(index)
+
+    def _pour(self, index: int, pieces: Sequence[Piece], room: Room) -> None:
+        """Each leg where it belongs; digested there, or in the room, while it is in the cache. On any thread."""
+
+        def strides() -> Iterator[memoryview]:
+            for leg in legs(pieces, self.manifest.content.chunks[index].length, is_whole=self._verifies):
+                stride = room.memory[: leg.length] if leg.memory is None else leg.memory
+                self._read_whole(index, leg.offset, stride)
+                yield stride
+                for piece in leg.pieces:
+                    copy(piece.memory, stride[piece.offset - leg.offset :][: piece.memory.nbytes])
+
+        if not self._verifies:
+            for _ in strides():
+                pass
+        elif pieces_digest(strides()) != self.manifest.content.chunks[index].digest:
+            raise self._failed(index)
+
+    def _read_whole(self, index: int, offset: int, into: memoryview) -> None:
+        count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset + offset)
+        if count < into.nbytes:
+            raise self._cut(index, offset + count)
 
     def _pack(self, index: int) -> _Pack:
         """The pack of a chunk, its header checked."""
@@ -208,15 +263,23 @@ class MappedReader(Reader):
 
     def _verify(self, data: memoryview, index: int) -> None:
         """A chunk with what follows it to the end of its page, as far as there was any."""
-        chunk, ref = self.manifest.content.chunks[index], self.manifest.refs[index]
-        end, filled = ref.offset + chunk.length, ref.offset + padded(chunk.length)
+        chunk = self.manifest.content.chunks[index]
         if data.nbytes < padded(chunk.length):
             raise self._cut(index, data.nbytes)
         if chunk_digest(data[: chunk.length]) != chunk.digest:
-            raise Corrupt(f"{self._path(ref)}: bytes {ref.offset}-{end} fail their digest: {self._whose(index)}")
-        if any(data[chunk.length :]):
-            raise Corrupt(f"{self._path(ref)}: bytes {end}-{filled} are to be zeros behind a chunk, and are not: {self._whose(index)}")
+            raise self._failed(index)
+        self._check_zeros(index, data[chunk.length :])
         self._unverified.discard(index)
+
+    def _failed(self, index: int) -> Corrupt:
+        chunk, ref = self.manifest.content.chunks[index], self.manifest.refs[index]
+        return Corrupt(f"{self._path(ref)}: bytes {ref.offset}-{ref.offset + chunk.length} fail their digest: {self._whose(index)}")
+
+    def _check_zeros(self, index: int, behind: memoryview) -> None:
+        chunk, ref = self.manifest.content.chunks[index], self.manifest.refs[index]
+        if any(behind):
+            end, filled = ref.offset + chunk.length, ref.offset + padded(chunk.length)
+            raise Corrupt(f"{self._path(ref)}: bytes {end}-{filled} are to be zeros behind a chunk, and are not: {self._whose(index)}")
 
     def _cut(self, index: int, count: int) -> Corrupt:
         ref = self.manifest.refs[index]

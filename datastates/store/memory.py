@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,10 +22,11 @@ from datastates.content.digest import chunk_digest
 from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, OverBudget
 from datastates.lineage.states import Status
-from datastates.system.interrupts import Mutex, undisturbed
+from datastates.system.interrupts import Mutex, checkpoint, undisturbed
 
 from .arena import Arena
 from .comparing import are_equal
+from .pouring import Piece, copy, on_threads
 from .roles import OURS, CaptureTier, Held
 from .tier import Payload, Placed, Reader
 
@@ -420,6 +421,24 @@ class _MemoryReader(Reader):
             self.chunk(index)
         offset = start % CHUNK_BYTES
         return self._arena.memory(slots[0], offset + length)[offset:].toreadonly()
+
+    def check(self, indices: Sequence[int]) -> None:
+        """See ``SupportsPouring``."""
+        self._check_open()
+        on_threads([index for index in indices if index in self._unverified], self._look_at, between=checkpoint)
+
+    def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        """See ``SupportsPouring``: what was checked in memory of our own is as it was."""
+        self.check(list(pieces))
+        on_threads(list(pieces), lambda index: self._pour(index, pieces[index]))
+
+    def _look_at(self, index: int) -> None:
+        self.chunk(index)
+
+    def _pour(self, index: int, pieces: Sequence[Piece]) -> None:
+        data = self.chunk(index)
+        for piece in pieces:
+            copy(piece.memory, data[piece.offset :][: piece.memory.nbytes])
 
     def close(self) -> None:
         """Let go of the slots."""

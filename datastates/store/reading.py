@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from datastates.content.geometry import rebuild
+from datastates.content.geometry import dtype_of, rebuild, stored_bytes
 from datastates.content.manifest import TensorSpec
 from datastates.content.shards import assemble, bytes_of, is_whole
 from datastates.content.tree import decode_skeleton, decode_values, unflatten
@@ -20,7 +20,7 @@ from datastates.system.interrupts import checkpoint
 
 from .tier import Reader
 
-__all__ = ["of_state", "read_flat", "read_tree", "specs_of"]
+__all__ = ["of_state", "read_flat", "read_tree", "sketch_tree", "specs_of"]
 
 
 def of_state(reader: Reader, state: State) -> Reader:
@@ -50,17 +50,20 @@ def read_tree(
     is_borrowing: bool = False,
     device: torch.device | str | None = None,
     on_progress: Callable[[int], None] | None = None,
+    given: Mapping[int, torch.Tensor] | None = None,
+    specs: Sequence[TensorSpec] | None = None,
 ) -> Any:
     """The state's tree, every byte of it checked against its digest.
 
     Tensors that are not wanted are left out as ``None``. With ``is_borrowing`` tensors may lie in the tier's own memory: they
     are only to be read, and only until the reader is closed. Without, they are the caller's: private, writable and lasting.
-    ``on_progress`` gets the bytes of each tensor once it is read.
+    ``on_progress`` gets the bytes of each tensor once it is read. ``given`` stand, by index, for tensors that are not read. ``specs`` are
+    ``specs_of(reader)``, if they are there.
 
     :raises Corrupt: a chunk fails its digest.
     """
     with torch.inference_mode(False):  # what is read is to be trained on
-        return _read_tree(reader, wants, is_borrowing, device, on_progress)
+        return _read_tree(reader, wants, is_borrowing, device, on_progress, given or {}, specs or specs_of(reader))
 
 
 def _read_tree(
@@ -69,14 +72,18 @@ def _read_tree(
     is_borrowing: bool,
     device: torch.device | str | None,
     on_progress: Callable[[int], None] | None,
+    given: Mapping[int, torch.Tensor],
+    specs: Sequence[TensorSpec],
 ) -> Any:
     content = reader.manifest.content
     tensors: list[torch.Tensor | None] = []
-    specs = specs_of(reader)
     if is_borrowing:
-        reader.prepare(_stretches(specs, wants))
-    for spec in specs:
+        reader.prepare(_stretches(specs, wants, given))
+    for index, spec in enumerate(specs):
         checkpoint()
+        if index in given:
+            tensors.append(given[index])
+            continue
         if spec.alias is not None:
             tied = tensors[spec.alias]
             tensors.append(tied if tied is not None or not wants(spec.path) else _read(reader, specs[spec.alias], is_borrowing, device))
@@ -89,10 +96,25 @@ def _read_tree(
     return unflatten(decode_skeleton(content.skeleton), decode_values(content.values), tensors)
 
 
-def _stretches(specs: Sequence[TensorSpec], wants: Callable[[str], bool]) -> list[tuple[int, int]]:
-    """Where the tensors that are wanted lie in the stream, each once."""
-    sources = {id(source): source for spec in specs if wants(spec.path) for source in [spec if spec.alias is None else specs[spec.alias]]}
-    return [(shard.start, shard.length) for spec in sources.values() for shard in spec.shards if shard.length]
+def _stretches(specs: Sequence[TensorSpec], wants: Callable[[str], bool], given: Mapping[int, torch.Tensor]) -> list[tuple[int, int]]:
+    """Where the tensors that are wanted, and not given, lie in the stream, each once."""
+    sources = dict.fromkeys(index if spec.alias is None else spec.alias for index, spec in enumerate(specs) if wants(spec.path))
+    return [(shard.start, shard.length) for index in sources if index not in given for shard in specs[index].shards if shard.length]
+
+
+def sketch_tree(reader: Reader, specs: Sequence[TensorSpec], *, wants: Callable[[str], bool]) -> tuple[Any, list[torch.Tensor | None]]:
+    """The tree over memory that nobody has touched, in place of the state's, and its tensors by index: what they are, and no values."""
+    content = reader.manifest.content
+    sources = dict.fromkeys(index if spec.alias is None else spec.alias for index, spec in enumerate(specs) if wants(spec.path))
+    sizes = {index: stored_bytes(dtype_of(specs[index].dtype), specs[index].shape, specs[index].strides) for index in sources}
+    untouched = torch.from_numpy(np.empty(max(sizes.values(), default=0), np.uint8))
+    tensors: list[torch.Tensor | None] = [None] * len(specs)
+    for index, spec in enumerate(specs):
+        if index in sizes:
+            tensors[index] = rebuild(untouched[: sizes[index]], spec)
+        elif spec.alias is not None and wants(spec.path):
+            tensors[index] = tensors[spec.alias]
+    return unflatten(decode_skeleton(content.skeleton), decode_values(content.values), tensors, is_sketch=True), tensors
 
 
 def read_flat(reader: Reader, spec: TensorSpec) -> torch.Tensor:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.system.interrupts import checkpoint
 
+from .pouring import on_threads
+
 __all__ = ["Stage"]
-
-_PIECE = 4
-"""So many chunks, 16 MiB at most, are one thread's at a time."""
-
-_MOST_THREADS = 4
 
 
 class Stage:
@@ -36,15 +32,7 @@ class Stage:
 
         Every thread has ended when this returns.
         """
-        indices = list(self._places)
-        pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="datastates-read")
-        try:
-            pieces = [pool.submit(self._fill, indices[at : at + _PIECE], read) for at in range(0, len(indices), _PIECE)]
-            for piece in pieces:
-                checkpoint()
-                piece.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        on_threads(list(self._places), partial(self._fill, read), between=checkpoint)
 
     def view(self, touched: range, offset: int, length: int) -> memoryview | None:
         """``length`` bytes from ``offset`` in the first of these chunks on; None where some of them are not here."""
@@ -53,7 +41,6 @@ class Stage:
         begin = self._places[touched.start] + offset
         return self._memory[begin : begin + length]
 
-    def _fill(self, indices: Sequence[int], read: Callable[[int, memoryview], None]) -> None:
-        for index in indices:
-            place = self._places[index]
-            read(index, self._memory[place : place + CHUNK_BYTES])
+    def _fill(self, read: Callable[[int, memoryview], None], index: int) -> None:
+        place = self._places[index]
+        read(index, self._memory[place : place + CHUNK_BYTES])

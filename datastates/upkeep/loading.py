@@ -9,12 +9,12 @@ from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 from datastates.objects.report import RestoreReport, Selection
-from datastates.objects.restore import reads, restore_into
 from datastates.opening.core import Core
 from datastates.store.reading import read_tree
 from datastates.store.seal import SealedChunks
 from datastates.system.interrupts import undisturbed
 
+from .direct import restore_from
 from .salvage import naming_a_way_on
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def restore(core: Core, state: State, into: Mapping[str, object], *, only: str |
     for training in list(core.trainings):
         training.fence()
     with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
-        tree = read_tree(reader, wants=reads(into, only), is_borrowing=True)
-        return restore_into(into, tree, only=only, strict=strict)
+        return restore_from(reader, into, only=only, strict=strict)
 
 
 def verify(core: Core, state: State) -> None:

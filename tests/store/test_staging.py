@@ -72,10 +72,10 @@ def test_what_is_prepared_is_read_on_other_threads_and_lent_as_it_is_stored(
 def test_a_restore_reads_ahead_and_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, STATE["w"])
     names = threads_that_read(monkeypatch)
-    into = {"w": torch.zeros_like(STATE["w"]), "v": torch.zeros(3)}
+    into = {"v": torch.zeros(3)}  # what is handed over has no place of its own yet
     with datastates.open(tmp_path) as repo:
         repo.restore("main", into={"box": into})
-    assert len(names) == 7
+    assert len(names) == 6
     assert torch.equal(into["w"], STATE["w"])
     assert torch.equal(into["v"], torch.ones(3))
 
@@ -90,10 +90,10 @@ def test_a_wrong_byte_is_named_and_nothing_is_changed(tmp_path: Path, chunk: int
             byte = file.read(1)
             file.seek(start + at)
             file.write(bytes([byte[0] ^ 1]))
-        into = {"w": torch.zeros_like(STATE["w"]), "v": torch.zeros(3)}
+        into = {"v": torch.zeros(3)}
         with pytest.raises(Corrupt, match=rf"fail their digest: chunk {chunk} .*which holds box/w"):
             repo.restore("main", into={"box": into})
-    assert not into["w"].any()
+    assert "w" not in into
     assert not into["v"].any()
 
 
@@ -108,10 +108,10 @@ def test_a_pack_that_is_cut_short_while_it_is_read_ahead_is_an_error_and_nothing
         os.truncate(pack, 2 * CHUNK_BYTES)
 
     monkeypatch.setattr(MappedReader, "_read_staged", read_then_cut)
-    into = {"w": torch.zeros_like(STATE["w"]), "v": torch.zeros(3)}
+    into = {"v": torch.zeros(3)}
     with datastates.open(tmp_path) as repo, pytest.raises(Corrupt, match=r"cut short|bytes, \d+ were written"):
         repo.restore("main", into={"box": into})
-    assert not into["w"].any()
+    assert "w" not in into
 
 
 def test_one_small_tensor_of_a_large_state_reads_only_its_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from datastates.content.shards import is_whole
 from datastates.content.tree import unflatten
 from datastates.errors import Closed, Conflict, Corrupt, Unavailable
 from datastates.objects import dirty
+from datastates.objects.homes import Home, live_homes, wait_for_copies
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
 
-from .homes import Home, live_homes, wait_for_copies
 from .placeholders import gather, givable, holders, placeholders, tie
 from .routes import DIRECT_BYTES, Piece, Segment, Stretch, route
 from .scatter import scatter

@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from datastates.content.geometry import dense_view, dtype_of
 from datastates.content.manifest import TensorSpec
-from datastates.objects.names import split_wrappers
-from datastates.objects.optimizers import with_inner
-from datastates.objects.own_loading import only_waits
-from datastates.objects.report import Target
+
+from .names import split_wrappers
+from .optimizers import with_inner
+from .own_loading import only_waits
+from .report import Target
 
 __all__ = ["Home", "live_homes", "wait_for_copies"]
 

@@ -1,0 +1,157 @@
+"""From a tier straight to where bytes belong: chunks are checked first, by strides that stay in the processor's cache, and then put.
+
+What is read into memory that was never touched costs more for the touching than for the reading. Here no such memory is taken.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from datastates.content.manifest import CHUNK_BYTES
+
+__all__ = ["STRIDE_BYTES", "Leg", "Piece", "Room", "SupportsPouring", "copy", "cut", "legs", "on_threads"]
+
+STRIDE_BYTES = 512 << 10
+"""So much is read, digested and copied at a time: it stays in a cache of a megabyte."""
+
+_DIRECT_BYTES = 64 << 10
+"""From this size on a piece is worth a read of its own."""
+
+_RUN = 4
+"""So many chunks, 16 MiB at most, are one thread's at a time."""
+
+_MOST_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Bytes of a chunk from ``offset`` on, and the memory of the same length that they belong into."""
+
+    offset: int
+    memory: memoryview
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leg:
+    """Bytes of a chunk that are read at once: straight into ``memory``; None: into a room, from where ``pieces`` are copied."""
+
+    offset: int
+    length: int
+    memory: memoryview | None
+    pieces: tuple[Piece, ...] = ()
+
+
+@runtime_checkable
+class SupportsPouring(Protocol):
+    """A reader whose chunks several threads may ask for at once."""
+
+    def check(self, indices: Sequence[int]) -> None:
+        """Check these chunks, those that are not checked yet, and keep nothing of them.
+
+        :raises Corrupt: one fails its digest.
+        """
+
+    def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        """Put pieces, by chunk, where they belong. What may have changed since it was checked is checked again on the way.
+
+        :raises Corrupt: a chunk fails its digest now; its bytes, and others, are where they belong already.
+        """
+
+
+class Room(threading.local):
+    """Memory of each thread, to be used again and again."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(np.empty(STRIDE_BYTES, np.uint8).data)
+
+
+def cut(stretches: Iterable[tuple[int, memoryview]]) -> dict[int, list[Piece]]:
+    """Pieces by chunk, in the order of both, of stretches of a stream that do not overlap: where each starts, and the memory for it."""
+    found: dict[int, list[Piece]] = {}
+    for start, memory in sorted(stretches, key=lambda stretch: stretch[0]):
+        done = 0
+        while done < memory.nbytes:
+            index, offset = divmod(start + done, CHUNK_BYTES)
+            piece = memory[done : done + CHUNK_BYTES - offset]
+            found.setdefault(index, []).append(Piece(offset, piece))
+            done += piece.nbytes
+    return found
+
+
+def legs(pieces: Sequence[Piece], length: int, *, is_whole: bool = True) -> Iterator[Leg]:
+    """A chunk of so many bytes: large pieces as they are, what lies between them together. Unless ``is_whole``, no more than they take."""
+    if not is_whole:
+        yield from (leg for leg in map(_trimmed, legs(pieces, length)) if leg.length)
+        return
+    small: list[Piece] = []
+    begin = 0
+    for piece in pieces:
+        if piece.memory.nbytes < _DIRECT_BYTES:
+            small.append(piece)
+            continue
+        yield from _through_room(begin, piece.offset, small)
+        small = []
+        for at in range(0, piece.memory.nbytes, STRIDE_BYTES):
+            stride = piece.memory[at : at + STRIDE_BYTES]
+            yield Leg(piece.offset + at, stride.nbytes, stride)
+        begin = piece.offset + piece.memory.nbytes
+    yield from _through_room(begin, length, small)
+
+
+def copy(into: memoryview, data: memoryview) -> None:
+    """``into[:] = data`` of bytes, beside other threads."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+
+
+def on_threads(indices: Sequence[int], work: Callable[[int], None], *, between: Callable[[], None] = lambda: None) -> None:
+    """Call ``work`` with each of these, on a few threads; what it raises first, by index, is raised here.
+
+    ``between`` is called now and then, on this thread. Every thread has ended when this returns.
+    """
+    if len(indices) < 2:
+        for index in indices:
+            work(index)
+        return
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="datastates-read")
+    try:
+        runs = [pool.submit(_each, indices[at : at + _RUN], work) for at in range(0, len(indices), _RUN)]
+        for run in runs:
+            between()
+            run.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _each(indices: Sequence[int], work: Callable[[int], None]) -> None:
+    for index in indices:
+        work(index)
+
+
+def _trimmed(leg: Leg) -> Leg:
+    if leg.memory is not None:
+        return leg
+    if not leg.pieces:
+        return Leg(leg.offset, 0, None)
+    begin, last = leg.pieces[0].offset, leg.pieces[-1]
+    return Leg(begin, last.offset + last.memory.nbytes - begin, None, leg.pieces)
+
+
+def _through_room(begin: int, end: int, pieces: Sequence[Piece]) -> Iterator[Leg]:
+    """Strides from ``begin`` to ``end``, each with the pieces, or parts of pieces, that lie in it."""
+    left = list(pieces)
+    for at in range(begin, end, STRIDE_BYTES):
+        stop, inside = min(at + STRIDE_BYTES, end), []
+        while left and left[0].offset < stop:
+            piece = left.pop(0)
+            head = piece.memory[: stop - piece.offset]
+            inside.append(Piece(piece.offset, head))
+            if head.nbytes < piece.memory.nbytes:
+                left.insert(0, Piece(stop, piece.memory[head.nbytes :]))
+        yield Leg(at, stop - at, None, tuple(inside))

@@ -1,0 +1,96 @@
+"""A state into live objects without memory of its own for it: large tensors are put where they live, straight from the tier.
+
+Everything is read and checked before the first byte of a live tensor changes. What lies in a file is read twice for that, which takes less
+time than one copy into memory that was never touched. The file may change between the two: so each chunk is checked again on its way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from datastates.content.manifest import TensorSpec
+from datastates.content.shards import bytes_of, is_whole
+from datastates.errors import Corrupt
+from datastates.objects import dirty
+from datastates.objects.adapters import Adapted
+from datastates.objects.homes import Home, live_homes, wait_for_copies
+from datastates.objects.report import RestoreReport, Target
+from datastates.objects.restore import check_into, reads, write
+from datastates.store.pouring import SupportsPouring, cut
+from datastates.store.reading import read_tree, sketch_tree, specs_of
+from datastates.store.tier import Reader
+
+__all__ = ["restore_from"]
+
+_WORTH_BYTES = 8 << 20
+"""Less is read in no time, and copied."""
+
+
+def restore_from(
+    reader: Reader, into: Mapping[str, object], *, only: str | Sequence[str] | None = None, strict: bool = True
+) -> RestoreReport:
+    """``restore_into`` with the state that is open.
+
+    :raises InvalidInput: as ``restore_into``.
+    :raises Corrupt: a chunk fails its digest. Nothing was changed, unless a file changed while it was read: then the message says so, and
+        the tensors are dirty.
+    """
+    wants, specs = reads(into, only), specs_of(reader)
+    check = partial(check_into, into, only=only, strict=strict, adapted=Adapted(into))
+    homes = dict[int, Home]()
+    if isinstance(reader, SupportsPouring) and _size(specs, wants) >= _WORTH_BYTES:
+        with torch.inference_mode(False):
+            sketch, tensors = sketch_tree(reader, specs, wants=wants)
+        homes = _homes(specs, tensors, check(sketch, has_values=False).targets)
+    tree = read_tree(reader, wants=wants, is_borrowing=True, given={index: home.live for index, home in homes.items()}, specs=specs)
+    findings = check(tree)
+    if homes and isinstance(reader, SupportsPouring):
+        pour = _Pour(reader, specs, into, homes)
+        reader.check(list(pour.pieces))
+        findings.writes.insert(0, pour)
+    return write(findings)
+
+
+class _Pour:
+    """The write that fills the homes."""
+
+    def __init__(self, reader: SupportsPouring, specs: Sequence[TensorSpec], into: Mapping[str, object], homes: Mapping[int, Home]) -> None:
+        self._reader, self._into, self._homes = reader, into, list(homes.values())
+        self.pieces = cut((specs[index].shards[0].start, memoryview(home.flat.numpy().data)) for index, home in homes.items())
+
+    def __call__(self) -> None:
+        wait_for_copies(self._into)
+        try:
+            self._reader.pour(self.pieces)
+        except BaseException as exc:
+            dirty.mark(((home.path, home.live) for home in self._homes), self)
+            if isinstance(exc, Corrupt):
+                raise Corrupt(
+                    f"{exc}; it was right a moment ago: what is restored is half old, half new; restore a state before you use it"
+                ) from exc
+            raise
+
+
+def _homes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], targets: Sequence[Target]) -> dict[int, Home]:
+    """The live tensors that stored ones are put into, by index.
+
+    What is not written into a tensor is handed over, or loaded, before these are filled: a stored tensor that is wanted so, too, has none.
+    """
+    index_of = {id(tensor): index for index, tensor in enumerate(tensors) if tensor is not None and _may_have_home(specs[index])}
+    homes = live_homes(targets, index_of, specs)
+    written = Counter(id(target.stored) for target in targets)
+    wanted = Counter(id(tensor) for tensor in tensors if tensor is not None)
+    is_written_only = {index for index in homes if written[id(tensors[index])] >= wanted[id(tensors[index])]}
+    return {index: home for index, home in homes.items() if index in is_written_only and home.flat.device.type == "cpu"}
+
+
+def _size(specs: Sequence[TensorSpec], wants: Callable[[str], bool]) -> int:
+    return sum(bytes_of(spec) for spec in specs if wants(spec.path))
+
+
+def _may_have_home(spec: TensorSpec) -> bool:
+    return spec.alias is None and is_whole(spec)
