@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from datastates.content.manifest import Manifest
-from datastates.lineage.states import Run, StateFacts
+from datastates.lineage.states import Run, State, StateFacts
 from datastates.modules.work import Work
 from datastates.policy.contract import CadenceChoice, Costs
 
@@ -31,7 +32,8 @@ class Line:
     same digests. ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them
     writes first the other's first write refers to. ``run`` is the training in the lineage. ``is_patient``: it goes on when its states
     cannot be written for now. ``uids`` say what its captures are called. ``costs`` are those of its captures and writes as far as they
-    were measured, ``choice`` what its policy made of them. Owned by the engine thread while captures are in flight.
+    were measured, ``choice`` what its policy made of them. ``listeners`` are told of each state once it is recorded, on any thread; they
+    return at once and raise nothing. Owned by the engine thread while captures are in flight.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Line:
     uids: Uids = field(default_factory=Drawn, repr=False)
     costs: Costs | None = field(default=None, repr=False)
     choice: CadenceChoice | None = field(default=None, repr=False)
+    listeners: list[Callable[[State], None]] = field(default_factory=list, repr=False)
 
     def related(self) -> Manifest | None:
         """A manifest on disk that shares as much as is known."""

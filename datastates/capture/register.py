@@ -229,6 +229,8 @@ class Register:
             self._recorder.count("recorded")
             progress.advance(state)
         self.hand_on(state, entry.new.facts.branch, progress)
+        for listener in () if line is None else line.listeners:
+            listener(state)
         if state.uid in self._left:
             self._forget_left(state.uid)
 

@@ -96,6 +96,16 @@ class Tracker:
         self._training.values = found
 
     @property
+    def attributes(self) -> dict[str, Value]:
+        """Attributes that each state from now on has besides its own, such as the number of the job; add to them at any time.
+
+        with repo.track(branch="in-a-job", model=model, optimizer=optimizer) as run:
+            run.attributes["job"] = 4711
+            run.capture(attributes={"lr": 0.01})  # has both
+        """
+        return self._training.attributes
+
+    @property
     def config(self) -> dict[str, Value]:
         """The configuration that was given, by flat names such as ``optimizer.lr``."""
         return self._training.run.chosen
@@ -200,7 +210,7 @@ class Tracker:
     ) -> Capture:
         began, training = time.monotonic(), self._training
         training.check_usable()
-        noted = _Noted.of(metrics, attributes, message)
+        noted = _Noted.of(metrics, attributes, message, training.attributes)
         self.micro_step = checks.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
         self.step = self._step_of(step)
         uid = training.line.uids.next(training.branch, self.step, self.micro_step)
@@ -334,7 +344,7 @@ class Tracker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self.close()
+            self._training.close(error)
         except Exception as exc:  # it must not hide the error that ended the block
             if error is None:
                 raise
@@ -357,6 +367,7 @@ class _Noted:
     message: str | None
 
     @classmethod
-    def of(cls, metrics: object, attributes: object, message: object) -> Self:
+    def of(cls, metrics: object, attributes: object, message: object, standing: dict[str, Value]) -> Self:
         said = None if message is None else checks.text(message, "message")
-        return cls(checks.metrics(metrics), checks.attributes(attributes), said)
+        own = checks.attributes(attributes)
+        return cls(checks.metrics(metrics), {**checks.attributes(standing), **own} if standing else own, said)

@@ -34,6 +34,8 @@ from datastates.system.interrupts import undisturbed
 from datastates.upkeep.loading import restore
 from datastates.upkeep.retention import bests_at
 
+from .companion import Companion
+
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
@@ -79,6 +81,8 @@ class Training:
         self.held_s: float | None = None
         self._told = line.choice = cadence.told()
         self.resumed_from: State | None = None
+        self.attributes: dict[str, Value] = {}
+        self._companions: list[Companion] = []
         self.report: RestoreReport | None = None
         self._plan: CopyPlan | None = None
         self._is_closed = self._is_ended = self._has_given_way = False
@@ -109,6 +113,12 @@ class Training:
     def fence(self) -> None:
         """Wait until no copy reads the tracked tensors any more."""
         self.pending.wait()
+
+    def accompany(self, companion: Companion) -> None:
+        """Tell it of each state from now on, and of the end."""
+        self.check_usable()
+        self._companions.append(companion)
+        self.line.listeners.append(companion.recorded)
 
     def begin_run(self, session: Session) -> None:
         """Record the training as a run of its process."""
@@ -219,8 +229,8 @@ class Training:
         """Whether it is this process's, and did not end."""
         return not self._is_ended and self._pid == os.getpid()
 
-    def close(self) -> None:
-        """Take the hooks off and make the branch's head durable; idempotent.
+    def close(self, error: BaseException | None = None) -> None:
+        """Take the hooks off and make the branch's head durable; idempotent. ``error`` ended the training, if any did.
 
         :raises DatastatesError: (or another error of the background) the last captures could not be recorded.
         """
@@ -237,8 +247,18 @@ class Training:
                 runs.finish(session, self.run.uid)
         self._is_ended = True  # an interrupt before this: the next call goes on
         self._finalizer.detach()
+        self._part(error)
         self.heed_edits()
         self.raise_background_error()
+
+    def _part(self, error: BaseException | None) -> None:
+        """Those that went along hear of the end."""
+        while self._companions:
+            companion = self._companions.pop()
+            try:
+                companion.ended(error)
+            except Exception:  # of another system, which may be away: the states are safe
+                _logger.warning("branch %s: %s could not be ended", self.branch, companion, exc_info=True)
 
     def give_way(self) -> None:
         """Another training is about to begin on this branch: its head becomes durable, and no more captures are taken here."""

@@ -1,0 +1,104 @@
+"""A run of MLflow beside a training.
+
+with repo.track(model=model, optimizer=optimizer) as run:
+    MlflowLog(run, experiment="gpt")
+    for batch in run.steps(loader):
+        run.capture(metrics={"loss": train_step(batch)})  # goes to both
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from datastates.lineage.states import State
+from datastates.tracking.tracker import Tracker
+
+from .beside import Beside, Ours
+
+try:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking.fluent import _get_experiment_id  # as `start_run` finds it: set_experiment, then the environment
+except ImportError as exc:
+    raise ImportError("datastates.integrations.mlflow needs MLflow: pip install 'datastates[mlflow]'") from exc
+
+__all__ = ["MlflowLog"]
+
+_AT_ONCE = 1000  # metrics in one request, as MLflow bounds it
+_PARAMS = 100
+_LONGEST = 5000
+_ODD = re.compile(r"[^\w\-. /:]")
+
+
+class MlflowLog(Beside):
+    """A run of MLflow beside one training; ``id`` is its run id.
+
+    A training that is resumed goes on in the run that it had; a fork has a run of its own, whose parent is that of the branch it left. The
+    run has the configuration as params, and our repository, branch, training and newest state as tags. It ends with the training.
+
+    :param tracker: the training.
+    :param experiment: the name of the experiment, which is made where it is missing; None: as MLflow is set.
+    :param into: the id of a run of yours to log to, such as ``mlflow.active_run().info.run_id``; it is yours to end.
+    :param client: where its runs are; None: where MLflow's tracking URI says.
+    """
+
+    kind = "mlflow"
+
+    def __init__(
+        self, tracker: Tracker, *, experiment: str | None = None, into: str | None = None, client: MlflowClient | None = None
+    ) -> None:
+        self._experiment, self._client = experiment, client or MlflowClient()
+        super().__init__(tracker, into)
+
+    def _go_on(self, id: str, ours: Ours) -> bool:
+        try:
+            found = self._client.get_run(id)
+        except MlflowException:
+            return False
+        if found.info.lifecycle_stage != "active":
+            return False
+        self._client.update_run(id, status="RUNNING")
+        return True
+
+    def _begin(self, ours: Ours) -> str:
+        return str(self._client.create_run(self._experiment_id(), run_name=ours.branch).info.run_id)
+
+    def _experiment_id(self) -> str:
+        if self._experiment is None:
+            return str(_get_experiment_id())
+        found = self._client.get_experiment_by_name(self._experiment)
+        return str(self._client.create_experiment(self._experiment) if found is None else found.experiment_id)
+
+    def _tell(self, ours: Ours, parent: str | None) -> None:
+        tags = ours.named()
+        if parent is not None:
+            tags |= {"mlflow.parentRunId": parent, "datastates.parent": parent}
+        if ours.git_commit is not None:
+            tags["mlflow.source.git.commit"] = ours.git_commit
+        known = self._client.get_run(self.id).data.params  # a param cannot be changed
+        params = [Param(_key(key), str(value)[:_LONGEST]) for key, value in ours.config.items() if _key(key) not in known]
+        self._client.log_batch(self.id, tags=[RunTag(key, value[:_LONGEST]) for key, value in tags.items()])
+        for start in range(0, len(params), _PARAMS):
+            self._client.log_batch(self.id, params=params[start : start + _PARAMS])
+
+    def _send(self, states: Sequence[State]) -> None:
+        metrics = [
+            Metric(_key(key), value, int(state.created_at.timestamp() * 1000), state.step)
+            for state in states
+            for key, value in state.metrics.items()
+        ]
+        for start in range(0, len(metrics), _AT_ONCE):
+            self._client.log_batch(self.id, metrics=metrics[start : start + _AT_ONCE])
+
+    def _end(self, head: str | None, error: BaseException | None) -> None:
+        if head is not None:
+            self._client.set_tag(self.id, "datastates.head", head)
+        if not self._is_own:
+            self._client.set_terminated(self.id, "FINISHED" if error is None else "FAILED")
+
+
+def _key(name: str) -> str:
+    """A name in the letters that MLflow takes."""
+    return _ODD.sub("_", name)

@@ -1,0 +1,87 @@
+"""A folder of events for TensorBoard beside a training.
+
+with repo.track(model=model, optimizer=optimizer) as run:
+    log = TensorboardLog(run, "events")
+    for batch in run.steps(loader):
+        run.capture(metrics={"loss": train_step(batch)})  # goes to both
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from datastates.lineage.states import State
+from datastates.tracking.tracker import Tracker
+
+from .beside import Beside, Ours
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError as exc:
+    raise ImportError("datastates.integrations.tensorboard needs TensorBoard: pip install 'datastates[tensorboard]'") from exc
+
+__all__ = ["TensorboardLog"]
+
+
+class TensorboardLog(Beside):
+    """A folder of events beside one training, named as its branch; ``id`` is its name in ``folder``, ``writer`` takes what else you log.
+
+    A training that is resumed goes on in the folder that it had, where the points of steps that it takes again make room for the new ones;
+    a fork has a folder of its own. The text ``datastates`` says what it is of ours, the configuration, and which run it was forked from.
+    It ends with the training.
+
+    :param tracker: the training.
+    :param folder: where TensorBoard looks (``--logdir``).
+    :param into: a ``SummaryWriter`` of yours, instead of ``folder``; it is yours to close.
+    """
+
+    kind = "tensorboard"
+    writer: SummaryWriter
+
+    def __init__(self, tracker: Tracker, folder: str | os.PathLike[str] = "events", *, into: SummaryWriter | None = None) -> None:
+        self._folder = Path(folder)
+        if into is not None:
+            self.writer = into
+        super().__init__(tracker, None if into is None else str(into.log_dir))
+
+    def _go_on(self, id: str, ours: Ours) -> bool:
+        if ours.start is None or not (self._folder / id).is_dir():
+            return False
+        self.writer = _writer(self._folder / id, purge_step=ours.start.step + 1)
+        return True
+
+    def _begin(self, ours: Ours) -> str:
+        id = ours.branch
+        if (self._folder / id).exists():  # of a branch that had this name before
+            id = f"{id}-{ours.run[:8]}"
+        self.writer = _writer(self._folder / id)
+        return id
+
+    def _tell(self, ours: Ours, parent: str | None) -> None:
+        told = {**ours.named(), **({} if parent is None else {"datastates.parent": parent}), **ours.config}
+        self.writer.add_text("datastates", _table(told), 0 if ours.start is None else ours.start.step)
+
+    def _send(self, states: Sequence[State]) -> None:
+        for state in states:
+            for key, value in state.metrics.items():
+                self.writer.add_scalar(key, value, state.step, walltime=state.created_at.timestamp())
+        self.writer.flush()
+
+    def _end(self, head: str | None, error: BaseException | None) -> None:
+        if head is not None:
+            self.writer.add_text("datastates.head", head)
+        if self._is_own:
+            self.writer.flush()
+        else:
+            self.writer.close()
+
+
+def _writer(folder: Path, purge_step: int | None = None) -> SummaryWriter:
+    return SummaryWriter(str(folder), purge_step=purge_step)
+
+
+def _table(told: Mapping[str, object]) -> str:
+    """Markdown, as TensorBoard shows texts."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in told.items())])

@@ -1,0 +1,83 @@
+"""A run of W&B beside a training.
+
+with repo.track(model=model, optimizer=optimizer) as run:
+    log = WandbLog(run, project="gpt")  # what else wandb.init takes
+    for batch in run.steps(loader):
+        run.capture(metrics={"loss": train_step(batch)})  # goes to both
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from datastates.lineage.states import State
+from datastates.tracking.tracker import Tracker
+
+from .beside import Beside, Ours
+
+try:
+    import wandb
+except ImportError as exc:
+    raise ImportError("datastates.integrations.wandb needs W&B: pip install 'datastates[wandb]'") from exc
+
+__all__ = ["WandbLog"]
+
+_STEP = "step"
+_GIVEN = ("id", "resume", "reinit")
+
+
+class WandbLog(Beside):
+    """A run of W&B beside one training; ``id`` is its id, ``run`` W&B's own object, for pictures and tables of yours.
+
+    A training that is resumed goes on in the run that it had; a fork has a run of its own, which names that of the branch it left. The
+    run's config has ours, and under ``datastates`` our repository, branch and training; its summary the newest state. Metrics are drawn
+    over ``step``, the step of the state: W&B's own count only grows, and a training that is resumed takes some steps again. It ends with
+    the training.
+
+    :param tracker: the training.
+    :param into: a run of yours to log to, such as ``wandb.run``; it is yours to finish.
+    :param init: what ``wandb.init`` takes besides: ``project``, ``entity``, ``group``, ``tags``, ``mode`` …
+    """
+
+    kind = "wandb"
+    run: Any
+
+    def __init__(self, tracker: Tracker, *, into: Any = None, **init: Any) -> None:
+        if taken := [name for name in _GIVEN if name in init]:
+            raise TypeError(f"{', '.join(taken)}: the lineage says which run of W&B goes on; give into= to log to one of yours")
+        self._init = init
+        if into is not None:
+            self.run = into
+        super().__init__(tracker, None if into is None else str(into.id))
+
+    def _go_on(self, id: str, ours: Ours) -> bool:
+        self.run = self._open(id, ours)  # where W&B has lost it, it is made anew under its id
+        return True
+
+    def _begin(self, ours: Ours) -> str:
+        id = secrets.token_hex(4)
+        self.run = self._open(id, ours)
+        return id
+
+    def _open(self, id: str, ours: Ours) -> Any:
+        given = {"name": ours.branch, **self._init}
+        return wandb.init(**given, id=id, resume="allow", reinit="create_new")
+
+    def _tell(self, ours: Ours, parent: str | None) -> None:
+        told = {key.removeprefix("datastates."): value for key, value in ours.named().items()}
+        config: Mapping[str, Any] = {**ours.config, "datastates": told if parent is None else {**told, "parent": parent}}
+        self.run.config.update(config, allow_val_change=True)
+        self.run.define_metric(_STEP)
+        self.run.define_metric("*", step_metric=_STEP)
+
+    def _send(self, states: Sequence[State]) -> None:
+        for state in states:
+            self.run.log({**state.metrics, _STEP: state.step, "datastates.uid": state.uid})
+
+    def _end(self, head: str | None, error: BaseException | None) -> None:
+        if head is not None:
+            self.run.summary["datastates.head"] = head
+        if not self._is_own:
+            self.run.finish(exit_code=0 if error is None else 1)
