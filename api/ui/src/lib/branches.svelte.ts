@@ -28,6 +28,11 @@ class BranchList {
     if (this.#next !== null && !this.isLoading) await this.#fetch(this.#next, PAGE);
   }
 
+  /** What is asked for, but how many. */
+  wanted(): Parameters<typeof getBranches>[0] {
+    return { q: view.query, sort: view.by || "changed", ...(view.metric ? { metric: view.metric } : {}), ...(view.group ? { group: view.group } : {}) };
+  }
+
   get hasMore(): boolean {
     return this.whole !== null && this.items.length < this.whole.matching;
   }
@@ -42,10 +47,7 @@ class BranchList {
     const { signal } = this.#ending;
     this.isLoading = true;
     try {
-      const page = await getBranches(
-        { q: view.query, sort: view.by || "changed", limit, ...(view.metric ? { metric: view.metric } : {}), ...(view.group ? { group: view.group } : {}), ...(after ? { after } : {}) },
-        signal,
-      );
+      const page = await getBranches({ ...this.wanted(), limit, ...(after ? { after } : {}) }, signal);
       if (signal.aborted) return;
       this.items = after === null ? page.items : [...this.items, ...page.items];
       this.#next = page.next;
