@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
+    from .integrations.saved import load, save
     from .lineage.states import Ref, RefEvent, Run, State, Status
     from .modules.contract import Item, Module
     from .objects.report import RestoreReport
@@ -117,9 +118,11 @@ __all__ = [
     "Young",
     "__version__",
     "connect",
+    "load",
     "open",
     "register_encoder",
     "reindex",
+    "save",
 ]
 
 _MODULES = {
@@ -157,9 +160,11 @@ _MODULES = {
     "TwoLevel": "policy.mtbf",
     "Young": "policy.mtbf",
     "connect": "clone.peer",
+    "load": "integrations.saved",
     "open": "repository",
     "register_encoder": "content.encoding",
     "reindex": "upkeep.reindex",
+    "save": "integrations.saved",
 }
 """Where a public name lives; those that are not here are errors."""
 

@@ -42,7 +42,19 @@ PUBLIC = {
         "Unauthorized",
         "connect",
     ),
-    *("SyntaxProblem", "Torn", "Tracker", "Unavailable", "Unsupported", "__version__", "open", "register_encoder", "reindex"),
+    *(
+        "SyntaxProblem",
+        "Torn",
+        "Tracker",
+        "Unavailable",
+        "Unsupported",
+        "__version__",
+        "load",
+        "open",
+        "register_encoder",
+        "reindex",
+        "save",
+    ),
 }
 
 

@@ -168,6 +168,20 @@ CASES: dict[str, Callable[[World], Case]] = {
     "register_encoder": lambda w: Case(
         datastates.register_encoder, {"type": type(w.name(), (), {}), "name": w.name(), "encode": repr, "decode": repr}
     ),
+    "save": lambda w: Case(
+        datastates.save,
+        {
+            "obj": {"x": 1},
+            "to": w.name(),
+            "repo": w.repo,
+            "start": None,
+            "step": None,
+            "metrics": {"loss": 0.5},
+            "message": "said",
+            "attributes": {"seed": 1},
+        },
+    ),
+    "load": lambda w: Case(datastates.load, {"rev": "main", "map_location": "cpu", "repo": w.repo}),
     "Cadence": lambda _: Case(datastates.Cadence, {"every": 3, "interval_s": 2.0, "steps": 4}),
     "CheckFreq": lambda _: Case(datastates.CheckFreq, {"overhead": 0.05}),
     "OnImprovement": lambda _: Case(datastates.OnImprovement, {"metric": "loss", "is_rising": None}),

@@ -27,7 +27,7 @@ import torch
 
 from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unsupported
 
-from .arrays import MAX_DEPTH, Unencodable, array_of, describe_dtype, order_of
+from .arrays import MAX_DEPTH, Unencodable, array_of, describe_dtype, dtype_from, order_of
 from .encoding import SCALARS, Packed, check_keys, decode_values, encode_values, encoder_named, encoder_of, pack, unpack
 from .geometry import dtype_of
 from .layouts import compose, decompose
@@ -126,7 +126,8 @@ def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[to
 
     A tensor that is None leaves None in its place, and in the place of what is made of it: a sparse or quantized tensor, a
     large array, an object of a registered encoder. For a sketch no element of a tensor is read: a sparse or quantized tensor
-    stands as one of the same shape and dtype without bytes (on ``meta``), an object of an encoder as the name of that.
+    stands as one of the same shape and dtype without bytes (on ``meta``), a large array without bytes as zeros, an object of an encoder as
+    the name of that.
 
     :raises InvalidInput: an object needs an encoder that is not registered here.
     :raises Corrupt: skeleton, values and tensors do not belong together.
@@ -432,11 +433,20 @@ class _Sketch(_Build):
 
     def __init__(self, nodes: Sequence[Node], values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> None:
         super().__init__(nodes, values, tensors)
-        self._builders = {**_BUILDERS, "x": _Sketch._name}
+        self._builders = {**_BUILDERS, "x": _Sketch._name, "a": _Sketch._outline}
 
     def _name(self, node: tuple[Any, ...], depth: int) -> Any:
         encoder = encoder_named(node[1])
         return None if self._whole(1, depth) is None else f"encoded as {encoder.name}"
+
+    def _outline(self, node: tuple[Any, ...], depth: int) -> np.ndarray[Any, Any] | None:
+        _, descr, shape, order = node
+        parts = self._whole(1, depth)
+        if parts is None:
+            return None
+        if parts[0].is_meta:
+            return np.broadcast_to(np.zeros((), dtype_from(descr)), shape)
+        return array_of(descr, shape, order, parts[0].cpu().numpy())
 
     def _layout(self, node: tuple[Any, ...], depth: int) -> torch.Tensor | None:
         parts = self._whole(2 if node[0] == "coo" else 3, depth)

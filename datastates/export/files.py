@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 import torch
@@ -24,8 +24,9 @@ from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.store.files import sync_folder
 
 from .tensors import ExportFile, export
+from .wrapping import is_flat
 
-__all__ = ["Format", "format_of", "is_flat", "read", "tensors_in", "write"]
+__all__ = ["Format", "format_of", "read", "tensors_in", "write"]
 
 INDEX, WEIGHTS, METADATA = "model.safetensors.index.json", "model.safetensors", ".metadata"
 
@@ -204,8 +205,3 @@ def tensors_in(tree: object) -> Mapping[str, torch.Tensor]:
     if not found:
         raise InvalidInput("a safetensors file holds tensors, and this state has none: try torch")
     return found
-
-
-def is_flat(tree: object) -> TypeGuard[dict[str, torch.Tensor]]:
-    """Whether a tree is tensors by name, and nothing else."""
-    return isinstance(tree, dict) and bool(tree) and all(type(key) is str and isinstance(leaf, torch.Tensor) for key, leaf in tree.items())

@@ -19,12 +19,13 @@ from datastates.lineage.states import Ref, State
 from datastates.objects.loops import LOOPS
 from datastates.opening.core import Opened, core_of
 
-from .files import Format, format_of, is_flat, read, write
+from .files import Format, format_of, read, write
 from .tensors import words_about
+from .wrapping import WRAPPED, unwrapped, wrapped
 
 __all__ = ["Exported", "Imported", "Source", "export_files", "find_files", "import_files"]
 
-FILE, FORMAT, WRAPPED = "import.file", "import.format", "import.wrapped"
+FILE, FORMAT = "import.file", "import.format"
 _STEP = "{step}"
 _TAKEN = ("rng", LOOPS)
 _ENDINGS = {Format.TORCH: ".pt", Format.SAFETENSORS: ".safetensors", Format.HUGGING_FACE: "", Format.DCP: ""}
@@ -197,12 +198,12 @@ class _Line:
 
     def add(self, source: Source) -> State:
         """The next state."""
-        tree, wrapped = _wrapped(read(source.path))
+        tree, name = wrapped(read(source.path), _TAKEN)
         if self._run is None or tree.keys() != self._parts.keys():
             self._follow(tree)
         for name, value in tree.items():
             self._parts[name].value = value
-        about = {FILE: source.name, FORMAT: str(source.format)} | ({} if wrapped is None else {WRAPPED: wrapped})
+        about = {FILE: source.name, FORMAT: str(source.format)} | ({} if name is None else {WRAPPED: name})
         try:
             state: State = self._run.capture(step=source.step, attributes=about).wait("durable")
         except InvalidInput as exc:
@@ -216,16 +217,6 @@ class _Line:
         for name, value in tree.items():
             self._parts[name].value = value
         self._run = self._repository.track(branch=self._branch, objects=self._parts, rng=False, strict=False)
-
-
-def _wrapped(found: object) -> tuple[dict[str, object], str | None]:
-    """What is to be tracked, and the name that it stands under if it has none of its own."""
-    if is_flat(found):
-        return {"model": found}, "model"
-    has_names = isinstance(found, dict) and bool(found) and all(type(key) is str and 0 < len(key) <= 255 for key in found)
-    if not isinstance(found, dict) or not has_names or any(name in found for name in _TAKEN):
-        return {"checkpoint": found}, "checkpoint"
-    return dict(found), None
 
 
 # Out
@@ -267,9 +258,7 @@ def export_files(
         places[path] = state
     for number, (path, state) in enumerate(places.items(), 1):
         tree = repository.load(state)
-        wrapped = state.attributes.get(WRAPPED)
-        is_wrapped = kind is not Format.HUGGING_FACE and isinstance(tree, dict) and list(tree) == [wrapped]
-        write(tree[wrapped] if is_wrapped else tree, kind, path, words_about(state))
+        write(tree if kind is Format.HUGGING_FACE else unwrapped(tree, state.attributes), kind, path, words_about(state))
         if on_progress is not None:
             on_progress(number, len(places))
     return [Exported(state, path) for path, state in places.items()]

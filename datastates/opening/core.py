@@ -75,7 +75,8 @@ class Core:
     """An open repository without its door. Safe from any thread, but for ``close``, which belongs to its opener.
 
     ``database`` and ``tiers`` are there from the start. What captures and arrivals need besides is made by ``engage``; until then
-    ``engaged``, ``tiers.captured``, ``arena``, ``running`` and ``run_uid`` are None.
+    ``engaged``, ``tiers.captured``, ``arena``, ``running`` and ``run_uid`` are None. ``savers``, by branch, are trainings that nobody else
+    holds: they capture what they are given.
     """
 
     def __init__(self, location: Location, config: Config) -> None:
@@ -94,6 +95,7 @@ class Core:
             raise
         self.engaged: Belongings | None = None
         self.trainings: weakref.WeakSet[Training] = weakref.WeakSet()
+        self.savers: dict[str, Training] = {}
         self.servers: list[Server] = []
         self._engaging = Mutex()
         self._is_closed = self._is_ended = self._has_written = False

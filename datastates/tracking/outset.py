@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 
-__all__ = ["Outset", "check_origin", "origin_of", "set_out"]
+__all__ = ["Outset", "check_origin", "origin_of", "set_out", "stand"]
 
 _logger = logging.getLogger(__name__)
 
@@ -93,10 +93,7 @@ def _named(session: Session, branch: str, start: str | State | None, *, resume: 
 def set_out(training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool) -> None:
     """Put the training's objects where ``state`` stands, and have its first capture share with it what is unchanged."""
     training.restore(state, only=only, strict=strict)
-    training.resumed_from, training.is_resumed = state, is_resumed
-    training.line.base = training.core.tiers.placed(state.uid)
-    if training.line.base is None:
-        training.line.kin = training.host.line_of(state.uid)  # in memory only: what they share is written with the first of them
+    stand(training, state, is_resumed=is_resumed)
     where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")
     if not is_resumed:
         _logger.info("branch %s begins at %s", training.branch, where)
@@ -108,6 +105,15 @@ def set_out(training: Training, state: State, *, only: str | Sequence[str] | Non
             " with start=",
             training.branch, ", ".join(forgotten), "they are" if len(forgotten) > 1 else "it is", ", ".join(forgotten),
         )  # fmt: skip
+
+
+def stand(training: Training, state: State, *, is_resumed: bool) -> None:
+    """Say that the training stands at ``state``, whatever is in its objects: its first capture shares with it what is unchanged."""
+    training.step, training.micro_step = state.step, state.micro_step
+    training.resumed_from, training.is_resumed = state, is_resumed
+    training.line.base = training.core.tiers.placed(state.uid)
+    if training.line.base is None:
+        training.line.kin = training.host.line_of(state.uid)  # in memory only: what they share is written with the first of them
 
 
 def _forgotten(training: Training, only: str | Sequence[str] | None) -> list[str]:

@@ -25,7 +25,7 @@ from datastates.system.interrupts import undisturbed
 from datastates.upkeep.keeper import keep
 from datastates.upkeep.retention import KEY
 
-from .outset import check_origin, origin_of, set_out
+from .outset import check_origin, origin_of, set_out, stand
 from .succession import enter, take_over
 from .tracker import Tracker
 from .training import Training
@@ -35,7 +35,7 @@ __all__ = ["Terms", "follow", "together"]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a training is followed; see ``Repository.track``."""
+    """How a training is followed; see ``Repository.track``. Unless it ``restores``, its objects stay as they are."""
 
     branch: str
     start: str | None
@@ -49,6 +49,7 @@ class Terms:
     on_failure: OnFailure
     config: Mapping[str, Value]
     retention: Retention | None = None
+    restores: bool = True
 
 
 def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: object) -> dict[str, object]:
@@ -84,7 +85,9 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
         training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, gradients=terms.gradients, config=config)
         training.bests = (terms.retention or retention_of(core.config.retention)).bests
         try:
-            if begin is not None:
+            if begin is not None and not terms.restores:
+                stand(training, begin, is_resumed=origin.is_beyond)
+            elif begin is not None:
                 set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond)
             training.know_best()
             if begin is None or not origin.is_fork:

@@ -145,6 +145,10 @@ class Training:
         )
         return self._plan
 
+    def forget_layout(self) -> None:
+        """Keep nothing of what was captured last: the next capture is laid out anew."""
+        self._plan = None
+
     def raise_background_error(self) -> None:
         """What went wrong with an earlier capture, once."""
         error, self.line.error = self.line.error, None

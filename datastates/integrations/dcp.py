@@ -1,0 +1,459 @@
+"""torch.distributed.checkpoint on a repository: what ``dcp.save`` saves is the next state of a branch, ``dcp.load`` reads any state.
+
+    dcp.save(state, storage_writer=Writer(repo, branch="main"))
+    dcp.load(state, storage_reader=Reader(repo, "main~2"))
+
+A state holds what the plan of the save says, under the names of the state dict: nested as it was, tensors as tensors, all else as plain
+values. Nothing is pickled on the way in. On the way out, DCP takes values as pickles; they are pickles of values that were decoded here,
+and never bytes of the repository.
+
+One process saves at a time; states that several ranks save together are refused. Any number of processes may load, each what its plan asks
+for.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from datastates import values
+from datastates.content.geometry import dtype_of
+from datastates.content.tree import decode_skeleton, decode_values, unflatten
+from datastates.errors import Conflict, InvalidInput, NotFound, Unsupported
+from datastates.export.wrapping import WRAPPED, unwrapped, wrapped
+from datastates.lineage.change import refs
+from datastates.lineage.states import RefKind, State, Value
+from datastates.objects.names import join
+from datastates.opening.core import Core, core_of
+from datastates.store.reading import read_tree, specs_of
+from datastates.system.interrupts import undisturbed
+from datastates.tracking.saving import About, save_tree
+from datastates.upkeep.salvage import naming_a_way_on
+
+from .address import Address, address_of, is_address
+from .dcp_objects import Stateful, Tree
+from .kept import opened
+from .saved import step_in
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+
+    from datastates.repository import Repository
+
+__all__ = ["Reader", "Stateful", "Writer"]
+
+Path = tuple[str | int, ...]
+
+FLAT = "dcp.flat"
+"""The attribute of a state whose plan did not look into containers: each name of the state dict is one value."""
+
+STREAMS = "dcp.streams"
+"""The attribute that lists the names, a line each, of values that were streams of bytes (``io.BytesIO``)."""
+
+
+class _Place:
+    """Where a reader or a writer is: an open repository, or an address; and a name there, a branch or a revision."""
+
+    def __init__(self, repo: Repository | str | os.PathLike[str] | None, name: str | State) -> None:
+        self._core: Core | None = None
+        self._folder: str | None = None
+        self.name = name
+        if isinstance(repo, str | os.PathLike):
+            self._folder = values.path(repo, "repo")
+            if is_address(repo):
+                self.move(address_of(repo, "repo"))
+        elif repo is not None:
+            self._core = core_of(repo)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is a repository that the caller opened."""
+        return self._core is not None
+
+    def move(self, address: Address) -> None:
+        """Be at another address."""
+        if self._core is not None:
+            raise InvalidInput(f"{address} names another repository than the one that was given: give one of them")
+        self._folder, self.name = address.folder, address.revision
+
+    @contextmanager
+    def core(self, *, must_exist: bool = False) -> Iterator[Core]:
+        """The open repository."""
+        if self._core is not None:
+            yield self._core
+        elif self._folder is None:
+            raise InvalidInput("no repository was named: give one, or checkpoint_id='datastates://runs/main'")
+        else:
+            with opened(self._folder, must_exist=must_exist) as repo:
+                yield repo.core
+
+    def __getstate__(self) -> dict[str, object]:
+        if self._core is not None:
+            raise Unsupported("an open repository does not go to another process: name its folder, as in Writer('runs', 'main')")
+        return self.__dict__
+
+
+class Writer(StorageWriter):
+    """What ``dcp.save`` and ``dcp.async_save`` write to: the next state of a branch.
+
+        from datastates.integrations.dcp import Writer
+
+        dcp.save({"model": model}, storage_writer=Writer(repo, branch="saved", metrics={"loss": 0.5}))
+
+    ``dcp.save`` returns once the state has reached ``until``. Its uid is then in ``state``, and in what ``dcp.save`` returns (also as the
+    result of ``dcp.async_save``): ``metadata.storage_meta.save_id``. With a ``checkpoint_id`` the state is tagged so, and a tag of that
+    name moves to it; a ``checkpoint_id`` that begins with ``datastates://`` names repository and branch instead.
+
+    :param repo: a repository that is open, or its folder, or an address such as ``datastates://runs/main``.
+    :param branch: the branch whose next state it is.
+    :param start: the state that the branch forks from, if it is new.
+    :param step: None: the number under ``"step"`` or ``"global_step"`` in the state dict; without one, one further than the branch.
+    :param metrics: numbers to find the state by.
+    :param message: a text for people.
+    :param attributes: plain values to find the state by.
+    :param until: ``durable``, or ``captured``: then the repository's policy decides when it is written.
+    """
+
+    def __init__(
+        self,
+        repo: Repository | str | os.PathLike[str] | None = None,
+        branch: str = "main",
+        *,
+        start: str | State | None = None,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        message: str | None = None,
+        attributes: Mapping[str, Value] | None = None,
+        until: str = "durable",
+    ) -> None:
+        self._place = _Place(repo, values.text(branch, "branch"))
+        self._start = None if start is None else values.revision(start)
+        self._step = None if step is None else values.step(step)
+        self._metrics, self._attributes = values.metrics(metrics), values.attributes(attributes)
+        self._message = None if message is None else values.text(message, "message")
+        self._until = values.text(until, "until")
+        if self._until not in ("captured", "durable"):
+            raise InvalidInput(f"until is {until!r}: give 'durable' or 'captured'")
+        self._tag: str | None = None
+        self._tree: dict[str, Any] = {}
+        self._about: dict[str, Value] = {}
+        self.state: State | None = None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The tag of the next state, if it has one."""
+        return self._tag
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called before each save: what the next state is named."""
+        self._tag = None
+        if checkpoint_id is not None and is_address(checkpoint_id):
+            self._place.move(address_of(checkpoint_id, "checkpoint_id"))
+        elif checkpoint_id is not None:
+            self._tag = values.text(os.fspath(checkpoint_id), "checkpoint_id")
+            refs.check_name(self._tag)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is set up; ranks that do not speak to each other are refused."""
+        if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
+            raise Unsupported(_SEVERAL.format(count=dist.get_world_size()))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are.
+
+        :raises Unsupported: there are several.
+        """
+        if len(plans) > 1:
+            raise Unsupported(_SEVERAL.format(count=len(plans)))
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Look up what is to be saved; it is copied by ``finish``."""
+        mappings = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        self._tree, streams, results = {}, [], []
+        for item in plan.items:
+            name = item.index.fqn
+            found = _resolved(item, planner)
+            if isinstance(found, io.BytesIO):
+                streams.append(name)
+                found = found.getvalue()
+            _put(self._tree, mappings.get(name, (name,)), found)
+            results.append(WriteResult(item.index, found.nbytes if isinstance(found, torch.Tensor) else 0, None))
+        self._about = ({} if mappings else {FLAT: True}) | ({STREAMS: "\n".join(streams)} if streams else {})
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make it a state, and wait until that is as safe as was asked for."""
+        found, self._tree = self._tree, {}
+        tree, name = wrapped(found)
+        about = About(
+            step=step_in(found) if self._step is None else self._step,
+            metrics=self._metrics,
+            message=self._message,
+            attributes={**self._attributes, **self._about, **({} if name is None else {WRAPPED: name})},
+        )
+        with self._place.core() as core:
+            branch = values.text(self._place.name, "branch")
+            self.state = save_tree(core, tree, about, branch=branch, start=self._start, until=self._until)
+            if self._tag is not None:
+                _tag(core, self._tag, self.state)
+        metadata.storage_data = self.state.uid
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._tag, save_id=self.state.uid)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is an address."""
+        return is_address(checkpoint_id)
+
+
+class Reader(StorageReader):
+    """What ``dcp.load`` reads from: any state, whether ``dcp.save`` made it, a tracker or an import.
+
+        from datastates.integrations.dcp import Reader
+
+        found = {"model": model.state_dict()}
+        dcp.load(found, storage_reader=Reader(repo, "main~2"))
+
+    What is asked for is read and checked before the first tensor is written to: a damaged state changes nothing. With a ``checkpoint_id``
+    another revision is read; one that begins with ``datastates://`` names the repository too. ``state`` is what was read last.
+
+    :param repo: a repository that is open, or its folder, or an address such as ``datastates://runs/main~2``.
+    :param rev: the state.
+    """
+
+    def __init__(self, repo: Repository | str | os.PathLike[str] | None = None, rev: str | State = "main") -> None:
+        self._place = _Place(repo, rev if isinstance(rev, State) else values.revision(rev))
+        self._asked: str | State | None = None
+        self.state: State | None = None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The revision that was asked for instead of the first one."""
+        return None if self._asked is None else str(self._asked)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called before each load: which state is read."""
+        self._asked = None
+        if checkpoint_id is not None and is_address(checkpoint_id):
+            self._place.move(address_of(checkpoint_id, "checkpoint_id"))
+        elif checkpoint_id is not None:
+            self._asked = values.revision(os.fspath(checkpoint_id))
+
+    def read_metadata(self) -> Metadata:
+        """What the state consists of, as a save of it would plan it; no tensor is read."""
+        # Takes no keywords: else torch would ask again for a rank's own metadata, and say that instead.
+        with self._place.core(must_exist=True) as core:
+            self.state = core.state(self._place.name if self._asked is None else self._asked)
+            sketch = unwrapped(_sketch(core, self.state), self.state.attributes)
+        metadata = _planned(sketch, is_flat=FLAT in self.state.attributes)[1]
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.state.uid)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are: each rank reads what its own asks for."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read and check everything that the plan asks for, then hand it over."""
+        if self.state is None:
+            self.read_metadata()
+        state = self.state
+        assert state is not None
+        with self._place.core(must_exist=True) as core:
+            for training in list(core.trainings):
+                training.fence()
+            self._read(core, state, plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, core: Core, state: State, plan: LoadPlan, planner: LoadPlanner) -> None:
+        is_flat, under, streams = (
+            FLAT in state.attributes,
+            state.attributes.get(WRAPPED),
+            str(state.attributes.get(STREAMS, "")).split("\n"),
+        )
+        whole = _whole(planner)
+        items = [item for item in plan.items if not _is_of(item.dest_index.fqn, whole, planner)]
+        wanted = {item.storage_index.fqn for item in items}
+        paths = _paths(unwrapped(_sketch(core, state), state.attributes), wanted, is_flat=is_flat, under=under)
+        paths |= {join("", name) for name in whole}
+        with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
+            tree: Any = unwrapped(read_tree(reader, wants=lambda path: _is_under(path, paths), is_borrowing=not whole), state.attributes)
+            found = _planned(tree, is_flat=is_flat)[0].state_dict
+            for item in items:
+                name = item.storage_index.fqn
+                _hand_over(item, io.BytesIO(found[name]) if name in streams else found[name], planner)
+            for name, part in whole.items():
+                part.found = tree.get(name)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is an address."""
+        return is_address(checkpoint_id)
+
+
+_SEVERAL = (
+    "{count} ranks save together, and states of several ranks cannot be written this way yet: gather the state dict on one rank"
+    " (get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))), and save it there with no_dist=True"
+)
+
+
+# Saving
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> Any:
+    """The tensor or the value that is to be saved under one name."""
+    name = item.index.fqn
+    if item.type is WriteItemType.BYTE_IO:
+        return _value(item, planner)
+    data = item.tensor_data
+    if item.type is WriteItemType.SHARD and (data is None or data.chunk.sizes != data.size):
+        raise Unsupported(
+            f"{name} is a shard of a tensor, and shards cannot be written this way yet: save full tensors"
+            " (get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))"
+        )
+    return planner.resolve_data(item).detach()
+
+
+def _value(item: WriteItem, planner: SavePlanner) -> object:
+    """What is no tensor, as it is: a planner as torch's says where it stands, and of any other one what it wrote is read safely."""
+    kind = type(planner)
+    if isinstance(planner, DefaultSavePlanner) and all(getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _LOOKING_UP):
+        return planner.lookup_object(item.index)
+    written = planner.resolve_data(item)
+    try:
+        return torch.load(io.BytesIO(written.getvalue()), weights_only=True)  # type: ignore[union-attr]  # a tensor is refused as well
+    except Exception as exc:  # whatever it is, a planner of somebody's wrote it
+        raise Unsupported(
+            f"{item.index.fqn}: {kind.__name__} writes it in a way that only unpickling it would tell ({type(exc).__name__}): save it as"
+            " plain containers, numbers and tensors"
+        ) from exc
+
+
+_LOOKING_UP = ("resolve_data", "lookup_object", "transform_object")
+
+
+def _put(tree: dict[str, Any], path: Path, value: object) -> None:
+    """Put a value where it stood before the plan made it flat; numbers are places in lists."""
+    here: Any = tree
+    for part, following in zip(path, [*path[1:], None], strict=True):
+        if isinstance(part, int):
+            here.extend([None] * (part + 1 - len(here)))
+        if following is None:
+            here[part] = value
+        elif (here[part] if isinstance(part, int) else here.get(part)) is None:
+            here[part] = [] if isinstance(following, int) else {}
+        here = here[part]
+
+
+def _tag(core: Core, name: str, state: State) -> None:
+    """Name the state; a tag of that name is of an earlier save under it, and moves."""
+    with core.writing() as session:
+        try:
+            found = refs.get(session, name)
+        except NotFound:
+            refs.keep_tag(session, name, state.uid, message=None)
+            return
+        if found.kind is not RefKind.TAG:
+            raise Conflict(f"checkpoint_id is {name!r}, which is a branch: the state was saved as {state.uid[:10]}, and has no tag")
+        refs.move(session, name, state.uid, expected=found.state)
+
+
+# Loading
+
+
+def _sketch(core: Core, state: State) -> Any:
+    """A state's tree with tensors without bytes: what is where, of which shape and type."""
+    with core.open_payload(state) as reader:
+        content = reader.manifest.content
+        tensors = [torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device="meta") for spec in specs_of(reader)]
+        return unflatten(decode_skeleton(content.skeleton), decode_values(content.values), tensors, is_sketch=True)
+
+
+def _planned(tree: Any, *, is_flat: bool) -> tuple[DefaultSavePlanner, Metadata]:
+    """The planner that has looked at a tree as a save of it would, and what it planned."""
+    planner = DefaultSavePlanner(flatten_state_dict=not is_flat)
+    planner.set_up_planner(tree if isinstance(tree, dict) else {"checkpoint": tree}, is_coordinator=True)
+    metadata = planner.create_global_plan([planner.create_local_plan()])[1]
+    return planner, metadata
+
+
+def _paths(tree: Any, wanted: set[str], *, is_flat: bool, under: object) -> set[str]:
+    """Where names of a plan stand in the state."""
+    mappings = {name: (name,) for name in wanted} if is_flat else _planned(tree, is_flat=False)[0].mappings
+    top = join("", under) if under is not None else ""
+    found = set()
+    for name in wanted:
+        path = top
+        for part in mappings[name]:
+            path = join(path, part)
+        found.add(path)
+    return found
+
+
+def _is_under(path: str, wanted: set[str]) -> bool:
+    while path not in wanted:
+        path, slash, _ = path.rpartition("/")
+        if not slash:
+            return False
+    return True
+
+
+def _whole(planner: LoadPlanner) -> dict[str, Tree]:
+    """What a ``Stateful`` is to load by itself, by its name in the state dict."""
+    given = getattr(planner, "original_state_dict", None)
+    return {name: part for name, part in given.items() if isinstance(part, Tree)} if isinstance(given, dict) else {}
+
+
+def _is_of(fqn: str, whole: Mapping[str, Tree], planner: LoadPlanner) -> bool:
+    """Whether a name of a plan belongs to such a part."""
+    return bool(whole) and getattr(planner, "mappings", {}).get(fqn, (fqn,))[0] in whole
+
+
+def _hand_over(item: ReadItem, found: Any, planner: LoadPlanner) -> None:
+    if item.type is LoadItemType.BYTE_IO:
+        data = io.BytesIO()
+        torch.save(found, data)
+        data.seek(0)
+        planner.load_bytes(item, data)
+        return
+    target = planner.resolve_tensor(item).detach()
+    source = _narrowed(found, item.storage_offsets, item.lengths)
+    if target.shape != source.shape:
+        raise InvalidInput(
+            f"{item.dest_index.fqn} is {tuple(source.shape)} in the state and {tuple(target.shape)} here: give one that fits"
+        )
+    target.copy_(source)
+    planner.commit_tensor(item, target)
+
+
+def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if tensor.shape[dim] != length:
+            tensor = tensor.narrow(dim, offset, length)
+    return tensor

@@ -1,0 +1,117 @@
+"""Repositories that are opened by their folder for one call, and stay open for the next ones of a loop.
+
+Whatever was saved through one is durable before the call returns, so nothing depends on when it is closed: ``IDLE_S`` seconds after
+the last call, or at the exit.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datastates.errors import NotFound
+from datastates.opening.location import DATABASE, locate
+from datastates.repository import Repository
+from datastates.repository import open as open_repository
+
+__all__ = ["IDLE_S", "let_go", "opened"]
+
+IDLE_S = 10.0
+"""So long after its last use a repository is closed, and gives its memory back."""
+
+_Key = tuple[str, int, int]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A repository that is open, and who uses it."""
+
+    repository: Repository
+    users: int = 0
+    timer: threading.Timer | None = field(default=None, repr=False)
+
+
+_lock = threading.Lock()
+_kept: dict[_Key, _Kept] = {}
+_owner = os.getpid()
+
+
+@contextmanager
+def opened(folder: str, *, must_exist: bool = False) -> Iterator[Repository]:
+    """The repository of a folder, for as long as the block lasts; made if it is not there.
+
+    :raises NotFound: with ``must_exist``, there is none.
+    """
+    location = locate(folder, must_exist=must_exist)
+    root = location.root
+    assert root is not None, "an address names a folder"
+    with _lock:
+        kept = _take(root)
+    try:
+        yield kept.repository
+    finally:
+        with _lock:
+            kept.users -= 1
+            if not kept.users:
+                _close_later(kept)
+
+
+def let_go() -> None:
+    """Close every repository that is not in use."""
+    with _lock:
+        for key, kept in list(_kept.items()):
+            if not kept.users:
+                _close(key, kept)
+
+
+def _take(root: Path) -> _Kept:
+    global _owner
+    if _owner != os.getpid():  # what the parent opened is the parent's
+        _owner = os.getpid()
+        _kept.clear()
+    kept = None if (key := _key(root)) is None else _kept.get(key)
+    if kept is None:
+        repository = open_repository(root)
+        key = _key(root)
+        if key is None:
+            raise NotFound(f"{root} is gone: somebody removed it while it was opened")
+        kept = _kept[key] = _Kept(repository)
+    kept.users += 1
+    if kept.timer is not None:
+        kept.timer.cancel()
+        kept.timer = None
+    return kept
+
+
+def _key(root: Path) -> _Key | None:
+    """A repository, and not one that took its place."""
+    try:
+        found = (root / DATABASE).stat()
+    except OSError:
+        return None
+    return str(root), found.st_dev, found.st_ino
+
+
+def _close_later(kept: _Kept) -> None:
+    kept.timer = threading.Timer(IDLE_S, _close_idle, [kept])
+    kept.timer.name = "idle-repository"
+    kept.timer.daemon = True
+    kept.timer.start()
+
+
+def _close_idle(kept: _Kept) -> None:
+    with _lock:
+        for key, each in list(_kept.items()):
+            if each is kept and not kept.users:
+                _close(key, kept)
+
+
+def _close(key: _Key, kept: _Kept) -> None:
+    del _kept[key]
+    if kept.timer is not None:
+        kept.timer.cancel()
+    kept.repository.close()

@@ -1,0 +1,118 @@
+"""Trees that somebody else makes, captured whole: what checkpoint functions of others save becomes the next state of a branch.
+
+Nothing is put back, and everything is copied before a capture returns. A branch that moved meanwhile, by another process or by hand, is
+followed anew: the next state hangs on where it stands then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from datastates.capture.handle import Capture
+from datastates.errors import Conflict, DatastatesError, NotFound
+from datastates.lineage.change import refs
+from datastates.lineage.states import State, Value
+from datastates.opening.core import Core
+
+from .outset import check_origin
+from .start import Terms, follow
+from .tracker import Tracker
+
+__all__ = ["About", "save_tree"]
+
+_TRIES = 50
+"""So often another process may be first."""
+
+_saving = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is noted of a state; see ``Tracker.capture``. ``step`` None: one further than the branch."""
+
+    step: int | None = None
+    metrics: Mapping[str, float] | None = None
+    message: str | None = None
+    attributes: Mapping[str, Value] | None = None
+
+
+def save_tree(core: Core, tree: Mapping[str, object], about: About, *, branch: str, start: str | None, until: str = "durable") -> State:
+    """Make ``tree`` the next state of a branch, and wait until it has reached the status ``until``. Any thread.
+
+    ``start`` is the state from which a new branch forks.
+
+    :raises Unsupported: it holds what no state can; names its path.
+    """
+    tries = 0
+    while True:
+        tries += 1
+        with _saving:
+            tracker = _tracker(core, branch, start)
+            try:
+                taken = _capture(tracker, tree, about)
+                taken.wait()  # recorded: where the branch stands is known to whoever saves next
+                break
+            except Conflict:  # another process was first
+                _forget(core, branch)
+                if tries == _TRIES:
+                    raise
+    return taken.wait(until)
+
+
+def _capture(tracker: Tracker, tree: Mapping[str, object], about: About) -> Capture:
+    training = tracker.training
+    tracker.values, before = dict(tree), training.step
+    try:
+        return tracker.capture(step=about.step, metrics=about.metrics, message=about.message, attributes=about.attributes)
+    except BaseException:
+        training.step = before  # nothing was saved
+        raise
+    finally:
+        tracker.values = {}
+        training.forget_layout()  # which would keep the tensors that were captured
+
+
+def _tracker(core: Core, branch: str, start: str | None) -> Tracker:
+    """The tracker of this branch that captures what it is given."""
+    found = core.savers.get(branch)
+    if start is not None:
+        check_origin(core, branch, start, resume=True)
+    if isinstance(found, Tracker) and found.training.is_living and _stands(core, found):
+        return found
+    terms = Terms(
+        branch=branch,
+        start=start,
+        resume=True,
+        only=None,
+        strict=True,
+        gradients=False,
+        defer=False,
+        cadence=core.config.cadence_with(None),
+        back_pressure=core.config.back_pressure,
+        on_failure=core.config.on_failure,
+        config={},
+        restores=False,
+    )
+    _forget(core, branch)
+    tracker = core.savers[branch] = follow(core, {}, {}, terms)
+    return tracker
+
+
+def _stands(core: Core, tracker: Tracker) -> bool:
+    """Whether the branch stands where the tracker left it."""
+    tip = tracker.training.line.tip
+    try:
+        with core.reading() as session:
+            return refs.get(session, tracker.branch).state == (tip and tip[0])
+    except NotFound:
+        return tip is None
+
+
+def _forget(core: Core, branch: str) -> None:
+    found = core.savers.pop(branch, None)
+    if found is not None:
+        with suppress(DatastatesError):  # whoever saved it has been told
+            found.close()
