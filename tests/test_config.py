@@ -53,10 +53,16 @@ def test_environment_changes_what_it_names() -> None:
         "DATASTATES_DURABLE_INTERVAL": "0.5",
         "DATASTATES_BACK_PRESSURE": "drop-oldest",
         "DATASTATES_ON_FAILURE": "raise",
+        "DATASTATES_WRITE_BYTES_PER_S": "50M",
     }
 
     expected = Config(
-        memory_bytes=2 << 30, durable_every=10, durable_interval_s=0.5, back_pressure=BackPressure.DROP_OLDEST, on_failure=OnFailure.RAISE
+        memory_bytes=2 << 30,
+        durable_every=10,
+        durable_interval_s=0.5,
+        back_pressure=BackPressure.DROP_OLDEST,
+        on_failure=OnFailure.RAISE,
+        write_bytes_per_s=50 << 20,
     )
     assert Config.from_environment(environ) == expected
 
@@ -74,6 +80,8 @@ def test_environment_changes_what_it_names() -> None:
         ("DURABLE_INTERVAL", "nan"),
         ("BACK_PRESSURE", "panic"),
         ("ON_FAILURE", "panic"),
+        ("WRITE_BYTES_PER_S", "fast"),
+        ("WRITE_BYTES_PER_S", "5"),
     ],
 )
 def test_bad_value_names_its_variable(name: str, value: str) -> None:

@@ -76,7 +76,8 @@ class Belongings:
         try:
             if self.keeper is not None:
                 self.keeper.stop()
-            self.runner.close()
+            with self.tiers.durable.hurrying():
+                self.runner.close()
             if self.keeper is not None and not self.runner.has_given_up:
                 self.keeper.finish()
             with suppress(Unavailable):  # whoever opens it next finds out

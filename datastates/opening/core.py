@@ -86,7 +86,8 @@ class Core:
         check_whole(location)
         self.database = Database(location.database_url)
         try:
-            self.tiers = Tiers(packs_in(location.packs, direct=config.direct_io, on_step=config.on_step), config.tiers)
+            packs = packs_in(location.packs, direct=config.direct_io, bytes_per_s=config.write_bytes_per_s, on_step=config.on_step)
+            self.tiers = Tiers(packs, config.tiers)
             self.home = settle_in(location, self.database)
             self.tiers.durable.node = self.home.uid or ""
             self.recovered = recover(self.database, self.tiers.durable, self.home)
@@ -253,7 +254,8 @@ class Core:
                 with undisturbed():  # the locks of logging too can be left taken
                     _logger.warning("making %d states durable before closing; Ctrl-C gives them up", pending)
 
-        self.running.drain(say)
+        with self.tiers.durable.hurrying():
+            self.running.drain(say)
 
     def close(self) -> None:
         """End servers and trainings, make durable what is to be, let go; idempotent.

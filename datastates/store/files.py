@@ -20,6 +20,7 @@ from datastates.system.interrupts import undisturbed
 from datastates.system.regular import open_regular
 from datastates.system.sharing import may_read, share
 
+from .pace import Pace
 from .pack import PAGE, padded
 
 __all__ = [
@@ -202,21 +203,28 @@ def write_file(fd: int, path: Path, data: bytes) -> None:
     _sync(fd, path)
 
 
-def write_chunks(fd: int, path: Path, header: bytes, chunks: Iterable[memoryview], size: int, *, is_direct: bool) -> None:
+def write_chunks(
+    fd: int, path: Path, header: bytes, chunks: Iterable[memoryview], size: int, *, is_direct: bool, pace: Pace | None = None
+) -> None:
     """Fill an empty file with a header and chunks, each from the start of a page with zeros behind, and make it durable.
 
     The room is allocated first: a full disk shows before anything is written, and the file lies in one stretch. Direct
     writes take what starts at a page as it lies; all else goes through a buffer. What is not direct is brought to the disk every
     64 MiB: the page cache never holds more of it that must be written, for which the kernel would make every writer of the machine wait.
+    With a ``pace`` it is written so fast at most, and brought to the disk each second.
     """
     _allocate(fd, path, size)
     if is_direct:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _O_DIRECT)
     views = _pages(header, chunks) if is_direct else _plain(header, chunks)
+    most = _BATCH_BYTES if pace is None else min(_BATCH_BYTES, pace.piece_bytes)
+    dirty = _DIRTY_BYTES if pace is None else min(_DIRTY_BYTES, pace.bytes_per_s)
     offset = synced = 0
-    for batch in _batches(views):
+    for batch in _batches(_no_longer(views, most), most):
+        if pace is not None:
+            pace.wait(path, sum(view.nbytes for view in batch))
         offset = _write(fd, path, batch, offset)
-        if not is_direct and offset - synced >= _DIRTY_BYTES:
+        if not is_direct and offset - synced >= dirty:
             at("sync", path, offset - synced)
             os.fdatasync(fd)
             synced = offset
@@ -293,13 +301,19 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
-def _batches(views: Iterator[memoryview]) -> Iterator[list[memoryview]]:
+def _no_longer(views: Iterator[memoryview], most: int) -> Iterator[memoryview]:
+    for view in views:
+        for start in range(0, view.nbytes, most):
+            yield view[start : start + most]
+
+
+def _batches(views: Iterator[memoryview], most: int) -> Iterator[list[memoryview]]:
     batch: list[memoryview] = []
     total = 0
     for view in views:
         batch.append(view)
         total += view.nbytes
-        if len(batch) == _BATCH_VIEWS or total >= _BATCH_BYTES:
+        if len(batch) == _BATCH_VIEWS or total >= most:
             yield batch
             batch, total = [], 0
     if batch:

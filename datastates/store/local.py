@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +50,7 @@ from .files import (
 from .index import SHARED_BYTES, ChunkIndex, Hint
 from .mapped import MappedReader
 from .naming import MAX_MANIFEST, manifest_name, packs_of, uid_of
+from .pace import Pace
 from .pack import padded, payload_bytes
 from .placing import Places, PutPlan, own_bytes, places_of, plan_put
 from .references import References
@@ -67,16 +68,24 @@ def _untold(done: int, total: int) -> None:
 class LocalTier(DurableTier):
     """States in a folder of this machine, or of a shared file system that has ``flock``.
 
-    ``direct`` writes past the page cache (None: where the file system can). ``rank`` is the rank whose part of each state
-    this tier holds; the parts of all ranks may lie in one folder.
+    ``direct`` writes past the page cache (None: where the file system can). ``pace`` is how fast payload is written. ``rank`` is the rank
+    whose part of each state this tier holds; the parts of all ranks may lie in one folder.
     """
 
     name = "local"
     gives = Status.DURABLE
 
-    def __init__(self, root: Path, *, direct: bool | None = None, on_step: Callable[[str], None] | None = None, rank: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        direct: bool | None = None,
+        pace: Pace | None = None,
+        on_step: Callable[[str], None] | None = None,
+        rank: int = 0,
+    ) -> None:
         self.root = Path(root)
-        self._direct, self._rank = direct, rank
+        self._direct, self._pace, self._rank = direct, pace, rank
         self._on_step = on_step or (lambda step: None)
         self._references = References(self.root)
         self._index = ChunkIndex(self.root)
@@ -273,6 +282,12 @@ class LocalTier(DurableTier):
         except OSError as exc:
             raise Unavailable(f"state {uid} was not mended in {self.root} ({exc})") from exc
 
+    @contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """See ``DurableTier.hurrying``."""
+        with nullcontext() if self._pace is None else self._pace.lifted():
+            yield
+
     def close(self) -> None:
         """Refuse further use; readers that are open go on."""
         self._is_closed = True
@@ -335,7 +350,7 @@ class LocalTier(DurableTier):
             if plan.layout is not None:
                 pack = stack.enter_context(temporary(self.root / plan.name))
                 chunks = (payload.chunks[index] for index in plan.new)
-                write_chunks(pack.fd, pack.path, plan.layout.header, chunks, plan.layout.size, is_direct=self.is_direct)
+                write_chunks(pack.fd, pack.path, plan.layout.header, chunks, plan.layout.size, is_direct=self.is_direct, pace=self._pace)
                 self._on_step("pack-written")
             yield _Staged(self, plan, encoded, pack, file, stamps)
 

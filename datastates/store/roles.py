@@ -168,6 +168,10 @@ class DurableTier(Tier):
         """Delete those of these packs that no manifest needs, in one pass."""
 
     @abstractmethod
+    def hurrying(self) -> AbstractContextManager[None]:
+        """Write as fast as the disk takes it until the end of the block, whatever was asked for: somebody wants to end."""
+
+    @abstractmethod
     def files(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """The files that each state here needs, by its uid: names and sizes, those included that others need too."""
 

@@ -26,6 +26,7 @@ from datastates.lineage.states import State, Status
 from .arena import Arena
 from .local import LocalTier
 from .memory import MemoryTier
+from .pace import Pace
 from .parts import open_parts
 from .reading import of_state
 from .roles import CaptureTier, DurableTier
@@ -102,14 +103,17 @@ def captures_in(arena: Arena, node: str = "") -> CaptureTier:
     return MemoryTier(arena, node)
 
 
-def packs_in(folder: Path, *, direct: bool | None = None, on_step: Callable[[str], None] | None = None) -> DurableTier:
+def packs_in(
+    folder: Path, *, direct: bool | None = None, bytes_per_s: int | None = None, on_step: Callable[[str], None] | None = None
+) -> DurableTier:
     """A folder of packs, which is made if it is not there.
 
     :param direct: whether to write past the page cache; None: where the file system can.
+    :param bytes_per_s: how fast payload is written at most.
     :param on_step: called with a name after each durable step, on the thread that puts: ``pack-written``, ``pack-renamed``,
         ``manifest-written``, ``manifest-renamed`` (from here on the state is visible, and durable), ``manifest-removed``.
     """
-    return LocalTier(folder, direct=direct, on_step=on_step)
+    return LocalTier(folder, direct=direct, pace=None if bytes_per_s is None else Pace(bytes_per_s), on_step=on_step)
 
 
 def payload_of(reader: Reader) -> Payload:
