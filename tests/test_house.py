@@ -215,6 +215,34 @@ def test_an_unexplained_handler_is_seen() -> None:
     assert not [*_unexplained("here", "try:\n    f()\nexcept BaseException:\n    g()\n    raise")]
 
 
+LEFT_LOCKED = ("Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier")
+"""Of ``threading``, written in Python: a signal handler that raises inside of one leaves its lock taken for ever."""
+
+OUT_OF_REACH = ("api", "cli", "testing", "transport", "workflows")
+"""Rooms whose waiting threads belong to a command, a server, a test or a worker: no handler of a training runs in them."""
+
+
+def _torn(name: str, tree: ast.AST) -> Iterator[str]:
+    """What a module takes of ``threading`` that must not be torn out of by a signal."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="threading"), attr=attr, lineno=line) if attr in LEFT_LOCKED:
+                yield f"{name}:{line} takes threading.{attr}: wait with a Bell or a Latch (datastates/system/bell.py)"
+            case ast.ImportFrom(module="threading", names=names, lineno=line):
+                yield from (f"{name}:{line} imports {each.name}: write threading.{each.name}" for each in names if each.name in LEFT_LOCKED)
+
+
+def test_no_thread_of_a_training_waits_by_what_an_interrupt_leaves_locked() -> None:
+    found = {name: tree for name, (_, tree) in MODULES.items() if name.split(".")[1:2] not in [[each] for each in OUT_OF_REACH]}
+    assert len(found) > len(MODULES) / 2
+    assert not [said for name, tree in found.items() for said in _torn(name, tree)]
+
+
+def test_what_an_interrupt_leaves_locked_is_seen() -> None:
+    source = "import threading\nfrom threading import Event, Lock\nthreading.Condition()\nthreading.Lock()"
+    assert [said.split()[0] for said in _torn("here", ast.parse(source))] == ["here:2", "here:3"]
+
+
 MOST_PARAMETERS = 8
 TAKES_OBJECTS = {"datastates.repository.Repository.track": "whatever it has no parameter for is an object to track"}
 

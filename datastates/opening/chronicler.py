@@ -9,6 +9,7 @@ from pathlib import Path
 
 from datastates.errors import Conflict, DatastatesError
 from datastates.lineage.database import Database
+from datastates.system.bell import Latch
 
 from .chronicle import CHRONICLES, catch_up
 
@@ -36,7 +37,7 @@ class Chronicler:
 
     def __init__(self, database: Database, packs: Path) -> None:
         self._database, self._packs = database, packs
-        self._ends = threading.Event()
+        self._ends = Latch()
         self._said = ""
         self._thread = threading.Thread(target=self._run, name="datastates-chronicle", daemon=True)
         self._thread.start()

@@ -18,6 +18,8 @@ from datastates.opening.core import Core
 from datastates.policy.decisions import Policies, decide
 from datastates.policy.retention import Retention, retention_of
 from datastates.policy.rules import All
+from datastates.system.bell import Latch
+from datastates.system.interrupts import undisturbed
 from datastates.system.seldom import Seldom
 
 from .retention import Grounds, Pruned, carry_out, half_of_room, reckoned, survey, taking_turns, told_policies
@@ -80,7 +82,7 @@ class Keeper:
         self._asked: dict[str, Retention | None] = {}
         self._taken, self._added, self._is_choosing = stored, 0, False
         self._next_at = 0.0
-        self._over, self._lock = threading.Event(), threading.Lock()
+        self._over, self._lock = Latch(), threading.Lock()
         self._thread: threading.Thread | None = None
 
     @property
@@ -116,7 +118,8 @@ class Keeper:
     def _start(self, target: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=target, name="datastates-retention", daemon=True)
         try:
-            self._thread.start()
+            with undisturbed():  # a thread that is torn out of its start may never run, and would be waited for
+                self._thread.start()
         except RuntimeError as exc:  # no more threads are allowed: the writer goes on
             self._thread, self.error = None, exc
             _logger.warning("states that retention does not keep stay on disk for now: %s", exc)

@@ -202,8 +202,8 @@ def _finish(training: Training) -> None:
     if training.repo is not None:
         training.repo.close()
     training.report()
-    faulthandler.cancel_dump_traceback_later()
     _say(training.counts)
+    faulthandler.dump_traceback_later(BOUND_S, exit=True)  # what Python does at exit is an act too
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -47,7 +47,7 @@ class Shadow:
         first = -address % _HUGE_BYTES
         self._address = address + first
         self._view = memoryview(reserved)[first : first + self._length]
-        self._is_closed = threading.Event()
+        self._is_closed = False
         self._helper: threading.Thread | None = None
 
     def memory(self, start: int, length: int) -> memoryview:
@@ -68,12 +68,12 @@ class Shadow:
 
     def reopen(self, chunk_count: int) -> bool:
         """Begin anew with the pages that are there; False when it is too small."""
-        self._is_closed.clear()
+        self._is_closed = False
         return chunk_count * CHUNK_BYTES <= self._length
 
     def close(self, keep: Iterable[Extent] | None = None) -> None:
         """Stop touching. With ``keep`` the pages of everything else are given back: nobody may look at them any more."""
-        self._is_closed.set()
+        self._is_closed = True
         if self._helper is not None:
             self._helper.join()
             self._helper = None
@@ -85,7 +85,7 @@ class Shadow:
 
     def _touch(self, extents: Sequence[Extent]) -> None:
         for start, length in extents:
-            if self._is_closed.is_set():
+            if self._is_closed:
                 return
             begin = start // mmap.PAGESIZE * mmap.PAGESIZE
             _advise(self._address + begin, start + length - begin, _MADV_POPULATE_WRITE)
