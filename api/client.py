@@ -29,6 +29,7 @@ from .models import (
     CloneInfo,
     Comparison,
     Evicted,
+    Forecast,
     GraphPage,
     Merges,
     Note,
@@ -384,6 +385,10 @@ class Client:
     def storage(self) -> Storage:
         """What each tier holds, and how much room is left where the server is."""
         return self._get("/storage", Storage)
+
+    def forecast(self, *, limit: int = 50) -> Forecast:
+        """What retention would drop there if it were applied now: the first of it, at most ``limit``. Nothing is dropped."""
+        return self._get("/retention", Forecast, {"limit": limit})
 
     def clones(self, *, limit: int | None = None) -> Iterator[CloneInfo]:
         """The states that came from other processes, the newest first; page by page."""

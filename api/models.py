@@ -26,7 +26,9 @@ __all__ = [
     "Branches",
     "CloneInfo",
     "Comparison",
+    "Dropping",
     "Evicted",
+    "Forecast",
     "Fork",
     "GraphPage",
     "GraphRow",
@@ -212,7 +214,8 @@ class ServerInfo:
 class Storage:
     """What lies where. ``bytes_stored`` are the sizes of all packs in the folder that is served, on a disk of ``disk_total`` bytes.
 
-    ``memory_used`` of ``memory_total`` bytes of the answering process hold states; null where it captures nothing itself.
+    ``memory_used`` of ``memory_total`` bytes of the answering process hold states; null where it captures nothing itself. ``trouble`` is
+    what keeps states of that process from being written, if anything does; of other processes nobody but they themselves knows.
     """
 
     bytes_stored: int
@@ -221,6 +224,34 @@ class Storage:
     memory_total: int | None
     memory_used: int | None
     tiers: tuple[Held, ...]
+    trouble: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dropping:
+    """A state that retention would drop: how many bytes would be free for it, and why it, in words."""
+
+    state: str
+    branch: str
+    step: int
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What would lose its bytes here if retention were applied now, in its order; ``total`` states would.
+
+    ``policy`` is that of branches whose trainings asked for none; ``kept`` says how many states stay for each reason. Bytes are those
+    of the files that states need, before and after.
+    """
+
+    policy: str
+    items: tuple[Dropping, ...]
+    total: int
+    bytes_before: int
+    bytes_after: int
+    kept: dict[str, int]
 
 
 # The graph

@@ -14,6 +14,7 @@ from datastates.lineage.deadline import within
 from datastates.opening.core import Core
 
 from .curves import Curves
+from .forecasts import Forecasts
 from .live import LiveEvents
 from .norms import Norms
 from .pictures import Pictures
@@ -49,6 +50,7 @@ class Served:
         self.downloads = threading.BoundedSemaphore(DOWNLOADS)
         self.windows = Windows()
         self.curves = Curves()
+        self.forecasts = Forecasts(core)
         self.statistics = Statistics(self.reading_all, lambda: core.tiers.durable.bytes_stored)
         self._questions = threading.BoundedSemaphore(QUESTIONS)
         self.payload_reads, self.norms = PayloadReads(), Norms()

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import Query, Request, Response
 
 from datastates.api import processes
-from datastates.api.models import CloneInfo, Page, Processes, ServerInfo, Storage
+from datastates.api.models import CloneInfo, Forecast, Page, Processes, ServerInfo, Storage
 from datastates.api.replies import reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen, Served
@@ -46,10 +46,27 @@ def storage(served: Chosen, request: Request) -> Response:
     arena = served.core.arena
     size = None if arena is None else arena.capacity * CHUNK_BYTES
     used = None if arena is None else (arena.capacity - arena.available) * CHUNK_BYTES
+    trouble = None if served.core.running is None else served.core.running.trouble
     made = Storage(
-        bytes_stored=found.bytes_stored, disk_total=total, disk_free=free, memory_total=size, memory_used=used, tiers=found.tiers
+        bytes_stored=found.bytes_stored,
+        disk_total=total,
+        disk_free=free,
+        memory_total=size,
+        memory_used=used,
+        tiers=found.tiers,
+        trouble=None if trouble is None else masking.text(trouble),
     )
     return reply(made, request=request, etag=True)
+
+
+@routes.add("GET", "/retention", scope=Scope.READ, returns=Forecast)
+def forecast(
+    served: Chosen,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=500, description="At most so many of the states that would go")] = 50,
+) -> Response:
+    """What retention would drop if it were applied now, by what trainings asked for and this server's configuration; nothing is dropped."""
+    return reply(served.forecasts.of(limit), request=request, etag=True)
 
 
 @routes.add("GET", "/clones", scope=Scope.READ, returns=Page[CloneInfo])

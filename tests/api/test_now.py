@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import threading
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 import torch
 from typer.testing import CliRunner
 
 import datastates
-from datastates import Repository
+from datastates import Config, Repository, Status
 from datastates.api.client import Client
 from datastates.api.serve import serve_in_thread
 from datastates.cli.app import app
 from datastates.lineage.change import clones
 from datastates.opening.lease import LEASES, Lease, beat_at
+from datastates.testing import FaultyDisk
 from tests.api.conftest import BASE, NAME, Serve
 
 if TYPE_CHECKING:
-    import pytest
+    from pathlib import Path
+
     from fastapi.testclient import TestClient
 
 
@@ -108,6 +113,40 @@ def test_storage_agrees_with_the_states_and_the_stats(client: TestClient, repo: 
         again = asked(client, "storage")
         assert again["memory_total"] == 64 << 20
         assert 0 < again["memory_used"] <= again["memory_total"]
+
+
+def test_what_keeps_states_from_being_written_is_told_until_it_is_over(tmp_path: Path, serve: Serve) -> None:
+    config = Config(memory_bytes=64 << 20, durable_every=1)
+    with FaultyDisk(tmp_path / "packs") as disk, datastates.open(tmp_path, config=config) as repo:
+        client = serve({NAME: repo})
+        assert asked(client, "storage")["trouble"] is None
+        with repo.track(rng=False, weight=torch.zeros(5)) as run:
+            disk.fail(errno.ENOSPC)
+            taken = run.capture()
+            assert disk.is_met.wait(60)
+            with pytest.raises(TimeoutError):
+                taken.wait("durable", timeout_s=0.01)
+            said = asked(client, "storage")["trouble"]
+            assert said.startswith("nothing can be written since ")
+            assert "1 state waits in memory" in said
+            disk.mend()
+            taken.wait("durable", timeout_s=60)
+            assert asked(client, "storage")["trouble"] is None
+
+
+def test_what_retention_would_drop_next_is_what_pruning_drops(built: Path, tmp_path: Path, serve: Serve) -> None:
+    shutil.copytree(built, tmp_path / "runs")
+    with datastates.open(tmp_path / "runs", config=Config(retention="latest:1")) as repo:
+        client = serve({NAME: repo})
+        found, planned = asked(client, "retention", limit=2), repo.prune(dry_run=True)
+        assert (found["policy"], found["total"]) == ("latest:1", len(planned.dropped))
+        assert [(each["state"], each["branch"], each["step"], each["bytes"], each["reason"]) for each in found["items"]] == [
+            (each.uid, each.branch, each.step, each.bytes, each.reason) for each in planned.dropped[:2]
+        ]
+        assert (found["bytes_before"], found["bytes_after"], found["kept"]) == (planned.bytes_before, planned.bytes_after, planned.kept)
+        assert {state.status for state in repo.find("step >= 0")} == {Status.DURABLE}  # nothing was dropped by asking
+        assert {each.uid for each in repo.prune().dropped} == {each["state"] for each in asked(client, "retention")["items"]}
+        assert found["total"] > 2
 
 
 def test_clones_and_connections_are_told(client: TestClient, repo: Repository) -> None:

@@ -51,6 +51,36 @@ def test_bytes_by_tier_and_branch_are_those_of_the_lineage(shared: Site, page: P
     expect(page.get_by_text("no process tracks this repository")).to_be_visible()
 
 
+def test_what_retention_would_drop_is_listed_with_reasons_and_a_disk_in_trouble_is_told(shared: Site, grown: Grown, page: Page) -> None:
+    state = grown["warm~1"]
+    drop = {"state": state.uid, "branch": "main", "step": 5, "bytes": 4096, "reason": "no rule keeps it"}
+    told = {
+        "policy": "latest:1",
+        "items": [drop],
+        "total": 3,
+        "bytes_before": 40960,
+        "bytes_after": 20480,
+        "kept": {"tag warm leads to it": 2},
+    }
+    storage = f"{shared.address().partition('?')[0]}api/v1/repositories/runs/storage"
+    trouble = "nothing can be written since 12 s, and 3 states wait in memory: No space left on device"
+    page.goto(shared.address("view=now"))
+    expect(page.locator("[data-forecast='0']")).to_contain_text("Nothing would go now")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    whole = page.request.get(storage).json()
+    page.route("**/storage", lambda route: route.fulfill(json=whole | {"trouble": trouble}))
+    page.route("**/retention*", lambda route: route.fulfill(json=told))
+    page.reload()
+    expect(page.get_by_role("alert")).to_contain_text(trouble)
+    expect(page.locator("[data-forecast='3']")).to_contain_text("3 states would go now, 20.0 KiB of 40.0 KiB would be free; 2 states stay.")
+    row = page.locator(f"[data-dropping='{state.uid}']")
+    expect(row).to_contain_text("no rule keeps it")
+    page.get_by_text("Why the others stay").click()
+    expect(page.get_by_text("tag warm leads to it")).to_be_visible()
+    row.get_by_role("button").press("Enter")
+    expect(page.locator("[data-panel=detail] .uid")).to_have_text(state.uid)
+
+
 def test_a_state_is_pinned_listed_and_unpinned(writable: Site, grown: Grown, page: Page) -> None:
     state = grown["warm~1"]
     page.goto(writable.address(f"state={state.uid}&panel=detail", token=TOKEN))

@@ -2,7 +2,7 @@
 import type { paths } from "../generated/openapi";
 import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
-import type { Clone, Process, ServerInfo, Storage } from "../now/types";
+import type { Clone, Forecast, Process, ServerInfo, Storage } from "../now/types";
 import type { Merge, Report, ReportDetail, Study, StudyDetail } from "../studies/types";
 import type { Branches, Comparison, GraphPage, Histogram, Note, Page, Parallels, Value } from "./types";
 import { view } from "./view.svelte";
@@ -77,6 +77,8 @@ export const getPicture = async (report: number, index: number, signal: AbortSig
 
 export const getProcesses = (signal?: AbortSignal) => get(`${HERE}/processes`, {}, {}, signal) as Promise<{ items: Process[]; total: number; metric: string | null }>;
 export const getStorage = (signal?: AbortSignal) => get(`${HERE}/storage`, {}, {}, signal) as Promise<Storage>;
+/** What retention would drop next; nothing is dropped by asking. */
+export const getForecast = (query: Query<`${typeof HERE}/retention`> = {}, signal?: AbortSignal) => get(`${HERE}/retention`, {}, query, signal) as Promise<Forecast>;
 export const getClones = (query: Query<`${typeof HERE}/clones`> = {}, signal?: AbortSignal) => get(`${HERE}/clones`, {}, query, signal) as Promise<Page<Clone>>;
 export const getServers = (signal?: AbortSignal) => get(`${HERE}/servers`, {}, {}, signal) as Promise<Page<ServerInfo>>;
 

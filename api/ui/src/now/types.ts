@@ -7,5 +7,6 @@ export type Training = Required<Schemas["TrainingInfo"]>;
 export type Process = Omit<Required<Schemas["ProcessInfo"]>, "trainings"> & { trainings: Training[] };
 export type Held = Required<Schemas["Held"]>;
 export type Storage = Required<Schemas["Storage"]>;
+export type Forecast = Required<Schemas["Forecast"]>;
 export type Clone = Required<Schemas["CloneInfo"]>;
 export type ServerInfo = Required<Schemas["ServerInfo"]>;
