@@ -42,7 +42,7 @@ from datastates.tracking.saving import About, save_tree
 from datastates.upkeep.salvage import naming_a_way_on
 
 from .address import Address, address_of, is_address
-from .dcp_objects import Stateful, Tree
+from .dcp_objects import EMPTY, Stateful, Tree, leave_to
 from .kept import opened
 from .saved import step_in
 
@@ -192,6 +192,8 @@ class Writer(StorageWriter):
             if isinstance(found, io.BytesIO):
                 streams.append(name)
                 found = found.getvalue()
+            elif isinstance(found, str) and found == EMPTY:
+                found = {}
             _put(self._tree, mappings.get(name, (name,)), found)
             results.append(WriteResult(item.index, found.nbytes if isinstance(found, torch.Tensor) else 0, None))
         self._about = ({} if mappings else {FLAT: True}) | ({STREAMS: "\n".join(streams)} if streams else {})
@@ -241,6 +243,7 @@ class Reader(StorageReader):
     def __init__(self, repo: Repository | str | os.PathLike[str] | None = None, rev: str | State = "main") -> None:
         self._place = _Place(repo, rev if isinstance(rev, State) else values.revision(rev))
         self._asked: str | State | None = None
+        self.is_planning = False
         self.state: State | None = None
 
     @property
@@ -250,7 +253,7 @@ class Reader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called before each load: which state is read."""
-        self._asked = None
+        self._asked, self.is_planning = None, False
         if checkpoint_id is not None and is_address(checkpoint_id):
             self._place.move(address_of(checkpoint_id, "checkpoint_id"))
         elif checkpoint_id is not None:
@@ -263,6 +266,8 @@ class Reader(StorageReader):
             self.state = core.state(self._place.name if self._asked is None else self._asked)
             sketch = unwrapped(_sketch(core, self.state), self.state.attributes)
         metadata = _planned(sketch, is_flat=FLAT in self.state.attributes)[1]
+        self.is_planning = True
+        leave_to(self)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.state.uid)
         return metadata
 
@@ -270,7 +275,8 @@ class Reader(StorageReader):
         """Nothing is set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """The plan as it is, which is made now."""
+        self.is_planning = False
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -309,7 +315,7 @@ class Reader(StorageReader):
                 name = item.storage_index.fqn
                 _hand_over(item, io.BytesIO(found[name]) if name in streams else found[name], planner)
             for name, part in whole.items():
-                part.found = tree.get(name)
+                part.found = _of(tree, name, planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -428,6 +434,14 @@ def _whole(planner: LoadPlanner) -> dict[str, Tree]:
     """What a ``Stateful`` is to load by itself, by its name in the state dict."""
     given = getattr(planner, "original_state_dict", None)
     return {name: part for name, part in given.items() if isinstance(part, Tree)} if isinstance(given, dict) else {}
+
+
+def _of(tree: Any, name: str, planner: LoadPlanner) -> Any:
+    if isinstance(tree, dict) and name in tree:
+        return tree[name]
+    if getattr(planner, "allow_partial_load", False):
+        return None
+    raise InvalidInput(f"the state has no {name!r}: it has {', '.join(map(str, tree)) if isinstance(tree, dict) else 'no names'}")
 
 
 def _is_of(fqn: str, whole: Mapping[str, Tree], planner: LoadPlanner) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from typing import Any
-
-from torch.optim import Optimizer
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from datastates.errors import InvalidInput
 from datastates.objects.adapters import Adapted
@@ -14,19 +13,53 @@ from datastates.objects.report import RestoreReport
 from datastates.objects.restore import restore_into
 from datastates.objects.rng import RngState
 
-__all__ = ["Stateful", "Tree"]
+__all__ = ["EMPTY", "Stateful", "Tree", "leave_to"]
 
-_logger = logging.getLogger(__name__)
+EMPTY = "datastates: an empty dict"
+"""Stands for one, which torch would drop."""
+
+
+class Plans(Protocol):
+    """A reader, which may be having a load planned."""
+
+    is_planning: bool
 
 
 class Tree(dict[str, Any]):
-    """The tree of a ``Stateful``. ``found`` is what ``Reader`` read in its place: whole, also what the objects do not have yet."""
+    """The tree of a ``Stateful``. ``found`` is what ``Reader`` read in its place: whole, also what the objects do not have yet.
 
-    found: dict[str, Any] | None = None
+    While ``Reader`` has a load planned it has no items to show: torch would ask for the sizes and names that are there now.
+    """
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        super().__init__(found)
+        self.found: dict[str, Any] | None = None
+        self._reader: weakref.ref[Plans] | None = None
+        _made.add(self)
+
+    def items(self) -> Any:
+        """What it holds, unless it is left to the reader."""
+        reader = None if self._reader is None else self._reader()
+        return {}.items() if reader is not None and reader.is_planning else super().items()
+
+    def __hash__(self) -> int:  # type: ignore[override]  # it is one of a set of objects, and never a key
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or super().__eq__(other)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """A copy is a plain dict."""
-        return dict, (), None, None, _pairs(self)
+        return dict, (), None, None, iter(super().items())
+
+
+_made: weakref.WeakSet[Tree] = weakref.WeakSet()
+
+
+def leave_to(reader: Plans) -> None:
+    """The trees that torch has asked for are left to this reader for as long as it has a load planned."""
+    for tree in list(_made):
+        tree._reader = weakref.ref(reader)
 
 
 class Stateful:
@@ -40,7 +73,7 @@ class Stateful:
 
     Parameters of optimizers go by their names, and the global random number generators are saved too, unless ``rng=False``. Loading by
     ``Reader`` makes the state of an optimizer that has not stepped yet, and changes nothing unless everything fits. ``report`` says what
-    was restored. Other readers of torch load the values of what is there already, tensor by tensor.
+    was restored. Readers of torch's own load what is there already, tensor by tensor, and refuse an optimizer that has not stepped.
 
     :param rng: whether the global random number generators belong to it.
     :param objects: anything that ``Repository.track`` takes.
@@ -56,7 +89,7 @@ class Stateful:
 
     def state_dict(self) -> dict[str, Any]:
         """The tree of the objects: live tensors, not copies."""
-        return Tree(self._adapted.tree())
+        return Tree(_marked(self._adapted.tree()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put a tree into the objects.
@@ -64,18 +97,16 @@ class Stateful:
         :raises InvalidInput: it does not fit; with what ``Reader`` read, nothing was changed.
         """
         found = state_dict.found if isinstance(state_dict, Tree) else None
-        if found is None:
-            self._say_what_is_left_out()
-        self.report = restore_into(self._objects, state_dict if found is None else found)
-
-    def _say_what_is_left_out(self) -> None:
-        fresh = [name for name, each in self._objects.items() if isinstance(each, Optimizer) and not each.state]
-        if fresh:
-            _logger.warning(
-                "%s has no state yet, and only what is there is loaded by a reader of torch: load with datastates' Reader, or after a step",
-                ", ".join(fresh),
-            )
+        self.report = restore_into(self._objects, _unmarked(state_dict if found is None else found))
 
 
-def _pairs(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    return iter(tree.items())
+def _marked(tree: Any) -> Any:
+    if type(tree) in (dict, OrderedDict):
+        return {key: _marked(value) for key, value in tree.items()} or EMPTY
+    return tree
+
+
+def _unmarked(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _unmarked(value) for key, value in tree.items()}
+    return {} if isinstance(tree, str) and tree == EMPTY else tree

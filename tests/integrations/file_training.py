@@ -1,0 +1,133 @@
+"""Trainings that ``test_file_kills`` kills: plain scripts that save at every step, by torch.distributed.checkpoint or ``datastates.save``.
+
+Each says its losses exactly, and a state only once the call that saved it has returned. Data are shuffled anew in each epoch, and the
+model has dropout.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+from torch import nn
+
+import datastates
+from datastates.integrations.dcp import Reader, Stateful, Writer
+
+dcp: Any = torch.distributed.checkpoint  # type checkers are told that it exports nothing
+Say = Callable[..., object]
+
+BATCH, ITEMS = 8, 40
+
+
+class Progress:
+    """Where the training is: the step, and the order of the epoch."""
+
+    def __init__(self) -> None:
+        self.step, self.order = 0, torch.empty(0, dtype=torch.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.order = state["step"], state["order"]
+
+    def next(self) -> torch.Tensor:
+        """The next batch's indices."""
+        if not len(self.order):
+            self.order = torch.randperm(ITEMS)
+        batch, self.order = self.order[:BATCH], self.order[BATCH:].clone()
+        self.step += 1
+        return batch
+
+
+class Job:
+    """What is trained."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.inputs = torch.randn(ITEMS, 16)
+        self.model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=7, gamma=0.7)
+        self.progress = Progress()
+
+    def update(self) -> float:
+        """One step; its loss."""
+        batch = self.inputs[self.progress.next()]
+        self.optimizer.zero_grad()
+        loss = (self.model(batch) - batch.sum(dim=1, keepdim=True)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        return float(loss.detach())
+
+
+def train(folder: str, kind: str, steps: int, say: Say) -> None:
+    """Go on from the newest state, up to so many steps; ``kind`` is how it saves."""
+    warnings.simplefilter("ignore", UserWarning)  # that torch saves from one process
+    {"save": by_dcp, "async_save": by_dcp_later, "files": by_files, "nothing": by_nothing}[kind](Job(), folder, steps, say)
+
+
+def by_nothing(job: Job, folder: str, steps: int, say: Say) -> None:
+    """The training that nothing interrupts."""
+    while job.progress.step < steps:
+        say("loss", job.progress.step, job.update().hex())
+
+
+def by_dcp(job: Job, folder: str, steps: int, say: Say) -> None:
+    """``dcp.save`` after each step."""
+    app = _restored(job, folder)
+    say("begin", job.progress.step)
+    while job.progress.step < steps:
+        say("loss", job.progress.step, job.update().hex())
+        metadata = dcp.save({"app": app}, storage_writer=Writer(folder, step=job.progress.step))
+        say("saved", job.progress.step, metadata.storage_meta.save_id)
+
+
+def by_dcp_later(job: Job, folder: str, steps: int, say: Say) -> None:
+    """``dcp.async_save`` after each step, one at a time."""
+    app = _restored(job, folder)
+    say("begin", job.progress.step)
+    waiting: tuple[int, Future[Any]] | None = None
+    while job.progress.step < steps:
+        say("loss", job.progress.step, job.update().hex())
+        if waiting is not None:
+            say("saved", waiting[0], waiting[1].result().storage_meta.save_id)
+        waiting = job.progress.step, dcp.async_save({"app": app}, storage_writer=Writer(folder, step=job.progress.step))
+    if waiting is not None:
+        say("saved", waiting[0], waiting[1].result().storage_meta.save_id)
+
+
+def _restored(job: Job, folder: str) -> Stateful:
+    app = Stateful(model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, progress=job.progress)
+    if _is_begun(folder):
+        dcp.load({"app": app}, storage_reader=Reader(folder))
+    return app
+
+
+def by_files(job: Job, folder: str, steps: int, say: Say) -> None:
+    """``datastates.save`` after each step, as scripts use ``torch.save``."""
+    parts: dict[str, Any] = {"model": job.model, "optimizer": job.optimizer, "scheduler": job.scheduler, "progress": job.progress}
+    if _is_begun(folder):
+        found = datastates.load(f"{folder}/main")
+        for name, part in parts.items():
+            part.load_state_dict(found[name])
+        torch.set_rng_state(found["random"])
+    say("begin", job.progress.step)
+    while job.progress.step < steps:
+        say("loss", job.progress.step, job.update().hex())
+        obj = {name: part.state_dict() for name, part in parts.items()} | {"random": torch.get_rng_state(), "step": job.progress.step}
+        say("saved", job.progress.step, datastates.save(obj, f"{folder}/main"))
+
+
+def _is_begun(folder: str) -> bool:
+    if not (Path(folder) / "lineage.db").exists():
+        return False
+    with datastates.open(folder) as repo:
+        return any(ref.name == "main" for ref in repo.refs())
