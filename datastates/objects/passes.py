@@ -140,6 +140,11 @@ class Pass:
             iterator = self._held()
         return self._counted(iterator)
 
+    def watch(self, batches: int = 0) -> None:
+        """Somebody else is about to iterate over the source: ``place`` leads back to here. Whoever looks on counts the ``batches``."""
+        self.batches, self.is_over, self.is_left = batches, False, True
+        self._begin = self._snapshot()
+
     def leave(self) -> None:
         """The loop over this pass ended, or was left."""
         self.is_over = True

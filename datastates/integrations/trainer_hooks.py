@@ -1,0 +1,257 @@
+"""What is done at the places of one Trainer's loop where no callback is asked; and which Trainer a callback belongs to.
+
+A callback cannot say where a Trainer begins: epochs and batches are counted in variables of its loop, which read a checkpoint's folder.
+``Hooks`` are therefore put over methods of the one Trainer that has the callback, as a subclass of it would do; its class stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import transformers
+from transformers import EarlyStoppingCallback, Trainer
+
+from datastates.errors import Unsupported
+from datastates.objects.passes import Pass, parts_of
+from datastates.objects.prepared import put_mark
+from datastates.objects.rng import RngState
+
+from .trainer_state import TrainerLoop
+
+__all__ = ["Hooks", "trainer_around"]
+
+_logger = logging.getLogger(__name__)
+
+_HOOKED = (
+    *("train", "_load_from_checkpoint", "_init_training_state", "_load_rng_state", "get_batch_samples"),
+    *("_maybe_log_save_evaluate", "_save_checkpoint"),
+)
+_FILE = "trainer_state.json"
+
+
+class Follower(Protocol):
+    """The callback, as its hooks see it. ``is_reseeded``: the random numbers of the state are not to come back."""
+
+    branch: str
+    replay: bool
+    folders: bool
+    is_reseeded: bool
+
+    @property
+    def loop(self) -> TrainerLoop: ...
+    def set_out(self, asked: Any, *, trial: object) -> Any: ...
+    def capture_if_due(self, *, is_end: bool = False) -> None: ...
+    def end(self, error: BaseException | None) -> None: ...
+
+
+class Hooks:
+    """Over the methods of ``trainer``, each of which still does its work. Everything belongs to the training thread.
+
+    ``told`` is what the Trainer is to begin with, as its own file says it; None where it begins from nothing. ``rng`` are the random
+    numbers of the state that was restored, until the loop has come to where it was captured. ``folder`` stands for that state.
+    """
+
+    def __init__(self, trainer: Any, callback: Follower) -> None:
+        missing = [name for name in _HOOKED if not hasattr(trainer, name)]
+        if missing:
+            raise Unsupported(
+                f"the Trainer of transformers {transformers.__version__} has no {missing[0]}: datastates works with 5.4 and newer, and was"
+                " tested up to 5.23"
+            )
+        self.trainer, self.callback = trainer, callback
+        self.folder: str | None = None
+        self.told: dict[str, Any] | None = None
+        self.place: dict[str, Any] = {}
+        self.rng: dict[str, object] | None = None
+        self._replay: tuple[Any, dict[str, Any]] | None = None
+        self._replayed: Iterator[Any] | None = None
+        self._stands_for: object = None
+        self._begun_after = 0
+        self._is_after_epoch = False
+        for name in _HOOKED:
+            own, hook = getattr(trainer, name), getattr(self, name.strip("_"))
+            setattr(trainer, name, functools.wraps(own)(functools.partial(hook, own)))
+
+    # --- where it begins ---------------------------------------------------------------------------------------------------
+
+    def train(self, own: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """Begin where the branch stands, or where ``resume_from_checkpoint`` says."""
+        folder = self.callback.set_out(resume_from_checkpoint, trial=args[0] if args else options.get("trial"))
+        with self._ending():
+            if self.told is None:
+                return own(folder, *args, **options)
+            with TemporaryDirectory(prefix="datastates-") as self.folder, _without_evaluation_at_start(self.trainer.args):
+                (Path(self.folder) / _FILE).write_text(json.dumps(self.told))
+                return own(self.folder, *args, **options)
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            self.folder = self.told = self.rng = self._replay = self._replayed = self._stands_for = None
+            self.callback.end(error)
+
+    def load_from_checkpoint(self, own: Any, folder: str, *args: Any, **options: Any) -> Any:
+        """The weights come from the state, once the optimizer is there too."""
+        return None if folder == self.folder else own(folder, *args, **options)
+
+    def init_training_state(self, own: Any, *args: Any, **options: Any) -> tuple[int, int]:
+        """The epoch to begin with, and how many of its batches were used."""
+        epoch, batches = own(*args, **options)
+        loop, trainer = self.callback.loop, self.trainer
+        if self.told is not None:
+            max_steps, epochs = args[0], args[2]
+            if trainer.state.global_step >= max_steps or self._is_stopped_early():
+                epoch, batches = epochs, 0
+            elif self.place["form"] == loop.form:
+                place = self.place["place"]
+                epoch, batches = self.place["epoch"], 0 if place is None or trainer.args.ignore_data_skip else place["batches"]
+            else:
+                _logger.warning(
+                    "branch %s goes on with other batches than its state was captured with (per_device_train_batch_size,"
+                    " gradient_accumulation_steps or dataloader_drop_last changed): epoch and place in the data are what the Trainer makes"
+                    " of its count of steps",
+                    self.callback.branch,
+                )  # fmt: skip
+        loop.epoch, self._begun_after = epoch - 1, batches
+        return epoch, batches
+
+    def _is_stopped_early(self) -> bool:
+        """Whether the callback that ended the training would do so again."""
+        saved = self.trainer.state.stateful_callbacks.get(EarlyStoppingCallback.__name__, {})
+        count = saved.get("attributes", {}).get("early_stopping_patience_counter", 0) if isinstance(saved, dict) else 0
+        stopping = (each for each in self.trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback))
+        return any(count >= each.early_stopping_patience for each in stopping)
+
+    # --- the data ----------------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, loader: Any) -> None:
+        """An epoch is about to begin."""
+        loop = self.callback.loop
+        self._is_after_epoch = False
+        loop.epoch += 1
+        loop.turn = Pass(loader, lambda _: False, ())
+        place, self.place = self.place, {}
+        if self.callback.is_reseeded:
+            for part in () if place.get("place") else parts_of(loader):
+                put_mark(part, {"initial_seed": self._seed})  # an epoch that had begun ends in its order
+        else:
+            loop.turn.recall(place.get("left", {}))
+        for part in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
+            if part is not None and hasattr(part, "set_epoch"):
+                part.set_epoch(loop.epoch)  # as the Trainer is about to do: it is of what the order depends on
+        batches, self._begun_after = self._begun_after, 0
+        loop.turn.watch(batches)
+        if batches and self.callback.replay and place.get("form") == loop.form:
+            self._replay = (loader, place)
+
+    @property
+    def _seed(self) -> int:
+        args = self.trainer.args
+        return int(args.seed if args.data_seed is None else args.data_seed)
+
+    def end_epoch(self, control: Any) -> None:
+        """It is over, and a state from here on goes on with the next one; unless the training was stopped within it."""
+        loop = self.callback.loop
+        self._is_after_epoch = True
+        is_stopped = control.should_training_stop and not control.should_epoch_stop
+        if loop.turn is None or (is_stopped and not _is_whole(loop.turn)):
+            return
+        loop.turn.leave()
+        loop.left, loop.turn = loop.turn.left_behind, None
+
+    def get_batch_samples(self, own: Any, batches: Any, *args: Any, **options: Any) -> Any:
+        """The batches of the next step; the step before it is complete."""
+        self.callback.capture_if_due()
+        loop = self.callback.loop
+        if self._replay is not None:
+            self._stands_for, (loader, place) = batches, self._replay
+            self._replay, self._replayed = None, self._read_again(loader, place)
+        if loop.turn is None:
+            return own(batches, *args, **options)
+        loop.before = (loop.turn.batches, RngState().state_dict())
+        if batches is self._stands_for and self._replayed is not None:  # the Trainer skipped by index, and drew other numbers
+            return own(self._replayed, *args, **options)
+        found = own(batches, *args, **options)
+        loop.turn.batches += len(found[0])
+        return found
+
+    def _read_again(self, loader: Any, stored: dict[str, Any]) -> Iterator[Any]:
+        """The batches that are left of the epoch, as they would have been: those before are read once more, with their random numbers.
+
+        Accelerate's loaders read one batch ahead, when the last one is handed out: after the random numbers of the steps before it.
+        """
+        turn, place, (count, rng) = self.callback.loop.turn, stored["place"], stored["before"]
+        assert turn is not None, "within an epoch"
+        batches = turn.go_on({**place, "batches": count}, None)
+        RngState().load_state_dict(rng)
+        for _ in range(place["batches"] - count):
+            next(batches or iter(()), None)
+        self._put_rng()
+        return batches or iter(())
+
+    def load_rng_state(self, own: Any, folder: str | None) -> None:
+        """The random numbers of the state: at the beginning of an epoch, or once the batches before it were skipped."""
+        if folder is None or folder != self.folder:
+            own(folder)
+        else:
+            self._put_rng()
+
+    def _put_rng(self) -> None:
+        if self.rng is not None:
+            RngState().load_state_dict(self.rng)
+            self.rng = None
+
+    # --- what is kept ------------------------------------------------------------------------------------------------------
+
+    def maybe_log_save_evaluate(self, own: Any, *args: Any, **options: Any) -> None:
+        """After an epoch's last log, evaluation and save its last step is captured."""
+        own(*args, **options)
+        if self._is_after_epoch:
+            self.callback.capture_if_due(is_end=self.trainer.control.should_training_stop)
+
+    def save_checkpoint(self, own: Any, *args: Any, **options: Any) -> None:
+        """A folder, if folders are wanted."""
+        if self.callback.folders:
+            own(*args, **options)
+
+
+def _is_whole(turn: Pass) -> bool:
+    """Whether every batch of an epoch was used; False where nobody knows how many there are."""
+    length = turn.place["length"]
+    return isinstance(length, int) and turn.batches >= length
+
+
+def trainer_around(callback: object) -> Any:
+    """The Trainer that calls this event of ``callback``, which is told everything but that; None where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        handler = getattr(found, "callback_handler", None) if isinstance(found, Trainer) else None
+        if handler is not None and any(each is callback for each in handler.callbacks):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return None
+
+
+@contextmanager
+def _without_evaluation_at_start(args: Any) -> Iterator[None]:
+    """The training that never stopped evaluated at its start, and not here."""
+    before, args.eval_on_start = args.eval_on_start, False
+    try:
+        yield
+    finally:
+        args.eval_on_start = before

@@ -1,0 +1,345 @@
+"""A Trainer of transformers, TRL's too, with a lineage: one callback captures its steps, and begins again where the branch stands.
+
+trainer = Trainer(model, args, train_dataset=data, callbacks=[DatastatesCallback("runs")])
+trainer.train()  # the same script started again goes on where it stopped, bit for bit
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+try:
+    from transformers import TrainerCallback, set_seed
+except ImportError as exc:
+    raise ImportError("datastates.integrations.transformers needs transformers: pip install 'datastates[transformers]'") from exc
+
+import datastates
+from datastates import Repository, State, Tracker, values
+from datastates.errors import Conflict, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.objects.rng import RngState
+from datastates.system.notices import say
+from datastates.tracking.outset import origin_of
+
+from .trainer_hooks import Hooks, trainer_around
+from .trainer_settings import Settings, changes, configuration_of
+from .trainer_state import LOOP, TrainerLoop
+
+__all__ = ["DatastatesCallback"]
+
+_logger = logging.getLogger(__name__)
+
+
+class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
+    """Captures each step of the Trainer that it is given to; ``train()`` then begins where ``branch`` stands.
+
+    Everything that the next step depends on is captured: model, optimizer, schedule, scaler, random numbers, the order of the data and the
+    place in it, the Trainer's own state with its log, its best metric and that of callbacks such as early stopping. A state is complete:
+    the evaluation and the log of its step are in it. ``trainer.train(resume_from_checkpoint="main~3")`` takes a revision too.
+
+    Arguments that ``TrainingArguments`` say otherwise than the state was trained with win over it: the learning rate and its schedule,
+    weight decay, betas, and the seed.
+
+    :param repo: the repository, or where it is; it is opened then.
+    :param branch: the branch that captures move; one that exists is resumed.
+    :param start: the state from which a new branch forks.
+    :param every: each so many steps are captured, and the last, and each that is the best so far where the best is to be loaded.
+    :param replay: whether a training that goes on within an epoch reads once more what it had used of it, so that whatever draws random
+        numbers while data is read draws the same ones. False skips by index: quick, and as exact where nothing draws.
+    :param folders: whether the Trainer also writes its own checkpoint folders, as ``save_strategy`` says.
+    :param objects: what is tracked besides, by name, such as an average of the weights.
+    :param config: what is recorded besides the ``TrainingArguments``.
+    :param options: of ``Repository.track``, such as ``cadence``, ``retention`` and ``resume``. ``only`` says what a fork takes of
+        ``start``; with ``"model"`` the training begins with its first step.
+    """
+
+    def __init__(
+        self,
+        repo: Repository | str | Path,
+        branch: str = "main",
+        *,
+        start: str | State | None = None,
+        every: int = 1,
+        replay: bool = True,
+        folders: bool = True,
+        objects: Mapping[str, object] | None = None,
+        config: object = None,
+        **options: Any,
+    ) -> None:
+        self.repo = repo if isinstance(repo, Repository) else datastates.open(repo)
+        self.branch = values.text(branch, "branch")
+        self.start = None if start is None else values.revision(start, "start")
+        self._resume = values.flag(options.pop("resume", True), "resume")
+        self._only = values.optional(values.patterns)(options.pop("only", None), "only")
+        self.every = values.positive(every, "every")
+        self.replay, self.folders = values.flag(replay, "replay"), values.flag(folders, "folders")
+        self._objects, self._config, self._options = dict(objects or {}), config, options
+        self._run: Tracker | None = None
+        self._hooks: Hooks | None = None
+        self._loop: TrainerLoop | None = None
+        self._begin: State | None = None
+        self._back: State | None = None
+        self._captured = self._begun = 0
+        self._metrics: dict[str, float] = {}
+        self._is_beginning = self.is_reseeded = False
+
+    @property
+    def run(self) -> Tracker | None:
+        """The tracker of the training that runs, or ran last; None before the first."""
+        return self._run
+
+    @property
+    def best(self) -> State | None:
+        """The state that ``load_best_model_at_end`` loads; None where the Trainer has none, or does not look for one."""
+        return None if self._loop is None or self._loop.best is None else self.repo.state(self._loop.best)
+
+    @property
+    def loop(self) -> TrainerLoop:
+        """The loop of the Trainer; nothing of it is promised to users."""
+        assert self._loop is not None, "a hook is called by a Trainer"
+        return self._loop
+
+    def attach(self, trainer: Any) -> None:
+        """Belong to ``trainer``. Needed only for a callback that is added later than by ``Trainer(callbacks=[…])``, and before ``train()``.
+
+        :raises Conflict: it belongs to another one.
+        :raises Unsupported: this version of transformers is not known.
+        """
+        if self._hooks is not None and self._hooks.trainer is not trainer:
+            raise Conflict("this DatastatesCallback belongs to another Trainer: make one for each, with a branch of its own")
+        if self._hooks is None:
+            self._hooks, self._loop = Hooks(trainer, self), TrainerLoop(trainer)
+            if all(each is not self for each in trainer.callback_handler.callbacks):
+                trainer.add_callback(self)
+
+    # --- where it begins ---------------------------------------------------------------------------------------------------
+
+    def set_out(self, asked: Any, *, trial: object) -> Any:
+        """Find where ``train(resume_from_checkpoint=asked)`` begins; returns what the Trainer is to be asked for itself."""
+        assert self._hooks is not None
+        _refuse(self._hooks.trainer, trial)
+        self._is_beginning, self.is_reseeded, self._back = True, False, None
+        self._captured = self._begun
+        is_folder = isinstance(asked, str | os.PathLike) and (Path(asked) / "trainer_state.json").is_file()
+        rev = None if is_folder or asked is None or isinstance(asked, bool) else self._revision(asked)
+        start = self.start
+        if rev is not None:
+            if self._has_branch():
+                self._back = rev
+            else:
+                start = rev.uid
+        origin = origin_of(self.repo.core, self.branch, start, resume=self._resume)
+        self._begin, self._start = origin.state, start
+        if is_folder:
+            if self._begin is not None:
+                raise Conflict(f"branch {self.branch!r} has states, and {asked} is a folder: choose another branch for what comes from it")
+            return asked
+        begin = self._back or self._begin
+        wanted = None if self._only_now(origin.is_beyond) is not None or begin is None else self._stored_loop(begin)
+        if wanted is None:
+            return asked if begin is None else None
+        self._hooks.told, self._hooks.place = TrainerLoop.told(wanted), wanted
+        return None
+
+    def _only_now(self, is_beyond: bool) -> Sequence[str] | None:
+        return None if is_beyond else self._only
+
+    def _has_branch(self) -> bool:
+        return any(ref.name == self.branch for ref in self.repo.refs())
+
+    def _revision(self, asked: Any) -> State:
+        try:
+            return self.repo.state(asked)
+        except (NotFound, InvalidInput) as exc:
+            raise type(exc)(f"resume_from_checkpoint is {str(asked)!r}, which is no folder of a checkpoint and no state: {exc}") from exc
+
+    def _stored_loop(self, state: State) -> Any:
+        """What the state says of its Trainer; None where it is of no Trainer: its model is taken."""
+        return self.repo.load(state, only=LOOP).get(LOOP)
+
+    # --- events ------------------------------------------------------------------------------------------------------------
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """The Trainer is made."""
+        trainer = trainer_around(self)
+        if trainer is not None:
+            self.attach(trainer)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Everything is made and prepared: track it, and put it where the branch stands."""
+        if not self._is_beginning:
+            self._begin_late()
+        assert self._hooks is not None
+        trainer, optimizer, scheduler = self._hooks.trainer, more["optimizer"], more["lr_scheduler"]
+        if self._run is not None and self._captured > self._begun:
+            raise InvalidInput(
+                f"memory ran out after step {self._captured}, and auto_find_batch_size would begin anew with smaller batches: set"
+                " per_device_train_batch_size, and start again"
+            )
+        self._end_run(None)
+        settings = Settings(optimizer, scheduler)
+        is_whole = self._hooks.told is not None
+        model = more["model"]
+        run = self._run = self.repo.track(
+            branch=self.branch,
+            start=self._start,
+            resume=self._resume,
+            only=self._only if is_whole or self._begin is None else (self._only or "model"),
+            objects={**self._objects, **_parts(trainer, model, optimizer, scheduler), LOOP: self.loop},
+            config=configuration_of(args, self._config),
+            **self._options,
+        )
+        if (run.resumed_from and run.resumed_from.uid) != (self._begin and self._begin.uid):
+            raise Conflict(f"branch {self.branch!r} was moved while this training began: start it again")
+        if self._back is not None and self._back.uid != (run.head and run.head.uid):
+            run.restore(self._back)
+        self._captured = self._begun = state.global_step
+        if is_whole:
+            self._go_on(args, settings, self._back or run.resumed_from)
+        _warn(self.branch, _inexact(args, more["train_dataloader"], self.replay))
+
+    def _begin_late(self) -> None:
+        """The callback was added to a Trainer that had been made: too late, unless there is nothing to go on from."""
+        trainer = trainer_around(self)
+        origin = origin_of(self.repo.core, self.branch, self.start, resume=self._resume)
+        if trainer is None or origin.state is not None:
+            raise InvalidInput(
+                f"this training would begin anew, and branch {self.branch!r} is to go on from a state: give the callback to the Trainer as"
+                " callbacks=[…], or call callback.attach(trainer) before trainer.train()"
+            )
+        _refuse(trainer, None)
+        self.attach(trainer)
+        self._begin, self._start, self._is_beginning = None, self.start, True
+
+    def _go_on(self, args: Any, settings: Settings, state: State | None) -> None:
+        assert self._hooks is not None
+        self._hooks.rng = RngState().state_dict()
+        changed = {} if state is None else changes(args, state.config)
+        settings.put_back(changed)
+        self.is_reseeded = bool(changed.keys() & {"seed", "data_seed"})
+        if "seed" in changed:
+            set_seed(args.seed)
+            self._hooks.rng = RngState().state_dict()
+        if changed:
+            said = ", ".join(f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items())
+            say(f"branch {self.branch}: {said}, as TrainingArguments say now")
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Keep what leads back to the beginning of its data."""
+        if self._hooks is not None:
+            self._hooks.begin_epoch(more["train_dataloader"])
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """The next state goes on with another epoch."""
+        if self._hooks is not None:
+            self._hooks.end_epoch(control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Numbers become metrics of the state of this step."""
+        self._metrics.update(_numbers(logs or {}))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Likewise."""
+        self._metrics.update(_numbers(metrics or {}))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """The last states are recorded; the best model comes back, unless the Trainer has loaded it from a folder."""
+        self.end(None)
+        best = self.loop.best
+        if not args.load_best_model_at_end or state.best_model_checkpoint is not None or best is None:
+            return
+        try:
+            self.repo.restore(best, into={"model": more["model"]}, only="model")
+        except Unavailable as exc:
+            _logger.warning("the best model, of step %s, is not loaded, the last one stays: %s", state.best_global_step, exc)
+
+    # --- captures ----------------------------------------------------------------------------------------------------------
+
+    def capture_if_due(self, *, is_end: bool = False) -> None:
+        """Capture the newest step, if it is complete, was not captured, and is to be."""
+        assert self._hooks is not None
+        run, trainer = self._run, self._hooks.trainer
+        state = trainer.state
+        if run is None or not self._is_beginning or state.global_step <= self._captured:
+            return
+        is_best = trainer.args.load_best_model_at_end and state.best_global_step == state.global_step
+        if not (is_end or is_best or state.global_step % self.every == 0):
+            return
+        capture = run.capture(step=state.global_step, metrics=self._metrics)
+        self._captured, self._metrics = state.global_step, {}
+        if is_best and not capture.is_skipped:
+            self._keep_best(capture.wait())
+
+    def _keep_best(self, state: State) -> None:
+        """Name it, so that it stays in memory or on disk."""
+        name = f"best/{self.branch}"
+        self.loop.best = state.uid
+        before = next((ref.state for ref in self.repo.refs() if ref.name == name), None)
+        if before is None:
+            self.repo.tag(name, state, message="the best model so far")
+        else:
+            self.repo.move(name, state, expected=before)
+
+    def end(self, error: BaseException | None) -> None:
+        """The training is over, or was broken off by ``error``."""
+        self._is_beginning = False
+        self._end_run(error)
+
+    def _end_run(self, error: BaseException | None) -> None:
+        if self._run is not None:
+            self._run.__exit__(None if error is None else type(error), error, None)
+
+
+def _parts(trainer: Any, model: Any, optimizer: Any, scheduler: Any) -> dict[str, object]:
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    found = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return found if scaler is None else {**found, "scaler": scaler}
+
+
+def _refuse(trainer: Any, trial: object) -> None:
+    """What one state cannot hold, or one branch cannot follow."""
+    kinds = [kind for kind in ("deepspeed", "fsdp") if getattr(trainer, f"is_{kind}_enabled", False)]
+    if trainer.args.world_size > 1 or kinds:
+        what = f"{trainer.args.world_size} processes" if trainer.args.world_size > 1 else kinds[0]
+        raise Unsupported(f"this Trainer trains with {what}, and a state is what one process holds: train in one process")
+    if trial is not None:
+        raise Unsupported("hyperparameter_search trains many variants with one Trainer: give each a Trainer, and a branch, of its own")
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    plain = {name: value for name, value in found.items() if isinstance(value, int | float) or hasattr(value, "item")}
+    return {name: float(value) for name, value in plain.items() if not isinstance(value, bool) and _is_one(value)}
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, int | float) or getattr(value, "size", None) == 1 or math.prod(getattr(value, "shape", (0,))) == 1
+
+
+def _inexact(args: Any, loader: Any, replay: bool) -> Iterable[str]:
+    """What keeps a resumed training from repeating this one, and what to do about it."""
+    if args.ignore_data_skip:
+        yield "ignore_data_skip begins a resumed epoch with its first batch again: leave it False"
+    if args.dataloader_num_workers and args.dataloader_persistent_workers:
+        yield "persistent workers remember the random numbers of earlier epochs: dataloader_persistent_workers=False, if data draws any"
+    if args.dataloader_num_workers and not getattr(args, "dataloader_in_order", True):
+        yield "dataloader_in_order=False hands batches out as they come: leave it True"
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        yield (
+            "the data is streamed: a resumed epoch reads it from its beginning and drops what was used, so it has to give the same items in"
+            " the same order again; a dataset with a length and __getitem__ knows its place"
+        )
+    if not replay and args.dataloader_num_workers:
+        yield "replay=False gives workers other random numbers: leave it True, if data draws any"
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size changes the batches when memory runs out: set per_device_train_batch_size to what it found"
+
+
+def _warn(branch: str, said: Iterable[str]) -> None:
+    if texts := list(said):
+        _logger.warning("branch %s: a training that is resumed may differ from one that never stopped: %s", branch, "; ".join(texts))

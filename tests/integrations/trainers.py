@@ -1,0 +1,143 @@
+"""Trainings by transformers' Trainer that tests interrupt: each says the loss of each step before it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from datastates import Cadence, Config
+from datastates import open as open_repository
+from datastates.integrations.transformers import DatastatesCallback
+
+Say = Callable[..., object]
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "workers": {"dataloader_num_workers": 2},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "accumulation in workers": {"gradient_accumulation_steps": 3, "dataloader_num_workers": 2},
+    "bf16": {"bf16": True},
+    "bf16 in workers": {"bf16": True, "dataloader_num_workers": 2, "gradient_accumulation_steps": 2},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 3, "logging_steps": 4, "optim": "sgd", "lr_scheduler_type": "cosine"},
+    "by length": {"train_sampling_strategy": "group_by_length"},
+}
+
+
+class Noisy(Dataset[dict[str, Any]]):
+    """Items with random numbers of every library, drawn where the data is read."""
+
+    def __init__(self, length: int = 42) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = torch.randn(8) * 0.1 + random.random() * 0.01 + float(np.random.rand()) * 0.01
+        return {"input_ids": [0] * (1 + index % 5), "x": torch.full((8,), index / 41).sin() + noise, "y": torch.tensor([index / 41]).cos()}
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Lengths are for the sampler alone."""
+    return {name: torch.stack([item[name] for item in items]) for name in ("x", "y")}
+
+
+class Net(nn.Module):
+    """With dropout, so that a loss tells whether random numbers are the same."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(width), nn.Linear(width, 1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.layers(x)
+        return {"loss": nn.functional.mse_loss(out.float(), y), "logits": out}
+
+
+class Told(Trainer):  # type: ignore[misc]  # mypy is told to skip transformers
+    """Says each micro-batch's loss."""
+
+    say: Say = staticmethod(lambda *_: None)
+
+    def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **options)
+        self.say("loss", self.state.global_step, float(loss).hex())
+        return loss
+
+
+class Saying(TrainerCallback):  # type: ignore[misc]  # as above
+    """Says what is logged."""
+
+    def __init__(self, say: Say) -> None:
+        self.say = say
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
+        numbers = {name: float(value).hex() for name, value in (logs or {}).items() if not is_timed(name)}
+        if len(numbers) > 1:
+            self.say("log", state.global_step, str(sorted(numbers.items())).replace(" ", ""))
+
+
+def arguments(folder: str | Path, **options: Any) -> TrainingArguments:
+    """Quiet ones, for a processor."""
+    quiet: dict[str, Any] = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "logging_steps": 5,
+        "label_names": ["y"],
+    }
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-2, "log_level": "error"}
+    return TrainingArguments(str(folder), **{**quiet, **sizes, **options})
+
+
+def trainer(folder: str | Path, say: Say = lambda *_: None, callbacks: Any = (), kind: type[Told] = Told, **options: Any) -> Told:
+    """A training of two epochs of 11 batches."""
+    parts = {name: options.pop(name) for name in ("model", "model_init", "train_dataset", "optimizers") if name in options}
+    args = arguments(folder, **options)
+    torch.manual_seed(7)
+    if "model_init" not in parts:
+        parts.setdefault("model", Net())
+    parts.setdefault("train_dataset", Noisy())
+    made = kind(args=args, eval_dataset=Noisy(9), data_collator=collate, callbacks=[Saying(say), *callbacks], **parts)
+    made.remove_callback(PrinterCallback)
+    made.say = say
+    return made
+
+
+def train(folder: str, case: str, say: Say, *, is_tracked: bool = True) -> None:
+    """A training on branch main of ``folder``, each of whose states is durable; without one: as if there were no callback."""
+    torch.set_num_threads(1)
+    options = CASES[case]
+    if not is_tracked:
+        end(trainer(f"{folder}/out", say, **options), say)
+        return
+    with open_repository(f"{folder}/runs", config=Config(cadence=Cadence(every=1, interval_s=None))) as repo:
+        end(trainer(f"{folder}/out", say, [DatastatesCallback(repo)], **options), say)
+
+
+def end(made: Told, say: Say) -> None:
+    """Train; says how the Trainer's own state and the weights ended."""
+    made.train()
+    state = made.state
+    entries = [{name: value for name, value in entry.items() if not is_timed(name)} for entry in state.log_history]
+    said = [state.global_step, state.epoch, state.best_metric, [entry for entry in entries if len(entry) > 2]]
+    found = hashlib.blake2b(digest_size=8)
+    for value in made.model.state_dict().values():
+        found.update(value.numpy().tobytes())
+    say("end", found.hexdigest(), json.dumps(said).replace(" ", ""))
+
+
+def is_timed(name: str) -> bool:
+    """Whether a number that is logged depends on the clock, or is of one call of ``train``."""
+    return any(part in name for part in ("runtime", "per_second", "train_loss", "total_flos"))
