@@ -17,6 +17,7 @@ from datastates.errors import NotFound
 from datastates.opening.location import DATABASE, locate
 from datastates.repository import Repository
 from datastates.repository import open as open_repository
+from datastates.system.interrupts import Mutex
 
 __all__ = ["IDLE_S", "let_go", "opened"]
 
@@ -35,7 +36,7 @@ class _Kept:
     timer: threading.Timer | None = field(default=None, repr=False)
 
 
-_lock = threading.Lock()
+_lock = Mutex()
 _kept: dict[_Key, _Kept] = {}
 _owner = os.getpid()
 

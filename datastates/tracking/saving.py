@@ -6,7 +6,6 @@ followed anew: the next state hangs on where it stands then.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from datastates.errors import Conflict, DatastatesError, NotFound
 from datastates.lineage.change import refs
 from datastates.lineage.states import State, Value
 from datastates.opening.core import Core
+from datastates.system.interrupts import Mutex
 
 from .outset import check_origin
 from .start import Terms, follow
@@ -26,7 +26,7 @@ __all__ = ["About", "save_tree"]
 _TRIES = 50
 """So often another process may be first."""
 
-_saving = threading.RLock()
+_saving = Mutex()
 
 
 @dataclass(frozen=True, slots=True)
