@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.page.conftest import Wood
+import datastates
+from tests.page.conftest import Wood, serving
+from tests.page.site import new_page
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
@@ -98,3 +103,23 @@ def test_keys_alone_lead_from_a_branch_to_its_states(woods: Wood, page: Page) ->
     chosen = names(page)[1]
     page.keyboard.press("Enter")
     expect(page.locator(f"#state-{woods.uid(chosen)}")).to_have_attribute("aria-selected", "true")
+
+
+def test_a_long_name_is_cut_on_a_phone_and_whole_where_the_focus_is(tmp_path: Path, browser: Browser) -> None:
+    name = "sweep/learning_rate=0.0003,weight_decay=0.1,dropout=0.3"
+    with datastates.open(tmp_path / "runs", memory_bytes=16 << 20) as repo:
+        with repo.track(branch=name, rng=False, value=1, config={"lr": 0.1, "wd": 0.2}) as run:
+            run.capture(metrics={"loss": 1.0}).wait()
+        with serving(repo) as address, new_page(browser, viewport={"width": 390, "height": 844}) as page:
+            page.goto(f"{address}/?view=branches")
+            button = page.get_by_role("button", name=name, exact=True)
+            assert (
+                button.evaluate("button => button.scrollWidth > button.clientWidth && getComputedStyle(button).textOverflow") == "ellipsis"
+            )
+            assert button.evaluate("button => getComputedStyle(button, '::after').content") == "none"
+            page.get_by_role("button", name="Branch", exact=True).focus()
+            page.keyboard.press("Tab")
+            while not button.evaluate("button => button === document.activeElement"):
+                page.keyboard.press("Tab")
+            assert button.evaluate("button => getComputedStyle(button, '::after').content").startswith(f'"{name}"')
+            expect(page.get_by_role("button", name=name, exact=True)).to_be_focused()  # its name is the same

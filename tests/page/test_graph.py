@@ -271,3 +271,38 @@ def test_the_overview_leads_to_where_it_is_clicked(woods: Wood, open_page: Open)
     assert box is not None
     page.mouse.click(box["x"] + 30, box["y"] + box["height"] - 3)
     expect(row(page, woods.uid("warm~39"))).to_be_in_viewport()
+
+
+def test_the_graph_is_zoomed_by_keys_wheel_and_link(woods: Wood, open_page: Callable[[str], Page]) -> None:
+    page = open_page(woods.at("view=states"))
+    grid = page.get_by_role("grid")
+    row = page.locator("[role=row][id^=state-]").first
+    tall = page.evaluate("() => document.querySelector('[role=row][id^=state-]').getBoundingClientRect().height")
+
+    def height() -> float:
+        return float(row.bounding_box()["height"])  # type: ignore[index]  # it is shown
+
+    grid.focus()
+    page.keyboard.press("-")
+    page.keyboard.press("-")
+    page.wait_for_url("**graph.zoom=0.67*")
+    assert height() == pytest.approx(0.67 * tall, abs=1)
+    grid.evaluate("grid => grid.scrollTo(0, 28 * 100)")
+    expect(page.locator("[role=row][aria-rowindex='103']")).to_be_visible()
+    box = grid.bounding_box()
+    assert box is not None
+    x, y = box["x"] + 300, box["y"] + 300
+    under = "([x, y]) => document.elementFromPoint(x, y).closest('[role=row]').id"
+    before = page.evaluate(under, [x, y])
+    page.mouse.move(x, y)
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -120)
+    page.keyboard.up("Control")
+    page.wait_for_url("**graph.zoom=0.8*")
+    page.wait_for_function(f"({under})([{x}, {y}]) === '{before}'")  # what the pointer is on stays there
+    page.mouse.click(x, y)
+    expect(page.locator(f"#{before}")).to_have_attribute("aria-selected", "true")
+    page.goto(page.url)
+    page.get_by_role("button", name="Scale 80 %: back to 100 %").click()
+    page.wait_for_function("() => !location.search.includes('graph.zoom')")
+    assert height() == pytest.approx(tall, abs=1)

@@ -1,10 +1,10 @@
 /** Keys: a name for what each does, so that the help and the page speak of the same. */
 
-export type Act = "filter" | "goto" | "down" | "up" | "pageDown" | "pageUp" | "first" | "last" | "open" | "diff" | "mark" | "curves" | "ref" | "help" | "close";
+export type Act = "filter" | "goto" | "down" | "up" | "pageDown" | "pageUp" | "first" | "last" | "open" | "diff" | "mark" | "curves" | "ref" | "larger" | "smaller" | "usual" | "help" | "close";
 
 const KEYS: Readonly<Record<string, Act>> = {
   "/": "filter", g: "goto", j: "down", k: "up", ArrowDown: "down", ArrowUp: "up", PageDown: "pageDown", PageUp: "pageUp",
-  Home: "first", End: "last", Enter: "open", d: "diff", m: "mark", c: "curves", t: "ref", "?": "help", Escape: "close",
+  Home: "first", End: "last", Enter: "open", d: "diff", m: "mark", c: "curves", t: "ref", "+": "larger", "=": "larger", "-": "smaller", "0": "usual", "?": "help", Escape: "close",
 };
 const INSIDE_CONTROLS: readonly Act[] = ["close"];
 

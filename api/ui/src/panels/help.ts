@@ -12,6 +12,7 @@ export const KEYS: readonly (readonly [readonly string[], string])[] = [
   [["m"], "mark for a diff"],
   [["d"], "diff with the marked state"],
   [["c"], "curves"],
+  [["+", "−", "0"], "the graph larger, smaller, as usual; Ctrl and the wheel too"],
   [["Esc"], "close what is open"],
   [["?"], "this help"],
 ];
