@@ -62,7 +62,7 @@ class Pass:
         self._watches = self._prepared is not None and reads_ahead(self._prepared) and self._prepared.num_workers == 0
         self._begin: Mapping[str, Any] = {}
         self._before_ahead: dict[str, object] | None = None
-        self._is_drawing = False
+        self._is_drawing = self._has_drawn_order = False
         self.batches = 0
         self.is_over = self.is_left = False
         if self._kind is _Kind.ONCE and not isinstance(source, GeneratorType):
@@ -99,7 +99,7 @@ class Pass:
     def begin(self, epoch: int | None, *, drop: bool = False) -> Iterator[Any]:
         """The batches of a new pass; ``epoch`` is told to samplers that ask for it. ``drop``: not the rest of one that was left."""
         self.batches, self.is_over, self.is_left = 0, False, True
-        self._before_ahead = None
+        self._before_ahead, self._has_drawn_order = None, False
         if epoch is not None:
             for part in self._parts:
                 set_epoch(part, epoch)
@@ -183,7 +183,7 @@ class Pass:
 
         With the first batch the loader draws the order.
         """
-        for count in itertools.count():
+        for count in itertools.count(int(self._has_drawn_order)):
             is_looking = self._watches and 0 < count <= _LOOKS
             before = self._generators_now() if self._is_drawing or is_looking else None
             batch = next(iterator, self)
@@ -245,7 +245,7 @@ class Pass:
                     self._draw_from(place["before_ahead"])
                 next(iterator, None)
                 self._hand_out()
-        self._is_drawing = "before_ahead" in place
+        self._is_drawing, self._has_drawn_order = "before_ahead" in place, self.batches > 0
         return iterator
 
     def _draw_from(self, before: Mapping[str, Any]) -> None:

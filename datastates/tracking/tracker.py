@@ -164,9 +164,7 @@ class Tracker:
         self._training.is_driven = True
         try:
             for batch in self._training.loops.batches(loader, is_resumed=self._training.is_resumed):
-                self.micro_step = (self.micro_step + 1) % accumulate
-                if self.micro_step == 0:
-                    self.step += 1
+                self._training.count_batch(accumulate)
                 yield batch
         finally:
             self._training.is_driven = self._training.loops.is_counting  # what follows in an epoch counts no step

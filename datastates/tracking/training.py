@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -50,7 +50,8 @@ class Training:
     """One training, from ``Repository.track`` to ``close``. Everything belongs to the training thread.
 
     ``run`` is its record in the lineage. ``newest`` is the uid of the newest capture, recorded or not, or of the state that was put back.
-    ``is_driven``: ``Tracker.steps`` counts the steps. ``is_resumed``: its branch was there before. ``held_s``: so long the newest capture
+    ``is_driven``: ``Tracker.steps`` counts the steps; ``completes`` says, where somebody else accumulates, whether the batch
+    at hand completes one. ``is_resumed``: its branch was there before. ``held_s``: so long the newest capture
     held the training.
     """
 
@@ -77,6 +78,7 @@ class Training:
         self.is_driven = self.is_resumed = False
         self.loops = Loops(partial(_found, self.objects))  # and not what knows this training: it would outlive its last name
         self.step = self.micro_step = 0
+        self.completes: Callable[[], bool] | None = None
         self.bests: tuple[Best, ...] = ()
         self.held_s: float | None = None
         self._told = line.choice = cadence.told()
@@ -124,6 +126,14 @@ class Training:
         """Record the training as a run of its process."""
         runs.start(session, self.run)
         self.host.begin_run(self.run)
+
+    def count_batch(self, accumulate: int) -> None:
+        """A batch is about to be handed out."""
+        self.micro_step += 1
+        if self.micro_step % accumulate == 0 if self.completes is None else self.completes():
+            self.step, self.micro_step = self.step + 1, 0
+        elif self.completes is None:
+            self.micro_step %= accumulate
 
     # --- what a capture asks -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,171 @@
+"""Accelerate: one line tracks all that an ``Accelerator`` prepared.
+
+    from datastates.integrations.accelerate import track
+
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    with track(accelerator, repo, branch="main") as run:
+        for epoch in run.epochs(3):
+            for batch in run.steps(loader):
+                with accelerator.accumulate(model):
+                    loss = train_step(batch)
+                run.capture(metrics={"loss": loss})
+
+Names are those of a training without Accelerate, and so are the bytes under them: a state of the one goes on in the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from datastates.errors import InvalidInput, Unsupported
+from datastates.objects.adapters import has_state
+from datastates.objects.prepared import mark_of, put_mark, sampler_of
+from datastates.repository import Repository
+from datastates.tracking.tracker import Tracker
+
+try:
+    from accelerate.utils import DistributedType
+except ImportError as exc:
+    raise ImportError("datastates.integrations.accelerate needs Accelerate: pip install 'datastates[accelerate]'") from exc
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["track"]
+
+_logger = logging.getLogger(__name__)
+
+_PREPARED = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "loader": "_dataloaders"}
+"""Where an accelerator keeps what it prepared, by the name under which that is tracked. ``save_state`` reads them there; there is no
+other way to them."""
+
+_REGISTERED = "_custom_objects"
+_OWN = "accelerator"
+
+
+def track(
+    accelerator: Accelerator,
+    repo: Repository,
+    *,
+    gradients: bool | None = None,
+    objects: Mapping[str, object] | None = None,
+    **options: Any,
+) -> Tracker:
+    """``repo.track`` of everything that the accelerator prepared, and of its own count.
+
+    Each kind of object has the name ``model``, ``optimizer``, ``scheduler`` or ``loader``; a second one has ``model_1`` and so on, in the
+    order in which they were prepared. What was given to ``register_for_checkpointing`` is in the list ``registered``, a scaler is
+    ``scaler``.
+    Loaders are tracked where they keep their place themselves (``use_stateful_dataloader``); loop over ``run.steps(loader)``, which finds
+    the place in every other one. ``run.step`` counts what ``accelerator.accumulate`` completes.
+
+    :param accelerator: after its ``prepare`` and ``register_for_checkpointing``.
+    :param repo: where the states go.
+    :param gradients: whether gradients are captured; None: if the accelerator accumulates, so that a state within an accumulation goes on
+        exactly. ``optimizer.zero_grad()`` after the update leaves none to be captured in the states between two of them.
+    :param objects: what is tracked besides, by name.
+    :param options: as for ``repo.track``: ``branch``, ``start``, ``config``, …, and further objects.
+    :raises InvalidInput: nothing was prepared, or a name is taken.
+    :raises Unsupported: several processes train together, or DeepSpeed or Megatron-LM keeps the states.
+    """
+    _refuse_what_is_shared(accelerator)
+    prepared = _prepared(accelerator)
+    if not prepared:
+        raise InvalidInput("the accelerator has prepared nothing yet: call accelerator.prepare(...) before track")
+    more = {**prepared, **(objects or {})}
+    if taken := sorted(prepared.keys() & ((objects or {}).keys() | options.keys())):
+        raise InvalidInput(f"{', '.join(taken)}: the name of what the accelerator prepared: rename what you track besides")
+    steps = accelerator.gradient_accumulation_steps
+    own = more[_OWN] = _Own(accelerator)
+    run = repo.track(objects=more, gradients=steps > 1 if gradients is None else gradients, **options)
+    if steps > 1 and gradients is False:
+        _logger.warning(
+            "branch %s: gradients are not tracked, and %d batches make a step: a state of fewer goes on without theirs; capture where"
+            " accelerator.sync_gradients is true, or leave gradients=False out",
+            run.branch, steps,
+        )  # fmt: skip
+    run.training.completes = partial(_completes, accelerator)
+    own.run = run
+    return run
+
+
+class _Own:
+    """What an accelerator counts, and what its loaders do: the batches since it began to accumulate, the passes over each loader, the seeds
+    of their samplers."""
+
+    is_optional = True  # for a restore: states of a training without Accelerate do not have it
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._known = _found(accelerator)
+        self._has_warned, self._captures = False, 0
+        self.run: Tracker | None = None
+
+    def state_dict(self) -> dict[str, object]:
+        """Plain values."""
+        self._look()
+        marks = [[mark_of(part) for part in _of_loader(loader)] for loader in getattr(self._accelerator, _PREPARED["loader"])]
+        return {"step": self._accelerator.step, "loaders": marks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where ``state`` was taken."""
+        self._accelerator.step = state["step"]
+        for loader, marks in zip(getattr(self._accelerator, _PREPARED["loader"]), state["loaders"], strict=False):
+            for part, mark in zip(_of_loader(loader), marks, strict=False):
+                if mark is not None:
+                    put_mark(part, mark)
+
+    def _look(self) -> None:
+        """Say what no state has: it costs a microsecond at each capture."""
+        if self.run is None or self._has_warned:
+            return
+        self._captures += 1
+        if new := [kind for kind, count in _found(self._accelerator).items() if count > self._known[kind]]:
+            self._has_warned = True
+            _logger.warning("a %s was prepared after track: no state has it; prepare everything before", " and a ".join(new))
+        elif self._captures > 1 and not self.run.training.loops.is_used and getattr(self._accelerator, _PREPARED["loader"]):
+            self._has_warned = True
+            _logger.warning("no loader is looped over by run.steps: a training that goes on begins its data again; use run.steps(loader)")
+
+
+def _refuse_what_is_shared(accelerator: Accelerator) -> None:
+    if accelerator.num_processes > 1:
+        raise Unsupported(
+            f"{accelerator.num_processes} processes train together: the state of one is not that of the training; launch one process"
+        )
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise Unsupported(f"{accelerator.distributed_type.value} keeps the states of models and optimizers itself: train without it")
+
+
+def _prepared(accelerator: Accelerator) -> dict[str, object]:
+    """What the accelerator prepared and can be tracked, by name."""
+    found: dict[str, object] = {}
+    for kind, where in _PREPARED.items():
+        for number, each in enumerate(getattr(accelerator, where)):
+            if kind != "loader" or has_state(each):
+                found[f"{kind}_{number}" if number else kind] = each
+    if registered := getattr(accelerator, _REGISTERED):
+        found["registered"] = [*registered]
+    if accelerator.scaler is not None:
+        found["scaler"] = accelerator.scaler
+    return found
+
+
+def _found(accelerator: Accelerator) -> dict[str, int]:
+    return {kind: len(getattr(accelerator, where)) for kind, where in {**_PREPARED, "registered object": _REGISTERED}.items()}
+
+
+def _of_loader(loader: Any) -> Iterator[object]:
+    yield loader
+    yield sampler_of(loader)
+
+
+def _completes(accelerator: Accelerator) -> bool:
+    """Whether the next ``accelerator.accumulate`` makes an update: after so many batches, and with the last one of a loader."""
+    gradients = accelerator.gradient_state
+    if gradients.sync_with_dataloader and gradients.end_of_dataloader:
+        return True
+    return bool((accelerator.step + 1) % gradients.num_steps == 0)
