@@ -110,6 +110,7 @@ def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(co
     assert_same(again.model, never.model)
 
 
+@pytest.mark.exact("loop", "fork")
 def test_the_example_of_the_readme_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATASTATES_MEMORY", "64M")
     (code,) = blocks("README.md")

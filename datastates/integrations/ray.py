@@ -1,0 +1,202 @@
+"""Checkpoints of Ray Train and Ray Tune that only name a state, and what a training function does to have them.
+
+    def train(config):  # given to a Tuner, or to a TorchTrainer
+        model, optimizer = build(config)
+        with track("/shared/runs", model=model, optimizer=optimizer, config=config) as run:
+            while run.step < 100:
+                report(run, {"loss": train_step(model, optimizer)})
+
+A trial of Tune is a branch, and so is each worker of Train. What Ray carries about is a folder with a file of a few lines:
+
+    datastates.json      {"repository": …, "state": uid, "branch": …, "owner": whose branch that is}; datastates.1.json for the worker of
+    rank 1
+
+A trial that is started again goes on from the state that its newest checkpoint names. One that takes over another's checkpoint, as
+population based training has it do, goes on in a new branch that forks from the other's state.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import datastates
+from datastates.capture.handle import Capture
+from datastates.errors import InvalidInput, NotFound
+from datastates.lineage.states import RefKind
+from datastates.repository import Repository
+from datastates.tracking.tracker import Tracker
+
+try:
+    import ray.train
+    import ray.tune
+except ImportError as exc:
+    raise ImportError("datastates.integrations.ray needs Ray Train and Tune: pip install 'datastates[ray]'") from exc
+
+__all__ = ["Named", "checkpoint", "named", "report", "track"]
+
+_TRIAL = "ray.trial"
+
+
+class Named(msgspec.Struct, frozen=True):
+    """What a checkpoint of Ray names: a state, and where it is. ``owner`` is the trial or worker whose ``branch`` it is on."""
+
+    repository: str
+    state: str
+    branch: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """Whom this function runs for: a trial of Tune, or a worker of Train."""
+
+    name: str
+    rank: int
+    is_trial: bool
+
+    @property
+    def owner(self) -> str:
+        """Its name among all that share a repository, and that of its first branch."""
+        return self.name if self.rank == 0 else f"{self.name}/rank-{self.rank}"
+
+    @property
+    def ray(self) -> Any:
+        """The half of Ray that runs it: both have ``report``, ``get_checkpoint`` and ``Checkpoint``."""
+        return ray.tune if self.is_trial else ray.train
+
+    @classmethod
+    def here(cls) -> _Worker:
+        """Whoever calls this.
+
+        :raises InvalidInput: Ray runs no training function here.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # in a worker of Train it warns that this is no trial
+            trial = ray.tune.get_context().get_trial_id()
+        if trial is not None:
+            return cls(f"{ray.tune.get_context().get_experiment_name()}/{trial}", 0, is_trial=True)
+        try:
+            context = ray.train.get_context()
+            return cls(context.get_experiment_name(), context.get_world_rank(), is_trial=False)
+        except RuntimeError as exc:
+            raise InvalidInput("Ray runs no training function here: call this in one, or use repo.track") from exc
+
+
+@contextmanager
+def track(repository: str | os.PathLike[str] | Repository, *, branch: str | None = None, **options: Any) -> Iterator[Tracker]:
+    """Track the training that Ray runs here, from the state that Ray's checkpoint names, if there is one.
+
+    Without a checkpoint a branch that exists goes on from its newest state, as by ``Repository.track``.
+
+    :param repository: what every worker reaches: a folder that they share, or the URL of a database; or one that is open.
+    :param branch: the name of its branch; None: experiment and trial, or the name of the run of Train.
+    :param options: what ``Repository.track`` takes: the objects, ``cadence``, ``config`` … Give ``config=config``, and set what the trial's
+        configuration says of the optimizer after this: it comes back as the state had it.
+    :raises InvalidInput: Ray runs no training function here.
+    :raises NotFound: Ray's checkpoint names a state of another repository.
+    """
+    worker = _Worker.here()
+    if isinstance(repository, Repository):
+        with _tracked(repository, worker, branch or worker.owner, options) as run:
+            yield run
+        return
+    with datastates.open(repository) as repo, _tracked(repo, worker, branch or worker.owner, options) as run:
+        yield run
+
+
+def _tracked(repo: Repository, worker: _Worker, branch: str, options: Mapping[str, Any]) -> Tracker:
+    given = worker.ray.get_checkpoint()
+    found = None if given is None else named(given, worker.rank)
+    start = None
+    if found is not None:
+        branch, start = _onwards(repo, worker, branch, found)
+    run = repo.track(branch=branch, start=start, **options)
+    run.attributes[_TRIAL] = worker.owner
+    return run
+
+
+def _onwards(repo: Repository, worker: _Worker, branch: str, found: Named) -> tuple[str, str | None]:
+    """The branch on which a worker goes on from a checkpoint, and where a new one forks."""
+    try:
+        state = repo.state(found.state)
+    except NotFound as exc:
+        raise NotFound(
+            f"Ray's checkpoint names state {found.state} of {found.repository}, and {repo.core.location} has no such state: "
+            "open the repository that it names"
+        ) from exc
+    heads = {ref.name: ref.state for ref in repo.refs() if ref.kind is RefKind.BRANCH}
+    if found.owner != worker.owner or found.branch not in heads:
+        return _free(branch, heads), state.uid
+    if heads[found.branch] != state.uid:  # what was captured since then and never reported is trained again
+        repo.move(found.branch, state.uid, expected=heads[found.branch])
+    return found.branch, None
+
+
+def _free(branch: str, heads: Mapping[str, str]) -> str:
+    """The name, or the first of it with a number that no branch has."""
+    number, name = 1, branch
+    while name in heads:
+        number += 1
+        name = f"{branch}/{number}"
+    return name
+
+
+def report(run: Tracker, metrics: Mapping[str, Any], *, capture: Capture | None = None, **options: Any) -> None:
+    """Capture, wait until the state is on disk, and report the metrics to Ray with a checkpoint that names it.
+
+    :param run: what ``track`` gave.
+    :param metrics: what Ray's ``report`` takes; the state has those of them that are numbers.
+    :param capture: one that was made already, to be named instead.
+    :param options: what else Ray's ``report`` takes.
+    """
+    if capture is None:
+        capture = run.capture(metrics={key: value for key, value in metrics.items() if _is_number(value)})
+    with checkpoint(run, capture) as made:
+        _Worker.here().ray.report(dict(metrics), checkpoint=made, **options)
+
+
+def _is_number(value: object) -> bool:
+    return hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
+
+
+@contextmanager
+def checkpoint(run: Tracker, capture: Capture) -> Iterator[Any]:
+    """A checkpoint of Ray that names a state, once that is on disk; its folder is there until the block ends."""
+    worker = _Worker.here()
+    state = capture.wait("durable")
+    name = Named(str(run.training.core.location), state.uid, run.branch, worker.owner)
+    with tempfile.TemporaryDirectory(prefix="datastates-") as folder:
+        (Path(folder) / _file(worker.rank)).write_bytes(msgspec.json.encode(name))
+        yield worker.ray.Checkpoint.from_directory(folder)
+
+
+def named(checkpoint: Any, rank: int = 0) -> Named:
+    """What a checkpoint of Ray names, such as ``result.checkpoint``; of a rank that it does not know, what that of rank 0 does.
+
+        found = named(result.checkpoint)
+        weights = datastates.open(found.repository).load(found.state, only="model")["model"]
+
+    :raises InvalidInput: it is not one of ours.
+    """
+    with checkpoint.as_directory() as folder:
+        for file in (_file(rank), _file(0)):
+            path = Path(folder) / file
+            if path.is_file():
+                try:
+                    return msgspec.json.decode(path.read_bytes(), type=Named)
+                except msgspec.MsgspecError as exc:
+                    raise InvalidInput(f"{checkpoint} names no state ({exc}): it is damaged, or of a newer version") from exc
+    raise InvalidInput(f"{checkpoint} names no state: it was not made by datastates.integrations.ray; start without it")
+
+
+def _file(rank: int) -> str:
+    return f"datastates.{rank}.json" if rank else "datastates.json"
