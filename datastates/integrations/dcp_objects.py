@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ class Tree(dict[str, Any]):
         super().__init__(found)
         self.found: dict[str, Any] | None = None
         self._reader: weakref.ref[Plans] | None = None
+        self._thread = threading.get_ident()
         _made.add(self)
 
     def items(self) -> Any:
@@ -57,9 +59,10 @@ _made: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
 def leave_to(reader: Plans) -> None:
-    """The trees that torch has asked for are left to this reader for as long as it has a load planned."""
+    """The trees that torch has asked for, on this thread, are left to this reader for as long as it has a load planned."""
     for tree in list(_made):
-        tree._reader = weakref.ref(reader)
+        if tree._thread == threading.get_ident():  # another thread may be saving
+            tree._reader = weakref.ref(reader)
 
 
 class Stateful:

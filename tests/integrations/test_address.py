@@ -11,16 +11,23 @@ from datastates import InvalidInput
 from datastates.integrations.address import Address, address_of, is_address
 
 
-@pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a repository in ``deep/runs``."""
-    monkeypatch.chdir(tmp_path)
-    datastates.open("deep/runs").close()
-    return tmp_path / "deep" / "runs"
+    made = tmp_path_factory.mktemp("addresses")
+    datastates.open(made / "deep" / "runs").close()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The repository; tests run beside it."""
+    monkeypatch.chdir(folder)
+    return folder / "deep" / "runs"
 
 
 @pytest.mark.parametrize(
-    ("text", "folder", "revision"),
+    ("text", "where", "revision"),
     [
         ("deep/runs/main", "deep/runs", "main"),
         ("datastates://deep/runs/main~3", "deep/runs", "main~3"),
@@ -34,8 +41,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("./new/main", "./new", "main"),
     ],
 )
-def test_folder_ends_where_a_repository_lies_or_before_the_last_slash(text: str, folder: str, revision: str) -> None:
-    assert address_of(text) == Address(folder, revision)
+def test_folder_ends_where_a_repository_lies_or_before_the_last_slash(text: str, where: str, revision: str) -> None:
+    assert address_of(text) == Address(where, revision)
 
 
 def test_absolute_paths_and_paths_of_pathlib_are_addresses(runs: Path) -> None:

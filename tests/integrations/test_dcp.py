@@ -599,6 +599,25 @@ def test_stateful_takes_what_has_another_size_or_another_state_now(repo: Reposit
     assert torch.equal(saved(repo)["app"]["order"]["order"], torch.arange(7)), "it shows what it holds again"
 
 
+def test_stateful_that_another_thread_saves_is_whole_whatever_is_loaded_meanwhile(repo: Repository) -> None:
+    model, optimizer = build()
+    app = Stateful(model=model, optimizer=optimizer, rng=False)
+    dcp.save({"app": app}, storage_writer=Writer(repo))
+    tree = app.state_dict()
+    seen: list[bool] = []
+
+    def load() -> None:
+        reader = Reader(repo)
+        reader.read_metadata()  # from here on it has a load planned
+        seen.append(bool(tree.items()))
+        reader.reset()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    assert seen == [True]
+
+
 def test_stateful_that_the_state_lacks_is_refused(repo: Repository) -> None:
     model, _ = build()
     dcp.save({"other": Stateful(model=model), "n": 1}, storage_writer=Writer(repo))
