@@ -39,6 +39,7 @@ __all__ = ["PARTS", "Setting", "Steps", "Way"]
 
 PARTS = {
     "accelerate": "integrations_accelerate",
+    "transformers": "integrations_transformers",
 }
 """The module of each part; one line a framework."""
 
