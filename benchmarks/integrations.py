@@ -40,6 +40,7 @@ __all__ = ["PARTS", "Setting", "Steps", "Way"]
 PARTS = {
     "accelerate": "integrations_accelerate",
     "transformers": "integrations_transformers",
+    "dcp": "integrations_dcp",
 }
 """The module of each part; one line a framework."""
 

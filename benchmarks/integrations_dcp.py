@@ -1,0 +1,106 @@
+"""torch.distributed.checkpoint at every step: to a folder, and by ``Writer`` to a repository; saved at once, or asynchronously."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+from integrations import Setting, Steps, Way
+
+import datastates
+from datastates.config import Config
+from datastates.integrations.dcp import Writer
+
+__all__ = ["ways"]
+
+dcp: Any = torch.distributed.checkpoint  # type checkers are told that it exports nothing
+_KEPT = 3
+
+Save = Callable[[dict[str, Any], Path, int], object]
+
+
+def ways() -> list[Way]:
+    """A floor, and each way to save beside it."""
+    durable = "own loop, datastates, every step durable"
+    return [
+        Way("DCP", _loop(None)),
+        Way("DCP, save to folders", _loop(_to_folder), "DCP"),
+        Way("DCP, save by Writer", _by_writer(_to_state), "DCP", durable),
+        Way("DCP, async_save to folders", _loop(_Later(_to_folder_later)), "DCP"),
+        Way("DCP, async_save by Writer", _by_writer(_Later(_to_state_later)), "DCP", durable),
+        Way("DCP, save by Writer, captured", _by_writer(_to_memory), "DCP", "own loop, datastates"),
+    ]
+
+
+class _Later:
+    """An asynchronous save at a time: the next one waits for it."""
+
+    def __init__(self, save: Callable[[dict[str, Any], Path, int, Any], Any]) -> None:
+        self._save, self._waiting = save, None
+
+    def __call__(self, state: dict[str, Any], folder: Path, step: int, repo: Any = None) -> object:
+        if self._waiting is not None:
+            self._waiting.result()
+        self._waiting = self._save(state, folder, step, repo)
+        return None
+
+
+def _loop(save: Any) -> Callable[[Setting, Path], Steps]:
+    def begin(setting: Setting, folder: Path) -> Steps:
+        return _steps(setting, folder, save)
+
+    return begin
+
+
+def _by_writer(save: Any) -> Callable[[Setting, Path], Steps]:
+    def begin(setting: Setting, folder: Path) -> Steps:
+        with datastates.open(folder, config=Config(retention="latest:3")) as repo:
+            yield from _steps(setting, folder, lambda state, where, step: save(state, where, step, repo))
+
+    return begin
+
+
+def _steps(setting: Setting, folder: Path, save: Save | None) -> Iterator[object]:
+    warnings.simplefilter("ignore", UserWarning)  # that torch saves from one process
+    folder.mkdir(exist_ok=True, parents=True)
+    model = setting.model()
+    optimizer, loader = setting.optimizer(model), setting.loader()
+    step = 0
+    while True:
+        for (tokens,) in loader:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(tokens)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if save is not None:
+                save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, folder, step)
+            yield loss
+
+
+def _to_folder(state: dict[str, Any], folder: Path, step: int) -> object:
+    saved = dcp.save(state, checkpoint_id=folder / str(step))
+    shutil.rmtree(folder / str(step - _KEPT), ignore_errors=True)
+    return saved
+
+
+def _to_folder_later(state: dict[str, Any], folder: Path, step: int, _: Any) -> object:
+    shutil.rmtree(folder / str(step - _KEPT), ignore_errors=True)
+    return dcp.async_save(state, checkpoint_id=folder / str(step))
+
+
+def _to_state(state: dict[str, Any], folder: Path, step: int, repo: Any) -> object:
+    return dcp.save(state, storage_writer=Writer(repo, step=step))
+
+
+def _to_state_later(state: dict[str, Any], folder: Path, step: int, repo: Any) -> object:
+    return dcp.async_save(state, storage_writer=Writer(repo, step=step))
+
+
+def _to_memory(state: dict[str, Any], folder: Path, step: int, repo: Any) -> object:
+    return dcp.save(state, storage_writer=Writer(repo, step=step, until="captured"))
