@@ -1,9 +1,10 @@
-"""What the lineage costs at a million states and five million metrics on SQLite.
+"""What the lineage costs at a million states and five million metrics, on SQLite or on PostgreSQL.
 
-    python benchmarks/lineage.py [--states N] [--folder DIR] [--rounds N] [--mlflow-python PATH] [--json FILE]
+    python benchmarks/lineage.py [--states N] [--folder DIR] [--rounds N] [--postgresql] [--mlflow-python PATH] [--json FILE]
 
 The database is built once per size in DIR and used again; appended states stay in it. Operations take turns, round after
-round. MLflow is measured beside it at 2,000 runs when PATH names a Python that has it.
+round. ``--postgresql`` starts a server of its own, with fsync and everything else as PostgreSQL ships it, and fills a database there,
+which goes with it. MLflow is measured beside it at 2,000 runs when PATH names a Python that has it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import machine, out, table
-from many_states import BRANCHES, METRICS, RARE, make
+from many_states import BRANCHES, METRICS, RARE, make, make_at
+from postgresql import serving
 
 from datastates.lineage import Database, NewState, StateFacts
 from datastates.lineage.change import record
@@ -78,14 +80,21 @@ def main() -> int:
     parser.add_argument("--states", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--postgresql", action="store_true")
     parser.add_argument("--mlflow-python", default=sys.executable)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.states < BRANCHES * 11_000:
         parser.error(f"--states is {arguments.states}: chains of 10,000 ancestors need at least {BRANCHES * 11_000}")
     out(machine())
-    url = prepare(arguments.folder, arguments.states)
-    ours = measure(url, arguments.rounds)
+    if arguments.postgresql:
+        with serving(arguments.folder) as url:
+            began = time.monotonic()
+            make_at(url, arguments.states)
+            out(f"built {arguments.states:,} states on PostgreSQL in {time.monotonic() - began:.0f} s")
+            ours = measure(url, arguments.rounds)
+    else:
+        ours = measure(prepare(arguments.folder, arguments.states), arguments.rounds)
     peer, why = mlflow(arguments.mlflow_python, arguments.folder)
     out(report(ours, peer, arguments.states))
     if why:

@@ -8,10 +8,12 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from sqlalchemy import create_engine
+
 from datastates.lineage import Database
 from datastates.lineage.migrations.versions import v0007_segments
 
-__all__ = ["BRANCHES", "FURTHER", "METRICS", "RARE", "RUNS", "fill", "furnish", "make"]
+__all__ = ["BRANCHES", "FURTHER", "METRICS", "RARE", "RUNS", "fill", "furnish", "make", "make_at"]
 
 BRANCHES = 50
 METRICS = ("loss", "val_loss", "acc", "grad_norm")
@@ -36,6 +38,40 @@ def make(path: Path, count: int, branches: int = BRANCHES, *, is_furnished: bool
     database.close()
 
 
+def make_at(url: str, count: int, branches: int = BRANCHES) -> None:
+    """The same as ``make`` without what people have besides, in an empty database of PostgreSQL."""
+    database, length = Database(url), count // branches
+    engine = create_engine(url)
+    with engine.begin() as connection, connection.connection.cursor() as cursor:
+        cursor.execute("set session_replication_role = replica")  # nothing is wrong with what is made here
+        for sql, rows in (
+            (f"copy state ({_STATE}, micro_step, status, bytes_total, bytes_new, world_size) from stdin", _whole(states(count, branches))),
+            ("copy metric (state_id, key, value) from stdin", metrics(count, branches)),
+            ("copy ref (name, kind, state_id, version) from stdin", _heads(length, branches)),
+        ):
+            with cursor.copy(sql) as copy:
+                for row in rows:
+                    copy.write_row(row)
+        cursor.execute("select setval(pg_get_serial_sequence('state', 'id'), (select max(id) from state))")
+    with database.write() as session:
+        v0007_segments.fill(session.connection())
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("vacuum analyze")
+    engine.dispose()
+    database.close()
+
+
+_STATE = "id, uid, digest, parent_id, generation, jump_id, jump_step, step, created_at"
+
+
+def _whole(rows: Iterator[tuple[object, ...]]) -> Iterator[tuple[object, ...]]:
+    return ((*row, 0, "evicted", 0, 0, 1) for row in rows)
+
+
+def _heads(length: int, branches: int) -> list[tuple[str, str, int, int]]:
+    return [("main" if branch == 0 else f"branch-{branch}", "branch", (branch + 1) * length, 1) for branch in range(branches)]
+
+
 def fill(connection: sqlite3.Connection, count: int, branches: int = BRANCHES) -> None:
     """Chains of equal length: ``main``, and branches that fork from it at random; every state has five metrics."""
     connection.execute("pragma synchronous=off")
@@ -45,9 +81,7 @@ def fill(connection: sqlite3.Connection, count: int, branches: int = BRANCHES) -
         states(count, branches),
     )
     connection.executemany("insert into metric (state_id, key, value) values (?, ?, ?)", metrics(count, branches))
-    length = count // branches
-    heads = [("main" if branch == 0 else f"branch-{branch}", "branch", (branch + 1) * length, 1) for branch in range(branches)]
-    connection.executemany("insert into ref (name, kind, state_id, version) values (?, ?, ?, ?)", heads)
+    connection.executemany("insert into ref (name, kind, state_id, version) values (?, ?, ?, ?)", _heads(count // branches, branches))
     connection.commit()
     connection.execute("analyze")
 
