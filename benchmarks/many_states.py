@@ -7,6 +7,7 @@ import random
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import create_engine
 
@@ -42,7 +43,9 @@ def make_at(url: str, count: int, branches: int = BRANCHES) -> None:
     """The same as ``make`` without what people have besides, in an empty database of PostgreSQL."""
     database, length = Database(url), count // branches
     engine = create_engine(url)
-    with engine.begin() as connection, connection.connection.cursor() as cursor:
+    with engine.begin() as connection:
+        raw: Any = connection.connection.driver_connection  # psycopg's own, which copies
+        cursor = raw.cursor()
         cursor.execute("set session_replication_role = replica")  # nothing is wrong with what is made here
         for sql, rows in (
             (f"copy state ({_STATE}, micro_step, status, bytes_total, bytes_new, world_size) from stdin", _whole(states(count, branches))),

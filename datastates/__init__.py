@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .policy.mtbf import Daly, TwoLevel, Young
     from .policy.retention import Retention
     from .repository import Repository, open
+    from .system.logs import JsonLines
     from .tracking.guard import Guard, Rewind
     from .tracking.tracker import Tracker
     from .transport.contract import Tls
@@ -85,6 +86,7 @@ __all__ = [
     "Guard",
     "InvalidInput",
     "Item",
+    "JsonLines",
     "Module",
     "ModuleFailed",
     "NotFound",
@@ -138,6 +140,7 @@ _MODULES = {
     "Ensemble": "algebra.ensemble",
     "Guard": "tracking.guard",
     "Item": "modules.contract",
+    "JsonLines": "system.logs",
     "Module": "modules.contract",
     "OnImprovement": "policy.improvement",
     "Peer": "clone.peer",

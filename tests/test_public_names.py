@@ -35,6 +35,7 @@ PUBLIC = {
         "Disconnected",
         "Peer",
         "PeerFault",
+        "JsonLines",
         "RngState",
         "Server",
         "Tls",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from datastates.errors import Torn
+from datastates.system.logs import event
 
 __all__ = ["Edits", "named"]
 
@@ -54,6 +55,7 @@ class Edits:
             "From now on %s copied before capture() returns, so that no further state is lost; run.fence() before the edit, or "
             "track(defer=False), would have kept this one",
             *(branch, steps, named(sorted(torn)), "everything is" if self.are_anywhere else "these tensors are"),
+            extra=event("capture.torn", branch=branch, steps=[tear.step for tear in tears], tensors=sorted(torn)),
         )
         return True
 

@@ -11,6 +11,7 @@ from datastates.lineage.database import Database
 from datastates.lineage.states import Value
 from datastates.policy.history import noted
 from datastates.system.interrupts import undisturbed
+from datastates.system.logs import event
 
 from .events import Paced
 from .line import Line
@@ -54,7 +55,8 @@ class Paces:
         while self._unsaid:
             line, why = self._unsaid.popleft()
             with undisturbed():  # the locks of logging can be left taken
-                _logger.info("branch %s: states become durable %s", line.branch, why)
+                chosen = event("cadence.chosen", branch=line.branch, reason=str(why))
+                _logger.info("branch %s: states become durable %s", line.branch, why, extra=chosen)
 
     def note(self) -> None:
         """Tell the lineage what was chosen since, and at what costs; what it does not take now is told later.

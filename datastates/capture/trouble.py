@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from datastates.system.logs import event
+
 __all__ = ["CLOSING_S", "Trouble", "is_full"]
 
 _logger = logging.getLogger(__name__)
@@ -46,7 +48,11 @@ class Trouble:
         is_new, self.why = self.why is None, why
         if is_new:
             self.since = self._said_at = self.clock()
-            _logger.warning("states cannot be written for now; the training goes on, and they wait in memory: %s", why)
+            _logger.warning(
+                "states cannot be written for now; the training goes on, and they wait in memory: %s",
+                why,
+                extra=event("writes.paused", reason=why),
+            )
 
     def note_left(self, count: int) -> None:
         """States have left memory unwritten."""
@@ -60,13 +66,16 @@ class Trouble:
         """Say again that it lasts, if it was not said for long."""
         if self.why is not None and self.clock() - self._said_at >= _SAY_AGAIN_S:
             self._said_at = self.clock()
-            _logger.warning("still %s", self.describe(waiting))
+            lasting = event("writes.still_paused", seconds=self._said_at - self.since, waiting=waiting, reason=self.why)
+            _logger.warning("still %s", self.describe(waiting), extra=lasting)
 
     def end(self, waiting: int) -> None:
         """A state was written; ``waiting`` are to be."""
         if self.why is None:
             return
-        _logger.warning("states are written again, after %.0f s; %d more to write%s", self.clock() - self.since, waiting, self._cost())
+        after = self.clock() - self.since
+        over = event("writes.resumed", seconds=after, waiting=waiting, left=self._given_way, skipped=self._skipped)
+        _logger.warning("states are written again, after %.0f s; %d more to write%s", after, waiting, self._cost(), extra=over)
         self.why = self.closing_since = None
         self._given_way = self._skipped = 0
 

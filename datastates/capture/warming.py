@@ -23,6 +23,7 @@ from datastates.policy.keeping import FEWEST, is_tight, slots_allowed, slots_at_
 from datastates.store.arena import Arena
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex
+from datastates.system.logs import event
 from datastates.system.memory import available_memory_bytes
 
 __all__ = ["Warmer"]
@@ -85,6 +86,7 @@ class Warmer:
             _logger.info(
                 "memory runs short: states take no more than the %d MiB that they have, and are written to disk where that is too little",
                 self._arena.warm * CHUNK_BYTES >> 20,
+                extra=event("memory.short", bytes=self._arena.warm * CHUNK_BYTES),
             )
         self._changed.ring()
 
@@ -119,6 +121,7 @@ class Warmer:
             "the newest %d states (%.4g MiB each) are kept in memory; memory_bytes= of datastates.open, or DATASTATES_MEMORY, keeps more",
             kept,
             size_bytes / (1 << 20),
+            extra=event("memory.kept", states=kept, state_bytes=size_bytes),
         )
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from datastates.lineage.change import clones
 from datastates.lineage.states import Ref, RefKind, State
 from datastates.objects.report import RestoreReport
 from datastates.opening.core import Core
+from datastates.system.logs import event
 from datastates.system.memory import available_memory_bytes
 from datastates.transport import loop
 from datastates.transport.clone.fetch import Fetched, fetch
@@ -87,7 +88,9 @@ class IntoObjects(Arrival):
         report = self._sink.commit()
         loop.run(opened.end_chain())
         self._sink.close()
-        _logger.info("cloned state %s, step %d, from %s", opened.state.uid[:10], opened.state.step, ", ".join(fetched.bytes_by_feed))
+        sources = ", ".join(fetched.bytes_by_feed)
+        landed = event("clone.landed", state=opened.state.uid, step=opened.state.step, bytes=sum(fetched.bytes_by_feed.values()))
+        _logger.info("cloned state %s, step %d, from %s", opened.state.uid[:10], opened.state.step, sources, extra=landed)
         return opened.state, report
 
     def explain(self, error: BaseException) -> BaseException:

@@ -23,6 +23,7 @@ from datastates.lineage.database import Database
 from datastates.lineage.states import State
 from datastates.store.tier import SupportsManifests, Tier
 from datastates.store.tiers import payload_of
+from datastates.system.logs import event
 from datastates.system.priority import yield_disk
 
 __all__ = ["Copies", "Told"]
@@ -128,11 +129,13 @@ class Copies:
                 if newest.told is not None:
                     newest.told.hold_up(Unavailable(said))
                 if not was_late:
-                    _logger.warning("%s", said, exc_info=exc)
+                    _logger.warning(
+                        "%s", said, exc_info=exc, extra=event("tier.away", tier=turn.tier.name, state=newest.uid, reason=str(exc))
+                    )
                 return
             self._forget(late.popleft())
             if was_late:
-                _logger.warning("the %s tier takes states again", turn.tier.name)
+                _logger.warning("the %s tier takes states again", turn.tier.name, extra=event("tier.back", tier=turn.tier.name))
                 was_late = False
 
     def _copy(self, turn: _Turn) -> None:

@@ -34,6 +34,7 @@ from datastates.store.roles import DurableTier
 from datastates.store.tier import Placed
 from datastates.store.tiers import CAPTURED
 from datastates.system.interrupts import Mutex
+from datastates.system.logs import event
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -220,7 +221,8 @@ class Journal:
             except Unavailable as error:
                 self._note_away(error)
             else:
-                _logger.warning("the lineage answers again after %.0f s", time.monotonic() - self._away_since)
+                after = time.monotonic() - self._away_since
+                _logger.warning("the lineage answers again after %.0f s", after, extra=event("lineage.back", seconds=after))
                 self._away_since = None
 
     def note_away(self, error: Unavailable) -> None:
@@ -285,7 +287,11 @@ class Journal:
         self._why = " ".join(str(error).split())  # drivers write several lines
         if self._away_since is None:
             self._away_since = time.monotonic()
-            _logger.warning("the lineage does not answer: captures go on in memory, and are recorded when it does (%s)", self._why)
+            _logger.warning(
+                "the lineage does not answer: captures go on in memory, and are recorded when it does (%s)",
+                self._why,
+                extra=event("lineage.away", reason=self._why),
+            )
 
     def _tell_or_recall(self, news: Sequence[NewState]) -> dict[str, State]:
         try:
@@ -398,7 +404,11 @@ class Journal:
             gone = clones.known(session, self._gone)
             lineage_record.evict(session, gone, tier=CAPTURED, node=self._holder)
         self._forget_gone()
-        _logger.warning("the lineage had forgotten %d states of this process: they are recorded again", len(lost))
+        _logger.warning(
+            "the lineage had forgotten %d states of this process: they are recorded again",
+            len(lost),
+            extra=event("lineage.forgot", states=len(lost)),
+        )
         return True
 
     def _leave_out_unknown(self, known: Iterable[str]) -> bool:

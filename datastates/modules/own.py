@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datastates.errors import ModuleFailed
 from datastates.lineage.states import State
 from datastates.store.roles import CaptureTier
+from datastates.system.logs import event
 
 from .contract import Module
 from .item import HeldItem
@@ -101,4 +102,5 @@ class Own:
         turn.on_failed(failed)
         if module.name not in self._failed:
             self._failed.add(module.name)
-            _logger.warning("%s; if it fails again, only the handles of those captures say so", failed, exc_info=error)
+            what = event("module.failed", user_module=module.name, state=state.uid, step=state.step)
+            _logger.warning("%s; if it fails again, only the handles of those captures say so", failed, exc_info=error, extra=what)

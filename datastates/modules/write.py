@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from datastates.store.roles import CaptureTier, DurableTier
 from datastates.store.tier import Payload, Placed
+from datastates.system.logs import event
 from datastates.system.recorder import Recorder
 
 from .contract import Priority
@@ -13,6 +15,8 @@ from .journal import Journal
 from .work import Writing
 
 __all__ = ["Write"]
+
+_logger = logging.getLogger(__name__)
 
 
 class Write:
@@ -38,6 +42,9 @@ class Write:
         ended = time.monotonic()
         self._recorder.span("mark", put, ended, writing.uid, step)
         self._recorder.span("write", began, ended, writing.uid, step)
+        if _logger.isEnabledFor(logging.DEBUG):
+            durable = event("state.durable", state=writing.uid, step=step, bytes=placed.bytes_new, seconds=ended - began)
+            _logger.debug("state %s, step %d, is durable after %.3f s", writing.uid, step, ended - began, extra=durable)
 
     def _count(self, placed: Placed) -> None:
         manifest = placed.manifest

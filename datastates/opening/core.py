@@ -30,6 +30,7 @@ from datastates.store.arena import Arena
 from datastates.store.tier import Reader
 from datastates.store.tiers import Tiers, captures_in, packs_in
 from datastates.system.interrupts import Mutex, undisturbed
+from datastates.system.logs import event
 from datastates.system.memory import available_memory_bytes
 
 from .belongings import Belongings
@@ -252,7 +253,11 @@ class Core:
             if not has_said and time.monotonic() - began > _PATIENCE_S:
                 has_said = True
                 with undisturbed():  # the locks of logging too can be left taken
-                    _logger.warning("making %d states durable before closing; Ctrl-C gives them up", pending)
+                    _logger.warning(
+                        "making %d states durable before closing; Ctrl-C gives them up",
+                        pending,
+                        extra=event("closing.waits", states=pending),
+                    )
 
         with self.tiers.durable.hurrying():
             self.running.drain(say)

@@ -13,6 +13,7 @@ from datastates.lineage.database import Database
 from datastates.store.roles import DurableTier
 from datastates.store.tier import Placed
 from datastates.store.tiers import VOLATILE
+from datastates.system.logs import event
 
 from .home import Home
 from .lease import LEASES
@@ -46,7 +47,8 @@ def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Rec
             (home.path / LEASES / run.uid).unlink(missing_ok=True)
     for item in recovered:
         where = "nothing of it is left, so the name is free" if item.new is None else f"it is back at {item.new[:10]}"
-        _logger.warning("branch %s: its newest states died with their process; %s", item.branch, where)
+        back = event("branch.moved_back", branch=item.branch, state=item.new, reason="the process died")
+        _logger.warning("branch %s: its newest states died with their process; %s", item.branch, where, extra=back)
     return recovered
 
 

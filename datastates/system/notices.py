@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 
 __all__ = ["say"]
 
 _logger = logging.getLogger(__name__)
 
 
-def say(text: str) -> None:
+def say(text: str, extra: Mapping[str, object] | None = None) -> None:
     """One line: a record of level INFO, and where nobody set logging up, on standard error.
 
     ``logging.getLogger("datastates").setLevel(logging.WARNING)`` turns it off.
     """
     if _logger.hasHandlers():
-        _logger.info("%s", text)
+        _logger.info("%s", text, extra=extra)
     elif not _is_turned_down() and sys.stderr is not None:
         sys.stderr.write(f"datastates: {text}\n")
 

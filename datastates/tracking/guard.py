@@ -33,6 +33,7 @@ from datastates.objects.adapters import parts
 from datastates.objects.loops import LOOPS
 from datastates.objects.sampler import PermutationSampler
 from datastates.policy.spikes import Spikes
+from datastates.system.logs import event
 
 from .soundness import is_sound
 from .training import Training
@@ -182,6 +183,7 @@ class Guard:
         _logger.warning(
             "the loss of step %d %s: back at step %d (%s), what came since is on %s; rewind %d of %d in a row",
             step, problem, good.step, good.uid[:10], branch, self._in_a_row, self._rules.limit,
+            extra=event("guard.rewound", branch=self._training.branch, step=step, loss=loss, state=good.uid, abandoned=branch),
         )  # fmt: skip
 
     def _abandon(self, step: int, loss: float, problem: str) -> str:

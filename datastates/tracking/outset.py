@@ -17,6 +17,7 @@ from datastates.lineage.states import Ref, RefKind, State
 from datastates.objects.adapters import IN_BACKWARD
 from datastates.opening.core import Core
 from datastates.opening.missing import explain, is_elsewhere, nearest_here
+from datastates.system.logs import event
 from datastates.system.notices import say
 
 from .training import Training
@@ -62,7 +63,8 @@ def origin_of(core: Core, branch: str, start: str | State | None, *, resume: boo
     if ref is None:
         return Outset(origin, is_fork=True)
     if origin.uid != ref.state:
-        _logger.warning("branch %s goes back to state %s (step %d): %s", branch, origin.uid[:10], origin.step, why)
+        back = event("branch.moved_back", branch=branch, state=origin.uid, reason=str(why))
+        _logger.warning("branch %s goes back to state %s (step %d): %s", branch, origin.uid[:10], origin.step, why, extra=back)
         with core.writing() as session:
             refs.move(session, branch, origin.uid, expected=ref.state)
     return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
@@ -96,9 +98,11 @@ def set_out(training: Training, state: State, *, only: str | Sequence[str] | Non
     stand(training, state, is_resumed=is_resumed)
     where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")
     if not is_resumed:
-        _logger.info("branch %s begins at %s", training.branch, where)
+        begun = event("branch.begun", branch=training.branch, state=state.uid, step=state.step)
+        _logger.info("branch %s begins at %s", training.branch, where, extra=begun)
         return
-    say(f"branch {training.branch} goes on from {where}")
+    resumed = event("branch.resumed", branch=training.branch, state=state.uid, step=state.step)
+    say(f"branch {training.branch} goes on from {where}", resumed)
     if forgotten := _forgotten(training, only):
         _logger.warning(
             "branch %s has %s too, and %s not tracked now: begun anew, and missing in what is captured from here; pass %s to track, or fork"

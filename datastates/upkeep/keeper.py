@@ -20,6 +20,7 @@ from datastates.policy.retention import Retention, retention_of
 from datastates.policy.rules import All
 from datastates.system.bell import Latch
 from datastates.system.interrupts import undisturbed
+from datastates.system.logs import event
 from datastates.system.seldom import Seldom
 
 from .retention import Grounds, Pruned, carry_out, half_of_room, reckoned, survey, taking_turns, told_policies
@@ -166,7 +167,10 @@ class Keeper:
         except Exception as exc:  # whatever it is, the training goes on
             self.error = exc
             _logger.warning(
-                "states that retention does not keep stay on disk for now: %s", exc, exc_info=not isinstance(exc, DatastatesError)
+                "states that retention does not keep stay on disk for now: %s",
+                exc,
+                exc_info=not isinstance(exc, DatastatesError),
+                extra=event("retention.failed", reason=str(exc)),
             )
 
     def _pass(self, is_over: Callable[[], bool]) -> Pruned | None:
@@ -188,7 +192,11 @@ class Keeper:
             if not is_over():  # else it may have been broken off, and is made up for by the last one
                 self._added = max(0, self._added - added)
         if report.dropped:
-            _logger.info("retention: %s", report)
+            kept = sum(report.kept.values())
+            done = event(
+                "retention.dropped", states=len(report.dropped), bytes=report.bytes_freed, kept=kept, bytes_kept=report.bytes_after
+            )
+            _logger.info("retention: %s", report, extra=done)
         return report
 
 

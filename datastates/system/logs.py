@@ -1,0 +1,52 @@
+"""What happens, for machines: each event that is worth a counter or an alarm has a name that stays, and fields.
+
+    _logger.warning("the lineage does not answer: …", extra=event("lineage.away", reason=why))
+
+They are plain attributes of the record, as ``extra`` makes them, so any formatter of JSON finds them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from datetime import UTC, datetime
+
+__all__ = ["JsonLines", "event"]
+
+_PLAIN = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
+
+
+def event(name: str, /, **fields: object) -> dict[str, object]:
+    """``extra`` of a call of a logger: the event's name, which stays, and what it is about; ``docs/guide/observing.md`` lists them."""
+    return {"event": name, **fields}
+
+
+class JsonLines(logging.Formatter):
+    """A formatter of the standard library's logging: a JSON object a line, with ``time`` (UTC), ``level``, ``logger`` and ``message``.
+
+    Events have ``event`` and their fields besides, and whatever else ``extra`` was given; an exception is a text. For any handler::
+
+        import logging
+
+        handler = logging.StreamHandler()
+        handler.setFormatter(datastates.JsonLines())
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in vars(record).items() if key not in _PLAIN and key not in line}
+        if record.exc_info or record.exc_text:
+            line["exception"] = record.exc_text or self.formatException(record.exc_info or (None, None, None))
+        return json.dumps({key: _sound(value) for key, value in line.items()}, default=str, ensure_ascii=False)
+
+
+def _sound(value: object) -> object:
+    """A number that JSON has none for, such as the loss that a training diverged with, as a text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
