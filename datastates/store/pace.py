@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from datastates.system.bell import Bell
 from datastates.system.deeds import at
+from datastates.system.interrupts import Mutex
 
 from .pack import PAGE
 
@@ -32,7 +33,7 @@ class Pace:
     def __init__(self, bytes_per_s: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.bytes_per_s = bytes_per_s
         self._clock = clock
-        self._lifted, self._lock = threading.Event(), threading.Lock()
+        self._bell, self._lock = Bell(), Mutex()
         self._free_at = 0.0
         self._lifts = 0
 
@@ -41,14 +42,19 @@ class Pace:
         """About as much as is to be written at a time; whole pages."""
         return max(_LEAST_BYTES, self.bytes_per_s // _PIECES_PER_S // PAGE * PAGE)
 
+    @property
+    def is_lifted(self) -> bool:
+        """Whether nobody waits."""
+        return self._lifts > 0
+
     def wait(self, path: Path, size: int) -> None:
         """Return when so many bytes may be written to a file, after what was allowed before."""
-        if self._lifted.is_set():
+        if self.is_lifted:
             return
         with self._lock:
             begin = max(self._clock(), self._free_at)
             self._free_at = begin + size / self.bytes_per_s
-        while (left := begin - self._clock()) > 0 and not self._lifted.is_set():
+        while (left := begin - self._clock()) > 0 and not self.is_lifted:
             at("pace", path)
             self._sleep(min(left, _SIGN_S))
 
@@ -64,7 +70,7 @@ class Pace:
     def _lift(self, change: int) -> None:
         with self._lock:
             self._lifts += change
-            (self._lifted.set if self._lifts else self._lifted.clear)()
+        self._bell.ring()
 
     def _sleep(self, seconds: float) -> None:
-        self._lifted.wait(seconds)
+        self._bell.wait_for(lambda: self.is_lifted, seconds)

@@ -102,7 +102,7 @@ def test_whoever_waits_goes_on_when_it_is_lifted() -> None:
             pace.wait(Path("a"), 1 << 30)
         waiting.join(20)
         assert not waiting.is_alive()
-    assert not pace._lifted.is_set()
+    assert not pace.is_lifted
 
 
 def test_a_repository_that_is_closed_writes_what_is_left_at_once(tmp_path: Path) -> None:
