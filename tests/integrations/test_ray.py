@@ -133,7 +133,7 @@ def test_a_trial_that_takes_over_the_state_of_another_goes_on_in_a_branch_that_f
 @pytest.mark.skipif(not IS_THOROUGH, reason="Ray Train takes half a minute to begin")
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.exact("ray", "killed", "shuffled", "workers-0")
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exact("ray", "ranks"))])
 def test_workers_of_train_that_were_killed_go_on_from_what_their_checkpoint_names(runs: Path, workers: int) -> None:
     from ray.train.torch import TorchTrainer
 
