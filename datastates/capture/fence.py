@@ -132,9 +132,29 @@ class Fence:
         # torch.save(model) pickles hooks: what is loaded has a fence that never waits.
         return Fence, (_nothing,)
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._stepped.add(id(optimizer))
+        if callable(closure := args[1] if len(args) > 1 else kwargs.get("closure")) and _asks_first(optimizer):
+            waiting = self._after(closure)
+            return ((args[0], waiting, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": waiting})
         self._wait()
+        return None
+
+    def _after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a step, in which forward and backward are: the copy overlaps them here too."""
+
+        is_first = True
+
+        def wait_then() -> Any:
+            nonlocal is_first
+            try:
+                return closure()
+            finally:
+                if is_first:
+                    is_first = False
+                    self._wait()
+
+        return wait_then
 
     def _on_load(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
         self._wait()
@@ -166,6 +186,11 @@ class _Method:
             del self.members[self.name]
         else:
             self.members[self.name] = self.before
+
+
+def _asks_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changes nothing before it has called its closure: so it is with all of torch's own."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _nothing() -> None:

@@ -244,3 +244,65 @@ def _in_a_child(run: datastates.Tracker, capture: datastates.Capture, model: nn.
             refused += 1
     run.close()
     return refused
+
+
+class Hasty(torch.optim.SGD):
+    """It changes something before it calls its closure, for all that anybody knows."""
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Rprop", "ASGD", "Adamax", "LBFGS"])
+@pytest.mark.parametrize("way", ["positional", "keyword"])
+def test_a_copy_overlaps_the_closure_of_a_step(name: str, way: str) -> None:
+    said: list[str] = []
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = getattr(torch.optim, name)([weight], lr=0.1)
+    before = weight.detach().clone()
+
+    def wait() -> None:
+        said.append("changed" if not torch.equal(weight, before) else "waited")
+
+    def closure() -> torch.Tensor:
+        said.append("closure")
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    fence = Fence(wait)
+    fence.install([optimizer], [])
+    loss = optimizer.step(closure) if way == "positional" else optimizer.step(closure=closure)
+    fence.remove()
+    assert said[:2] == ["closure", "waited"]
+    assert loss is not None
+    assert torch.as_tensor(loss).item() == 4.0
+    assert not torch.equal(weight, before)
+
+
+def test_an_optimizer_of_the_users_own_waits_before_its_closure() -> None:
+    said: list[str] = []
+    optimizer = Hasty([nn.Parameter(torch.ones(1))], lr=0.1)
+    fence = Fence(lambda: said.append("waited"))
+    fence.install([optimizer], [])
+
+    def closure() -> float:
+        said.append("closure")
+        return 0.0
+
+    optimizer.step(closure)
+    fence.remove()
+    assert said == ["waited", "closure"]
+
+
+def test_a_closure_that_raises_is_waited_for() -> None:
+    said: list[str] = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    fence = Fence(lambda: said.append("waited"))
+    fence.install([optimizer], [])
+
+    def closure() -> float:
+        raise ValueError("the training's own")
+
+    with pytest.raises(ValueError, match="the training's own"):
+        optimizer.step(closure)
+    fence.remove()
+    assert said == ["waited"]

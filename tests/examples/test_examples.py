@@ -1,6 +1,6 @@
 """Every example runs as a user runs it: as a script, in its own process.
 
-``demo.py`` in test_demo, the clone in test_clone_example, the soup in test_soup_example, the tier in test_own_tier, the
+``demo.py`` in test_demo, the clone in test_clone_example, the soups in test_soup_example, the tier in test_own_tier, the
 module in test_own_module.
 """
 
@@ -80,6 +80,7 @@ def test_every_example_is_run_here() -> None:
         "demo.py",
         "find_outliers.py",
         "leave_out_tree.py",
+        "lightning_soup.py",
         "own_module.py",
         "own_tier.py",
         "pbt.py",

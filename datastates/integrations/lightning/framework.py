@@ -1,0 +1,33 @@
+"""Lightning, under the name by which the script knows it: ``lightning.pytorch``, or ``pytorch_lightning``, whose classes are others."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+__all__ = ["NAME", "Callback", "CheckpointIO", "LightningModule", "TorchCheckpointIO", "version"]
+
+
+def _name() -> str:
+    """The package whose Trainer this process uses, as far as imports tell; ``lightning.pytorch`` where nothing does."""
+    if "lightning.pytorch" not in sys.modules and "pytorch_lightning" in sys.modules:
+        return "pytorch_lightning"
+    if find_spec("lightning") is not None:
+        return "lightning.pytorch"
+    if find_spec("pytorch_lightning") is not None:
+        return "pytorch_lightning"
+    raise ModuleNotFoundError("datastates.integrations.lightning needs Lightning: pip install 'datastates[lightning]'")
+
+
+NAME = _name()
+
+_pytorch: Any = import_module(NAME)
+_io: Any = import_module(f"{NAME}.plugins.io")
+
+Callback: Any = _pytorch.Callback
+LightningModule: Any = _pytorch.LightningModule
+CheckpointIO: Any = _io.CheckpointIO
+TorchCheckpointIO: Any = _io.TorchCheckpointIO
+version: str = _pytorch.__version__
