@@ -349,6 +349,7 @@ OTHERWISE = {
     "Ensemble.each": "takes what the user's module takes",
     "Guard": "made by Tracker.guard",
     "Item.tree": "takes nothing",
+    "JsonLines.format": "called by logging",
     "Module": "written by users",
     "Module.process": "called by us",
     "Peer": "made by connect",

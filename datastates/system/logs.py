@@ -33,6 +33,9 @@ class JsonLines(logging.Formatter):
         handler.setFormatter(datastates.JsonLines())
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
         line: dict[str, object] = {
