@@ -9,6 +9,7 @@ from playwright.sync_api import Page, expect
 
 if TYPE_CHECKING:
     from tests.page.conftest import Wood
+    from tests.page.site import Site
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +71,9 @@ def test_a_view_with_a_name_is_shown_again_renamed_and_deleted(woods: Wood, page
     expect(page.get_by_role("button", name="steps", exact=True)).to_be_visible()
     page.get_by_role("button", name="Delete steps").click()
     expect(page.get_by_text("No view has a name yet")).to_be_visible()
+
+
+def test_a_link_that_names_no_repository_draws_the_curves_that_it_names(shared: Site, page: Page) -> None:
+    page.goto(f"http://127.0.0.1:{shared.port}/?panel=curves&key=loss&curves.lines=main,hot")
+    expect(page.locator("[data-panel=curves] [data-key=loss]")).to_have_attribute("data-curves", "2")
+    expect(page.get_by_text("any more")).to_have_count(0)
