@@ -289,6 +289,8 @@ def test_an_attribute_of_a_training_that_cannot_be_recorded_is_named_and_counts_
 # --- the page ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn("logging")
 def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     code = [*blocks(ROOT / "docs" / "guide" / "first-steps.md"), *blocks(ROOT / "docs" / "frameworks" / "logging.md"), "repo.close()"]
