@@ -127,6 +127,10 @@ class World:
     def move_remotely(self, rev: Any) -> str:
         return self.client.move(name := self.fresh(), rev, expected=self.client.branch(name, "main")).state
 
+    def saved(self, rev: Any) -> list[str]:
+        uid = datastates.save({"weight": torch.ones(4)}, self.fresh(), repo=self.repo, start=rev)
+        return list(self.repo.state(uid).parents)
+
     def explored(self, rev: Any) -> str:
         plan = Plan((Variant("only", None, 1),), {}, ())
         return datastates.workflows.explore(self.repo, rev, plan, train, SerialExecutor(), study=self.fresh(), progress=False).start.uid
@@ -221,8 +225,10 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "export_files(revs)": lambda world, rev: (
         datastates.export.importing.export_files(world.repo, [rev], world.folder / world.fresh())[0].state.uid
     ),
+    "load(rev)": lambda world, rev: datastates.load(rev, repo=world.repo)["model"]["weight"].tolist(),
     "outliers(branches)": lambda world, rev: (world.outliers([rev]), world.outliers(rev)),
     "population(start)": World.population,
+    "save(start)": World.saved,
     "prefix_epochs(rev)": lambda world, rev: datastates.workflows.prefix_epochs(world.repo, rev),
 }
 """One call for each of them, and what tells by the answer which state it was."""

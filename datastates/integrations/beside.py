@@ -28,6 +28,9 @@ _logger = logging.getLogger(__name__)
 _MOST = 100_000
 """So many states wait for a log that is away; then the oldest are given up."""
 
+PATIENCE_S = 30.0
+"""So long a log that does not answer is waited for when the training ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ours:
@@ -120,7 +123,14 @@ class Beside(ABC):
     def ended(self, error: BaseException | None, /) -> None:
         """See ``Companion``."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            _logger.warning(
+                "%s does not answer for %.0f s and is not waited for: its run stays open; all metrics are in the lineage",
+                self.kind,
+                PATIENCE_S,
+            )
+            return
         if self._untold:
             _logger.warning("%s did not take the metrics of %d states; they are in the lineage", self.kind, self._untold)
         self._end(self._head, error)

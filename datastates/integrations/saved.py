@@ -76,7 +76,7 @@ def save(
 
 
 def load(
-    rev: str | os.PathLike[str] | State,
+    rev: str | State | os.PathLike[str],
     *,
     map_location: torch.device | str | None = None,
     repo: Repository | None = None,

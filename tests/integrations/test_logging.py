@@ -6,6 +6,7 @@ import gc
 import importlib
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 import datastates
 from datastates import Repository, State, Tracker
+from datastates.integrations import beside
 from datastates.integrations.beside import Beside, Ours
 from tests.integrations.logs import KINDS, Theirs
 from tests.support import warm
@@ -252,6 +254,23 @@ def test_a_log_that_stays_away_is_said_to_lack_what_the_lineage_has(repo: Reposi
     assert log.sent == []
     assert "kept did not take the metrics of 3 states" in caplog.text
     assert [state.metrics["rate"] for state in repo.log("main")] == [0.1, 0.1, 0.1]
+
+
+def test_a_log_that_hangs_is_not_waited_for(repo: Repository, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "PATIENCE_S", 0.1)
+    go_on = threading.Event()
+
+    class Hanging(Kept):
+        def _send(self, states: Sequence[State]) -> None:
+            go_on.wait()
+
+    model, optimizer = job()
+    with repo.track(model=model, optimizer=optimizer) as run:
+        log = Hanging(run)
+        train(run, model, optimizer, 1)
+    go_on.set()
+    assert log.end is None
+    assert "kept does not answer for 0 s and is not waited for" in caplog.text
 
 
 def test_a_log_does_not_keep_a_dropped_training_alive(repo: Repository) -> None:
