@@ -43,6 +43,8 @@ class Noisy(Dataset[dict[str, Any]]):
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self.length:
+            raise IndexError(index)  # a sampler by length iterates over it
         noise = torch.randn(8) * 0.1 + random.random() * 0.01 + float(np.random.rand()) * 0.01
         return {"input_ids": [0] * (1 + index % 5), "x": torch.full((8,), index / 41).sin() + noise, "y": torch.tensor([index / 41]).cos()}
 
