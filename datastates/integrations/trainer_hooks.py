@@ -196,7 +196,8 @@ class Hooks:
         """
         turn, place, (count, rng) = self.callback.loop.turn, stored["place"], stored["before"]
         assert turn is not None, "within an epoch"
-        batches = turn.go_on({**place, "batches": count}, None)
+        begun = {key: value for key, value in place.items() if key != "before_ahead"}  # that is of its last batch, not of this one
+        batches = turn.go_on({**begun, "batches": count}, None)
         RngState().load_state_dict(rng)
         for _ in range(place["batches"] - count):
             next(batches or iter(()), None)
