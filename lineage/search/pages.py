@@ -22,7 +22,24 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from sqlalchemy import BigInteger, ColumnElement, Double, Select, String, and_, case, exists, false, func, literal, or_, select, true
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    ColumnElement,
+    Double,
+    Select,
+    String,
+    and_,
+    any_,
+    case,
+    exists,
+    false,
+    func,
+    literal,
+    or_,
+    select,
+    true,
+)
 
 from datastates.errors import InvalidInput
 from datastates.lineage.lookup import states
@@ -249,7 +266,7 @@ def _rows(scope: Scope, query: Query, last: tuple[_Scalar, ...] | None, count: i
         _check_last(last, keys)
     few = _few(scope, query.conjuncts)
     if few is not None:
-        where = and_(_state.c.id.in_(few), where)
+        where = and_(few, where)
     elif query.order and query.order[0].field.kind is Kind.METRIC:
         return _rows_by_metric(scope, query, keys, where, last, count)
     return _rows_by_state(scope, query, keys, where, last, count)
@@ -303,14 +320,17 @@ def _tie(query: Query) -> bool:
     return query.order[-1].is_descending if query.order else True
 
 
-def _few(scope: Scope, conjuncts: Iterable[Node]) -> Select[Any] | None:
-    """The ids for which the rarest of some conditions holds, if they are few."""
+def _few(scope: Scope, conjuncts: Iterable[Node]) -> ColumnElement[bool] | None:
+    """The condition that the rarest of some conditions holds, if it holds for few states; quickly checked."""
     best, few = SELECTIVE + 1, None
     for node in conjuncts:
         found = ids(node, scope.dialect)
         if found is not None and (rows := _count(scope, found, best)) < best:
             best, few = rows, found
-    return few
+    if few is None or scope.dialect != "postgresql":
+        return None if few is None else _state.c.id.in_(few)
+    # its planner would take them for many, and look for them among all states
+    return _state.c.id == any_(literal(list(scope.session.execute(few).scalars()), ARRAY(BigInteger)))
 
 
 def _count(scope: Scope, found: Select[Any], most: int) -> int:

@@ -540,6 +540,36 @@ def test_a_rare_metric_and_an_order_by_metric_read_its_index(database: Database,
         assert not any("SCAN state" in line or ("sorted" in driver and "TEMP B-TREE" in line) for line in plan), plan
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_rare_value_of_a_metric_that_every_state_has_reads_its_index(database: Database, grow: Grow) -> None:
+    grow(branch="main")
+    others = "g, lpad(g::text, 24, '0'), lpad(g::text, 64, '0'), g, g, 0, g, 'captured', 0, 0, 1 from generate_series(1000, 31000) g"
+    columns = "id, uid, digest, generation, step, micro_step, created_at, status, bytes_total, bytes_new, world_size"
+    with database.write() as session:
+        run = session.connection().exec_driver_sql
+        run(f"insert into state ({columns}) select {others}")
+        run("insert into metric (state_id, key, value) select id, 'loss', random() from state")
+        run("insert into metric (state_id, key, value) select id, 'rare', (mod(id, 3000) = 0)::int from state")
+        run("analyze")
+    asked: list[tuple[str, Any]] = []
+
+    def listen(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
+        asked.append((statement, parameters))
+
+    with database.read() as session:
+        event.listen(session.get_bind(), "before_cursor_execute", listen)
+        try:
+            found = [len(find(session, query).states) for query in ("metrics.rare > 0.5", "metrics.rare > 0.5 order by step")]
+        finally:
+            event.remove(session.get_bind(), "before_cursor_execute", listen)
+        plans = [str(row[0]) for one in asked for row in session.connection().exec_driver_sql(f"EXPLAIN {one[0]}", one[1])]
+    assert found == [10, 10]
+    assert any("Index" in line for line in plans)
+    assert not any(
+        f"Seq Scan on {name}" in line or f"Index Scan Backward using pk_{name}" in line for name in ("state", "metric") for line in plans
+    )
+
+
 def _plan(database: Database, text: str, selective: int) -> list[str]:
     """What SQLite does for the last statement that a query runs on ``state``."""
     asked: list[tuple[str, Any]] = []
