@@ -108,6 +108,8 @@ def test_an_operation_is_as_the_document_says(
     def check(case: Case[Any], number: int) -> None:
         if mode is GenerationMode.POSITIVE:
             _make_findable(case, known, random.Random(number))
+        if case.query:
+            case.query.pop("fields", None)  # what is left out then is required by the schema, which cannot say so
         response = case.call(headers=AUTHORIZED)
         case.validate_response(response, headers=AUTHORIZED, excluded_checks=EXCLUDED)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,15 @@ pytestmark = [
     pytest.mark.in_turn("ray"),
     pytest.mark.filterwarnings("ignore"),  # Ray's, of many kinds
 ]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """Tune takes over Ctrl-C, and never gives it back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
