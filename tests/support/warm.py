@@ -244,7 +244,20 @@ def _code(words: list[str]) -> tuple[types.CodeType | None, dict[str, Any]]:
             return compile(path.read_bytes(), words[0], "exec"), main.__dict__
 
 
+_ended_by: list[int] = []
+
+
+def _end_by_signal() -> None:
+    """At the very end: as Python ends a script that Ctrl-C was not caught in. One that was begun by ``-m`` it ends with 1."""
+    if _ended_by:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), _ended_by[0])
+
+
 if __name__ == "__main__":
+    atexit.register(_end_by_signal)  # before what is imported registers its own: called after these
     gc.disable()
     for _name in MODULES:
         importlib.import_module(_name)
@@ -257,4 +270,8 @@ if __name__ == "__main__":
         if _program is None:
             runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]
         else:
-            exec(_program, _names)
+            try:
+                exec(_program, _names)
+            except KeyboardInterrupt:
+                _ended_by.append(signal.SIGINT)
+                raise
