@@ -420,7 +420,8 @@ class Engine:
                 actions += [GiveUp(droppable[:1]), Evict(droppable[:1], event.slots)]
         if actions or event.in_flight:
             return actions
-        if self.is_in_trouble and event.back_pressure is not BackPressure.SKIP:
+        is_to_be_tried = not (self._is_writing or self._is_resting)  # nothing else would try again
+        if self.is_in_trouble and not is_to_be_tried and event.back_pressure is not BackPressure.SKIP:
             is_being_tried = self._writing is not None and not self._is_stalled
             return [] if is_being_tried else self._give_way(event)
         return [] if self._is_writing_since(event.since) else self._squeeze(event)

@@ -112,6 +112,18 @@ def test_nothing_gives_way_while_the_disk_is_tried() -> None:
     assert after(made, fails("b", 9.0), room(2, line="main", is_patient=True)) == [GiveWay(("a", "b"), 2)]
 
 
+def test_what_failed_for_good_after_it_failed_in_passing_is_tried_again_when_room_is_needed() -> None:
+    made = engine(NEVER, "a")
+    assert after(made, Wanted("a")) == [Write("a")]
+    assert after(made, fails("a", 0.0), Retry()) == [Write("a")]
+    assert after(made, WriteFailed("a", 0.0)) == []
+    assert after(made, room(2, since=0.0)) == [Refuse(("a",))]
+    late = LAST_RETRY_S + 1
+    assert after(made, Tick(late), room(2, since=late, now=late)) == [Write("a")]
+    assert after(made, Written("a")) == []
+    assert not made.is_in_trouble
+
+
 def test_a_stalled_write_keeps_its_state_and_lets_others_give_way() -> None:
     made = engine(Cadence(every=1, interval_s=None), "a", "b", "c")
     assert after(made, room(2, line="main", is_patient=True)) == []
