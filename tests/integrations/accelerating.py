@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -16,12 +17,18 @@ import datastates
 from datastates import Config
 from datastates.integrations.accelerate import track
 
-__all__ = ["EPOCHS", "KINDS", "train"]
+__all__ = ["EPOCHS", "KINDS", "forget", "train"]
 
 Say = Callable[..., object]
 EPOCHS = 2
 ITEMS, SIZE = 27, 4
 """Seven batches an epoch, the last of three: with three to an update, an epoch ends with an update of one."""
+
+
+def forget() -> None:
+    """Accelerate keeps what it was set to for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import datastates
 from datastates import Config, Conflict, InvalidInput, Repository, Tracker, Unsupported
 from datastates.integrations.accelerate import track
-from tests.integrations.accelerating import KINDS
+from tests.integrations.accelerating import KINDS, forget
 from tests.support import effort
 from tests.support.forge import Forge, forge
 
@@ -49,12 +48,6 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 def _fresh_states() -> Iterator[None]:
     yield
     forget()
-
-
-def forget() -> None:
-    """Accelerate keeps what it was set to for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def placed(line: str) -> tuple[str, str]:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
@@ -23,6 +22,7 @@ from datastates.content.tree import flatten
 from datastates.objects.adapters import Adapted
 from datastates.objects.restore import restore_into
 from datastates.workflows.running.settings import Built
+from tests.integrations.accelerating import forget
 from tests.support import effort
 
 pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
@@ -41,12 +41,6 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 def _fresh_states() -> Iterator[None]:
     yield
     forget()
-
-
-def forget() -> None:
-    """Accelerate keeps what it was set to for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def accelerator(**loading: Any) -> Accelerator:
