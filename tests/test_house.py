@@ -270,3 +270,37 @@ def test_no_function_takes_a_long_list_of_parameters() -> None:
 def test_a_long_list_of_parameters_is_seen() -> None:
     tree = ast.parse("class A:\n    def f(self, a, b, c, d, *, e, f, g, h): ...\n    def g(self, a, b, c, d, /, e, *, f, g, h, i): ...")
     assert [*_long("here", tree)] == ["here.A.g"]
+
+
+TOUCHING = {"cuda", "xpu", "mps", "accelerator", "get_device_module", "Stream", "Event"}
+"""What torch has for accelerators."""
+
+
+def _touches(tree: ast.Module) -> Iterator[int]:
+    """The lines on which a device is touched, or a kind of device is named, otherwise than by an operator on a tensor."""
+    modules = ("torch.cuda", "torch.xpu", "torch.accelerator")
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="torch"), attr=attr, lineno=line) if attr in TOUCHING:
+                yield line
+            case ast.Attribute(attr="is_cuda" | "is_xpu" | "record_stream" | "pin_memory" | "get_device", lineno=line):
+                yield line
+            case ast.keyword(arg="pin_memory", lineno=line):
+                yield line
+            case ast.Import(names=names, lineno=line) if any(alias.name.startswith(modules) for alias in names):
+                yield line
+            case ast.ImportFrom(module=str(module), lineno=line) if module.startswith(modules):
+                yield line
+
+
+def test_devices_are_touched_in_one_module_only() -> None:
+    touching = {name: lines for name, (_, tree) in MODULES.items() if (lines := [*_touches(tree)])}
+    assert touching.pop("datastates.system.devices")
+    assert not touching, "ask datastates.system.devices"
+
+
+def test_every_way_to_touch_a_device_is_seen() -> None:
+    ways = ["torch.cuda.init()", "x.is_cuda", "torch.Stream()", "torch.empty(3, pin_memory=True)", "x.record_stream(s)"]
+    ways += ["import torch.cuda.graphs", "from torch.cuda import Event", "torch.accelerator.synchronize()"]
+    lines = sorted(_touches(ast.parse("\n".join(ways))))
+    assert lines == [*range(1, len(ways) + 1)]

@@ -17,6 +17,7 @@ import torch
 from datastates.content.geometry import compact, dense_view, memory_key, spec_of
 from datastates.content.manifest import CHUNK_BYTES, Shard, TensorSpec
 from datastates.content.tree import Flat, Leaf, encode_skeleton
+from datastates.system.devices import devices
 
 from .tripwire import Tripwire, Watched
 
@@ -144,7 +145,7 @@ class CopyPlan:
             return False
         dense = _dense(tensor)
         fresh = spec_of(leaf.path, dense)
-        if msgspec.structs.replace(fresh, shards=spec.shards) != spec or dense.device != source.flat.device:
+        if msgspec.structs.replace(fresh, shards=spec.shards) != spec or devices().of(dense) != devices().of(source.flat):
             return False
         flat = _bytes_of(dense)
         source.tensor, source.pointer, source.flat, source.is_dense = tensor, tensor.data_ptr(), flat, dense is tensor
@@ -234,7 +235,7 @@ def _lay_out(
         sources,
         aliases,
         Tripwire(watched),
-        is_on_device=any(source.flat.is_cuda for source in sources),
+        is_on_device=any(devices().is_on(source.flat) for source in sources),
         eager_bytes=sum(source.flat.numel() for source in sources if not source.is_deferred),
     )
 

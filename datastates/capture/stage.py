@@ -17,8 +17,9 @@ import torch
 
 from datastates.errors import Torn
 from datastates.store.arena import Arena
-from datastates.store.pinning import CudaRegistrar
+from datastates.store.pinning import DeviceRegistrar
 from datastates.system.bell import Latch
+from datastates.system.devices import Event, Stream, devices
 from datastates.system.interrupts import Mutex
 
 from .edits import named
@@ -47,7 +48,7 @@ class CopyJob:
     is_copied: Latch = field(default_factory=Latch)
     eager_done: Latch = field(default_factory=Latch)
     deferred: _Pairs | None = None
-    events: list[tuple[torch.device, torch.cuda.Event]] = field(default_factory=list)
+    events: list[tuple[torch.device, Event]] = field(default_factory=list)
     has_host_reads: bool = True
     versions: list[int] | None = None
     seal: Mutex = field(default_factory=Mutex)
@@ -63,7 +64,7 @@ class Stager:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, Stream] = {}
         self._is_pinned = False
         self._thread = threading.Thread(target=self._run, name="datastates-stage", daemon=True)
         self._thread.start()
@@ -100,7 +101,7 @@ class Stager:
         if job.events:
             _seal(job)
             for device, event in job.events:
-                torch.cuda.current_stream(device).wait_event(event)
+                devices().current(device).wait_event(event)
             if not job.has_host_reads:
                 return
         job.is_copied.wait()
@@ -115,32 +116,30 @@ class Stager:
         """Pin the arena from the first state on that has something on a device, not before: registering makes a context there."""
         if not self._is_pinned:
             self._is_pinned = True
-            self._arena.pin(CudaRegistrar(next(source.flat.device for source in plan.sources if source.flat.is_cuda)))
+            self._arena.pin(DeviceRegistrar(next(devices().of(source.flat) for source in plan.sources if devices().is_on(source.flat))))
 
     def _copy_from_devices(self, job: CopyJob, eager: _Pairs, deferred: _Pairs) -> None:
         """Enqueue device copies on side streams; the current streams wait for the eager ones, the host for none."""
-        for device in dict.fromkeys(source.device for source in (*eager[1], *deferred[1])):
+        for device in dict.fromkeys(devices().of(source) for source in (*eager[1], *deferred[1])):
             self._copy_from(device, job, _only(eager, device), _only(deferred, device))
 
     def _copy_from(self, device: torch.device, job: CopyJob, eager: _Pairs, deferred: _Pairs) -> None:
         assert job.armed is not None
         side = self._streams.get(device)
         if side is None:
-            side = self._streams[device] = torch.cuda.Stream(device)
-        current = torch.cuda.current_stream(device)
+            side = self._streams[device] = devices().stream(device)
+        current = devices().current(device)
         side.wait_stream(current)
-        with torch.cuda.stream(side):
+        with devices().on(side):
             if eager[0]:
                 _copy(eager, non_blocking=True)
                 current.wait_stream(side)
             _copy(deferred, non_blocking=True)
-            samples = [sample for sample in job.armed.samples if sample.device == device]
-            job.armed.samples[:] = [_to_host(sample) if sample.device == device else sample for sample in job.armed.samples]
-            event = torch.cuda.Event(blocking=True)
-            event.record(side)
-            job.events.append((device, event))
+            samples = [sample for sample in job.armed.samples if devices().of(sample) == device]
+            job.armed.samples[:] = [_to_host(sample) if devices().of(sample) == device else sample for sample in job.armed.samples]
+        job.events.append((device, devices().mark(side)))
         for source in (*eager[1], *deferred[1], *samples):
-            source.record_stream(side)
+            devices().keep(source, side)
 
     def _run(self) -> None:
         torch.get_num_threads()  # torch sets this thread's number of OpenMP threads at its first use; then it is ours to set
@@ -195,12 +194,12 @@ def _seal(job: CopyJob) -> list[int]:
 
 
 def _only(pairs: _Pairs, device: torch.device) -> _Pairs:
-    kept = [(target, source) for target, source in zip(*pairs, strict=True) if source.device == device]
+    kept = [(target, source) for target, source in zip(*pairs, strict=True) if devices().of(source) == device]
     return [target for target, _ in kept], [source for _, source in kept]
 
 
 def _to_host(sample: torch.Tensor) -> torch.Tensor:
-    return torch.empty(sample.shape, dtype=sample.dtype, device="cpu", pin_memory=True).copy_(sample, non_blocking=True)
+    return devices().pinned(sample.shape, sample.dtype).copy_(sample, non_blocking=True)
 
 
 def _pairs(plan: CopyPlan, slots: Sequence[int], arena: Arena, copies: Sequence[Pieces]) -> _Pairs:
@@ -234,7 +233,7 @@ def _by_device(pairs: _Pairs) -> tuple[_Pairs, _Pairs]:
     host: _Pairs = ([], [])
     device: _Pairs = ([], [])
     for target, source in zip(*pairs, strict=True):
-        side = device if source.is_cuda else host
+        side = device if devices().is_on(source) else host
         side[0].append(target)
         side[1].append(source)
     return host, device

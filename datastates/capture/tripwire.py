@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from datastates.content.manifest import CHUNK_BYTES
+from datastates.system.devices import devices
 
 __all__ = ["SAMPLES", "STATE_SAMPLES", "Armed", "Tripwire", "Watched"]
 
@@ -80,7 +81,7 @@ class Tripwire:
     def __init__(self, watched: Sequence[Watched]) -> None:
         self._paths = [item.path for item in watched]
         self._tensors = [item.tensor for item in watched]
-        kinds = dict.fromkeys((_word_size(item), item.flat.device) for item in watched)
+        kinds = dict.fromkeys((_word_size(item), devices().of(item.flat)) for item in watched)
         self._groups = [_group(watched, size, device) for size, device in kinds]
 
     def arm(self) -> Armed:
@@ -107,7 +108,7 @@ class Tripwire:
 
 
 def _group(watched: Sequence[Watched], size: int, device: torch.device) -> _Group:
-    members = [i for i, item in enumerate(watched) if (_word_size(item), item.flat.device) == (size, device)]
+    members = [i for i, item in enumerate(watched) if (_word_size(item), devices().of(item.flat)) == (size, device)]
     tensors = [watched[i].tensor for i in members]
     counts = [SAMPLES if tensor.requires_grad else STATE_SAMPLES for tensor in tensors]
     views, positions = [], []

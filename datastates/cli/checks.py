@@ -78,12 +78,14 @@ def _torch() -> Iterator[Check]:
     except Exception as error:  # a broken build fails in many ways
         yield Check("torch", Verdict.FAILED, f"does not import: {error}", "pip install torch")
         return
+    from datastates.system import devices as accelerators  # it imports torch
+
     yield Check("torch", Verdict.OK, f"{torch.__version__}, {torch.get_num_threads()} threads")
-    if torch.cuda.is_available():
-        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-        yield Check("cuda", Verdict.OK, f"{torch.version.cuda}: {names}")
-    elif torch.version.cuda:
-        yield Check("cuda", Verdict.WARN, f"built for CUDA {torch.version.cuda}, but no device answers", "look at nvidia-smi")
+    library = accelerators.built_for()
+    if found := accelerators.names():
+        yield Check("cuda", Verdict.OK, f"{library}: {', '.join(found)}")
+    elif library:
+        yield Check("cuda", Verdict.WARN, f"built for {library}, but no device answers", "look at nvidia-smi")
     else:
         yield Check("cuda", Verdict.MISSING, "this torch is built for CPUs", "for GPUs install a CUDA build of torch")
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from datastates.content.geometry import dense_view, dtype_of
 from datastates.content.manifest import TensorSpec
+from datastates.system.devices import devices
 
 from .names import split_wrappers
 from .optimizers import with_inner
@@ -21,7 +22,6 @@ from .report import Target
 __all__ = ["Home", "live_homes", "wait_for_copies"]
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
-_DEVICES = frozenset({"cpu", "cuda"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,9 @@ def _hooked(found: object) -> Iterator[nn.Module | Optimizer]:
 
 
 def _lies_as(live: torch.Tensor, spec: TensorSpec) -> bool:
-    if type(live) not in _PLAIN or live.layout is not torch.strided or live.device.type not in _DEVICES or live.is_quantized:
+    if type(live) not in _PLAIN or live.layout is not torch.strided or live.is_quantized:
+        return False
+    if live.device.type != "cpu" and not devices().is_on(live):
         return False
     if live.dtype != dtype_of(spec.dtype) or tuple(live.shape) != spec.shape or not live.numel():
         return False
@@ -94,7 +96,8 @@ def _overlapping(targets: Sequence[Target], index_of: Mapping[int, int]) -> set[
         if live.layout is torch.strided and not live.is_meta and live.numel():
             reach = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
             begin = live.data_ptr()
-            device = -2 if live.device.type == "cpu" else live.get_device()
+            where = devices().of(live)
+            device = -2 if where.type == "cpu" else where.index or 0
             extents.append((device, begin, begin + reach * live.element_size(), index_of.get(id(target.stored), -1)))
     extents.sort()
     shared: set[int] = set()

@@ -12,6 +12,7 @@ import torch
 
 from datastates import values
 from datastates.errors import InvalidInput
+from datastates.system.devices import devices
 
 from .generator_states import check_numpy, check_torch
 from .generators import python_state, set_python_state, tensor_of
@@ -35,8 +36,8 @@ class RngState:
     def state_dict(self) -> dict[str, object]:
         """Plain values, about 10 kB in all, that share no memory with the generators."""
         state: dict[str, object] = {"torch": _bytes_of(torch.get_rng_state()), "python": python_state(random)}
-        if torch.cuda.is_initialized():
-            state["cuda"] = [_bytes_of(torch.cuda.get_rng_state(device)) for device in range(torch.cuda.device_count())]
+        if generators := devices().generators():
+            state["cuda"] = [*map(_bytes_of, generators)]
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
             state["numpy"] = _numpy_state(numpy_random)
@@ -69,9 +70,7 @@ class RngState:
         self._load_cuda(state.get("cuda", []))
 
     def _load_cuda(self, states: list[bytes]) -> None:
-        here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        for device, data in enumerate(states[:here]):
-            torch.cuda.set_rng_state(tensor_of(data), device)
+        here = devices().set_generators([*map(tensor_of, states)])
         if len(states) > here:
             self.note = f"the state has the generators of {len(states)} CUDA devices and {here} are here: the others were left out"
             _logger.warning("%s", self.note)

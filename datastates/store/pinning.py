@@ -6,18 +6,17 @@ import logging
 import threading
 from bisect import bisect_right
 from contextlib import suppress
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from datastates.errors import Unavailable
+from datastates.system.devices import devices
 
-__all__ = ["CudaRegistrar", "Pinned", "Registrar"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeviceRegistrar", "Pinned", "Registrar"]
 
 _logger = logging.getLogger(__name__)
-
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for every context of the process, not for that of one device."""
 
 
 class Registrar(Protocol):
@@ -33,8 +32,8 @@ class Registrar(Protocol):
         """Undo it, by the address at which the stretch begins. Never raises."""
 
 
-class CudaRegistrar:
-    """Registers with CUDA, in the context of a device that is in use: no other device gets a context."""
+class DeviceRegistrar:
+    """Registers with the driver, in the context of a device that is in use: no other device gets a context."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,15 +41,14 @@ class CudaRegistrar:
     def register(self, address: int, length: int) -> None:
         """Pin a stretch, for all devices."""
         try:
-            with torch.cuda.device(self._device):
-                torch.cuda.check_error(int(_runtime().cudaHostRegister(address, length, _PORTABLE)))
+            devices().register(self._device, address, length)
         except RuntimeError as exc:  # torch's own CudaError among them
             raise Unavailable(f"{length} bytes of memory cannot be registered with {self._device} ({exc})") from exc
 
     def unregister(self, address: int) -> None:
         """Undo it. It fails only where the driver is going down, and has let go of everything by itself."""
         with suppress(RuntimeError):
-            _runtime().cudaHostUnregister(address)
+            devices().unregister(self._device, address)
 
 
 class Pinned:
@@ -96,8 +94,3 @@ class Pinned:
     def leave_to_parent(self) -> None:
         """Start anew in a forked child: nothing is registered here, and a thread that held the lock is not here either."""
         self._lock, self._starts, self._owner = threading.Lock(), [], None
-
-
-def _runtime() -> Any:
-    runtime: Any = torch.cuda.cudart  # without types
-    return runtime()

@@ -33,6 +33,7 @@ from datastates.objects.adapters import parts
 from datastates.objects.loops import LOOPS
 from datastates.objects.sampler import PermutationSampler
 from datastates.policy.spikes import Spikes
+from datastates.system.devices import Event, devices
 from datastates.system.logs import event
 
 from .soundness import is_sound
@@ -105,7 +106,7 @@ class Guard:
     ``run.steps``, which then begins a new iteration of the loader, and let ``run.epochs`` or ``run.step`` end the training, as it may
     go back over the beginning of an epoch. Data that is itself broken is met again then.
 
-    A loss on a CUDA device is read one call later, when the next step is under way: training does not wait for it, and a rewind comes
+    A loss on a device is read one call later, when the next step is under way: training does not wait for it, and a rewind comes
     one step later. Pass ``float(loss)`` to know at once. Where several processes train one model, pass all of them the same loss.
     The guard's own memory, of the last losses, begins anew with each process.
     """
@@ -265,18 +266,16 @@ class _Loss:
     step: int
     newest: str | None
     number: float | torch.Tensor
-    is_copied: torch.cuda.Event | None = None
+    is_copied: Event | None = None
 
     @classmethod
     def of(cls, loss: float | torch.Tensor, training: Training) -> _Loss:
         read = cls(training.step + (not training.is_driven), training.newest, loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        if not isinstance(read.number, torch.Tensor) or not read.number.is_cuda or read.number.numel() != 1:
+        if not isinstance(read.number, torch.Tensor) or not devices().is_on(read.number) or read.number.numel() != 1:
             return replace(read, number=values.number(read.number, "loss"))
-        host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
+        host = devices().pinned((), torch.float32)
         host.copy_(read.number.float().reshape(()), non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(read.number.device))
-        return replace(read, number=host, is_copied=copied)
+        return replace(read, number=host, is_copied=devices().mark(devices().current(devices().of(read.number))))
 
     @property
     def is_here(self) -> bool:

@@ -23,6 +23,7 @@ from datastates.objects.restore import check_into, reads, write
 from datastates.store.pouring import SupportsPouring, cut
 from datastates.store.reading import read_tree, sketch_tree, specs_of
 from datastates.store.tier import Reader
+from datastates.system.devices import devices
 
 __all__ = ["restore_from"]
 
@@ -85,7 +86,7 @@ def _homes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], 
     written = Counter(id(target.stored) for target in targets)
     wanted = Counter(id(tensor) for tensor in tensors if tensor is not None)
     is_written_only = {index for index in homes if written[id(tensors[index])] >= wanted[id(tensors[index])]}
-    return {index: home for index, home in homes.items() if index in is_written_only and home.flat.device.type == "cpu"}
+    return {index: home for index, home in homes.items() if index in is_written_only and not devices().is_on(home.live)}
 
 
 def _size(specs: Sequence[TensorSpec], wants: Callable[[str], bool]) -> int:

@@ -19,7 +19,7 @@ from datastates.content.tree import flatten
 from datastates.errors import Torn
 from datastates.repository import Repository
 from datastates.store.arena import Arena
-from datastates.store.pinning import CudaRegistrar
+from datastates.store.pinning import DeviceRegistrar
 
 from .build import copied, differing, live
 from .optimizers import Net
@@ -33,7 +33,7 @@ BUSY_CYCLES = 1_000_000_000
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     made = Arena(16 * CHUNK_BYTES)
-    made.pin(CudaRegistrar(torch.device("cuda")))
+    made.pin(DeviceRegistrar(torch.device("cuda")))
     yield made
     made.close()
 

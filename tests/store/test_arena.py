@@ -13,7 +13,7 @@ import torch
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed, InvalidInput
 from datastates.store.arena import Arena
-from datastates.store.pinning import CudaRegistrar
+from datastates.store.pinning import DeviceRegistrar
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_a_forked_child_neither_sees_nor_breaks_the_arena() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_pinned_arena_takes_asynchronous_copies() -> None:
     arena = Arena(20 * CHUNK_BYTES)
-    arena.pin(CudaRegistrar(torch.device("cuda")))
+    arena.pin(DeviceRegistrar(torch.device("cuda")))
     for slot in acquire(arena, 20):
         assert arena.tensor(slot).is_pinned()
         source = torch.full((CHUNK_BYTES,), slot, dtype=torch.uint8, device="cuda")

@@ -18,6 +18,7 @@ from datastates.objects import dirty
 from datastates.objects.homes import Home, live_homes, wait_for_copies
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
+from datastates.system.devices import devices
 
 from .placeholders import gather, givable, holders, placeholders, tie
 from .routes import DIRECT_BYTES, Piece, Segment, Stretch, route
@@ -271,7 +272,7 @@ class ObjectsSink:
         """Take chunks for accepted whose bytes the objects hold."""
         for index in list(self._missing):
             pieces = [piece for segment in self._routes[index] for piece in segment.pieces]
-            held = [piece.home for piece in pieces if piece.home is not None and piece.home.device.type == "cpu"]
+            held = [piece.home for piece in pieces if piece.home is not None and not devices().is_on(piece.home)]
             if len(held) < len(pieces) or sum(piece.length for piece in pieces) != self.lengths[index]:
                 continue
             views = [piece.view() for piece in pieces]

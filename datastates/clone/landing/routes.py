@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from datastates.content.manifest import CHUNK_BYTES
+from datastates.system.devices import devices
 
 from .shadow import Shadow
 
@@ -101,4 +102,4 @@ def _straight(piece: Piece, length: int, shadow: Shadow) -> memoryview | None:
         return None
     if piece.home is None:
         return shadow.memory(piece.start, piece.length)
-    return piece.view() if piece.home.device.type == "cpu" else None
+    return None if devices().is_on(piece.home) else piece.view()

@@ -7,16 +7,17 @@ import threading
 import torch
 
 from datastates.content.manifest import CHUNK_BYTES
+from datastates.system.devices import devices
 
 __all__ = ["Scratch"]
 
 
 class Scratch:
-    """At most ``count`` buffers, made when first needed; pinned where CUDA is in use already."""
+    """At most ``count`` buffers, made when first needed; pinned where an accelerator is in use already."""
 
     def __init__(self, count: int) -> None:
         self._left, self._free = count, list[torch.Tensor]()
-        self._is_pinned = torch.cuda.is_initialized()
+        self._is_pinned = devices().is_in_use()
         self._lock = threading.Lock()
 
     def take(self) -> torch.Tensor | None:
@@ -27,7 +28,9 @@ class Scratch:
             if not self._left:
                 return None
             self._left -= 1
-        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
+        if self._is_pinned:
+            return devices().pinned((CHUNK_BYTES,), torch.uint8)
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
 
     def give(self, buffer: torch.Tensor) -> None:
         """A buffer that was taken is free again."""
