@@ -20,7 +20,7 @@ from datastates.system.interrupts import checkpoint
 
 from .tier import Reader
 
-__all__ = ["of_state", "read_flat", "read_tree", "sketch_tree", "specs_of"]
+__all__ = ["of_state", "over", "read_flat", "read_tree", "sketch_tree", "specs_of"]
 
 
 def of_state(reader: Reader, state: State) -> Reader:
@@ -136,16 +136,16 @@ def _flat(reader: Reader, start: int, length: int, is_borrowing: bool) -> torch.
     if length == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     view = reader.loan(start, length) if is_borrowing else reader.span(start, length)
-    if view is not None and not view.readonly:
-        return torch.frombuffer(view, dtype=torch.uint8)
-    if view is not None and is_borrowing:
-        return _borrow(view)
+    if view is not None and (is_borrowing or not view.readonly):
+        return over(view)
     flat = torch.empty(length, dtype=torch.uint8, device="cpu")
     reader.gather(start, memoryview(flat.numpy().data))
     return flat
 
 
-def _borrow(view: memoryview) -> torch.Tensor:
-    """A tensor over read-only memory, which torch has no word for: the caller promises not to write."""
+def over(view: memoryview) -> torch.Tensor:
+    """The bytes of ``view`` as a tensor over its memory; where that is read-only, which torch has no word for, nobody may write."""
+    if not view.readonly:
+        return torch.frombuffer(view, dtype=torch.uint8)
     address = np.frombuffer(view, dtype=np.uint8).ctypes.data
     return torch.frombuffer((ctypes.c_ubyte * view.nbytes).from_address(address), dtype=torch.uint8)
