@@ -21,7 +21,16 @@ from .uids import Drawn, Uids
 if TYPE_CHECKING:
     import msgspec
 
-__all__ = ["Line", "Staged"]
+__all__ = ["Line", "Part", "Staged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of each state a process captures: that of ``rank`` of ``size``. ``job`` is what all ranks of the job call it."""
+
+    rank: int
+    size: int
+    job: str
 
 
 @dataclass(slots=True)
@@ -33,7 +42,8 @@ class Line:
     writes first the other's first write refers to. ``run`` is the training in the lineage. ``is_patient``: it goes on when its states
     cannot be written for now. ``uids`` say what its captures are called. ``costs`` are those of its captures and writes as far as they
     were measured, ``choice`` what its policy made of them. ``listeners`` are told of each state once it is recorded, on any thread; they
-    return at once and raise nothing. Owned by the engine thread while captures are in flight.
+    return at once and raise nothing. ``part`` is None where states have one part only. Owned by the engine thread while captures are in
+    flight.
     """
 
     name: str
@@ -50,6 +60,7 @@ class Line:
     costs: Costs | None = field(default=None, repr=False)
     choice: CadenceChoice | None = field(default=None, repr=False)
     listeners: list[Callable[[State], None]] = field(default_factory=list, repr=False)
+    part: Part | None = None
 
     def related(self) -> Manifest | None:
         """A manifest on disk that shares as much as is known."""

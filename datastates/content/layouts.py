@@ -12,6 +12,7 @@ from datastates.errors import Corrupt
 
 from .arrays import Unencodable
 from .geometry import dtype_name, dtype_of
+from .spread import owners_of
 
 __all__ = ["compose", "decompose"]
 
@@ -33,6 +34,8 @@ def decompose(tensor: torch.Tensor) -> torch.Tensor | Parts:
     :raises Unencodable: it has no bytes, or is of a layout that has no parts.
     """
     if tensor.is_meta:
+        if owners_of(tensor) is not None:
+            return tensor
         raise Unencodable("is a meta tensor, which has no bytes: materialize it first, for example with module.to_empty(device=...)")
     layout = tensor.layout
     if layout is torch.strided:

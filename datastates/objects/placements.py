@@ -1,0 +1,123 @@
+"""Where the elements of a tensor lie, over all ranks of a job: worked out by each rank for all of them, without a message.
+
+A plain tensor lies whole with every rank. A DTensor says its mesh and placements, and these say the boxes of every rank. A mesh that is a
+slice of a larger one has siblings, whose ranks hold the same tensor. A tensor that was given to some ranks only
+(``ZeroRedundancyOptimizer`` gives each the optimizer state of its own parameters) says to which: see ``content/spread``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, product
+from typing import Any
+
+import torch
+
+from datastates.content.division import Holding
+from datastates.content.geometry import dense_strides
+from datastates.content.spread import give, is_spread, local_of, owners_of, stand_in
+from datastates.errors import Unsupported
+
+__all__ = ["boxes_of_mesh", "give", "holdings_of", "is_spread", "local_of", "owners_of", "stand_in"]
+
+Cut = tuple[int, int]
+"""A placement: the dimension that it cuts, -1 for none, and into how many pieces that is cut first (1 but for ``_StridedShard``)."""
+
+_Pieces = tuple[tuple[int, int], ...]
+"""Intervals (start, length) along a dimension of the whole tensor, in the order in which they lie in the local one."""
+
+
+def holdings_of(tensor: torch.Tensor, size: int) -> Sequence[Holding]:
+    """The boxes of a tensor in the memory of all ``size`` ranks; they tile it.
+
+    :raises Unsupported: it is a DTensor that no rank has a value of (Partial), or of a placement that is not known.
+    """
+    item, shape = tensor.element_size(), tuple(tensor.shape)
+    if not is_spread(tensor):
+        owners = owners_of(tensor) or tuple(range(size))
+        return (Holding(shape, dense_strides(shape, tensor.stride()), item, (0,) * len(shape), shape, owners),)
+    spread: Any = tensor  # a DTensor
+    strides = dense_strides(shape, tensor.stride())
+    if 0 in strides:  # of an expanded tensor, every element may lie with another rank
+        strides = dense_strides(shape, torch.empty(shape, device="meta").stride())
+    ranks = _ranks_of(spread.device_mesh)
+    cuts = tuple([_cut_of(placement) for placement in spread.placements])
+    return boxes_of_mesh(shape, strides, item, tuple(ranks.shape[1:]), tuple(ranks.flatten().tolist()), cuts)
+
+
+@lru_cache(maxsize=4096)
+def boxes_of_mesh(
+    shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int, mesh: tuple[int, ...], ranks: tuple[int, ...], cuts: tuple[Cut, ...]
+) -> tuple[Holding, ...]:
+    """The boxes of a tensor over a mesh of that shape; ``ranks`` are those of the mesh and of its siblings, one mesh after the other."""
+    count = 1
+    for side in mesh:
+        count *= side
+    owners: dict[tuple[_Pieces, ...], list[int]] = {}
+    for number, coordinate in enumerate(product(*map(range, mesh))):
+        owners.setdefault(_pieces_at(shape, mesh, coordinate, cuts), []).extend(ranks[number::count])
+    found = []
+    for pieces, holders in owners.items():
+        of = tuple(sorted(holders))
+        places = [list(accumulate((length for _, length in dim), initial=0)) for dim in pieces]
+        for choice in product(*(range(len(dim)) for dim in pieces)):
+            box = [pieces[dim][each] for dim, each in enumerate(choice)]
+            place = tuple([places[dim][each] for dim, each in enumerate(choice)])
+            found.append(Holding(shape, strides, item_bytes, tuple([at for at, _ in box]), tuple([size for _, size in box]), of, place))
+    if 0 in shape:
+        return (Holding(shape, strides, item_bytes, (0,) * len(shape), shape, tuple(sorted(ranks))),)
+    return tuple(found)
+
+
+def _pieces_at(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: Sequence[int], cuts: Sequence[Cut]) -> tuple[_Pieces, ...]:
+    """What the rank at a coordinate of the mesh holds, by dimension: mesh dimensions cut one after the other."""
+    pieces: list[_Pieces] = [((0, size),) for size in shape]
+    for index, count, (dim, factor) in zip(coordinate, mesh, cuts, strict=True):
+        if dim < 0:
+            continue
+        runs = [_chunk(pieces[dim], factor, number) for number in range(factor)]
+        pieces[dim] = _merged([piece for run in runs for piece in _chunk(run, count, index)])
+    return tuple(pieces)
+
+
+def _chunk(pieces: _Pieces, count: int, index: int) -> _Pieces:
+    """The chunk of that index of ``count``, as ``torch.chunk`` cuts."""
+    total = sum(length for _, length in pieces)
+    each = -(-total // count)
+    begin, end = index * each, min(total, (index + 1) * each)
+    found, position = [], 0
+    for start, length in pieces:
+        first, last = max(begin, position), min(end, position + length)
+        if first < last:
+            found.append((start + first - position, last - first))
+        position += length
+    return tuple(found)
+
+
+def _merged(pieces: list[tuple[int, int]]) -> _Pieces:
+    found: list[tuple[int, int]] = []
+    for start, length in pieces:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((start, length))
+    return tuple(found)
+
+
+def _ranks_of(mesh: Any) -> torch.Tensor:
+    """The ranks of a mesh, and of the siblings that were sliced from the same one: a dimension for these, and those of the mesh."""
+    layout, everyone = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+    ranks: torch.Tensor = mesh.mesh[None] if layout is None or everyone is None else layout.remap_to_tensor(everyone)
+    return ranks
+
+
+def _cut_of(placement: Any) -> Cut:
+    if placement.is_replicate():
+        return -1, 1
+    dim = getattr(placement, "dim", None)
+    if placement.is_partial() or not isinstance(dim, int):
+        raise Unsupported(
+            f"a DTensor is placed as {placement!r}, and so no rank has its values: redistribute it to Replicate() or Shard(...) first"
+        )
+    return dim, int(getattr(placement, "split_factor", 1))
