@@ -13,7 +13,7 @@ from datastates.system.notices import say
 
 from .passes import Pass, parts_of, set_epoch
 
-__all__ = ["LOOPS", "Loops"]
+__all__ = ["LOOPS", "Loops", "divided_again"]
 
 _logger = logging.getLogger(__name__)
 
@@ -195,3 +195,9 @@ class Loops:
         if kind not in self._said:
             self._said.add(kind)
             _logger.warning("%s", text)
+
+
+def divided_again(state: Mapping[str, Any], replicas: int) -> dict[str, Any]:
+    """The state of the loops of one of ``replicas`` processes, for any of another number: passes then divide what is left of the data."""
+    passes = [{**place, "replicas": replicas} for place in state.get("passes", ())]
+    return {**state, "passes": passes}

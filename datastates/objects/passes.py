@@ -11,7 +11,7 @@ from types import GeneratorType
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from datastates.errors import InvalidInput
 
@@ -76,6 +76,8 @@ class Pass:
     def place(self) -> dict[str, object]:
         """Plain values that lead back here, in another process too."""
         place: dict[str, object] = {"batches": self.batches, "is_over": self.is_over, "length": self._length}
+        if any(isinstance(part, DistributedSampler) for part in self._parts):
+            place["batch_size"] = _batch_size(self._loader)
         begin = self.left_behind if self.is_over else self._begin
         if self._before_ahead is not None and not self.is_over:
             place["before_ahead"] = self._before_ahead
@@ -115,6 +117,8 @@ class Pass:
         """The batches after ``place``; None if there are none, as far as can be told before asking for one."""
         self.batches, self.is_over, self.is_left = int(place["batches"]), False, True
         is_used_up, self._begin = self._is_used_up(), place.get("begin", {})
+        if "replicas" in place:
+            return self._divided(place, epoch)
         if self._kind is _Kind.REPLAYED:
             if place.get("length") != self._length or not self._begin:
                 _logger.warning(
@@ -139,6 +143,30 @@ class Pass:
         with keeping_generators(self._tracked):
             iterator = self._held()
         return self._counted(iterator)
+
+    def _divided(self, place: Mapping[str, Any], epoch: int | None) -> Iterator[Any] | None:
+        """The batches after the place of another number of processes: this one's share of what they had not had."""
+        replicas, length = int(place["replicas"]), place.get("length")
+        if length is not None and self.batches >= length:
+            return None
+        if self._sampler is not None:
+            if self._is_used_up():
+                return None
+            with keeping_generators(self._tracked):
+                iterator = self._held()
+            return self._counted(iterator)
+        sampler, size = next((part for part in self._parts if isinstance(part, DistributedSampler)), None), _batch_size(self._loader)
+        used = self.batches * replicas * int(place.get("batch_size", 0))
+        if self._kind is not _Kind.REPLAYED or sampler is None or not used or not size or used % (sampler.num_replicas * size):
+            raise InvalidInput(
+                f"the state is of {replicas} processes, each of which had {self.batches} batches of its epoch, and what is left cannot be"
+                f" divided anew: run {replicas} of them, restore a state from the end of an epoch, or let a tracked"
+                " datastates.PermutationSampler(len(data), rank=rank, num_replicas=processes) be the loader's sampler"
+            )
+        self.batches = used // (sampler.num_replicas * size)
+        if epoch is not None:
+            set_epoch(sampler, epoch)
+        return self._counted(self._replay(place))
 
     def watch(self, batches: int = 0) -> None:
         """Somebody else is about to iterate over the source: ``place`` leads back to here. Whoever looks on counts the ``batches``."""
@@ -254,10 +282,13 @@ class Pass:
             load_generator(found, state)
 
     def _is_order_as_begun(self) -> bool:
-        """Whether the sampler still has the order that the pass was begun with: a guard may have had it changed."""
+        """Whether the sampler still has the order, and the share of it, that the pass was begun with: a guard may have had it changed."""
         states = self._begin.get("samplers", {})
         begun = next((states[i] for i, part in enumerate(self._parts) if part is self._sampler and i in states), None)
-        return begun is not None and self._sampler is not None and begun.get("turns", ()) == self._sampler.state_dict().get("turns", ())
+        if begun is None or self._sampler is None:
+            return False
+        now = self._sampler.state_dict()
+        return all(begun.get(name) == now.get(name) for name in ("turns", "num_replicas"))
 
     def _snapshot(self) -> dict[str, object]:
         """The state on which the coming iteration depends: random numbers, and the state of samplers."""

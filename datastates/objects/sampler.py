@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import Sampler
@@ -11,7 +11,10 @@ from torch.utils.data import Sampler
 from datastates import values
 from datastates.errors import InvalidInput
 
-__all__ = ["Batches", "PermutationSampler"]
+__all__ = ["Batches", "PermutationSampler", "Tail"]
+
+Tail = Literal["repeat", "drop", "share"]
+"""What becomes of the last indices of an epoch where they do not go round all replicas."""
 
 _CHUNK = 4096
 """Indices that are made Python numbers at once."""
@@ -26,13 +29,27 @@ class PermutationSampler(Sampler[int]):
 
     In a loop without ``run.steps`` two things are yours to see to. Workers fetch ahead: with them track a ``StatefulDataLoader`` of
     this sampler instead. A DataLoader draws from torch's generator whenever a loop begins: give it ``generator=torch.Generator()``.
+
+    Where ``num_replicas`` processes train one model, each gives its ``rank`` among them and gets its share of the same order: every
+    ``num_replicas``-th index. ``position`` counts what all of them were handed out, so that any number of replicas goes on in an epoch
+    that another number began, and none of its indices is left out or comes twice. ``tail`` says what becomes of the last ones where they
+    do not go round: ``"repeat"`` gives the others some of the first indices again, so that all replicas take equally many steps, as
+    ``DistributedSampler`` does; ``"drop"`` leaves the last ones out; ``"share"`` hands out each just once, and some replicas get one less.
     """
 
-    def __init__(self, length: int, *, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self, length: int, *, seed: int = 0, shuffle: bool = True, rank: int = 0, num_replicas: int = 1, tail: Tail = "repeat"
+    ) -> None:
         length, seed, shuffle = values.integer(length, "length", most=2**62), values.integer(seed, "seed"), values.flag(shuffle, "shuffle")
         if length < 1:
             raise InvalidInput(f"length is {length}: a sampler needs at least one index")
+        rank, num_replicas = values.count(rank, "rank"), values.positive(num_replicas, "num_replicas")
+        if rank >= num_replicas:
+            raise InvalidInput(f"rank is {rank}, and there are {num_replicas} replicas: give one below num_replicas")
+        if tail not in get_args(Tail):
+            raise InvalidInput(f"tail is {values.shown(tail)}: say one of {', '.join(map(repr, get_args(Tail)))}")
         self.length, self.seed, self.shuffle = length, seed, shuffle
+        self.rank, self.num_replicas, self.tail = rank, num_replicas, tail
         self.epoch = 0
         self.position = 0
         self._handed_out: tuple[int, int] | None = None
@@ -40,7 +57,8 @@ class PermutationSampler(Sampler[int]):
         self._order: tuple[object, torch.Tensor] | None = None
 
     def __len__(self) -> int:
-        return self.length
+        """The indices that this replica gets in a whole epoch."""
+        return self._share_of(self.length)
 
     def __iter__(self) -> Iterator[int]:
         """The rest of the epoch, or the next one if this one is over."""
@@ -50,16 +68,19 @@ class PermutationSampler(Sampler[int]):
     def batches(self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1) -> Batches:
         """The rest of this epoch in batches of indices, then further epochs; without end if ``epochs`` is None.
 
-        For those who index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``.
+        For those who index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``. ``batch_size`` is that of one replica.
         """
-        if drop_last and batch_size > self.length:
-            raise InvalidInput(f"batch_size is {batch_size} with drop_last=True, and there are {self.length} indices: none is ever full")
+        if drop_last and batch_size > self.length // self.num_replicas:
+            each = "" if self.num_replicas == 1 else f" for {self.num_replicas} replicas"
+            raise InvalidInput(
+                f"batch_size is {batch_size} with drop_last=True, and there are {self.length} indices{each}: none is ever full"
+            )
         return Batches(self, batch_size, drop_last=drop_last, epochs=epochs)
 
     @property
     def is_at_end(self) -> bool:
         """Whether every index of this epoch was handed out."""
-        return self.position >= self.length
+        return self._is_over(self.position)
 
     @values.takes(epoch=values.count)
     def set_epoch(self, epoch: int) -> None:
@@ -81,6 +102,8 @@ class PermutationSampler(Sampler[int]):
         state = {name: getattr(self, name) for name in names}
         if self._handed_out is not None:
             state["epoch"], state["position"] = self._handed_out
+        if self.num_replicas > 1:
+            state["num_replicas"] = self.num_replicas
         return {**state, "turns": self._turns_now()} if self._turns_now() else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -110,7 +133,7 @@ class PermutationSampler(Sampler[int]):
         """Count indices whose samples the training got."""
         if self._handed_out is not None:
             epoch, position = self._handed_out
-            self._handed_out = (epoch, min(position + count, self.length))
+            self._handed_out = (epoch, min(position + count * self.num_replicas, self.length))
 
     def let_go(self, *, is_over: bool) -> None:
         """End ``hold``. Unless the epoch is over, what was fetched and not handed out is yet to come."""
@@ -125,24 +148,44 @@ class PermutationSampler(Sampler[int]):
 
     def _rest(self) -> Iterator[int]:
         epoch, position, turns = self.epoch, self.position, self._turns_now()
-        while position < self.length:
-            for index in self._permutation()[position : position + _CHUNK].tolist():
-                position += 1
+        while rows := self._rows(position, _CHUNK):
+            for index in rows:
+                position = min(position + self.num_replicas, self.length)
                 self.position = position
                 yield index
                 if (self.epoch, self.position, self._turns_now()) != (epoch, position, turns):
                     return  # the sampler was sent elsewhere meanwhile
+        self.position = self.length
 
     def _batches_of_rest(self, size: int, *, drop_last: bool) -> Iterator[list[int]]:
-        end = self.length - self.length % size if drop_last else self.length
         epoch = self.epoch
-        while self.epoch == epoch and self.position < end:
-            begin = self.position
-            rows: list[int] = self._permutation()[begin : begin + size].tolist()
-            self.position = begin + len(rows)
+        while self.epoch == epoch and (rows := self._rows(self.position, size)):
+            if drop_last and (self.length - self.position) // self.num_replicas < size:
+                break
+            self.position = min(self.position + size * self.num_replicas, self.length)
             yield rows
         if self.epoch == epoch:
             self.position = self.length
+
+    def _rows(self, position: int, most: int) -> list[int]:
+        """The next indices of this replica from ``position`` on; none where the epoch is over."""
+        count = min(most, self._share_of(self.length - position))
+        begin, end = position + self.rank, position + self.rank + count * self.num_replicas
+        order = self._permutation()
+        if end <= self.length:
+            rows: list[int] = order[begin : end : self.num_replicas].tolist()
+        else:
+            rows = order[torch.arange(begin, end, self.num_replicas, device="cpu") % self.length].tolist()
+        return rows
+
+    def _share_of(self, left: int) -> int:
+        """How many of so many indices that are left this replica gets."""
+        if self.tail == "drop":
+            return left // self.num_replicas
+        return -(-(left - (self.rank if self.tail == "share" else 0)) // self.num_replicas)
+
+    def _is_over(self, position: int) -> bool:
+        return self.length - position < (self.num_replicas if self.tail == "drop" else 1)
 
     def _turns_now(self) -> tuple[tuple[int, int], ...]:
         return self._turns[1] if self._turns[0] == self.epoch else ()
