@@ -36,19 +36,19 @@ class DeviceRegistrar:
     """Registers with the driver, in the context of a device that is in use: no other device gets a context."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._devices = device, devices()
 
     def register(self, address: int, length: int) -> None:
         """Pin a stretch, for all devices."""
         try:
-            devices().register(self._device, address, length)
+            self._devices.register(self._device, address, length)
         except RuntimeError as exc:  # torch's own CudaError among them
             raise Unavailable(f"{length} bytes of memory cannot be registered with {self._device} ({exc})") from exc
 
     def unregister(self, address: int) -> None:
         """Undo it. It fails only where the driver is going down, and has let go of everything by itself."""
         with suppress(RuntimeError):
-            devices().unregister(self._device, address)
+            self._devices.unregister(self._device, address)
 
 
 class Pinned:

@@ -1,0 +1,193 @@
+"""Accelerators for tests, of plain tensors of this process: ``datastates.system.devices`` is asked for them instead of real ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from datastates.system.devices import swapped
+
+from .dispatch import Home, Operators
+from .streams import Event, Lateness, Op, Schedule, Stream
+
+__all__ = ["LateDevices", "Lateness"]
+
+Placed = TypeVar("Placed", bound=torch.Tensor | nn.Module)
+
+
+class _Local(threading.local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.selected = 0
+        self.streams: dict[torch.device, Stream] = {}
+        self.depth = 0
+
+
+class LateDevices:
+    """Two devices, ``cuda:0`` and ``cuda:1``, which do everything as late as ``lateness`` says.
+
+        late = LateDevices(Lateness.COPIES)
+        with late.running():
+            model = late.put(model)
+            ...
+            late.schedule.catch_up()
+
+    Their tensors are plain ones, which say that they are on the CPU: only ``datastates.system.devices`` knows better. ``reached`` are the
+    devices that somebody's call reached; a process has a context on each of them.
+    """
+
+    def __init__(self, lateness: Lateness, seed: int = 0, count: int = 2) -> None:
+        self.schedule = Schedule(lateness, seed)
+        self.schedule.on_wait = lambda: self.reached.add(self._local.selected)
+        self.reached: set[int] = set()
+        self.registered: dict[int, int] = {}
+        self.most_registered = 1 << 30
+        self.random = [torch.Generator().manual_seed(index) for index in range(count)]
+        self._homes: dict[int, Home] = {}
+        self._pinned: list[torch.Tensor] = []
+        self._local = _Local()
+        self._default = {
+            place: self.schedule.stream(place, is_side=False) for place in (torch.device("cuda", index) for index in range(count))
+        }
+
+    # --- what tests do -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """These are the accelerators of this process, and this thread's operators go to them."""
+        with swapped(self), self.active():
+            yield
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """This thread's operators on device tensors are queued."""
+        self._local.depth += 1
+        try:
+            if self._local.depth > 1:
+                yield
+                return
+            with Operators(self):
+                yield
+        finally:
+            self._local.depth -= 1
+
+    def put(self, found: Placed, index: int = 0) -> Placed:
+        """A tensor, or what a module has, is on a device from now on."""
+        tensors = [found] if isinstance(found, torch.Tensor) else [*found.parameters(), *found.buffers()]
+        for tensor in tensors:
+            self.adopt(tensor, self._default[torch.device("cuda", index)])
+        return found
+
+    # --- what the operators ask --------------------------------------------------------------------------------------------
+
+    def adopt(self, made: object, stream: Stream) -> object:
+        """Memory that the device gave out for a stream."""
+        if isinstance(made, torch.Tensor):
+            storage = made.untyped_storage()
+            self.reached.add(stream.device.index)
+            self._homes[storage._cdata] = Home(StorageWeakRef(storage), stream)
+        return made
+
+    def home(self, tensor: torch.Tensor) -> Home | None:
+        """What is known of a tensor's memory; None: it is the host's."""
+        if tensor.is_meta or str(tensor.layout) != "torch.strided":
+            return None
+        found = self._homes.get(tensor.untyped_storage()._cdata)
+        return None if found is None or found.storage.expired() else found
+
+    def current_for(self, device: torch.device) -> Stream:
+        """This thread's stream on a device."""
+        return self._local.streams.get(device) or self._default[device]
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether copies from and to this host memory go on by themselves.
+
+        :raises RuntimeError: it lies in two registrations.
+        """
+        first = tensor.data_ptr()
+        last = first + max(1, tensor.nbytes) - 1
+        holders = [self._holder(address) for address in (first, last)]
+        if holders[0] != holders[1]:
+            raise RuntimeError(f"invalid argument: {tensor.nbytes} bytes lie in two registrations, or in one and beside it")
+        return holders[0] is not None
+
+    def _holder(self, address: int) -> int | None:
+        for start, length in [*self.registered.items(), *((each.data_ptr(), each.nbytes) for each in self._pinned)]:
+            if start <= address < start + length:
+                return start
+        return None
+
+    # --- datastates.system.devices.Devices ---------------------------------------------------------------------------------
+
+    def of(self, tensor: torch.Tensor) -> torch.device:
+        home = self.home(tensor)
+        return tensor.device if home is None else home.stream.device
+
+    def is_on(self, tensor: torch.Tensor) -> bool:
+        return self.home(tensor) is not None
+
+    def is_in_use(self) -> bool:
+        return bool(self.reached)
+
+    def current(self, device: torch.device) -> Stream:
+        return self.current_for(device)
+
+    def stream(self, device: torch.device) -> Stream:
+        self.reached.add(device.index)
+        return self.schedule.stream(device, is_side=True)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        self.reached.add(stream.device.index)
+        before = self._local.streams.get(stream.device)
+        self._local.streams[stream.device] = stream
+        try:
+            with self.active():
+                yield
+        finally:
+            if before is None:
+                del self._local.streams[stream.device]
+            else:
+                self._local.streams[stream.device] = before
+
+    def mark(self, stream: Any) -> Event:
+        self.reached.add(stream.device.index)
+        marked: Event = stream.record_event()
+        return marked
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        home = self.home(tensor)
+        assert home is not None
+        home.kept_for.add(stream)
+        self.schedule.put(Op(stream, "keep", held=[tensor.data]))
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(tuple(shape), dtype=dtype)
+        self._pinned.append(made)
+        return made
+
+    def register(self, device: torch.device, address: int, length: int) -> None:
+        self.reached.add(device.index)
+        if len(self.registered) >= self.most_registered:
+            raise RuntimeError("out of memory that may be locked")
+        assert all(address + length <= start or start + size <= address for start, size in self.registered.items())
+        self.registered[address] = length
+
+    def unregister(self, device: torch.device, address: int) -> None:
+        self.reached.add(device.index)
+        del self.registered[address]
+
+    def generators(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self.random]
+
+    def set_generators(self, states: Sequence[torch.Tensor]) -> int:
+        for generator, state in zip(self.random, states, strict=False):
+            generator.set_state(state)
+        return len(self.random)

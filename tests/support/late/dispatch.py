@@ -1,0 +1,155 @@
+"""Operators on tensors of late devices: queued, with results that are poison until they have run.
+
+After the rules of CUDA: what the host reads without waiting is old or poison; memory that is freed while another stream still works with
+it, and was not kept for that stream, is somebody else's; a copy to or from pageable host memory holds the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .streams import Op, Stream
+
+if TYPE_CHECKING:
+    from .device import LateDevices
+
+__all__ = ["Hazard", "Home", "Operators"]
+
+_COPIES = ("aten::copy_", "aten::_foreach_copy_")
+_METADATA = {f"aten::{name}" for name in ("is_set_to", "is_same_size", "stride", "size", "sym_size", "sym_stride", "sym_numel")}
+
+
+class Hazard(RuntimeError):
+    """What a device would have done wrong without a word."""
+
+
+@dataclass(slots=True)
+class Home:
+    """The memory of a tensor on a device: which stream it was given out for, and which others it is kept for."""
+
+    storage: StorageWeakRef
+    stream: Stream
+    kept_for: set[Stream] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loose:
+    """A tensor that nothing keeps until it is looked at."""
+
+    storage: StorageWeakRef
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Loose:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return cls(storage, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def look(self, name: str) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            raise Hazard(f"{name} uses memory that was freed before it ran: keep it for that stream, or hold it until it was used")
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, tuple(self.size), tuple(self.stride))
+
+
+class Operators(TorchDispatchMode):
+    """While it is active on a thread, operators on device tensors are queued there; on host tensors they run at once."""
+
+    def __init__(self, late: LateDevices) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._late = late
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, schema, late = kwargs or {}, func._schema, self._late
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        home = next(filter(None, map(late.home, tensors)), None)
+        if home is None or schema.name in _METADATA or _is_view(schema):
+            return func(*args, **kwargs)
+        stream = late.current_for(home.stream.device)
+        writes = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+        if not writes and not any("Tensor" in str(each.type) for each in schema.returns):  # ``item``: the host wants to know
+            late.schedule.finish(stream)
+            return func(*args, **kwargs)
+        if writes:
+            bound = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
+            written = [leaf for name in writes for leaf in tree_leaves(bound[name])]
+            op = self._queue(func, args, kwargs, stream, None, written)
+            if schema.name in _COPIES and self._holds_the_host(tensors, is_blocking=not bound.get("non_blocking")):
+                late.schedule.wait(op)
+            outs = [bound[name] for name in writes]
+            return None if not schema.returns else outs[0] if len(schema.returns) == 1 else tuple(outs)
+        try:
+            made = func(*tree_map(_outline, args), **{**tree_map(_outline, kwargs), **({"device": "meta"} if "device" in kwargs else {})})
+        except (NotImplementedError, RuntimeError):  # the shape depends on the data
+            late.schedule.finish(stream)
+            made = func(*args, **kwargs)
+            tree_map(lambda each: late.adopt(each, stream), made)
+            return made
+        outputs = tree_map(lambda each: late.adopt(_poisoned(each), stream), made)
+        self._queue(func, args, kwargs, stream, outputs)
+        return outputs
+
+    def _queue(self, func: Any, args: Any, kwargs: Any, stream: Stream, outputs: Any, written: Sequence[object] = ()) -> Op:
+        name, ids = str(func), set(map(id, written))
+        inputs = tree_map(lambda each: self._seen_by(stream, each, is_written=id(each) in ids), (args, kwargs))
+        results = [leaf.data for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+        def run() -> None:
+            with _plainly():
+                given, named = tree_map(lambda each: each.look(name) if isinstance(each, _Loose) else each, inputs)
+                made = func(*given, **named)
+                for result, value in zip(results, [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], strict=False):
+                    result.copy_(value)
+
+        return self._late.schedule.put(Op(stream, name, run))
+
+    def _seen_by(self, stream: Stream, given: object, *, is_written: bool) -> object:
+        """What an op holds of its argument until it runs. Versions count when it is queued, not when it runs."""
+        if not isinstance(given, torch.Tensor):
+            return given
+        home = self._late.home(given)
+        if home is not None:
+            is_safe = home.stream is stream or stream in home.kept_for or not given.untyped_storage().nbytes()
+            return given.data if is_safe else _Loose.of(given)
+        return given.data if is_written or self._late.is_pinned(given) else given.data.clone()
+
+    def _holds_the_host(self, tensors: list[torch.Tensor], *, is_blocking: bool) -> bool:
+        hosts = [tensor for tensor in tensors if self._late.home(tensor) is None]
+        return bool(hosts) and (is_blocking or not all(map(self._late.is_pinned, hosts)))
+
+
+def _is_view(schema: Any) -> bool:
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+
+
+def _outline(given: object) -> object:
+    if not isinstance(given, torch.Tensor):
+        return given
+    return torch.empty_strided(given.size(), given.stride(), dtype=given.dtype, device="meta")
+
+
+def _poisoned(meta: Any) -> Any:
+    if not isinstance(meta, torch.Tensor):
+        return meta
+    made = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype)
+    storage = made.untyped_storage()
+    if storage.nbytes():
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xA5)
+    return made
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """As a device does it: outside of whatever mode the thread that runs it is in."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,177 @@
+"""Streams and events of late devices: what runs when, by an adversary."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Event", "Lateness", "Op", "Schedule", "Stream"]
+
+PATIENCE_S = 0.1
+"""So long a thread of ours waits for work that the adversary puts off, while nobody else wants it; then the device has caught up."""
+
+
+class Lateness(Enum):
+    """What the adversary puts off until a host thread insists on it. Each kind misses faults that another one finds."""
+
+    COPIES = "copies late"
+    COMPUTE = "compute late"
+    BOTH = "both late"
+    RANDOM = "random"
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """Something that a stream does in its turn, once what it ``needs`` is done. ``held`` is kept until then."""
+
+    stream: Stream
+    name: str
+    run: Callable[[], None] | None = None
+    needs: list[Op] = field(default_factory=list)
+    held: list[object] = field(default_factory=list)
+    is_done: bool = False
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+
+    def query(self) -> bool:
+        """Whether it was reached."""
+        return self.op.is_done
+
+    def synchronize(self) -> None:
+        """Wait on the host."""
+        self.op.stream.schedule.wait(self.op)
+
+
+class Stream:
+    """Ops in order. ``is_side``: not the one that a device has from the beginning."""
+
+    def __init__(self, schedule: Schedule, device: torch.device, *, is_side: bool) -> None:
+        self.schedule, self.device, self.is_side = schedule, device, is_side
+        self.ops: deque[Op] = deque()
+
+    def record_event(self) -> Event:
+        """The point behind what is queued by now."""
+        return Event(self.schedule.put(Op(self, "event")))
+
+    def wait_event(self, event: Event) -> None:
+        """Go on only once the event was reached."""
+        self.schedule.put(Op(self, "wait", needs=[event.op]))
+
+    def wait_stream(self, other: Stream) -> None:
+        """Go on only once the other has done what is queued on it by now."""
+        self.wait_event(other.record_event())
+
+
+class Schedule:
+    """Decides which op runs when, and runs it, on whichever thread asks. Host threads that insist get what they need and nothing more.
+
+    Threads of ours are of no haste: a training runs far ahead of them, or else everything that is late would be forced by them at once.
+    """
+
+    def __init__(self, lateness: Lateness, seed: int) -> None:
+        self._lateness, self._random = lateness, random.Random(seed)
+        self._changed = threading.Condition(threading.RLock())
+        self.streams: list[Stream] = []
+        self.errors: list[BaseException] = []
+        self.host_waits: list[tuple[str, str]] = []
+        """The thread that waited for a device, and for what."""
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def stream(self, device: torch.device, *, is_side: bool) -> Stream:
+        """A stream more."""
+        with self._changed:
+            self.streams.append(Stream(self, device, is_side=is_side))
+            return self.streams[-1]
+
+    def put(self, op: Op) -> Op:
+        """Queue an op, and let run what the adversary lets run."""
+        with self._changed:
+            op.stream.ops.append(op)
+            self._advance()
+        return op
+
+    def wait(self, op: Op) -> None:
+        """Wait on the host until an op is done."""
+        name = threading.current_thread().name
+        with self._changed:
+            self.host_waits.append((name, op.name))
+            self.on_wait()
+            if name.startswith("datastates-"):
+                self._changed.wait_for(lambda: op.is_done, PATIENCE_S)
+            self._force(op)
+            self._raise()
+
+    def waits_of_this_thread(self) -> int:
+        """How often it waited for a device."""
+        return sum(name == threading.current_thread().name for name, _ in self.host_waits)
+
+    def finish(self, stream: Stream) -> None:
+        """Wait on the host until a stream has done everything."""
+        self.wait(self.put(Op(stream, "everything")))
+
+    def catch_up(self) -> None:
+        """Everything is done. Raises what went wrong on the way."""
+        with self._changed:
+            for stream in self.streams:
+                while stream.ops:
+                    self._force(stream.ops[-1])
+            self._raise()
+
+    def _raise(self) -> None:
+        if self.errors:
+            raise self.errors[0]
+
+    def _is_late(self, stream: Stream) -> bool:
+        match self._lateness:
+            case Lateness.COPIES:
+                return stream.is_side
+            case Lateness.COMPUTE:
+                return not stream.is_side
+            case Lateness.BOTH:
+                return True
+            case Lateness.RANDOM:
+                return self._random.random() < 0.5
+
+    def _advance(self) -> None:
+        """Run what may run."""
+        streams = self.streams if self._lateness is not Lateness.RANDOM else self._random.sample(self.streams, len(self.streams))
+        has_run = True
+        while has_run:
+            has_run = False
+            for stream in streams:
+                while stream.ops and all(need.is_done for need in stream.ops[0].needs) and not self._is_late(stream):
+                    self._run(stream.ops[0])
+                    has_run = True
+
+    def _force(self, op: Op) -> None:
+        """Run an op, and before it what it has to come after."""
+        while not op.is_done:
+            first = op.stream.ops[0]
+            for need in first.needs:
+                self._force(need)
+            if not first.is_done:
+                self._run(first)
+
+    def _run(self, op: Op) -> None:
+        try:
+            if op.run is not None:
+                op.run()
+        except BaseException as exc:  # a device says later what went wrong
+            self.errors.append(exc)
+        op.is_done, op.run = True, None
+        op.held.clear()
+        assert op.stream.ops.popleft() is op
+        self._changed.notify_all()
