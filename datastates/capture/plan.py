@@ -8,18 +8,21 @@ that pieces of all dtypes go through the same call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
-from datastates.content.geometry import compact, dense_view, memory_key, spec_of
+from datastates.content.division import Box
+from datastates.content.geometry import compact, dense_view, spec_of
 from datastates.content.manifest import CHUNK_BYTES, Shard, TensorSpec
+from datastates.content.spread import is_spread, local_of
 from datastates.content.tree import Flat, Leaf, encode_skeleton
 from datastates.system.devices import devices
 
-from .tripwire import Tripwire, Watched
+from .shares import Shares, bytes_at, shares_of, tie_of
+from .tripwire import SAMPLES, STATE_SAMPLES, Tripwire, Watched
 
 __all__ = ["DEFER_BYTES", "CopyPlan", "Layout", "Pieces", "compile_plan"]
 
@@ -52,7 +55,10 @@ class Pieces:
 
 @dataclass(slots=True)
 class _Source:
-    """One leaf that is stored: its tensor as last seen, and its bytes as a flat view."""
+    """One leaf that is stored, or a share of one: its tensor as last seen, and its bytes as a flat view.
+
+    What is remembered of the memory is that of this rank's local tensor, ``local``; for most tensors that is the tensor itself.
+    """
 
     leaf: int
     path: str
@@ -66,20 +72,28 @@ class _Source:
     strides: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    local: torch.Tensor
+    box: Box | None = None
     pieces: list[tuple[int, int]] = field(default_factory=list)
 
     def is_as_it_was(self, tensor: torch.Tensor) -> bool:
         """Whether ``flat`` is still the bytes of ``tensor``: the same object may lie elsewhere, or otherwise, by now (``.data = …``)."""
+        local = tensor if self.box is None else local_of(tensor)
         return (
             tensor is self.tensor
             and self.is_dense
-            and tensor.data_ptr() == self.pointer
-            and tensor.shape == self.shape
-            and tensor.stride() == self.strides
-            and tensor.dtype is self.dtype
+            and local is self.local
+            and local.data_ptr() == self.pointer
+            and local.shape == self.shape
+            and local.stride() == self.strides
+            and local.dtype is self.dtype
             and tensor.requires_grad is self.requires_grad
-            and not (self.dtype.is_complex and tensor.is_conj())
+            and not (self.dtype.is_complex and local.is_conj())
         )
+
+
+_Alias = tuple[int, torch.Tensor, Hashable]
+"""A leaf that is tied to an earlier one, its tensor as last seen, and what it has in common with that."""
 
 
 @dataclass(slots=True)
@@ -87,7 +101,7 @@ class CopyPlan:
     """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
 
     ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when.
-    ``is_taught``: some are copied at once because they tore.
+    ``shares`` are this rank's where several hold the state. ``is_taught``: some are copied at once because they tore.
     """
 
     layout: Layout
@@ -97,7 +111,8 @@ class CopyPlan:
     eager: list[Pieces]
     deferred: list[Pieces]
     sources: list[_Source]
-    aliases: list[tuple[int, torch.Tensor, object]]
+    aliases: list[_Alias]
+    shares: Shares | None
     tripwire: Tripwire
     is_on_device: bool
     eager_bytes: int
@@ -121,11 +136,13 @@ class CopyPlan:
             self.flat = flat
             return True
         self.flat = flat
+        if self.shares is not None and not self.shares.are_still(leaves):
+            return False
         for source in self.sources:
             leaf = leaves[source.leaf]
             if not source.is_as_it_was(leaf.tensor) and not self._take_over(source, leaf):
                 return False
-        if not all(leaves[index].tensor is tensor and memory_key(tensor) == key for index, tensor, key in self.aliases):
+        if not all(leaves[index].tensor is tensor and tie_of(tensor) == key for index, tensor, key in self.aliases):
             return False
         self._marks = _Marks([leaf.tensor for leaf in leaves]) if all(source.is_dense for source in self.sources) else None
         return True
@@ -143,12 +160,19 @@ class CopyPlan:
         tensor, spec = leaf.tensor, self.specs[source.leaf]
         if source.is_deferred or leaf.path != source.path:
             return False
-        dense = _dense(tensor)
-        fresh = spec_of(leaf.path, dense)
-        if msgspec.structs.replace(fresh, shards=spec.shards) != spec or devices().of(dense) != devices().of(source.flat):
+        if source.box is None:
+            local = tensor
+            dense = _dense(tensor)
+            if msgspec.structs.replace(spec_of(leaf.path, dense), shards=spec.shards) != spec:
+                return False
+            flat, is_dense = _bytes_of(dense), dense is tensor
+        else:  # of the same geometry, or the shares would not be as they were
+            local = _present(tensor)
+            flat, is_dense = bytes_at(tensor, source.box, spec.strides)
+        if devices().of(flat) != devices().of(source.flat):
             return False
-        flat = _bytes_of(dense)
-        source.tensor, source.pointer, source.flat, source.is_dense = tensor, tensor.data_ptr(), flat, dense is tensor
+        source.tensor, source.local, source.pointer, source.flat, source.is_dense = tensor, local, local.data_ptr(), flat, is_dense
+        source.shape, source.strides = local.shape, local.stride()
         for chunk, index in source.pieces:
             pieces = self.eager[chunk].sources
             begin = max(0, chunk * CHUNK_BYTES - source.start)
@@ -162,42 +186,65 @@ def compile_plan(
     fenced: Collection[int] = (),
     frozen: Collection[int] = (),
     eager_paths: Collection[str] = (),
+    rank: int = 0,
+    size: int = 1,
 ) -> CopyPlan:
-    """Lay a state's tensors out over chunks.
+    """Lay a state's tensors out over chunks: all of them, or what ``rank`` stores where ``size`` ranks hold them.
 
     ``fenced`` and ``frozen`` are ids of tensors: those that a tracked optimizer alone changes (deferred when large
     enough), and those that stay the same (grouped apart, so that their chunks keep their digests). ``eager_paths`` are
     never deferred: the tripwire saw them change outside the fence.
+
+    :raises Unsupported: other ranks than these hold something of a tensor, or it has no value; names it.
     """
+    shares = shares_of(flat.tensors, rank, size)
     specs: list[TensorSpec] = []
     sources: list[_Source] = []
-    aliases: list[tuple[int, torch.Tensor, object]] = []
-    first_of: dict[object, int] = {}
+    aliases: list[_Alias] = []
+    first_of: dict[Hashable, int] = {}
     for index, leaf in enumerate(flat.tensors):
         tensor = leaf.tensor
-        key = memory_key(tensor)
+        key = tie_of(tensor)
         if key is not None and key in first_of:
-            specs.append(msgspec.structs.replace(spec_of(leaf.path, tensor), alias=first_of[key]))
+            spec = spec_of(leaf.path, tensor) if shares is None else shares.specs[index]
+            specs.append(msgspec.structs.replace(spec, alias=first_of[key]))
             aliases.append((index, tensor, key))
             continue
         if key is not None:
             first_of[key] = index
-        dense = dense_view(tensor)
-        is_dense = dense is not None
-        packed = tensor if is_dense else _dense(tensor)
-        specs.append(spec_of(leaf.path, packed))
-        data = _bytes_of(packed)
-        is_deferred = is_dense and id(tensor) in fenced and data.numel() >= DEFER_BYTES and leaf.path not in eager_paths
-        is_deferred = is_deferred and not tensor.is_inference()  # those have no version that a tripwire could compare
-        geometry = (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
-        sources.append(_Source(index, leaf.path, tensor, tensor.data_ptr(), data, 0, is_deferred, is_dense, *geometry))
-    plan = _lay_out(flat, specs, sources, aliases, frozen)
+        may_wait = id(tensor) in fenced and leaf.path not in eager_paths
+        if shares is None:
+            dense = dense_view(tensor)
+            is_dense = dense is not None
+            packed = tensor if is_dense else _dense(tensor)
+            specs.append(spec_of(leaf.path, packed))
+            sources.append(_source(index, leaf, tensor, _bytes_of(packed), is_dense=is_dense, may_wait=may_wait))
+            continue
+        specs.append(shares.specs[index])
+        for box in shares.boxes[index]:
+            data, is_dense = bytes_at(tensor, box, specs[index].strides)
+            sources.append(_source(index, leaf, _present(tensor), data, is_dense=is_dense, may_wait=may_wait, box=box))
+    plan = _lay_out(flat, specs, sources, aliases, shares, frozen)
     plan.is_taught = bool(eager_paths)
     return plan
 
 
+def _source(
+    index: int, leaf: Leaf, local: torch.Tensor, data: torch.Tensor, *, is_dense: bool, may_wait: bool, box: Box | None = None
+) -> _Source:
+    is_deferred = is_dense and may_wait and data.numel() >= DEFER_BYTES
+    is_deferred = is_deferred and not local.is_inference()  # those have no version that a tripwire could compare
+    geometry = (local.shape, local.stride(), local.dtype, leaf.tensor.requires_grad)
+    return _Source(index, leaf.path, leaf.tensor, local.data_ptr(), data, 0, is_deferred, is_dense, *geometry, local, box)
+
+
 def _lay_out(
-    flat: Flat, specs: list[TensorSpec], sources: list[_Source], aliases: list[tuple[int, torch.Tensor, object]], frozen: Collection[int]
+    flat: Flat,
+    specs: list[TensorSpec],
+    sources: list[_Source],
+    aliases: list[_Alias],
+    shares: Shares | None,
+    frozen: Collection[int],
 ) -> CopyPlan:
     # Large ones in the order of the leaves, whether still or not: what a prefix trained and a variant freezes then fills the same chunks,
     # up to the first that the variant trains.
@@ -215,9 +262,14 @@ def _lay_out(
             position = _place(source, position, sizes, eager, deferred)
     for source in sources:
         spec = specs[source.leaf]
-        shard = Shard((0,) * len(spec.shape), spec.shape, source.start, source.flat.numel())
-        specs[source.leaf] = msgspec.structs.replace(spec, shards=(shard,))
-    watched = [Watched(source.path, source.tensor, source.flat, source.start) for source in sources if source.is_deferred]
+        offset, shape = ((0,) * len(spec.shape), spec.shape) if source.box is None else (source.box.offset, source.box.shape)
+        shard = Shard(offset, shape, source.start, source.flat.numel())
+        specs[source.leaf] = msgspec.structs.replace(spec, shards=(*spec.shards, shard))
+    watched = [
+        Watched(source.path, source.local, source.flat, source.start, SAMPLES if source.requires_grad else STATE_SAMPLES)
+        for source in sources
+        if source.is_deferred
+    ]
     lengths = tuple(sum(chunk) for chunk in sizes)
     layout = Layout(
         skeleton=msgspec.Raw(encode_skeleton(flat.skeleton)),
@@ -234,6 +286,7 @@ def _lay_out(
         deferred,
         sources,
         aliases,
+        shares,
         Tripwire(watched),
         is_on_device=any(devices().is_on(source.flat) for source in sources),
         eager_bytes=sum(source.flat.numel() for source in sources if not source.is_deferred),
@@ -276,12 +329,13 @@ def _place(
 class _Marks:
     """Marks that show that tensors are still where and as they were; checking one takes about 0.2 µs."""
 
-    __slots__ = ("_aliases", "_complex", "_kinds", "_tensors")
+    __slots__ = ("_aliases", "_complex", "_kinds", "_spread", "_tensors")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._aliases = [tensor.detach() for tensor in tensors]
-        self._complex = [tensor for tensor in tensors if tensor.dtype.is_complex]
+        self._spread = [tensor for tensor in tensors if is_spread(tensor)]
+        self._tensors = [local for tensor in tensors if (local := local_of(tensor)) is not None]
+        self._aliases = [tensor.detach() for tensor in self._tensors]
+        self._complex = [tensor for tensor in self._tensors if tensor.dtype.is_complex]
         self._kinds = self._look()
 
     def are_right(self) -> bool:
@@ -289,10 +343,17 @@ class _Marks:
         return all(map(torch.Tensor.is_set_to, self._tensors, self._aliases)) and self._look() == self._kinds
 
     def _look(self) -> list[object]:
-        return [*map(_DTYPE, self._tensors), *map(_REQUIRES_GRAD, self._tensors), *map(torch.Tensor.is_conj, self._complex)]
+        kinds = [*map(_DTYPE, self._tensors), *map(_REQUIRES_GRAD, self._tensors), *map(torch.Tensor.is_conj, self._complex)]
+        return [*kinds, *map(_REQUIRES_GRAD, self._spread), *map(id, map(_LOCAL, self._spread))] if self._spread else kinds
 
 
-_DTYPE, _REQUIRES_GRAD = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
+_DTYPE, _REQUIRES_GRAD, _LOCAL = operator.attrgetter("dtype"), operator.attrgetter("requires_grad"), operator.attrgetter("_local_tensor")
+
+
+def _present(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_of(tensor)
+    assert local is not None
+    return local
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

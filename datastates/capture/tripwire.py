@@ -35,12 +35,13 @@ _WORDS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A deferred tensor: its path, the tensor, its bytes as a flat view, and where they go in the stream."""
+    """A deferred tensor: its path, the tensor, its bytes as a flat view, where they go in the stream, and of how many a sample is taken."""
 
     path: str
     tensor: torch.Tensor
     flat: torch.Tensor
     start: int
+    samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,13 @@ class Tripwire:
             copied = arena.numpy().view(before.dtype).take(places[group.chunks] * (CHUNK_BYTES // before.itemsize) + group.words)
             if copied.tobytes() != before.tobytes():
                 hit.update(group.members[np.nonzero(copied != before)[0]].tolist())
-        return [self._paths[i] for i in sorted(hit)]
+        return [*dict.fromkeys(self._paths[i] for i in sorted(hit))]
 
 
 def _group(watched: Sequence[Watched], size: int, device: torch.device) -> _Group:
     members = [i for i, item in enumerate(watched) if (_word_size(item), devices().of(item.flat)) == (size, device)]
     tensors = [watched[i].tensor for i in members]
-    counts = [SAMPLES if tensor.requires_grad else STATE_SAMPLES for tensor in tensors]
+    counts = [watched[i].samples for i in members]
     views, positions = [], []
     for i, count in zip(members, counts, strict=True):
         words = watched[i].flat.view(_WORDS[size])

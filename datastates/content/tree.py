@@ -32,6 +32,7 @@ from .encoding import SCALARS, Packed, check_keys, decode_values, encode_values,
 from .geometry import dtype_of
 from .layouts import compose, decompose
 from .skeleton import TENSOR, VALUE, Node, Skeleton, decode_skeleton, encode_skeleton, key_of, pack_key, paths
+from .spread import is_spread, kinds
 
 __all__ = [
     "Flat",
@@ -51,7 +52,6 @@ ARRAY_BYTES = 64 << 10
 _BULK = 8
 """From this many children on, testing them all in one go is cheaper than one by one."""
 
-_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _KEY_TYPES = frozenset({str})
 
 _FACTORIES: dict[str, type[Any]] = {
@@ -160,10 +160,10 @@ class _Walk:
     ``nodes`` are an outline: a lasting part is one entry, its ``_Span``, and ``tensors`` are those of no such part. ``whole`` fills in.
     """
 
-    __slots__ = ("_derived", "_known", "_lasting", "_seen", "nodes", "spans", "tensors", "values")
+    __slots__ = ("_derived", "_kinds", "_known", "_lasting", "_seen", "nodes", "spans", "tensors", "values")
 
     def __init__(self, seen: frozenset[int], known: dict[int, _Span], lasting: Iterable[object]) -> None:
-        self._seen, self._known = seen, known
+        self._seen, self._known, self._kinds = seen, known, kinds()
         self._lasting = frozenset(map(id, lasting))
         self.spans: dict[int, _Span] = {}
         self._derived = 0
@@ -190,7 +190,7 @@ class _Walk:
     def children(self, children: Collection[object], depth: int) -> None:
         """Append the nodes of ``children``, whose types are tested exactly, the frequent first."""
         nodes, values, tensors, seen = self.nodes, self.values, self.tensors, self._seen
-        if len(children) >= _BULK and seen.issuperset(map(id, children)) and _TENSOR_TYPES.issuperset(map(type, children)):
+        if len(children) >= _BULK and seen.issuperset(map(id, children)) and self._kinds.issuperset(map(type, children)):
             nodes.extend(repeat(TENSOR, len(children)))
             tensors.extend(children)  # type: ignore[arg-type]  # their types were tested
             return
@@ -290,6 +290,10 @@ class _Walk:
         self.tensors.append(torch.from_numpy(dense.ravel(order).view(np.uint8)))
 
     def _other(self, child: object, depth: int) -> None:
+        if isinstance(child, torch.Tensor) and is_spread(child):
+            self.nodes.append(TENSOR)
+            self.tensors.append(child)
+            return
         self._derived += 1
         encoder = encoder_of(type(child))
         if encoder is None:

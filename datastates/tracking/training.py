@@ -147,8 +147,11 @@ class Training:
             return self._plan
         self.fence()
         self._fence.install(self.adapted.optimizers, self.adapted.modules)
+        part = self.line.part
         self._plan = compile_plan(
             flat,
+            rank=0 if part is None else part.rank,
+            size=1 if part is None else part.size,
             fenced={id(tensor) for tensor in self.adapted.fenced()},
             frozen={id(tensor) for tensor in self.adapted.frozen()},
             eager_paths=self.line.edits.paths,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from datastates.content.division import Holding
@@ -26,6 +29,14 @@ class Spread:
     whole: torch.Tensor
     locals: list[torch.Tensor]
     held: tuple[Holding, ...]
+    mesh: tuple[int, ...]
+    placements: Sequence[Any]
+
+    def at(self, rank: int) -> torch.Tensor:
+        """As this rank would have it: a plain tensor where all have all of it, every second time, else a DTensor."""
+        if all(each.is_replicate() for each in self.placements) and self.whole.dim() % 2:
+            return self.whole
+        return dtensor(self.locals[rank], self.whole, self.mesh, self.placements, rank)
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,13 @@ class Job:
 
     size: int
     tensors: list[Spread]
+
+
+def dtensor(local: torch.Tensor, whole: torch.Tensor, mesh: Sequence[int], placements: Sequence[Any], rank: int) -> DTensor:
+    """The DTensor of one rank of a mesh; there are no processes, and nothing can be sent."""
+    ranks = DeviceMesh("cpu", torch.arange(prod(mesh)).reshape(*mesh), _init_backend=False, _rank=rank)
+    spec = DTensorSpec(ranks, tuple(placements), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_tensors(whole: torch.Tensor, mesh: tuple[int, ...], placements: list[Any]) -> list[torch.Tensor]:
@@ -68,7 +86,7 @@ def _spreads(draw: st.DrawFn, mesh: tuple[int, ...]) -> Spread:
     known = tuple([(-1, 1) if each.is_replicate() else (each.dim, getattr(each, "split_factor", 1)) for each in placements])
     ranks = tuple(range(prod(mesh)))
     held = boxes_of_mesh(tuple(whole.shape), strides, whole.element_size(), mesh, ranks, known)
-    return Spread(whole, local_tensors(whole, mesh, placements), held)
+    return Spread(whole, local_tensors(whole, mesh, placements), held, mesh, placements)
 
 
 @st.composite
