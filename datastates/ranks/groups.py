@@ -15,10 +15,11 @@ from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.states import State
 from datastates.opening.core import Opened
 from datastates.transport.clone import groups as meeting
+from datastates.transport.clone import torch_groups as torch_meeting
 from datastates.transport.failures import describe, revive
 from datastates.transport.protocol import Failure
 
-__all__ = ["MPIGroup", "SoloGroup"]
+__all__ = ["MPIGroup", "SoloGroup", "TorchGroup"]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -128,6 +129,13 @@ class MPIGroup(_Broadcasting, meeting.MPIGroup):
     """The ranks of an MPI communicator, ``COMM_WORLD`` by default; making one is collective.
 
     :raises Unsupported: mpi4py is not installed.
+    """
+
+
+class TorchGroup(_Broadcasting, torch_meeting.TorchGroup):
+    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective among all ranks of the job.
+
+    :raises InvalidInput: torch.distributed is not initialised, or this process is not in ``of``.
     """
 
 

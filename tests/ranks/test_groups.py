@@ -1,4 +1,4 @@
-"""A state goes from one rank to all others. Run as a script this file is one of those ranks."""
+"""A state goes from one rank to all others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 import datastates
 from datastates.errors import NotFound, Unavailable
-from datastates.ranks.groups import MPIGroup, SoloGroup
-from tests.transport.test_groups import be_a_rank, mpiexec, need_mpi, say
+from datastates.ranks.groups import MPIGroup, SoloGroup, TorchGroup
+from tests.support.jobs import Kind, Say, need_mpi, run
 
 BYTES = 20 << 20
 
@@ -32,7 +32,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return float(loss)
 
 
-def broadcast(group: MPIGroup) -> None:
+def broadcast(group: MPIGroup | TorchGroup, say: Say) -> None:
     """Rank 1 trains; the others take its state, rank 0 into its repository, rank 2 into live objects: all go on alike."""
     model, optimizer = make(group.rank)
     with tempfile.TemporaryDirectory() as folder, datastates.open(folder, memory_bytes=256 << 20) as repo:
@@ -49,7 +49,7 @@ def broadcast(group: MPIGroup) -> None:
         say(*losses)
 
 
-def failing_root(group: MPIGroup) -> None:
+def failing_root(group: MPIGroup | TorchGroup, say: Say) -> None:
     """The root has no such state: every rank learns it."""
     with tempfile.TemporaryDirectory() as folder, datastates.open(folder, memory_bytes=64 << 20) as repo:
         try:
@@ -58,7 +58,7 @@ def failing_root(group: MPIGroup) -> None:
             say("not found")
 
 
-def failing_rank(group: MPIGroup) -> None:
+def failing_rank(group: MPIGroup | TorchGroup, say: Say) -> None:
     """The state does not fit one rank's objects: it raises that, the others say who failed."""
     model, optimizer = make(group.rank)
     with tempfile.TemporaryDirectory() as folder, datastates.open(folder, memory_bytes=256 << 20) as repo:
@@ -73,21 +73,22 @@ def failing_rank(group: MPIGroup) -> None:
             say("itself")
 
 
-def everything(group: MPIGroup) -> None:
+def everything(over: Kind, say: Say) -> None:
     """One start of three interpreters serves all."""
+    group = MPIGroup() if over == "mpi" else TorchGroup()
     for job in (broadcast, failing_root, failing_rank):
-        job(group)
+        job(group, say)
         group.barrier()
 
 
 @pytest.mark.in_turn("many processes")
-@need_mpi
-def test_ranks_under_mpiexec_clone_a_state_in_a_chain_and_go_on_alike_and_all_learn_of_failures() -> None:
-    lines = mpiexec(3, "everything", timeout_s=120, program="tests.ranks.test_groups")
-    losses, said = [line for line in lines if line[0].isdigit()], [line for line in lines if not line[0].isdigit()]
-    assert len(losses) == 3
+@pytest.mark.parametrize("kind", ["torch", pytest.param("mpi", marks=need_mpi)])
+def test_ranks_clone_a_state_in_a_chain_and_go_on_alike_and_all_learn_of_failures(kind: Kind) -> None:
+    said = run(3, "tests.ranks.test_groups:everything", kind=kind, over=kind, timeout_s=120)
+    losses, outcomes = zip(*((lines[0], lines[1:]) for lines in said), strict=True)
     assert len(set(losses)) == 1
-    assert said == ["itself", "not found", "not found", "not found", "others True", "others True"]
+    assert losses[0].count(" ") == 4
+    assert outcomes == (["not found", "others True"], ["not found", "others True"], ["not found", "itself"])
 
 
 def test_alone_there_is_nobody_to_broadcast_to(tmp_path: object) -> None:
@@ -97,7 +98,3 @@ def test_alone_there_is_nobody_to_broadcast_to(tmp_path: object) -> None:
             assert group.broadcast(repo, "main") is None
             with pytest.raises(NotFound):
                 group.broadcast(repo, "nowhere")
-
-
-if __name__ == "__main__":
-    be_a_rank({"everything": everything}, MPIGroup)

@@ -37,10 +37,11 @@ import pytest
 
 from . import warm
 
-__all__ = ["MPIEXEC", "Kind", "Ranks", "Say", "job", "need_mpi", "run"]
+__all__ = ["Kind", "Ranks", "Say", "job", "mpiexec", "need_mpi", "run"]
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
+_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 Kind = Literal["torch", "mpi", "env"]
 """How the ranks find each other; ``env`` has the variables of torchrun, and nothing is initialised."""
 
@@ -172,11 +173,7 @@ def job(
         streams: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": write, "stderr": errors, "start_new_session": True}
         try:
             if kind == "mpi":
-                launcher = [str(MPIEXEC), "-n", str(count), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
-                allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-                ranks.processes.append(
-                    subprocess.Popen(launcher + command, env=ours | allowed | {"PYTHONPATH": str(ROOT)}, text=True, **streams)
-                )
+                ranks.processes.append(subprocess.Popen(_launcher(count) + command, env=ours | _ALLOWED, text=True, **streams))
             else:
                 port = free_port()
                 for rank in range(count):
@@ -196,6 +193,29 @@ def run(count: int, call: str, **options: Any) -> list[list[str]]:
         return ranks.said()
 
 
+def mpiexec(count: int, *arguments: str, timeout_s: float) -> str:
+    """What that many Pythons with these arguments say under mpiexec; they must end well."""
+    command = [*_launcher(count), sys.executable, *arguments]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | _ALLOWED,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said, errors = process.communicate()
+            pytest.fail(f"{arguments} did not end in {timeout_s} s: {said}{errors}")
+    assert process.returncode == 0, said + errors
+    return said
+
+
 def rendezvous(rank: int, count: int, port: int) -> dict[str, str]:
     """What torchrun tells a rank of one machine."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
@@ -210,6 +230,10 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("no port is free")
+
+
+def _launcher(count: int) -> list[str]:
+    return [str(MPIEXEC), "-n", str(count), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
 
 
 def _be_a_rank(kind: Kind, timeout_s: float, call: str, arguments: dict[str, Any]) -> None:

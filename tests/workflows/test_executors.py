@@ -19,7 +19,7 @@ import pytest
 import datastates
 from datastates import InvalidInput, Repository
 from datastates.workflows import Plan, RayExecutor, SerialExecutor, explore
-from tests.transport.test_groups import need_mpi, ranks
+from tests.support.jobs import mpiexec, need_mpi
 from tests.workflows.studies import EVERY_STATE, contents, counts, essence, faults, prefix, train, tree
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def explored(folder: Path, executor: Executor, of: Essence = essence) -> dict[st
 @need_mpi
 def test_mpi(tmp_path: Path, expected: dict[str, Any]) -> None:
     prefix(tmp_path / "runs", config=EVERY_STATE).close()
-    ranks(3, "-m", "mpi4py.futures", __file__, str(tmp_path / "runs"), timeout_s=120)
+    mpiexec(3, "-m", "mpi4py.futures", __file__, str(tmp_path / "runs"), timeout_s=120)
     with datastates.open(tmp_path / "runs") as repo:
         assert essence(repo, "s", PLAN) == expected
 

@@ -1,32 +1,41 @@
-"""Processes that belong together and know each other by rank: how they meet, so that states can be cloned among them.
-
-What travels here is small (urls, tokens, outcomes); states travel over the transports.
-"""
+"""Processes that belong together and know each other by rank: how they meet, what they tell each other, and what bytes they pass on."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Callable, Collection
 from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from datastates.errors import Closed, InvalidInput, Unsupported
+from datastates.errors import Closed, InvalidInput, Unavailable, Unsupported
 
 if TYPE_CHECKING:
+    import torch
     from mpi4py import MPI
 
-__all__ = ["Group", "MPIGroup", "SoloGroup"]
+__all__ = ["EXCHANGE_BYTES", "PATIENCE_S", "Group", "MPIGroup", "SoloGroup", "bytes_of", "check"]
 
 EXCHANGE_BYTES: Final = 1 << 20
 """The most that one rank may give to an exchange."""
+
+PATIENCE_S: Final = 1800.0
+"""So long a rank waits for the others, unless the group was told otherwise: as long as torch's own collectives."""
+
+_MESSAGE_BYTES: Final = 1 << 30
+"""MPI counts in 32 bits."""
 
 _POLL_S: Final = (50e-6, 2e-3)  # between two looks at a collective that is under way: at first, at most
 
 
 class Group(ABC):
-    """A fixed number of processes. Every method is collective: all ranks call the same ones in the same order, one thread each."""
+    """A fixed number of processes. Every method is collective: all ranks call the same ones in the same order, on their training threads.
+
+    A rank that does not come makes the others raise Unavailable: at once where its connections broke as it died, else after the
+    group's ``timeout_s``. The group is of no use then.
+    """
 
     @property
     @abstractmethod
@@ -43,6 +52,18 @@ class Group(ABC):
         """Exchange bytes: returns what every rank gave, by rank, once all have called it. At most 1 MiB each.
 
         :raises InvalidInput: it is more; nothing was sent, and the other ranks wait on.
+        :raises Unavailable: a rank did not come.
+        :raises Closed: the group was closed.
+        """
+
+    @abstractmethod
+    def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
+        """Fill the buffers of other ranks with the bytes of the root's, which are as many: contiguous, and writable but at the root.
+
+        ``to`` are the ranks that get them, None: all. The same everywhere; a rank that neither gives nor gets need not call, as long as
+        those that do meet in the same order.
+
+        :raises Unavailable: a rank did not come. What is in the buffers then is undefined.
         :raises Closed: the group was closed.
         """
 
@@ -73,8 +94,11 @@ class SoloGroup(Group):
         self._is_closed = False
 
     def exchange(self, value: bytes) -> list[bytes]:
-        _check(value, is_closed=self._is_closed)
+        check(value, is_closed=self._is_closed)
         return [bytes(value)]
+
+    def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
+        check(is_closed=self._is_closed)
 
     def close(self) -> None:
         self._is_closed = True
@@ -84,16 +108,19 @@ class MPIGroup(Group):
     """The ranks of an MPI communicator, ``COMM_WORLD`` by default; making one is collective.
 
     It talks on a duplicate of the communicator, so that it never takes a message of the program's own. A rank that waits
-    sleeps between looks: MPI's blocking calls burn the core that a transfer of the same process may need.
+    sleeps between looks: MPI's blocking calls burn the core that a transfer of the same process may need. When a rank dies, most
+    launchers end the whole job; where one does not, or a rank hangs, the others raise after ``timeout_s``.
 
     :raises Unsupported: mpi4py is not installed.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm | None = None, *, timeout_s: float = PATIENCE_S) -> None:
         mpi = _mpi()
         self._mpi, self._comm = mpi, (mpi.COMM_WORLD if comm is None else comm).Dup()
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
+        self._timeout_s = timeout_s
         self._is_closed = False
+        self._unfinished: object = None  # a collective that was given up: MPI may still write to its memory
 
     @property
     def rank(self) -> int:
@@ -104,18 +131,51 @@ class MPIGroup(Group):
         return self._size
 
     def exchange(self, value: bytes) -> list[bytes]:
-        _check(value, is_closed=self._is_closed)
+        check(value, is_closed=self._is_closed)
         lengths = array("i", [0]) * self._size
-        _wait(self._comm.Iallgather([array("i", [len(value)]), self._mpi.INT], [lengths, self._mpi.INT]))
+        self._wait(self._comm.Iallgather, [array("i", [len(value)]), self._mpi.INT], [lengths, self._mpi.INT])
         ends = list(accumulate(lengths, initial=0))
         data = bytearray(ends[-1])
-        _wait(self._comm.Iallgatherv([bytes(value), self._mpi.BYTE], [data, (lengths, ends[:-1]), self._mpi.BYTE]))
+        self._wait(self._comm.Iallgatherv, [bytes(value), self._mpi.BYTE], [data, (lengths, ends[:-1]), self._mpi.BYTE])
         return [bytes(data[start : start + length]) for start, length in zip(ends, lengths, strict=False)]
+
+    def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
+        check(is_closed=self._is_closed)
+        view = bytes_of(buffer)
+        for start in range(0, view.nbytes, _MESSAGE_BYTES):
+            message = [view[start : start + _MESSAGE_BYTES], self._mpi.BYTE]
+            if to is None:
+                self._wait(self._comm.Ibcast, message, root)
+            elif self._rank == root:
+                for rank in sorted({*to} - {root}):
+                    self._wait(self._comm.Isend, message, rank)
+            elif self._rank in to:
+                self._wait(self._comm.Irecv, message, root)
+
+    def _wait(self, begin: Callable[..., Any], *arguments: Any) -> None:
+        """Wait for what ``begin`` begins."""
+        if self._unfinished is not None:
+            raise Unavailable("a rank of this group did not come before: make another group, on every rank")
+        try:
+            request = begin(*arguments)
+            pause, most = _POLL_S
+            give_up_at = time.monotonic() + self._timeout_s
+            while not request.Test():
+                if time.monotonic() > give_up_at:
+                    self._unfinished = request, arguments
+                    raise Unavailable(
+                        f"rank {self._rank} of {self._size} waited {self._timeout_s:g} s for the others: one of them hangs or died"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, most)
+        except self._mpi.Exception as exc:
+            self._unfinished = arguments
+            raise Unavailable(f"rank {self._rank} of {self._size} lost the others: {exc}") from exc
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            if not self._mpi.Is_finalized():
+            if not self._mpi.Is_finalized() and self._unfinished is None:
                 self._comm.Free()
 
 
@@ -127,15 +187,17 @@ def _mpi() -> Any:
     return MPI
 
 
-def _wait(request: Any) -> None:
-    pause, most = _POLL_S
-    while not request.Test():
-        time.sleep(pause)
-        pause = min(2 * pause, most)
-
-
-def _check(value: bytes, *, is_closed: bool) -> None:
+def check(value: bytes = b"", *, is_closed: bool) -> None:
+    """Raise unless the group is open, and the value what an exchange takes."""
     if is_closed:
         raise Closed("the group was closed: make another one, on every rank")
     if len(value) > EXCHANGE_BYTES:
-        raise InvalidInput(f"{len(value)} bytes were given to an exchange, which takes {EXCHANGE_BYTES} of each rank: clone what is large")
+        raise InvalidInput(
+            f"{len(value)} bytes were given to an exchange, which takes {EXCHANGE_BYTES} of each rank: pass on what is large"
+        )
+
+
+def bytes_of(buffer: memoryview | bytearray | bytes | torch.Tensor) -> memoryview:
+    """The bytes of a buffer, or of a tensor of bytes on the CPU, where they lie."""
+    view = memoryview(buffer if isinstance(buffer, memoryview | bytearray | bytes) else buffer.numpy().data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
