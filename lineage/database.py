@@ -11,7 +11,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from datastates.system.deeds import deed
 from datastates.system.interrupts import checkpoint, undisturbed
 from datastates.system.sharing import FILE_MODE, make_folders, share
 
-from . import deadline
+from . import anchor, deadline
 from .frozen import Frozen, why_frozen
 from .migrations import HEAD, KNOWN
 from .session import Session
@@ -86,8 +87,12 @@ class Database:
         self._reader = self._engine.execution_options(**read)
         self._writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: False})
         self._durable_writer = self._engine.execution_options(**{_BEGIN: _IMMEDIATE, _DURABLE: True})
+        self._anchor: weakref.finalize[[Callable[[], None]], Database] | None = None
         try:
             self._open(create=create)
+            if self.is_sqlite and self._frozen is None:
+                self._anchor = weakref.finalize(self, anchor.cast(Path(parsed.database or "")), _nothing)
+                self._anchor.atexit = False  # the kernel lets go
         except BaseException:
             self.close()
             raise
@@ -127,7 +132,11 @@ class Database:
         self._closed = True
         if self._pid == os.getpid():
             with undisturbed():
-                self._engine.dispose()
+                held = None if self._anchor is None else self._anchor.detach()
+                if held is None:
+                    self._engine.dispose()
+                else:
+                    held[1](self._engine.dispose)
                 if self._frozen is not None:
                     self._frozen.close()
 
@@ -226,6 +235,10 @@ def translate(error: exc.SQLAlchemyError | sqlite3.Error, where: str) -> Datasta
             return NotFound(f"{where} does not exist ({said}): create the database first")
         return Unavailable(f"{where} does not answer ({said})")
     return DatastatesError(f"{where}: {said}")
+
+
+def _nothing() -> None:
+    """What was dropped without a close has no connections any more."""
 
 
 def _parse(url: str) -> URL:

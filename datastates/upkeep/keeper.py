@@ -117,12 +117,13 @@ class Keeper:
             self._start(self._run)
 
     def _start(self, target: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=target, name="datastates-retention", daemon=True)
+        thread = threading.Thread(target=target, name="datastates-retention", daemon=True)
         try:
-            with undisturbed():  # a thread that is torn out of its start may never run, and would be waited for
-                self._thread.start()
+            with undisturbed():  # whoever ends this may wait for a thread that was started, and for no other
+                thread.start()
+                self._thread = thread
         except RuntimeError as exc:  # no more threads are allowed: the writer goes on
-            self._thread, self.error = None, exc
+            self.error = exc
             _logger.warning("states that retention does not keep stay on disk for now: %s", exc)
 
     def stop(self) -> None:

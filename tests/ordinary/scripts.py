@@ -79,7 +79,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     "uploads its folder": MODEL
     + LOOP
     + """
-import shutil; shutil.copytree("runs", "upload")
+import shutil; shutil.copytree("runs", "upload", ignore=shutil.ignore_patterns(".tmp-*"))
 run.head
 print("done", flush=True)
 sys.stdin.readline()

@@ -1,0 +1,124 @@
+"""A SQLite file in use, told to other processes by locks that this process cannot lose.
+
+SQLite's own locks belong to the process and the file: they are all gone as soon as the process closes any descriptor of the file, as
+whoever copies or uploads the folder does. Another process that opens the lineage then believes that it is alone: it empties the index
+of the log, and the next look into it kills this process by SIGBUS; or it removes the log, and what this process commits is lost.
+
+An anchor holds shared locks of its own on two bytes that SQLite asks for before it does either ("How To Corrupt An SQLite Database
+File", and the layout of locks in SQLite's ``os_unix.c``). They belong to an open file description (``F_OFD_SETLK``), which nobody else
+closes. What they do not replace are the locks of a transaction that is under way while the copy is made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from datastates.system.interrupts import Mutex
+from datastates.system.regular import open_regular
+
+__all__ = ["cast"]
+
+_SET = getattr(fcntl, "F_OFD_SETLK", None)
+_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
+_SHARED = 0x4000_0002  # of the database: whoever wants the file alone locks all 510 bytes from here on
+_IN_USE = 128  # of the index of the log: whoever empties it locks this byte
+_turn = Mutex()
+_anchors: dict[tuple[int, int], _Anchor] = {}
+
+
+class _Anchor:
+    """The locks of this process on one file, for so many users. All of it runs in turn."""
+
+    def __init__(self, descriptors: list[int]) -> None:
+        self.users = 0
+        self.descriptors = descriptors
+
+    def weigh(self) -> None:
+        """Let go of the locks; the descriptors stay."""
+        for fd in self.descriptors:
+            with suppress(OSError):
+                _lock(fd, 0, fcntl.F_UNLCK, length=0)
+
+    def close(self) -> None:
+        """Close the descriptors, which takes SQLite's locks of this process with it: nobody may need them any more."""
+        for fd in self.descriptors:
+            os.close(fd)
+        self.descriptors = []
+
+
+def cast(path: Path) -> Callable[[Callable[[], None]], None]:
+    """Hold the anchor of a file that a connection of this process has open.
+
+    What is returned closes that by the function given, and lets go; it is called once, on any thread. Where the kernel has no such locks
+    it does nothing else.
+    """
+    key = _anchored(path)
+
+    def close(end: Callable[[], None]) -> None:
+        if key is None:
+            end()
+            return
+        with _turn:
+            anchor = _anchors.get(key)
+            is_last = anchor is not None and anchor.users == 1
+            if anchor is not None and is_last:
+                anchor.weigh()  # SQLite's last connection may now put its file in order
+            try:
+                end()
+            finally:
+                if anchor is not None:
+                    anchor.users -= 1
+                    if is_last:
+                        del _anchors[key]
+                        anchor.close()
+
+    return close
+
+
+def _anchored(path: Path) -> tuple[int, int] | None:
+    if _SET is None:
+        return None
+    with _turn:
+        try:
+            status = path.stat()
+            key = (status.st_dev, status.st_ino)
+            anchor = _anchors.get(key)
+            if anchor is None:
+                anchor = _anchors[key] = _Anchor(_locked(path))
+        except OSError:  # a file system without such locks: SQLite's own have to do
+            return None
+        anchor.users += 1
+        return key
+
+
+def _locked(path: Path) -> list[int]:
+    found: list[int] = []
+    try:
+        for name, start in ((path, _SHARED), (Path(f"{path}-shm"), _IN_USE)):
+            found.append(open_regular(name))
+            _lock(found[-1], start, fcntl.F_RDLCK)
+    except BaseException:
+        for fd in found:
+            os.close(fd)
+        raise
+    return found
+
+
+def _lock(fd: int, start: int, kind: int, *, length: int = 1) -> None:
+    assert _SET is not None
+    fcntl.fcntl(fd, _SET, struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0))
+
+
+def _forget() -> None:
+    """A forked child uses no connection of its parent's: the locks are the parent's alone."""
+    for anchor in _anchors.values():
+        anchor.close()
+    _anchors.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
