@@ -153,7 +153,8 @@ class Postgresql:
         server = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
         own = [server, *(int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split())]
         for pid in own:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a worker that had done what it was started for
+                os.kill(pid, signal.SIGKILL)
         for pid in own:
             while is_there(pid):
                 os.sched_yield()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -87,8 +89,17 @@ def line_of(process: subprocess.Popen[str], ask: str = "") -> str:
     return process.stdout.readline().strip()
 
 
+def end(pid: int) -> None:
+    """Kill a process, unless it is gone, and wait until it is."""
+    with suppress(ProcessLookupError):
+        gone = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        select.select([gone], [], [])
+        os.close(gone)
+
+
 async def clone(url: str, sink: list[MemorySink], kill: int = 0) -> tuple[Fetched, bool]:
-    """What was moved, and whether the transport moved any of it; the process ``kill`` dies half way."""
+    """What was moved, and whether the transport moved any of it; the process ``kill`` dies as soon as something was moved."""
     session = await Session.connect(url, timeout_s=2.0)
     try:
         opened, feed = await session.open(UID)
@@ -96,8 +107,8 @@ async def clone(url: str, sink: list[MemorySink], kill: int = 0) -> tuple[Fetche
         sink.append(MemorySink(opened.manifest))
 
         def on_progress(done: int, total: int) -> None:
-            if kill and 2 * done > total:
-                os.kill(kill, signal.SIGKILL)
+            if kill and done < total:
+                end(kill)
 
         done = await fetch(sink[0], [feed], timeout_s=2.0, on_progress=on_progress)
         await feed.close()
