@@ -15,7 +15,7 @@ from tests.page.site import new_page
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/branches")]
 
 FORK = "round-3/lr-0.1"
 

@@ -14,7 +14,7 @@ from datastates.upkeep.eviction import evict
 if TYPE_CHECKING:
     from tests.page.site import Grown, Site
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/diff")]
 
 
 def test_a_marked_state_is_compared_with_the_selected_one(shared: Site, grown: Grown, page: Page) -> None:

@@ -9,7 +9,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.page.conftest import Wood
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/filter")]
 
 Open = Callable[[str], Page]
 

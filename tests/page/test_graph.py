@@ -11,7 +11,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.page.conftest import Wood
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/graph")]
 
 ROW, HEAD = 28, 31
 Open = Callable[[str], Page]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tests.page.site import Grown, Site
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/notes")]
 
 ATTACKS = (
     "<script>window.hacked = 1</script>",

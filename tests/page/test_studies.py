@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datastates.lineage.show.studies import StudyDetail
     from tests.page.site import Site
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/studies")]
 
 
 @pytest.fixture(scope="module")
