@@ -12,9 +12,11 @@ from torch import nn
 
 from datastates.errors import Corrupt, InvalidInput
 
+from .locals import cut_for, lies_as
 from .model_state import ModelState, metadata_for
 from .names import join
 from .own_loading import OwnLoading
+from .placements import is_spread, local_of
 from .report import Findings, Mismatch, describe, own, write_tensor
 
 __all__ = ["check_gradients", "check_module"]
@@ -76,6 +78,8 @@ def check_gradients(path: str, model: ModelState, stored: object, findings: Find
             findings.restored.append(here)
             if parameter.grad is not None:
                 findings.overwrites(here, gradient, parameter.grad)
+            elif is_spread(parameter):
+                findings.made_like(gradient, parameter)
             findings.writes.append(partial(_set_gradient, parameter, gradient, findings))
 
 
@@ -111,6 +115,8 @@ def _load(
             state[name] = own(value)
         elif _repeats(targets[name]):
             write_tensor(targets[name], value)
+        elif is_spread(targets[name]):
+            state[name] = value if lies_as(value, targets[name]) else cut_for(targets[name], value)
         else:
             state[name] = own(value) if name in kept or _is_extra(name) else value
     if metadata is not None:
@@ -125,7 +131,8 @@ def _set_gradient(parameter: nn.Parameter, stored: Any, findings: Findings) -> N
     if parameter.grad is not None and parameter.grad.dtype == stored.dtype:
         write_tensor(parameter.grad, stored)
     else:
-        parameter.grad = findings.own(stored.to(parameter.dtype), parameter.device)
+        found = cut_for(parameter, stored) if is_spread(parameter) and not is_spread(stored) else stored
+        parameter.grad = findings.own(found.to(parameter.dtype), parameter.device)
 
 
 def _ties(live: Mapping[str, object]) -> dict[str, list[str]]:
@@ -152,6 +159,8 @@ def _is_same(one: object, other: object, *, has_values: bool) -> bool:
         return False
     if not has_values:
         return True
+    if is_spread(one) or is_spread(other):  # ranks see what they hold themselves, and ask nobody
+        return not lies_as(one, other) or _is_same(local_of(one), local_of(other), has_values=True)
     # As bytes: a NaN is the same as itself.
     return torch.equal(one.detach().contiguous().view(-1).view(torch.uint8), other.detach().contiguous().view(-1).view(torch.uint8))
 

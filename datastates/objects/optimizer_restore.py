@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.optim import ASGD, LBFGS, Optimizer
 
+from .locals import cut_for, on_all
 from .names import join, positional_name
 from .optimizer_state import is_plain, numbered, options_of
 from .optimizers import CLASS, bare, class_of
+from .placements import is_spread
 from .report import Findings, Mismatch, describe, leaf_paths, own, write_tensor
 
 __all__ = ["check_optimizer", "set_option"]
@@ -171,6 +173,8 @@ class _Check:
         for key, value in chosen.items():
             if _goes_into(live.get(key), value):
                 self.findings.overwrites(join(path, key), value, live[key])
+            elif _lies_with(key, value, parameter):
+                self.findings.made_like(value, parameter)
         if chosen or is_whole:
             self.findings.writes.append(partial(self._write_entry, parameter, group, live, chosen, is_whole=is_whole))
 
@@ -199,10 +203,13 @@ class _Check:
     def _written(self, parameter: torch.Tensor, group: Tree, key: object, live: object, stored: object) -> object:
         if not isinstance(stored, torch.Tensor):
             return self.findings.own(stored, parameter.device)
+        if isinstance(live, torch.Tensor) and _goes_into(live, stored):
+            write_tensor(live, stored)
+            return live
+        if not is_spread(stored) and is_spread(parameter) and stored.dim():
+            made = cut_for(parameter, stored) if _lies_with(key, stored, parameter) else on_all(parameter, stored)
+            return self.findings.own(made, parameter.device)
         if isinstance(live, torch.Tensor):
-            if _goes_into(live, stored):
-                write_tensor(live, stored)
-                return live
             return self.findings.own(stored, live.device)
         return self.findings.own(stored, _home(self.optimizer, group, key, parameter))
 
@@ -228,6 +235,13 @@ def _goes_into(live: object, stored: object) -> bool:
     if not isinstance(live, torch.Tensor) or not isinstance(stored, torch.Tensor):
         return False
     return (live.shape, live.dtype, live.layout) == (stored.shape, stored.dtype, stored.layout)
+
+
+def _lies_with(key: object, stored: object, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer keeps this as its parameter lies: over the ranks, and each has its part of it. A counter all of them have."""
+    if not is_spread(parameter) or not isinstance(stored, torch.Tensor):
+        return False
+    return stored.shape == parameter.shape and (key in _SHAPED or stored.dim() > 0)
 
 
 def _home(optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tensor) -> torch.device:

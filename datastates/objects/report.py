@@ -16,7 +16,9 @@ import torch
 from datastates import values
 from datastates.errors import InvalidInput
 
+from .locals import write_local
 from .names import join
+from .placements import is_spread
 
 __all__ = [
     "Findings",
@@ -147,6 +149,7 @@ class Findings:
         self.selection, self.is_strict, self.has_values = selection, is_strict, has_values
         self._owned = set(owned)
         self.targets: list[Target] = []
+        self.likes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.restored: list[str] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -163,6 +166,11 @@ class Findings:
         """Note that a write will put ``stored`` into the tensor ``live``."""
         if isinstance(stored, torch.Tensor) and isinstance(live, torch.Tensor):
             self.targets.append(Target(path, stored, live, is_as_stored and stored.dtype == live.dtype))
+
+    def made_like(self, stored: object, live: torch.Tensor) -> None:
+        """Note that a write will make a tensor of ``stored`` that lies as ``live``, a DTensor, does."""
+        if isinstance(stored, torch.Tensor):
+            self.likes.append((stored, live))
 
     def own(self, value: Any, device: torch.device | None = None) -> Any:
         """A value to hand over: ``own``'s copy, except of tensors whose memory is ours to give."""
@@ -301,8 +309,11 @@ def own(value: Any, device: torch.device | None = None, owned: set[int] | None =
 
 
 def write_tensor(live: torch.Tensor, stored: torch.Tensor) -> None:
-    """Overwrite ``live`` in place; what it repeats by a stride of 0 is written once."""
+    """Overwrite ``live`` in place; what it repeats by a stride of 0 is written once, and of a DTensor what this rank has of it."""
     with torch.no_grad():
+        if is_spread(live):
+            write_local(live, stored)
+            return
         if live.layout is torch.strided:
             for dim, stride in enumerate(live.stride()):
                 if stride == 0 and live.shape[dim] > 1:

@@ -107,7 +107,7 @@ def sketch_tree(reader: Reader, specs: Sequence[TensorSpec], *, wants: Callable[
     content = reader.manifest.content
     sources = dict.fromkeys(index if spec.alias is None else spec.alias for index, spec in enumerate(specs) if wants(spec.path))
     sizes = {index: stored_bytes(dtype_of(specs[index].dtype), specs[index].shape, specs[index].strides) for index in sources}
-    untouched = torch.from_numpy(np.empty(max(sizes.values(), default=0), np.uint8))
+    untouched = torch.from_numpy(np.empty(max((1, *sizes.values())), np.uint8))
     tensors: list[torch.Tensor | None] = [None] * len(specs)
     for index, spec in enumerate(specs):
         if index in sizes:

@@ -25,6 +25,8 @@ from datastates.store.reading import read_tree, sketch_tree, specs_of
 from datastates.store.tier import Reader
 from datastates.system.devices import devices
 
+from .spreading import has_spread, read_spread
+
 __all__ = ["restore_from"]
 
 _WORTH_BYTES = 8 << 20
@@ -40,14 +42,18 @@ def restore_from(
     :raises Corrupt: a chunk fails its digest. Nothing was changed, unless a file changed while it was read: then the message says so, and
         the tensors are dirty.
     """
-    wants, specs = reads(into, only), specs_of(reader)
-    check = partial(check_into, into, only=only, strict=strict, adapted=Adapted(into))
-    homes = dict[int, Home]()
-    if isinstance(reader, SupportsPouring) and _size(specs, wants) >= _WORTH_BYTES:
+    wants, specs, adapted = reads(into, only), specs_of(reader), Adapted(into)
+    check = partial(check_into, into, only=only, strict=strict, adapted=adapted)
+    homes, spread = dict[int, Home](), dict[int, torch.Tensor]()
+    is_pouring = isinstance(reader, SupportsPouring) and _size(specs, wants) >= _WORTH_BYTES
+    if is_pouring or has_spread(adapted):
         with torch.inference_mode(False):
             sketch, tensors = sketch_tree(reader, specs, wants=wants)
-        homes = _homes(specs, tensors, check(sketch, has_values=False).targets)
-    tree = read_tree(reader, wants=wants, is_borrowing=True, given={index: home.live for index, home in homes.items()}, specs=specs)
+            findings = check(sketch, has_values=False)
+            spread = read_spread(reader, specs, tensors, findings)
+        homes = _homes(specs, tensors, findings.targets) if is_pouring else {}
+    given = {index: home.live for index, home in homes.items()} | spread
+    tree = read_tree(reader, wants=wants, is_borrowing=True, given=given, specs=specs)
     findings = check(tree)
     if homes and isinstance(reader, SupportsPouring):
         pour = _Pour(reader, specs, into, homes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,18 +15,19 @@ from datastates.content.digest import chunk_digest, root_digest, state_digest
 from datastates.content.encoding import encode_values
 from datastates.content.geometry import compact, dense_view, dtype_of, memory_key, spec_of, stored_bytes
 from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+from datastates.content.parts import join
 from datastates.content.shards import cut
 from datastates.content.tree import flatten
 from datastates.lineage import Database, NewState, State, Status
 from datastates.lineage.change.record import record
 from datastates.lineage.states import StateFacts
 from datastates.store.local import LocalTier
-from datastates.store.tier import Payload
+from datastates.store.tier import Payload, Reader
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Box", "boxes", "columns", "deposit", "rows", "sharded", "shares_of"]
+__all__ = ["Box", "Opened", "boxes", "columns", "deposit", "opened", "rows", "sharded", "shares_of"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
@@ -124,6 +126,32 @@ def deposit(folder: Path, parts: Sequence[Payload], *, branch: str) -> State:
     )
     with closing(database), database.write() as session:
         return record(session, new)
+
+
+class Opened(Reader):
+    """The parts of a state, opened where they are; ``read`` counts how often each chunk was asked for."""
+
+    def __init__(self, parts: Sequence[Payload]) -> None:
+        self.manifest = join([part.manifest for part in parts])
+        self._chunks = [view for part in parts for view in part.chunks]
+        self.read: Counter[int] = Counter()
+
+    def chunk(self, index: int) -> memoryview:
+        """One chunk."""
+        self.read[index] += 1
+        return self._chunks[index].toreadonly()
+
+    def span(self, start: int, length: int) -> memoryview | None:
+        """Nothing is lent."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def opened(tree: object, shares: Shares | None = None, count: int = 1) -> Opened:
+    """A state of this tree, opened."""
+    return Opened(sharded("0" * 24, tree, shares or {}, count))
 
 
 @st.composite
