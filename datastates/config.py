@@ -92,6 +92,7 @@ class Config:
     are closed with the repository. ``retention`` says which durable states keep their bytes (``datastates.Retention``, or its text).
     ``write_bytes_per_s`` is how fast states are written to disk at most, in bytes or as ``"50M"``, but for what is left when a training
     or the repository is closed.
+    ``group_patience_s`` is how long the states of a job of several ranks wait for a part that a rank does not tell; then they are given up.
     ``trace`` is a file, for Perfetto, that says when each thread captured, copied, digested, recorded and wrote which state; it is
     written when the repository is closed, and ``{pid}`` in its name is the process.
     """
@@ -111,11 +112,13 @@ class Config:
     on_failure: OnFailure = OnFailure.CONTINUE
     trace: str | os.PathLike[str] | None = None
     write_bytes_per_s: int | None = None
+    group_patience_s: float = 60.0
 
     def __post_init__(self) -> None:
         self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
         rate = self.write_bytes_per_s
         self._set("write_bytes_per_s", None if rate is None else values.size(rate, "write_bytes_per_s", least=1 << 16))
+        self._set("group_patience_s", values.seconds(self.group_patience_s, "group_patience_s"))
         parts = Cadence(self.durable_every, self.durable_interval_s)
         self._set("durable_every", parts.every)
         self._set("durable_interval_s", parts.interval_s)
@@ -160,7 +163,7 @@ class Config:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
         """The defaults, changed by ``DATASTATES_MEMORY``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``,
-        ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``, ``_WRITE_BYTES_PER_S``.
+        ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``, ``_WRITE_BYTES_PER_S``, ``_GROUP_PATIENCE``.
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -226,6 +229,7 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_ON_FAILURE": lambda config, text: replace(config, on_failure=OnFailure(text)),
     "DATASTATES_TRACE": lambda config, text: replace(config, trace=text),
     "DATASTATES_WRITE_BYTES_PER_S": lambda config, text: replace(config, write_bytes_per_s=parse_bytes(text)),
+    "DATASTATES_GROUP_PATIENCE": lambda config, text: replace(config, group_patience_s=float(text)),
     "DATASTATES_DATA": lambda config, text: replace(config, data=data_plane(text)),
 }
 

@@ -11,6 +11,7 @@ __all__ = [
     "OURS",
     "Edge",
     "EdgeKind",
+    "GivenUp",
     "NewState",
     "Note",
     "Ref",
@@ -21,6 +22,7 @@ __all__ = [
     "StateFacts",
     "Status",
     "Value",
+    "Why",
 ]
 
 Value = str | int | float | bool | None
@@ -41,6 +43,34 @@ class Status(StrEnum):
     def is_restorable(self) -> bool:
         """Whether some tier still holds the bytes."""
         return self not in (Status.EVICTED, Status.LOST)
+
+
+class Why(StrEnum):
+    """What became of the part of one rank, so that the state of all of them is given up.
+
+    It had no room; what it copied was changed meanwhile; another error; it told nothing for too long; it went with its process. Or the
+    lineage refused the state, although all parts were there.
+    """
+
+    SKIPPED = "skipped"
+    TORN = "torn"
+    FAILED = "failed"
+    LATE = "late"
+    GONE = "gone"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A state of several parts that will never be whole: because of which rank, and why."""
+
+    uid: str
+    rank: int
+    why: Why
+    reason: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.why}): {self.reason}"
 
 
 class RefKind(StrEnum):

@@ -25,9 +25,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from datastates.content.manifest import Manifest
-from datastates.errors import Closed, DatastatesError
+from datastates.errors import Closed, DatastatesError, Torn
 from datastates.lineage.database import Database
-from datastates.lineage.states import NewState, State, StateFacts
+from datastates.lineage.states import NewState, State, StateFacts, Why
+from datastates.modules.parts import Skip
 from datastates.modules.record import Record
 from datastates.store.roles import CaptureTier
 from datastates.store.tier import Placed
@@ -131,6 +132,7 @@ class Commits:
         for staged in captures:
             try:
                 self._pipeline.enter(staged)
+                self._register.await_others(staged)
                 entered.append(staged)
             except BaseException as exc:  # whatever it is, the handle raises it
                 self._refuse(staged, exc)
@@ -164,9 +166,13 @@ class Commits:
     def _refuse(self, staged: Staged, error: BaseException) -> None:
         self._pipeline.leave(staged)
         self._register.refuse(staged, error)
+        if staged.line.part is not None:
+            why = Why.TORN if isinstance(error, Torn) else Why.FAILED
+            self._journal.skip(Skip(staged.facts, staged.line.part.rank, why, str(error) or repr(error)))
 
     def _announce(self, captures: Sequence[Staged]) -> None:
-        self._post(*(Recorded(staged.progress.uid, staged.line.name, time.monotonic(), staged.taken()) for staged in captures))
+        whole = [staged for staged in captures if staged.line.part is None]  # the register does it for parts, once their state is whole
+        self._post(*(Recorded(staged.progress.uid, staged.line.name, time.monotonic(), staged.taken()) for staged in whole))
 
     # --- something was raised ----------------------------------------------------------------------------------------------------
 

@@ -251,8 +251,12 @@ class Engine:
         uid = event.uid
         if uid in self._entries:
             return  # it was told twice
-        line = self._lines[event.line]
+        line = self._lines.get(event.line)
         self._entries[uid] = _Entry(event.line)
+        if line is None:  # it waited for parts of other ranks until its tracker had ended
+            self._ended.add(uid)
+            self._want(uid)
+            return
         line.head = uid
         for rule, best in line.bests.items():
             if rule.is_better(event.taken.metrics.get(rule.key, math.nan), None if best is None else best[0]):

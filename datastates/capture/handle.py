@@ -80,13 +80,14 @@ class Capture:
         want: Callable[[str], None],
         hurry: Callable[[], None],
         trouble: Callable[[], str | None] = lambda: None,
+        missing: Callable[[str], str | None] = lambda uid: None,
     ) -> None:
         self.uid, self.step = progress.uid, step
-        self._progress, self._want, self._hurry, self._trouble = progress, want, hurry, trouble
+        self._progress, self._want, self._hurry, self._trouble, self._missing = progress, want, hurry, trouble, missing
 
     @property
     def is_skipped(self) -> bool:
-        """Whether there was no room, and the back-pressure said to skip, or nothing could be written to make any."""
+        """Whether there was no room, and the back-pressure said to skip, or nothing could be written to make any; or a rank has no part."""
         return self._progress.is_skipped
 
     @property
@@ -119,7 +120,7 @@ class Capture:
         :raises Torn: and any other error of the background, as itself.
         :raises Unavailable: the capture was skipped, or its bytes were given up before they reached the status; or the lineage has been
             away for a minute (the state is in memory: wait again when it is back).
-        :raises TimeoutError: ``timeout_s`` seconds went by; says why, where nothing can be written.
+        :raises TimeoutError: ``timeout_s`` seconds went by; says why, where nothing can be written, or parts of other ranks are missing.
         :raises InvalidInput: no such status.
         :raises Closed: this is a forked child, where nothing is captured.
         """
@@ -129,7 +130,7 @@ class Capture:
             self._want(self.uid)
         self._hurry()
         if not self._progress.changed.wait_for(lambda: self._has_reached(goal), timeout_s):
-            why = None if goal is Status.CAPTURED else self._trouble()
+            why = self._missing(self.uid) or (None if goal is Status.CAPTURED else self._trouble())
             raise TimeoutError(
                 f"state {self.uid} (step {self.step}) is not {goal} after {timeout_s} s; it is {self.status or 'being copied'}"
                 + ("" if why is None else f"; {why}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from datastates.config import BackPressure
-from datastates.lineage.states import NewState, Run, State
+from datastates.lineage.states import NewState, Run, State, StateFacts, Why
 from datastates.policy.contract import Policy
 from datastates.policy.rules import Best
 from datastates.system.recorder import Recorder
@@ -73,6 +73,18 @@ class Capturing(Protocol):
 
     def hurry(self) -> None:
         """Somebody waits for the captures so far."""
+
+    def settle(self, line: Line) -> None:
+        """Wait until every capture of a line is recorded, given up, or has failed; or waits in memory, as the database is away.
+
+        :raises Unavailable: the database has been away for a minute.
+        """
+
+    def skip(self, line: Line, facts: StateFacts, why: Why, reason: str) -> None:
+        """This rank has no part of a state, which the other ranks are to hear; nothing for a line that is no part. Any thread."""
+
+    def missing(self, uid: str) -> str | None:
+        """Which ranks a state waits for, for people; None where it waits for none."""
 
 
 class Adopting(Protocol):

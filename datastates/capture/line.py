@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from datastates.content.manifest import Manifest
+from datastates.lineage.change.reduction import FIRST, Reduce
 from datastates.lineage.states import Run, State, StateFacts
 from datastates.modules.work import Work
 from datastates.policy.contract import CadenceChoice, Costs
@@ -26,7 +27,7 @@ __all__ = ["Line", "Part", "Staged"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of each state a process captures: that of ``rank`` of ``size``. ``job`` is what all ranks of the job call it."""
+    """What one rank of several captures of each state: which one it is, of how many. ``job`` is the uid that all of them share."""
 
     rank: int
     size: int
@@ -37,13 +38,15 @@ class Part:
 class Line:
     """One tracker on one branch. ``tip`` is where the next capture hangs on; ``base`` the last manifest on disk.
 
-    ``has_placed`` says whether ``base`` is a capture of this line: another state, wherever it came from, may hold other bytes under the
+        ``has_placed`` says whether ``base`` is a capture of this line: another state, wherever it came from, may hold other bytes under the
     same digests. ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them
     writes first the other's first write refers to. ``run`` is the training in the lineage. ``is_patient``: it goes on when its states
     cannot be written for now. ``uids`` say what its captures are called. ``costs`` are those of its captures and writes as far as they
     were measured, ``choice`` what its policy made of them. ``listeners`` are told of each state once it is recorded, on any thread; they
-    return at once and raise nothing. ``part`` is None where states have one part only. Owned by the engine thread while captures are in
-    flight.
+    return at once and raise nothing. Owned by the engine thread while captures are in flight.
+
+    ``part`` says that it captures one rank's part of each state, ``reduce`` how the metrics of all ranks go together. Its ``tip`` is then
+    the newest state that is whole, and ``named`` what it captured, or skipped, last: what the next part names as its parent.
     """
 
     name: str
@@ -61,6 +64,27 @@ class Line:
     choice: CadenceChoice | None = field(default=None, repr=False)
     listeners: list[Callable[[State], None]] = field(default_factory=list, repr=False)
     part: Part | None = None
+    reduce: Reduce = FIRST
+    named: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.named = self.tip and self.tip[0]
+
+    @property
+    def size(self) -> int:
+        """How many parts its states have."""
+        return 1 if self.part is None else self.part.size
+
+    def follow(self, uid: str) -> str | None:
+        """The uid that a part names as its parent, and that the next one names this; None where a state is no part: it hangs on the tip."""
+        if self.part is None:
+            return None
+        before, self.named = self.named, uid
+        return before
+
+    def stand(self, tip: tuple[str, str] | None) -> None:
+        """The next capture hangs on this state. Nothing is in flight."""
+        self.tip, self.named = tip, tip and tip[0]
 
     def related(self) -> Manifest | None:
         """A manifest on disk that shares as much as is known."""

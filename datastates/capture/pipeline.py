@@ -58,7 +58,8 @@ class Pipeline:
         self._recorder.count("bytes_copied", sum(work.lengths))
         self._recorder.count("bytes_new", work.bytes_new)
         self._register.place(uid, staged.line)
-        staged.line.tip = (uid, work.digested().digest)
+        if staged.line.part is None:
+            staged.line.tip = (uid, work.digested().digest)
 
     def leave(self, staged: Staged) -> None:
         """Undo ``enter``, as far as it came: memory gives the capture back, and its line goes on from the state before it."""
@@ -80,8 +81,11 @@ class Pipeline:
 
     def _begun(self, staged: Staged, job: CopyJob) -> Work:
         """What a capture is, now that its bytes are in its slots."""
-        tip = staged.line.tip
+        tip, part = staged.line.tip, staged.line.part
         run = staged.line.run or self._run
-        facts = replace(staged.facts, parent=None if tip is None else tip[0], run=run.uid, config=run.chosen)
         content = Content(staged.layout.skeleton, staged.values, staged.layout.tensors, ())
+        if part is not None:
+            facts = replace(staged.facts, run=run.uid, config=run.chosen)
+            return Work(facts, (), content, staged.layout.chunk_lengths, job.slots, tip, rank=part.rank, reduce=staged.line.reduce)
+        facts = replace(staged.facts, parent=None if tip is None else tip[0], run=run.uid, config=run.chosen)
         return Work(facts, () if tip is None else (tip[1],), content, staged.layout.chunk_lengths, job.slots, tip)

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from datastates.content.manifest import Manifest
-from datastates.errors import Conflict, ModuleFailed, Torn
+from datastates.errors import Conflict, ModuleFailed, NotFound, Torn, Unavailable
 from datastates.lineage.database import Database
-from datastates.lineage.states import Run, State, Status
+from datastates.lineage.search.outcomes import Outcome
+from datastates.lineage.states import GivenUp, Run, State, Status, Why
 from datastates.modules.copies import Copies
-from datastates.modules.journal import Entry, Journal, Listener
+from datastates.modules.digest import finished
+from datastates.modules.entry import Entry
+from datastates.modules.journal import Journal, Listener
 from datastates.modules.own import Own
 from datastates.store.roles import CaptureTier, DurableTier
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex
+from datastates.system.logs import event
 from datastates.system.recorder import Recorder
 
 from .engine import Engine
+from .events import Action, Event, Recorded
 from .handle import Progress
 from .line import Line, Staged
+from .pacing import Taken
 
 __all__ = ["Books", "Locked", "Register"]
 
@@ -40,11 +48,15 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """The engine and the lock that guards it, and what the register keeps; no I/O happens under it. ``changed`` rings after a change."""
+    """The engine and the lock that guards it, and what the register keeps; no I/O happens under it. ``changed`` rings after a change.
+
+    ``post`` tells the engine something, under the lock.
+    """
 
     engine: Engine
     lock: Mutex
     changed: Bell
+    post: Callable[[*tuple[Event, ...]], list[Action]]
 
 
 class Register:
@@ -69,15 +81,23 @@ class Register:
         self._engine, self._lock, self._changed = locked.engine, locked.lock, locked.changed
         self.folder = books.folder
         self._memory, self._own, self._copies, self._on_marked = memory, own, copies, on_marked
+        self._post = locked.post
+        self._taken: dict[str, Taken] = {}
+        """Of each part that waits to be whole, what its training's policy is asked with then."""
         self._progress: dict[str, Progress] = {}
         self._lines: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
         self._left: dict[str, str] = {}
         self._write_error: BaseException | None = None
-        listener = Listener(self._on_recorded, self._on_durable, self._on_untold)
+        listener = Listener(self._on_recorded, self._on_durable, self._on_untold, self._on_whole, self._on_given_up)
         self.journal = Journal(
             database=books.database, local=local, run=books.run, folder=books.folder, holder=books.holder, listener=listener
         )
+
+    @property
+    def awaited(self) -> int:
+        """How many states of this process wait for parts of other ranks, or to be told of them."""
+        return len(self._taken)
 
     # --- entering ------------------------------------------------------------------------------------------------------------
 
@@ -94,6 +114,12 @@ class Register:
         """A capture is in memory, on its line."""
         with self._lock:
             self._lines[uid] = line
+
+    def await_others(self, staged: Staged) -> None:
+        """A part is in memory, whose state is not whole before those of other ranks are told; nothing where it is no part."""
+        if staged.line.part is not None:
+            with self._lock:
+                self._taken[staged.progress.uid] = staged.taken()
 
     def adopt(self, uid: str, base: Manifest | None) -> None:
         """A state that no line captured is in memory."""
@@ -121,6 +147,7 @@ class Register:
         with self._lock:
             if staged.work is not None:
                 self._lines.pop(uid, None)
+            self._taken.pop(uid, None)
             self._progress.pop(uid, None)
         self.note(staged.line, error)
         staged.progress.fail(staged.progress.error or error)
@@ -233,6 +260,41 @@ class Register:
             listener(state)
         if state.uid in self._left:
             self._forget_left(state.uid)
+
+    def _on_whole(self, entry: Entry, outcome: Outcome) -> None:
+        """A state is whole of which this process told a part: from now on it is in memory as any other."""
+        uid, state = entry.new.uid, outcome.state
+        assert state is not None, "it is whole"
+        with self._lock:
+            line, taken = self._lines.get(uid), self._taken.get(uid)
+        if line is not None and taken is not None:
+            with suppress(NotFound), self._memory.open(uid, verify=False) as reader:
+                self._memory.finish(finished(reader.manifest, state, outcome.parent_digests))
+            line.tip = (uid, state.digest)
+            self._post(Recorded(uid, line.name, time.monotonic(), taken))
+        self._on_recorded(entry, state, None)
+        with self._lock:
+            self._taken.pop(uid, None)
+
+    def _on_given_up(self, entry: Entry, given_up: GivenUp) -> None:
+        """A state will never be whole of which this process told a part: it leaves memory, and its line goes on from the one before it."""
+        uid, facts = entry.new.uid, entry.new.facts
+        said = f"state {uid} (branch {facts.branch}, step {facts.step}) was given up because of {given_up}"
+        with self._lock:
+            line, progress = self._lines.pop(uid, None), self._progress.pop(uid, None)
+            self._taken.pop(uid, None)
+            self._memory.remove(uid)
+            self._engine.forget(uid)
+            if line is not None and given_up.why is Why.REFUSED:
+                self._note(line, Conflict(said))
+            elif line is not None and given_up.why in (Why.LATE, Why.GONE) and not line.is_patient:
+                self._note(line, Unavailable(said))
+        if progress is not None:
+            self._recorder.count("skipped")
+            level = logging.DEBUG if given_up.why is Why.SKIPPED else logging.WARNING
+            _logger.log(level, "%s", said, extra=event("state.given_up", state=uid, step=facts.step, rank=given_up.rank, why=given_up.why))
+            progress.skip(f"it was given up because of {given_up}")
+        self._changed.ring()
 
     def _on_durable(self, uid: str, added: int) -> None:
         """The lineage knows that a state is on this node's disk."""

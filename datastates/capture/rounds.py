@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 
 from datastates.system.bell import Bell
 
@@ -37,8 +38,10 @@ class Rounds:
         self._begun = self._ended = self._hurried = 0
         self._put_bytes = self._taken_bytes = 0  # each is written by one thread
         self._last = -math.inf
-        self._is_closed = False
+        self._is_closed = self._is_woken = False
         self._bell = Bell()
+        self.on_hurry: Callable[[], None] = lambda: None
+        """Called when somebody waits, whatever for."""
         self.room_bytes = 0
         """How much memory all states may take, as it stands."""
 
@@ -74,16 +77,27 @@ class Rounds:
         if self._hurried < self._begun:
             self._hurried = self._begun
             self._bell.ring()
+        self.on_hurry()
+
+    def wake(self) -> None:
+        """Let ``take`` return, if only to look around. Any thread."""
+        self._is_woken = True
+        self._bell.ring()
 
     def take(self, timeout_s: float) -> list[Staged] | None:
-        """The captures of a round, which begins; none when there is none for so long. None at the end."""
+        """The captures of a round, which begins; none when there is none for so long, or after ``wake``. None at the end."""
         deadline = time.monotonic() + timeout_s
         while not self._is_due() and not self._is_closed:
+            if self._is_woken:
+                self._is_woken = False
+                return []
             now = time.monotonic()
             if now >= deadline:
                 return []
             pause = self._last + ROUND_S - now
-            self._bell.wait_for(lambda: self._is_due() or self._is_closed, min(deadline - now, pause if pause > 0 else math.inf))
+            self._bell.wait_for(
+                lambda: self._is_due() or self._is_closed or self._is_woken, min(deadline - now, pause if pause > 0 else math.inf)
+            )
         if not self._ready:
             return None
         self._last = time.monotonic()

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING
 from datastates.config import BackPressure, Config
 from datastates.content.manifest import Manifest
 from datastates.errors import Closed, Conflict, Torn, Unavailable
-from datastates.lineage.states import NewState, Run, State
+from datastates.lineage.states import NewState, Run, State, StateFacts, Why
 from datastates.modules.copies import Copies
 from datastates.modules.own import Own
+from datastates.modules.parts import Skip
 from datastates.policy.contract import Policy
 from datastates.policy.rules import Best
 from datastates.store.arena import Arena
@@ -66,6 +67,7 @@ from .line import Line, Staged
 from .named import Named
 from .paces import Paces
 from .pipeline import Pipeline
+from .polls import Polls
 from .pulse import Pulse
 from .register import Books, Locked, Register
 from .room import Questions, Room
@@ -118,7 +120,7 @@ class Runner:
         self._paces = Paces(books.database)
         self._own = Own(config.modules, memory, self._changed.ring)
         self._copies = Copies(local, further, books.database, self._changed.ring)
-        locked = Locked(self._engine, self._lock, self._changed)
+        locked = Locked(self._engine, self._lock, self._changed, self._post)
         self._register = Register(
             books,
             locked,
@@ -132,7 +134,8 @@ class Runner:
         self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local, recorder=self.recorder)
         self._commits = Commits(books, self._register, self._pipeline, memory, adopt=self._adopt, post=self._post, recorder=self.recorder)
         self.stager = Stager(arena)
-        self._rounds = Rounds()
+        self._rounds, self._polls = Rounds(), Polls()
+        self._rounds.on_hurry = self._hurry_others
         self._warmer = Warmer(arena, is_given=config.memory_bytes is not None)
         self._room = Room(
             arena,
@@ -141,7 +144,7 @@ class Runner:
             rounds=self._rounds,
             register=self._register,
             locked=locked,
-            questions=Questions(self._post, self._raise_if_closed, lambda: self._own.backlog, self._is_stuck, self._trouble.note_skipped),
+            questions=Questions(self._post, self._raise_if_closed, self._backlog, self._is_stuck, self._trouble.note_skipped),
         )
         self._memory = memory
         memory.on_let_go = self._changed.ring
@@ -181,7 +184,7 @@ class Runner:
 
     def close_line(self, line: Line) -> None:
         """A tracker ends: its head becomes durable (``drain`` waits for it)."""
-        self.flush()
+        self.settle(line)
         self._post(Closing(line.name))
         self._paces.end(line)
         self._warmer.forget(line.name)
@@ -319,6 +322,33 @@ class Runner:
         while not self._changed.wait_for(lambda: self._rounds.has_ended(so_far), _SAY_AGAIN_S * 5):
             self._raise_if_mute()
         self._register.journal.settle()
+        if self._register.journal.is_waiting_for_others:
+            self._register.journal.ask()
+
+    def settle(self, line: Line) -> None:
+        """See ``Host.settle``."""
+        self.flush()
+        if line.part is not None:
+            self._settle_parts()
+
+    def _settle_parts(self) -> None:
+        """Wait until what became of every part so far is known: the patience of this process ends it."""
+        while self._register.awaited or self._register.journal.is_waiting_for_others:
+            overdue = self._register.journal.overdue()
+            if overdue is not None:
+                raise overdue
+            self._rounds.hurry()
+            self._changed.wait_for(lambda: not self._register.awaited, _SAY_AGAIN_S)
+
+    def skip(self, line: Line, facts: StateFacts, why: Why, reason: str) -> None:
+        """See ``Host.skip``."""
+        if line.part is not None:
+            self._register.journal.skip(Skip(facts, line.part.rank, why, reason))
+            self._rounds.wake()
+
+    def missing(self, uid: str) -> str | None:
+        """See ``Host.missing``."""
+        return self._register.journal.missing(uid)
 
     def refs_changed(self) -> None:
         """Refs were made, moved or deleted: protect and write what they name."""
@@ -381,6 +411,7 @@ class Runner:
             if not self._is_closed:
                 self.stager.close()
                 self.flush()
+                self._settle_parts()
                 self._look_at_refs(is_forced=True)
                 self._post(Closing(None))
                 self.drain()
@@ -478,6 +509,7 @@ class Runner:
                 for staged in captures:
                     self._register.break_off(staged, exc)
             finally:
+                self._ask_others(has_told=bool(captures))
                 for staged in captures:
                     staged.job = staged.work = None  # they hold what they were copied from
                 self._rounds.end(len(captures))
@@ -498,7 +530,29 @@ class Runner:
     def _tick_delay(self) -> float:
         with self._lock:
             due = self._engine.next_tick()
-        return _REFS_POLL_S if due is None else min(_REFS_POLL_S, max(0.01, due - time.monotonic()))
+        now = time.monotonic()
+        delay = min(_REFS_POLL_S, self._polls.delay(now))
+        return delay if due is None else min(delay, max(0.01, due - now))
+
+    def _backlog(self) -> int:
+        """States that keep their memory, whatever the engine says: modules have not seen them, or they wait for parts of other ranks."""
+        return self._own.backlog + self._register.awaited
+
+    def _hurry_others(self) -> None:
+        if self._register.journal.is_waiting_for_others:
+            self._polls.hurry(time.monotonic())
+            self._rounds.wake()
+
+    def _ask_others(self, *, has_told: bool) -> None:
+        """Hear what became of the parts that wait for those of other ranks, if it is time."""
+        now, journal = time.monotonic(), self._register.journal
+        if not journal.is_waiting_for_others:
+            self._polls.end()
+        elif journal.has_skips or (not has_told and not self._polls.delay(now)):
+            journal.ask(self._config.group_patience_s)
+            self._polls.asked(now)
+        elif has_told:
+            self._polls.begin(now)
 
     def _tick(self) -> None:
         self._post(Tick(time.monotonic()))

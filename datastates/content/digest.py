@@ -1,10 +1,12 @@
 """Digests of chunks and states, and manifests as bytes.
 
-A state of one part has the digest of that part. A state of several parts, one a rank, has the *root digest* over theirs: BLAKE3 of
+A state of one part has the digest of that part. A part of several says nothing of the state's parents, which its rank does not know: its
+digest is that of its content. The state has the *root digest* over theirs, and over its parents: BLAKE3 of
 
     19 bytes   ``datastates parts 1\\0``
     8 bytes    how many parts, little-endian
     64 bytes   the digest of each part, by rank, as lower-case hex digits
+    64 bytes   the digest of each parent, likewise
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from datastates.errors import Corrupt, InvalidInput
 
 from .check import check
 from .envelope import unwrapped, wrap
-from .manifest import VERSION, Content, Manifest, TensorSpec
+from .manifest import VERSION, Content, Manifest, Origin, TensorSpec
 from .root import root_digest
 
-__all__ = ["Sound", "chunk_digest", "decode", "decode_sound", "encode", "pieces_digest", "root_digest", "state_digest"]
+__all__ = ["Sound", "chunk_digest", "decode", "decode_sound", "digest_of", "encode", "pieces_digest", "root_digest", "state_digest"]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -50,6 +52,11 @@ def state_digest(content: Content, parent_digests: Sequence[str]) -> str:
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
     return hasher.hexdigest()
+
+
+def digest_of(content: Content, origin: Origin) -> str:
+    """The digest of what one rank captured: of a part of several it does not cover the parents."""
+    return state_digest(content, () if origin.world_size > 1 else origin.parent_digests)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -87,7 +94,7 @@ def decode_sound(data: bytes | memoryview, *, source: str) -> Sound:
     """
     manifest = unwrapped(_decoder, data, source=source)
     try:
-        expected = state_digest(manifest.content, manifest.origin.parent_digests)
+        expected = digest_of(manifest.content, manifest.origin)
     except (OverflowError, UnicodeEncodeError) as exc:
         raise Corrupt(f"{source} is no manifest: {exc}") from exc
     if manifest.digest != expected:

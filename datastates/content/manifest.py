@@ -120,7 +120,10 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """A state's part on one rank: all of it, if there is one. ``digest`` is ``digest.state_digest(content, parent_digests)``, hex."""
+    """A state's part on one rank: all of it, if there is one. ``digest`` is ``digest.digest_of(content, origin)``, hex.
+
+    Of a part of several, ``origin`` names the parents once the state is whole, and no sooner.
+    """
 
     version: int
     digest: str

@@ -48,7 +48,8 @@ def join(parts: Sequence[Manifest], *, rank: int = 0) -> Manifest:
         msgspec.Raw(msgspec.msgpack.encode(_tensors(parts))),
         tuple(chunk for part in parts for chunk in part.content.chunks),
     )
-    return Manifest(first.version, root_digest([part.digest for part in parts]), chosen.origin, content)
+    digest = root_digest([part.digest for part in parts], first.origin.parent_digests)
+    return Manifest(first.version, digest, chosen.origin, content)
 
 
 def _check_same(parts: Sequence[Manifest]) -> None:
@@ -61,7 +62,7 @@ def _check_same(parts: Sequence[Manifest]) -> None:
                 f"rank {origin.rank} of {origin.world_size} of state {origin.uid} is no part of state {first.origin.uid}, "
                 f"of which rank {rank} of {len(parts)} is wanted"
             )
-        if origin.parent_digests != first.origin.parent_digests:
+        if (origin.parents, origin.parent_digests) != (first.origin.parents, first.origin.parent_digests):
             raise Corrupt(f"state {origin.uid}: rank {rank} names other parents than rank 0")
         if bytes(part.content.skeleton) != bytes(first.content.skeleton):
             raise Corrupt(f"state {origin.uid}: rank {rank} has another tree than rank 0")

@@ -11,11 +11,11 @@ __all__ = ["root_digest"]
 _PARTS = b"datastates parts 1\0"
 
 
-def root_digest(digests: Sequence[str]) -> str:
-    """The digest of a state out of those of its parts, by rank: of one part its own."""
+def root_digest(digests: Sequence[str], parent_digests: Sequence[str] = ()) -> str:
+    """The digest of a state out of those of its parts, by rank, and of its parents: of one part its own, which covers the parents."""
     if len(digests) == 1:
         return digests[0]
     hasher = blake3(_PARTS + len(digests).to_bytes(8, "little"))
-    for digest in digests:
+    for digest in (*digests, *parent_digests):
         hasher.update(digest.encode())
     return hasher.hexdigest()

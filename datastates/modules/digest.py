@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from datastates.content.digest import chunk_digest, state_digest
+from datastates.content.digest import chunk_digest, digest_of
 from datastates.content.manifest import VERSION, Chunk, Content, Manifest, Origin
 from datastates.lineage.schema import to_us
-from datastates.lineage.states import StateFacts
+from datastates.lineage.states import State, StateFacts
 from datastates.store.arena import Arena
 
 from .contract import Priority
 from .work import Work
 
-__all__ = ["Digest", "manifest_of"]
+__all__ = ["Digest", "finished", "manifest_of"]
 
 
 class Digest:
@@ -29,15 +29,19 @@ class Digest:
         places = zip(work.slots, work.lengths, strict=True)
         chunks = tuple(Chunk(chunk_digest(self._arena.memory(slot, length)), length) for slot, length in places)
         content = msgspec.structs.replace(work.content, chunks=chunks)
-        work.manifest = manifest_of(work.facts, content, work.parent_digests)
+        work.manifest = manifest_of(work.facts, content, work.parent_digests, rank=work.rank or 0)
 
 
-def manifest_of(facts: StateFacts, content: Content, parent_digests: tuple[str, ...]) -> Manifest:
-    """What is kept beside the bytes of a state that is made here: ``parent_digests`` are those of ``facts.parents``, in order."""
+def manifest_of(facts: StateFacts, content: Content, parent_digests: tuple[str, ...], *, rank: int = 0) -> Manifest:
+    """What is kept beside the bytes of a state that is made here: ``parent_digests`` are those of ``facts.parents``, in order.
+
+    A part of several names no parents yet, which it cannot know: see ``finished``.
+    """
+    is_part = facts.world_size > 1
     origin = Origin(
         uid=facts.uid,
-        parents=facts.parents,
-        parent_digests=parent_digests,
+        parents=() if is_part else facts.parents,
+        parent_digests=() if is_part else parent_digests,
         run=facts.run,
         branch=facts.branch,
         step=facts.step,
@@ -46,6 +50,21 @@ def manifest_of(facts: StateFacts, content: Content, parent_digests: tuple[str, 
         message=facts.message,
         metrics=facts.metrics,
         attributes=facts.attributes,
+        rank=rank,
         world_size=facts.world_size,
     )
-    return Manifest(VERSION, state_digest(content, parent_digests), origin, content)
+    return Manifest(VERSION, digest_of(content, origin), origin, content)
+
+
+def finished(part: Manifest, state: State, parent_digests: tuple[str, ...]) -> Manifest:
+    """The manifest of a part, now that its state is whole: it says of the state what the lineage says, so that any part tells it."""
+    origin = msgspec.structs.replace(
+        part.origin,
+        parents=state.parents,
+        parent_digests=parent_digests,
+        created_at_us=to_us(state.created_at),
+        message=state.message,
+        metrics=state.metrics,
+        attributes=state.attributes,
+    )
+    return msgspec.structs.replace(part, origin=origin)

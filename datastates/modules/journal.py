@@ -11,6 +11,8 @@ Rules:
 - What was told is kept as long as the state is in memory, and until a commit that survives the server came after it.
   When something turns out to be unknown, all that is kept and unknown is told again, in order.
 - A state whose branch moved on meanwhile, by another process, is told without its branch: it is there, under its uid.
+- A part of a state of several is told likewise. What became of the state this process hears with whatever it tells next, or when it
+  asks (``parts``); until then it waits.
 """
 
 from __future__ import annotations
@@ -19,22 +21,26 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
-from datastates.lineage.change import clones, runs
+from datastates.lineage.change import clones, parts, runs
 from datastates.lineage.change import record as lineage_record
 from datastates.lineage.change.replicas import held
 from datastates.lineage.database import Database
 from datastates.lineage.search import walk
-from datastates.lineage.states import NewState, Run, State
+from datastates.lineage.search.outcomes import Outcome, outcomes
+from datastates.lineage.states import GivenUp, Run, State, Why
 from datastates.store.placing import own_bytes
 from datastates.store.roles import DurableTier
 from datastates.store.tier import Placed
 from datastates.store.tiers import CAPTURED
 from datastates.system.interrupts import Mutex
 from datastates.system.logs import event
+
+from .entry import Entry
+from .parts import Heard, Parts, Skip
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -54,22 +60,17 @@ _MOST_GONE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A state to be told, and the tip of its line before it: its uid and digest."""
-
-    new: NewState
-    before: tuple[str, str] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Listener:
     """Called when the lineage knows of a state (and, of one that was told late, why its branch did not move), when it knows of its replica
-    on disk and the bytes added there, and when it refuses either. On the thread that told it, which may be any.
+    on disk and the bytes added there, and when it refuses either. Of a part that was told: when its state is whole, or given up.
+    On the thread that told it, which may be any.
     """
 
     recorded: Callable[[Entry, State, Conflict | None], None]
     durable: Callable[[str, int], None]
     failed: Callable[[str, Exception, Entry | None], None]
+    whole: Callable[[Entry, Outcome], None]
+    given_up: Callable[[Entry, GivenUp], None]
 
 
 class Journal:
@@ -82,7 +83,8 @@ class Journal:
         """Held during a transaction, so that what is told stays in order; never taken under another lock."""
         self._waiting: dict[str, Entry] = {}
         self._marks: dict[str, Placed] = {}
-        self._told: dict[str, NewState] = {}
+        self._told: dict[str, Entry] = {}
+        self._parts = Parts()
         self._gone: list[str] = []
         self._evicted: list[str] = []
         self._evicting = Mutex()
@@ -91,12 +93,12 @@ class Journal:
 
     @property
     def pending(self) -> int:
-        """States and replicas that wait to be told."""
-        return len(self._waiting) + len(self._marks)
+        """States and replicas that wait to be told, and states that wait for parts of other ranks."""
+        return len(self._waiting) + len(self._marks) + len(self._parts)
 
     def is_pending(self, uid: str) -> bool:
-        """Whether something of this state waits to be told."""
-        return uid in self._waiting or uid in self._marks
+        """Whether something of this state waits to be told, or the state for parts of other ranks."""
+        return uid in self._waiting or uid in self._marks or uid in self._parts
 
     def overdue(self) -> Unavailable | None:
         """The error for callers that wait, once the database has been away for too long."""
@@ -119,8 +121,9 @@ class Journal:
         with self._turn:
             told, refused = self._record(entries)
         for entry in entries:
-            if entry.new.uid in told:
-                self._listener.recorded(entry, told[entry.new.uid], None)
+            state = told.get(entry.new.uid)
+            if state is not None:
+                self._listener.recorded(entry, state, None)
         return refused
 
     def find(self, uid: str) -> State | None:
@@ -138,6 +141,8 @@ class Journal:
         :raises DatastatesError: the lineage does not say; that the database is away is no reason.
         """
         uid = entry.new.uid
+        if entry.rank is not None:
+            return self._conclude_part(entry, entry.rank)
         with self._turn:
             state = None
             try:
@@ -145,7 +150,7 @@ class Journal:
                     state = self.find(uid)
                     if state is None:
                         return False
-                    self._told[uid] = entry.new
+                    self._told[uid] = entry
             except Unavailable as error:
                 self._note_away(error)
             if state is None:
@@ -153,6 +158,24 @@ class Journal:
                 return True
         self._listener.recorded(entry, state, None)
         return True
+
+    def _conclude_part(self, entry: Entry, rank: int) -> bool:
+        """``conclude`` for a part: whether it was told."""
+        uid = entry.new.uid
+        with self._turn:
+            if uid in self._parts or uid in self._told or uid in self._waiting:
+                return True
+            try:
+                if self._away_since is None:
+                    with self._database.read() as session:
+                        _, unknown = outcomes(session, {uid: rank})
+                    if not unknown:
+                        self._parts.begin([entry])
+                    return not unknown
+            except Unavailable as error:
+                self._note_away(error)
+            self._wait(entry)
+            return True
 
     def mark(self, uid: str, placed: Placed) -> None:
         """A state is on this node's disk.
@@ -173,6 +196,57 @@ class Journal:
                 del self._marks[uid]
                 raise
         self._listener.durable(uid, own_bytes(placed.manifest))
+
+    # --- states of several parts ---------------------------------------------------------------------------------------------
+
+    def skip(self, skip: Skip) -> None:
+        """This rank has no part of a state; told with whatever is told next, or by ``ask``. Never waits."""
+        self._parts.skip(skip)
+
+    @property
+    def is_waiting_for_others(self) -> bool:
+        """Whether a part that was told waits for those of other ranks, or one that there is not is still to be told."""
+        return not self._parts.is_idle
+
+    @property
+    def has_skips(self) -> bool:
+        """Whether the lineage is to be told of states of which this rank has no part."""
+        return self._parts.has_skips
+
+    def missing(self, uid: str) -> str | None:
+        """What a state that was told waits for, for people; None where it does not wait, or nothing is known."""
+        if uid not in self._parts or self._away_since is not None:
+            return None
+        try:
+            with self._database.read() as session:
+                return next((str(each) for each in parts.waiting(session, [uid])), None)
+        except DatastatesError:
+            return None
+
+    def awaits(self, uid: str) -> bool:
+        """Whether a state waits for parts of other ranks."""
+        return uid in self._parts
+
+    def ask(self, patience_s: float | None = None) -> None:
+        """Hear what became of the parts that wait, and tell of those that there are not. What waited for longer is given up."""
+        if self._parts.is_idle or self._away_since is not None:
+            return
+        with self._turn:
+            try:
+                is_late = patience_s is not None and bool(self._parts.late(patience_s))
+                heard, is_forgotten = Heard({}), False
+                if not is_late and not self._parts.has_skips:
+                    with self._database.read() as session:
+                        heard, is_forgotten = self._parts.ask(session)
+                if is_late or is_forgotten or self._parts.has_skips:
+                    with self._database.write() as session:
+                        if patience_s is not None:
+                            self._parts.give_up_late(session, patience_s)
+                        heard = self._parts.tell(session)
+            except Unavailable as error:
+                self._note_away(error)
+                return
+            self._heed(heard)
 
     def begin(self, run: Run) -> None:
         """A training of this process begins, which the database may forget as it may forget states."""
@@ -215,7 +289,10 @@ class Journal:
             try:
                 self._recall()
                 for entry in list(self._waiting.values()):
-                    self._tell_late(entry)
+                    if entry.rank is None:
+                        self._tell_late(entry)
+                    else:
+                        self._tell_part_late(entry, entry.rank)
                 for uid, placed in list(self._marks.items()):
                     self._mark_late(uid, placed)
             except Unavailable as error:
@@ -232,7 +309,7 @@ class Journal:
 
     def check(self, session: Session) -> bool:
         """Whether the newest state of each branch that was told is known: when commits are lost, those are among them."""
-        newest = {new.facts.branch: uid for uid, new in list(self._told.items())}
+        newest = {entry.new.facts.branch: uid for uid, entry in list(self._told.items())}
         return len(clones.known(session, newest.values())) == len(newest)
 
     def recall(self) -> None:
@@ -242,8 +319,8 @@ class Journal:
 
     # All below runs in turn
 
-    def _record(self, entries: Sequence[Entry]) -> tuple[dict[str, State], dict[str, Exception]]:
-        told: dict[str, State] = {}
+    def _record(self, entries: Sequence[Entry]) -> tuple[dict[str, State | None], dict[str, Exception]]:
+        told: dict[str, State | None] = {}
         refused: dict[str, Exception] = {}
         try:
             if self._away_since is None:
@@ -258,19 +335,19 @@ class Journal:
                     refused[entry.new.uid] = error
         return told, refused
 
-    def _tell_each(self, entries: Sequence[Entry], told: dict[str, State], refused: dict[str, Exception]) -> None:
+    def _tell_each(self, entries: Sequence[Entry], told: dict[str, State | None], refused: dict[str, Exception]) -> None:
         """Record all in one transaction; if that fails, one by one, to find out which of them cannot be recorded."""
         if len(entries) > 1:
             with suppress(Conflict, NotFound, InvalidInput):
-                told.update(self._tell_or_recall([entry.new for entry in entries]))
+                told.update(self._tell_or_recall(entries))
                 return
         for entry in entries:
             new = entry.new
-            if new.facts.parent in refused:
+            if entry.rank is None and new.facts.parent in refused:
                 refused[new.uid] = refused[new.facts.parent]
                 continue
             try:
-                told.update(self._tell_or_recall([new]))
+                told.update(self._tell_or_recall([entry]))
             except Unavailable:
                 raise
             except Exception as error:  # whatever refuses this state, its handle raises it, and the others are recorded
@@ -293,46 +370,75 @@ class Journal:
                 extra=event("lineage.away", reason=self._why),
             )
 
-    def _tell_or_recall(self, news: Sequence[NewState]) -> dict[str, State]:
+    def _tell_or_recall(self, entries: Sequence[Entry]) -> dict[str, State | None]:
         try:
-            return self._tell(news)
+            return self._tell(entries)
         except (NotFound, Conflict):
             if not self._recall():
                 raise
-            return self._tell(news)
+            return self._tell(entries)
 
-    def _tell(self, news: Sequence[NewState]) -> dict[str, State]:
-        is_durable = len(self._gone) >= _MOST_GONE
+    def _tell(self, entries: Sequence[Entry]) -> dict[str, State | None]:
+        """The states that are recorded by that; None where a part was told, whose state may be whole by that, or not."""
+        whole, told = [entry for entry in entries if entry.rank is None], [entry for entry in entries if entry.rank is not None]
+        is_durable, heard = len(self._gone) >= _MOST_GONE, Heard({})
         with self._database.write(durable=is_durable) as session:
-            states = lineage_record.record_all(session, news)
+            states = lineage_record.record_all(session, [entry.new for entry in whole])
+            if told or not self._parts.is_idle:
+                heard = self._parts.tell(session, told)
             evicted = self._tell_evictions(session)
-        self._told.update((new.uid, new) for new in news)
+        self._told.update((entry.new.uid, entry) for entry in whole)
         self._note_evicted(evicted)
         if is_durable:
             self._forget_gone()
-        return {state.uid: state for state in states}
+        self._parts.begin(told)
+        self._heed(heard)
+        return {**{state.uid: state for state in states}, **dict.fromkeys((entry.new.uid for entry in told), None)}
+
+    def _heed(self, heard: Heard) -> None:
+        """What was heard of parts; each of them waits until its listener knows."""
+        self._parts.told_skips(heard.skips)
+        for uid, outcome in heard.outcomes.items():
+            entry = self._parts.entry(uid)
+            if outcome.given_up is not None:
+                self._listener.given_up(entry, outcome.given_up)
+            else:
+                self._told[uid] = entry
+                self._listener.whole(entry, outcome)
+            self._parts.end(uid)
 
     def _tell_late(self, entry: Entry) -> None:
-        new, moved = entry.new, None
+        new, moved, kept = entry.new, None, entry
         try:
             with self._database.read() as session:
                 is_known = bool(clones.known(session, [new.uid]))  # the commit came through, its answer did not
                 state = walk.state(session, new.uid) if is_known else None
             if state is None:
                 try:
-                    state = self._tell([new])[new.uid]
+                    state = self._tell([entry])[new.uid]
                 except Conflict as error:
-                    moved, new = error, new.without_branch()
-                    state = self._tell([new])[new.uid]
+                    moved, kept = error, replace(entry, new=new.without_branch())
+                    state = self._tell([kept])[new.uid]
         except Unavailable:
             raise
         except DatastatesError as error:
             del self._waiting[new.uid]
             self._listener.failed(new.uid, error, entry)
             return
+        assert state is not None, "it is no part"
         del self._waiting[new.uid]
-        self._told[new.uid] = new
+        self._told[new.uid] = kept
         self._listener.recorded(entry, state, moved)
+
+    def _tell_part_late(self, entry: Entry, rank: int) -> None:
+        try:
+            self._tell([entry])
+        except Unavailable:
+            raise
+        except DatastatesError as error:
+            self._parts.skip(Skip(entry.new.facts, rank, Why.FAILED, str(error)))
+            self._listener.failed(entry.new.uid, error, entry)
+        del self._waiting[entry.new.uid]
 
     def _mark_or_recall(self, uid: str, placed: Placed) -> None:
         try:
@@ -350,7 +456,8 @@ class Journal:
 
     def _mark_in(self, session: Session, uid: str, placed: Placed) -> None:
         tier = self._local
-        lineage_record.mark(session, uid, tier.gives, tier=tier.name, node=self._folder, bytes=own_bytes(placed.manifest))
+        rank, added = placed.manifest.origin.rank, own_bytes(placed.manifest)
+        lineage_record.mark(session, uid, tier.gives, tier=tier.name, node=self._folder, rank=rank, bytes=added)
 
     def _mark_late(self, uid: str, placed: Placed) -> None:
         try:
@@ -365,7 +472,7 @@ class Journal:
 
     def _tell_evictions(self, session: Session) -> list[str]:
         with self._evicting:
-            evicted = [uid for uid in self._evicted if uid not in self._waiting]
+            evicted = [uid for uid in self._evicted if uid not in self._waiting and uid not in self._parts]
         if evicted:
             lineage_record.evict(session, evicted, tier=CAPTURED, node=self._holder)
         return evicted
@@ -389,20 +496,21 @@ class Journal:
         with self._database.read() as session:
             unknown = [run for run in list(self._runs) if not _has_run(session, run)]
             known = clones.known(session, {**self._told, **dict.fromkeys(self._evicted)})
-        lost = [new for uid, new in self._told.items() if uid not in known]
+        lost = [entry for uid, entry in self._told.items() if uid not in known]
         was_in_the_way = self._leave_out_unknown(known)
         if not unknown and not lost:
             return was_in_the_way
-        whole = self._local.whole(new.uid for new in lost)
+        whole = self._local.whole(entry.new.uid for entry in lost)
         with self._database.write(durable=True) as session:
             for run in unknown:
                 runs.start(session, run)
-            for new in lost:
-                self._tell_again(session, new)
+            for entry in lost:
+                self._tell_again(session, entry)
             for uid, placed in whole.items():
                 self._mark_in(session, uid, placed)
             gone = clones.known(session, self._gone)
             lineage_record.evict(session, gone, tier=CAPTURED, node=self._holder)
+        self._parts.begin(entry for entry in lost if entry.rank is not None)  # the other ranks tell theirs again, too
         self._forget_gone()
         _logger.warning(
             "the lineage had forgotten %d states of this process: they are recorded again",
@@ -413,13 +521,17 @@ class Journal:
 
     def _leave_out_unknown(self, known: Iterable[str]) -> bool:
         """States that left memory, and that nobody knows any more, would be in the way of all that comes; whether there were any."""
-        here = {*known, *self._told, *self._waiting}
+        here = {*known, *self._told, *self._waiting, *(uid for uid in self._evicted if uid in self._parts)}
         with self._evicting:
             left = [uid for uid in self._evicted if uid in here]
             is_less, self._evicted = len(left) < len(self._evicted), left
         return is_less
 
-    def _tell_again(self, session: Session, new: NewState) -> None:
+    def _tell_again(self, session: Session, entry: Entry) -> None:
+        new = entry.new
+        if entry.rank is not None:
+            parts.record_part(session, new, rank=entry.rank, reduce=entry.reduce)
+            return
         try:
             with session.begin_nested():
                 lineage_record.record(session, new)

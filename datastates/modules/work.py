@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from datastates.content.manifest import Content, Manifest
+from datastates.lineage.change.reduction import FIRST, Reduce
 from datastates.lineage.states import NewState, StateFacts
 from datastates.store.tier import Tier
 
-from .journal import Entry
+from .entry import Entry
 
 __all__ = ["Work", "Writing"]
 
@@ -20,7 +21,8 @@ class Work:
 
     ``parent_digests`` are those of ``facts.parents``. ``content`` lacks the chunks, which ``digest`` adds (``manifest``); ``before`` is the
     tip of its line, on which it hangs. The slots are whoever's made this until ``dedup`` takes them out of the list; then ``bytes_new`` of
-    them were new in memory. There is an ``entry`` once the lineage may have heard of it.
+    them were new in memory. There is an ``entry`` once the lineage may have heard of it. ``rank`` is whose part of several it is,
+    ``reduce`` how the metrics of all of them go together.
     """
 
     facts: StateFacts
@@ -32,6 +34,8 @@ class Work:
     manifest: Manifest | None = None
     bytes_new: int = 0
     entry: Entry | None = None
+    rank: int | None = None
+    reduce: Reduce = FIRST
 
     def digested(self) -> Manifest:
         """The manifest, once ``digest`` has made it."""
@@ -42,7 +46,7 @@ class Work:
         """Its ``entry`` of the journal, now that the state is in a tier of which ``holder`` names the place."""
         digest, total = self.digested().digest, sum(self.lengths)
         new = NewState(self.facts, digest, tier.gives, bytes_total=total, bytes_new=self.bytes_new, tier=tier.name, node=holder)
-        self.entry = Entry(new, self.before)
+        self.entry = Entry(new, self.before, self.rank, self.reduce)
         return self.entry
 
 

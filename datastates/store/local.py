@@ -69,7 +69,7 @@ class LocalTier(DurableTier):
     """States in a folder of this machine, or of a shared file system that has ``flock``.
 
     ``direct`` writes past the page cache (None: where the file system can). ``pace`` is how fast payload is written. ``rank`` is the rank
-    whose part of each state this tier holds; the parts of all ranks may lie in one folder.
+    whose part of a state is meant where only the state is named; the parts of any ranks may lie in one folder.
     """
 
     name = "local"
@@ -106,10 +106,8 @@ class LocalTier(DurableTier):
         self._check_open()
         payload.check()
         origin = payload.manifest.origin
-        if uid_of(manifest_name(origin.uid, origin.rank), "manifest") is None or origin.rank != self._rank:
-            raise InvalidInput(
-                f"state {origin.uid!r}, rank {origin.rank}: this tier holds rank {self._rank}, of uids without dots or slashes"
-            )
+        if uid_of(manifest_name(origin.uid, origin.rank), "manifest") is None:
+            raise InvalidInput(f"state {origin.uid!r}, rank {origin.rank}: this tier holds states of uids without dots or slashes")
         try:
             return self._put(payload, base, is_of_base=is_of_base)
         except OSError as exc:
@@ -302,7 +300,7 @@ class LocalTier(DurableTier):
         origin = payload.manifest.origin
         known = known or {}
         with temporary(self.root / manifest_name(origin.uid, origin.rank)) as file:
-            if self.has(origin.uid):
+            if (self.root / manifest_name(origin.uid, origin.rank)).exists():
                 yield _Settled(Placed(self._same(payload), 0), self.root / manifest_name(origin.uid, origin.rank))
                 return
             name = free_pack_name(self.root, origin.uid, origin.rank)
@@ -359,10 +357,10 @@ class LocalTier(DurableTier):
 
         :raises Conflict: it is another.
         """
-        uid = payload.manifest.origin.uid
-        here = self.root / manifest_name(uid, self._rank)
+        uid, rank = payload.manifest.origin.uid, payload.manifest.origin.rank
+        here = self.root / manifest_name(uid, rank)
         try:
-            with self.open(uid) as reader:
+            with self.open_part(uid, rank) as reader:
                 is_same = reader.manifest.digest == payload.manifest.digest and all(
                     are_equal(reader.chunk(index), chunk) for index, chunk in enumerate(payload.chunks)
                 )

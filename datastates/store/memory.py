@@ -93,6 +93,15 @@ class MemoryTier(CaptureTier):
             self._arena.take_back(slots)
             return placed
 
+    def finish(self, manifest: Manifest) -> None:
+        """See ``CaptureTier.finish``."""
+        with self._lock:
+            state = self._states.get(manifest.origin.uid)
+            if state is not None:
+                weight = _weight(manifest)
+                self._beside += weight - state.weight
+                state.manifest, state.weight = manifest, weight
+
     def hold(self, keys: Iterable[tuple[bytes, int]], party: str = OURS) -> dict[tuple[bytes, int], Held]:
         """See ``CaptureTier.hold``."""
         with self._lock:

@@ -55,6 +55,13 @@ class CaptureTier(Tier):
         """
 
     @abstractmethod
+    def finish(self, manifest: Manifest) -> None:
+        """A state is held whose part this is, and what its manifest says of its place in the lineage is known now; nothing where it left.
+
+        Whoever reads the part already keeps what it was.
+        """
+
+    @abstractmethod
     def hold(self, keys: Iterable[tuple[bytes, int]], party: str = OURS) -> dict[tuple[bytes, int], Held]:
         """Hold those of these chunks, by digest and length, that are ours or the party's: they stay until ``settle`` or ``let_go``."""
 

@@ -19,7 +19,7 @@ from datastates.capture.stage import CopyJob
 from datastates.config import BackPressure
 from datastates.content.tree import encode_values, flatten
 from datastates.errors import DatastatesError
-from datastates.lineage.states import State, StateFacts, Value
+from datastates.lineage.states import State, StateFacts, Value, Why
 from datastates.objects import dirty
 from datastates.objects.loops import LOOPS
 from datastates.objects.restore import RestoreReport
@@ -211,7 +211,30 @@ class Tracker:
         noted = _Noted.of(metrics, attributes, message, training.attributes)
         self.micro_step = checks.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
         self.step = self._step_of(step)
-        uid = training.line.uids.next(training.branch, self.step, self.micro_step)
+        line = training.line
+        uid = line.uids.next(training.branch, self.step, self.micro_step)
+        facts = StateFacts(
+            uid=uid,
+            parent=line.follow(uid),
+            branch=training.branch,
+            run=None,
+            step=self.step,
+            micro_step=self.micro_step,
+            metrics=noted.metrics,
+            attributes=noted.attributes,
+            message=noted.message,
+            created_at=datetime.now(UTC),
+            world_size=line.size,
+        )
+        try:
+            return self._take(facts, began)
+        except BaseException as exc:
+            self._host.skip(line, facts, Why.FAILED, str(exc) or repr(exc))
+            raise
+
+    def _take(self, facts: StateFacts, began: float) -> Capture:
+        """The capture of a state with these facts, which ``began`` then."""
+        training, uid = self._training, facts.uid
         training.raise_background_error()
         training.heed_edits()
         training.oversights.look()
@@ -224,11 +247,12 @@ class Tracker:
         plan = training.plan_for(flat)
         progress = Progress(uid)
         host = self._host  # a handle does not keep the tracker
-        handle = Capture(progress, self.step, want=host.want, hurry=host.hurry, trouble=lambda: host.trouble)
+        handle = Capture(progress, self.step, want=host.want, hurry=host.hurry, trouble=lambda: host.trouble, missing=host.missing)
         slots = self._host.acquire(plan.slot_count, self._back_pressure, line=training.line)
         if slots is None:
             host.recorder.count("skipped")
             progress.skip(None if self._back_pressure is BackPressure.SKIP else self._host.trouble)
+            host.skip(training.line, facts, Why.SKIPPED, progress.why_skipped or "there was no room (back_pressure='skip')")
             return handle
         try:
             staged = Staged(
@@ -236,18 +260,7 @@ class Tracker:
                 progress=progress,
                 layout=plan.layout,
                 values=msgspec.Raw(encode_values(flat.values)),
-                facts=StateFacts(
-                    uid=handle.uid,
-                    parent=None,
-                    branch=training.branch,
-                    run=None,
-                    step=self.step,
-                    micro_step=self.micro_step,
-                    metrics=noted.metrics,
-                    attributes=noted.attributes,
-                    message=noted.message,
-                    created_at=datetime.now(UTC),
-                ),
+                facts=facts,
                 taken_at=began,
                 held_s=training.held_s,
             )
@@ -280,7 +293,7 @@ class Tracker:
         training = self._training
         training.check_usable()
         training.fence()
-        self._host.flush()
+        self._host.settle(training.line)
         return training.go_back(training.core.state(rev), only=only, strict=strict)
 
     @checks.takes(

@@ -103,7 +103,7 @@ class Training:
 
     def head(self) -> State | None:
         """See ``Tracker.head``."""
-        self.host.flush()
+        self.host.settle(self.line)
         self.heed_edits()
         return None if self.line.tip is None else self.core.state(self.line.tip[0])
 
@@ -213,7 +213,7 @@ class Training:
                         lineage_refs.branch(session, self.branch, state.uid)
                     else:
                         lineage_refs.move(session, self.branch, state.uid, expected=tip[0], reason=reason)
-            self.line.tip = (state.uid, state.digest)
+            self.line.stand((state.uid, state.digest))
             self.newest = state.uid
             self.know_best()
         return report

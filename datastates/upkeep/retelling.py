@@ -89,7 +89,7 @@ def _of_manifests(manifests: Mapping[tuple[str, int], Manifest]) -> Iterable[tup
         total = sum(chunk.length for part in parts for chunk in part.content.chunks)
         line = StateLine(
             uid=uid,
-            digest=root_digest([part.digest for part in parts]),
+            digest=root_digest([part.digest for part in parts], origin.parent_digests),
             parent=origin.parents[0] if origin.parents else None,
             edges=tuple((parent, EdgeKind.MERGE.value, 1.0) for parent in origin.parents[1:]),
             run=origin.run,

@@ -3,118 +3,118 @@
 Until then a state waits: no list, search or count knows of it. Nobody waits for another rank, and no order is asked for. A state of
 one part is recorded as always and has no row here.
 
-A state whose part is gone can never be whole, and is removed: when the run that told it died, or ended while the part was in its memory
-only (``runs``). A part that outlives its run stays: another rank may be later, or be run later, and nobody here can know that it will
-not. ``waiting`` says of such a state that the runs that told its parts have ended.
+Rules:
+- A rank that has no part tells that instead (``skip_part``), and the state is *given up* for all: one row stays, which says because of whom
+  and why. So does what nobody waits for any longer (``give_up``), and what the lineage refuses.
+- Every part names as its parent what its rank captured, or skipped, before. Where that was given up the state hangs on what is before it,
+  and so on; where it waits itself, the state does too. A row of rank -1 and below, under the uid of a state that waits, names one that is
+  complete and waits for it.
+- A state whose part is gone is given up: when the run that told it died, or ended while the part was in its memory only (``runs``). A part
+  that outlives its run stays: another rank may be later, or be run later, and nobody here can know that it will not. ``waiting`` says of
+  such a state that the runs that told its parts have ended.
+- All that is told of states of one branch takes turns: else two ranks that tell the last parts of a state, or of a state and of its parent,
+  would each take the other's for missing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
-from itertools import groupby
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import bindparam, case, delete, func, insert, select, text, update
+from sqlalchemy import BindParameter, bindparam, case, delete, func, insert, literal, or_, select, text, update
+from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.content.root import root_digest
 from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage.lookup import id_of, state
-from datastates.lineage.schema import PartRow, RunRow, StateRow, from_us, table, to_us
-from datastates.lineage.states import Edge, EdgeKind, NewState, State, StateFacts, Status
+from datastates.lineage.schema import PartRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
+from datastates.lineage.states import Edge, EdgeKind, NewState, State, StateFacts, Status, Why
 
+from .awaited import WHYS, Waiting, waiting
 from .record import check, record
-from .replicas import SAFETY, hold
+from .reduction import FIRST, Reduce, check_metrics, check_reduce, reduced
+from .replicas import SAFETY
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Waiting", "drop_waiting", "part_digests", "record_part", "waiting"]
+__all__ = ["Telling", "Waiting", "drop_waiting", "give_up", "part_digests", "record_part", "record_parts", "skip_part", "waiting"]
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A state that is not whole yet: the ranks that told their part, of ``world_size``, and since when the first of them waits.
+class Telling:
+    """What one rank captured of a state: ``new`` is what ``record`` takes, but for this part; ``reduce`` how the metrics go together."""
 
-    ``has_ended``: no run that told a part of it goes on, so that the state stays incomplete unless the missing ranks are run again.
-    """
-
-    uid: str
-    world_size: int
-    ranks: tuple[int, ...]
-    branch: str | None
-    step: int
-    since: datetime
-    has_ended: bool = False
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks that told no part."""
-        return tuple(sorted(set(range(self.world_size)).difference(self.ranks)))
-
-    def __str__(self) -> str:
-        said = f"state {self.uid} (branch {self.branch}, step {self.step})"
-        ranks = f"the parts of rank {', '.join(map(str, self.missing))} of {self.world_size}"
-        if not self.has_ended:
-            return f"{said} waits for {ranks}"
-        return f"{said} is incomplete: it lacks {ranks}, and the runs that told the others have ended; run all its ranks again"
+    new: NewState
+    rank: int
+    reduce: Reduce = FIRST
 
 
-def record_part(session: Session, new: NewState, *, rank: int) -> State | None:
-    """Record what one rank captured of a state. Return the state if it is whole by that, or was before, and None while it waits.
+def record_part(session: Session, new: NewState, *, rank: int, reduce: Reduce = FIRST) -> State | None:
+    """Record what one rank captured of a state. Return the state if it is whole by that, or was before; else None.
 
     ``new`` is what ``record`` takes, but for this part: its digest, its bytes and where they are; ``new.facts.world_size`` says how many
-    parts there are. The parts agree on parents, branch and step. Metrics, attributes, message, time and run of the state are those of rank
-    0. Its digest is ``content.root.root_digest`` of theirs. To tell a part again changes nothing. An error must leave the transaction;
-    the part is then not told.
+    parts there are. The parts agree on parents, branch and step. Attributes, message, time and run of the state are those of rank
+    0, metrics as its ``reduce`` says. Its digest is ``content.root.root_digest`` of theirs and its parents'. To tell a part again changes
+    nothing. An error must leave the transaction; the part is then not told.
 
     :param rank: whose part it is, of ``range(new.facts.world_size)``.
-    :raises Conflict: it contradicts a part that was told: another digest, number of parts, parent, branch or step. Or ``record`` does.
-    :raises NotFound: there is no such run. Or the state would be whole, and its parent is not: tell the parts of that first.
+    :raises Conflict: it contradicts a part that was told: another digest, number of parts, parent, branch or step.
+    :raises NotFound: there is no such run.
     :raises InvalidInput: there is no such rank, or a value cannot be stored; names it.
     """
-    _check(new, rank)
-    _lock(session, new.uid)
-    told: Any = session.execute(_TOLD, {"uid": new.uid, "rank": rank}).one()
-    if told.digest is not None or told.whole is not None:
-        return _told_again(session, new, rank, told)
-    if told.count:
-        _check_agrees(session, new, rank)
-    size = new.facts.world_size
-    if size == 1:
-        return record(session, new)
-    rows = session.execute(_PARTS_OF, {"uid": new.uid}).all() if told.count == size - 1 else []
-    if len(rows) < size - 1:
-        session.execute(_INSERT, _row(session, new, rank))
-        return None
-    parts = [_part_of(row) for row in rows]
-    parts.insert(rank, new)
-    return _complete(session, parts, _row(session, new, rank))
+    record_parts(session, [Telling(new, rank, reduce)])
+    return state(session, new.uid) if session.execute(_WHOLE, {"uid": new.uid}).scalar() is not None else None
 
 
-def waiting(session: Session) -> list[Waiting]:
-    """The states that wait for parts, by uid."""
-    found = []
-    for uid, group in groupby(session.execute(_WAITING).all(), key=lambda row: row.state_uid):
-        rows = list(group)
-        place = json.loads(rows[0].place)
-        ranks, since = tuple(row.rank for row in rows), from_us(min(row.told_at for row in rows))
-        has_ended = all(row.run_id is None or row.finished_at is not None for row in rows)
-        found.append(Waiting(uid, rows[0].world_size, ranks, place["branch"], place["step"], since, has_ended))
-    return found
+def record_parts(session: Session, told: Sequence[Telling]) -> None:
+    """``record_part`` for several, of one state or of many, of one rank or of all those of a node, in one go."""
+    for each in told:
+        _check(each)
+    _take_turns(session, {each.new.facts.branch for each in told})
+    runs = _run_ids(session, {each.new.facts.run for each in told})
+    of_state: dict[str, list[Telling]] = {}
+    for each in told:
+        of_state.setdefault(each.new.uid, []).append(each)
+    _settle(session, [uid for uid, parts in of_state.items() if _tell(session, parts, runs)])
+
+
+def skip_part(session: Session, facts: StateFacts, *, rank: int, why: Why, reason: str) -> None:
+    """A rank has no part of a state, which is given up by that, unless it was before; nothing where it is whole."""
+    _take_turns(session, {facts.branch})
+    _give_up(session, facts.uid, rank, why, reason, place=_place_of(facts), size=facts.world_size)
+
+
+def give_up(session: Session, uids: Iterable[str], *, why: Why, reason: str, rank: int | None = None) -> None:
+    """States that wait are given up, because of ``rank``, or of the first one that told no part. Nothing where they are not waiting."""
+    asked = sorted(set(uids))
+    rows = session.execute(_PLACES, {"uids": asked}).all()
+    _take_turns(session, {json.loads(row.place)["branch"] for row in rows})
+    for row in session.execute(_PLACES, {"uids": asked}).all():  # as it is now that it is our turn
+        ranks = set(session.execute(_RANKS, {"uid": row.state_uid}).scalars())
+        missing = next((each for each in range(row.world_size) if each not in ranks), 0)
+        blamed = missing if rank is None else rank
+        said = reason if len(ranks) < row.world_size else f"the state before it was never told; {reason}"
+        _give_up(session, row.state_uid, blamed, why, said, place=json.loads(row.place), size=row.world_size)
 
 
 def drop_waiting(session: Session, runs: Sequence[str], *, tiers: Collection[str] | None = None) -> list[Waiting]:
-    """Remove the states that wait and of which one of these runs, whose processes are gone, told a part; what they were.
+    """Give up the states that wait and of which one of these runs, whose processes are gone, told a part; what they were.
 
     With ``tiers`` only those whose part is on one of these, which went with the process.
     """
-    lost = {row.state_uid for row in session.execute(_WAITING_OF, {"runs": list(runs)}) if tiers is None or row.tier in tiers}
-    dropped = [each for each in waiting(session) if each.uid in lost] if lost else []
-    if lost:
-        session.execute(_DROP, {"uids": sorted(lost)})
+    lost: dict[str, int] = {}
+    for row in session.execute(_WAITING_OF, {"runs": list(runs)}):
+        if tiers is None or row.tier in tiers:
+            lost.setdefault(row.state_uid, row.rank)
+    dropped = waiting(session, sorted(lost)) if lost else []
+    for each in dropped:
+        rank = lost[each.uid]
+        give_up(session, [each.uid], why=Why.GONE, rank=rank, reason="its part was in the memory of a process that ended")
     return dropped
 
 
@@ -124,91 +124,204 @@ def part_digests(session: Session, uid: str) -> tuple[str, ...]:
     :raises NotFound: there is no such state.
     """
     found = state(session, uid)
-    told = tuple(session.execute(_DIGESTS, {"uid": uid}).scalars())
-    return (found.digest,) if found.world_size == 1 else told
+    return (found.digest,) if found.world_size == 1 else tuple(session.execute(_DIGESTS, {"uid": uid}).scalars())
 
 
-# The steps of record_part
+# The steps of record_parts
 
 
-def _check(new: NewState, rank: int) -> None:
+def _check(told: Telling) -> None:
+    new, rank, size = told.new, told.rank, told.new.facts.world_size
     check(new)
-    size = new.facts.world_size
+    check_metrics(new.facts.metrics, check_reduce(told.reduce), rank)
     if not 0 <= rank < size:
         raise InvalidInput(f"state {new.uid} has {size} parts, and none of rank {rank}: ranks count from 0")
     if not new.status.is_restorable:
         raise InvalidInput(f"rank {rank} of {new.uid} is said to be {new.status}: a part is told once its bytes are somewhere")
 
 
-def _lock(session: Session, uid: str) -> None:
-    """Make parts of one state wait for each other: else each of two last ones takes the other's for missing. SQLite has one writer."""
+def _take_turns(session: Session, branches: Iterable[str | None]) -> None:
+    """SQLite has one writer anyhow."""
     if session.get_bind().dialect.name == "postgresql":
-        session.execute(_LOCK, {"key": int(uid[:16], 16) - (1 << 63)})
+        hashed = (hashlib.blake2b(f"parts of {branch or ''}".encode(), digest_size=8).digest() for branch in branches)
+        for key in sorted(int.from_bytes(each, signed=True) for each in hashed):  # in one order, so that nobody waits for each other
+            session.execute(_LOCK, {"key": key})
 
 
-def _told_again(session: Session, new: NewState, rank: int, told: Any) -> State | None:
-    _check_agrees(session, new, rank)
-    known = told.whole if new.facts.world_size == 1 else told.digest
-    if known is None:
+def _tell(session: Session, parts: Sequence[Telling], runs: Mapping[str | None, int | None]) -> bool:
+    """Note these parts of one state; whether all of its parts are there by that."""
+    new = parts[0].new
+    size = new.facts.world_size
+    found: Any = session.execute(_TOLD, {"uid": new.uid}).one()
+    if found.count or found.whole is not None:
+        rows = session.execute(_THESE, {"uid": new.uid, "ranks": [each.rank for each in parts]}).all()
+        known = {row.rank: row for row in rows}
+        parts = [each for each in parts if not _was_told(each, known, found.whole)]
+    if found.is_given_up or found.whole is not None or not parts:
+        return False
+    if size == 1:
+        record(session, new)
+        return False
+    session.execute(_INSERT, [_row(each, runs) for each in parts])
+    return int(found.count) + len(parts) == size
+
+
+def _was_told(told: Telling, known: Mapping[int, Any], whole: str | None) -> bool:
+    """Whether a part was told before.
+
+    :raises Conflict: another one was, or what it says of the state is not what another part says, as far as that is kept.
+    """
+    new, rank, size = told.new, told.rank, told.new.facts.world_size
+    ours = _place_of(new.facts)
+    for other in known.values():
+        theirs = ours if other.place is None else json.loads(other.place)
+        pairs = [("world_size", size, other.world_size), *((key, ours[key], theirs[key]) for key in ours)]
+        wrong = [f"{key} {here!r} and not {there!r}" for key, here, there in pairs if here != there]
+        if wrong:
+            raise Conflict(
+                f"rank {rank} of state {new.uid} says {', '.join(wrong)}, which rank {other.rank} says: ranks must capture as one"
+            )
+    digest = whole if size == 1 else known[rank].digest if rank in known else None
+    if digest is None and whole is not None:
         raise Conflict(f"there is a state {new.uid} already, which has no such parts: every capture needs a uid of its own")
-    if known != new.digest:
+    if digest and digest != new.digest:
         raise Conflict(
-            f"rank {rank} of state {new.uid} was told with the digest {known[:16]}, and now with {new.digest[:16]}: "
+            f"rank {rank} of state {new.uid} was told with the digest {digest[:16]}, and now with {new.digest[:16]}: "
             "every capture needs a uid of its own"
         )
-    return None if told.whole is None else state(session, new.uid)
+    return digest is not None
 
 
-def _check_agrees(session: Session, new: NewState, rank: int) -> None:
-    """Raise unless the part says of the state what another says, as far as that is kept: of a whole state it is not."""
-    other = session.execute(_ANY_OF, {"uid": new.uid}).first()
-    if other is None:
-        return
-    ours = _place_of(new.facts)
-    theirs = ours if other.place is None else json.loads(other.place)
-    pairs = [("world_size", new.facts.world_size, other.world_size), *((key, ours[key], theirs[key]) for key in ours)]
-    wrong = [f"{key} {here!r} and not {there!r}" for key, here, there in pairs if here != there]
-    if wrong:
-        raise Conflict(f"rank {rank} of state {new.uid} says {', '.join(wrong)}, which rank {other.rank} says: ranks must capture as one")
+def _settle(session: Session, uids: Iterable[str]) -> None:
+    """Make these states whole, if nothing is missing any more, and what waits for them."""
+    todo = deque(uids)
+    while todo:
+        uid = todo.popleft()
+        if _complete(session, uid):
+            todo += _those_after(session, uid)
 
 
-def _complete(session: Session, parts: list[NewState], last: dict[str, object]) -> State:
-    """Record the state of these parts, by rank; ``last`` is the row of the one that was told now."""
-    first = parts[0]
-    whole = replace(
-        first,
-        digest=root_digest([part.digest for part in parts]),
-        status=min((part.status for part in parts), key=SAFETY.__getitem__),
-        bytes_total=sum(part.bytes_total for part in parts),
-        bytes_new=sum(part.bytes_new for part in parts),
+def _complete(session: Session, uid: str) -> bool:
+    """Record a state all of whose parts are there, unless it waits for its parent; whether it waits no longer."""
+    first = session.execute(_FIRST, {"uid": uid}).one()
+    place, size = json.loads(first.place), first.world_size
+    parent, awaited = _standing(session, place["parent"])
+    if awaited is not None:
+        _wait_for(session, awaited, uid)
+        return False
+    try:
+        with session.begin_nested():
+            _record_whole(session, first, {**place, "parent": parent})
+    except (Conflict, NotFound, InvalidInput) as error:
+        _drop(session, uid, 0, Why.REFUSED, str(error), place=place, size=size)
+    return True
+
+
+def _standing(session: Session, uid: str | None) -> tuple[str | None, str | None]:
+    """The state that one hangs on which names this as its parent; or the uid of what that waits for."""
+    while uid is not None:
+        found = session.execute(_STANDING, {"uid": uid}).one()
+        if found.whole is not None:
+            return uid, None
+        if found.place is None:
+            return None, uid
+        uid = json.loads(found.place)["parent"]
+    return None, None
+
+
+def _record_whole(session: Session, first: Any, place: Mapping[str, Any]) -> None:
+    uid, size, said = first.state_uid, first.world_size, json.loads(first.said)
+    reduce = said.pop("reduce", FIRST)
+    if reduce != FIRST:
+        every = [json.loads(other)["metrics"] for other in session.execute(_SAID, {"uid": uid}).scalars()]
+        said["metrics"] = reduced(every, reduce)
+    edges = tuple(Edge(parent, EdgeKind(kind), weight) for parent, kind, weight in place["edges"])
+    created_at = from_us(said.pop("created_at"))
+    facts = StateFacts(**{"uid": uid, **place, **said, "created_at": created_at, "edges": edges, "world_size": size})
+    sums = session.execute(_SUMS, {"uid": uid}).all()
+    whole = NewState(
+        facts,
+        digest=root_digest(session.execute(_DIGESTS, {"uid": uid}).scalars().all(), digests_of(session, facts.parents)),
+        status=min((Status(each.status) for each in sums), key=SAFETY.__getitem__),
+        bytes_total=int(sum(each.bytes_total for each in sums)),
+        bytes_new=int(sum(each.bytes_new for each in sums)),
+        tier=first.tier,
+        node=first.node,
     )
-    made = record(session, whole)
-    id_ = id_of(session, first.uid)
-    for rank, part in enumerate(parts):
-        hold(session, id_, rank=rank, tier=part.tier, node=part.node, bytes=part.bytes_new)
-    session.execute(_SETTLE, {"uid": first.uid})
-    session.execute(_INSERT, {**last, "place": None, "said": None})
-    return made
+    record(session, whole)
+    dialect = session.get_bind().dialect.name
+    session.execute(_HOLD_ALL[dialect], {"uid": uid, "id": id_of(session, uid)})
+    session.execute(_SETTLED, {"uid": uid})
+
+
+def digests_of(session: Session, uids: Sequence[str]) -> tuple[str, ...]:
+    """The digests of states, in this order.
+
+    :raises NotFound: one of them is unknown.
+    """
+    if not uids:
+        return ()
+    found = {row.uid: row.digest for row in session.execute(_DIGESTS_OF, {"uids": list(uids)})}
+    missing = [uid for uid in uids if uid not in found]
+    if missing:
+        raise NotFound(f"there is no state {missing[0]!r} to be a parent: record it first")
+    return tuple(found[uid] for uid in uids)
+
+
+# Giving up
+
+
+def _give_up(session: Session, uid: str, rank: int, why: Why, reason: str, *, place: Mapping[str, Any], size: int) -> None:
+    found: Any = session.execute(_TOLD, {"uid": uid}).one()
+    if found.whole is None and not found.is_given_up:
+        _drop(session, uid, rank, why, reason, place=place, size=size)
+        _settle(session, _those_after(session, uid))
+
+
+def _drop(session: Session, uid: str, rank: int, why: Why, reason: str, *, place: Mapping[str, Any], size: int) -> None:
+    """One row instead of all parts."""
+    session.execute(_DROP, {"uid": uid})
+    row = {"state_uid": uid, "rank": rank, "world_size": size, "digest": "", "run_id": None, "status": why.value, "tier": "", "node": ""}
+    said = json.dumps({"reason": reason})
+    session.execute(_INSERT, {**row, "bytes_total": 0, "bytes_new": 0, "told_at": to_us(None), "place": json.dumps(place), "said": said})
+
+
+def _wait_for(session: Session, awaited: str, uid: str) -> None:
+    """Note that a complete state waits for another one."""
+    found = session.execute(_CHILDREN, {"uid": awaited}).all()
+    if uid not in {row.said for row in found}:
+        row = {"state_uid": awaited, "rank": -1 - len(found), "world_size": 0, "digest": "", "run_id": None, "status": "", "tier": ""}
+        session.execute(_INSERT, {**row, "node": "", "bytes_total": 0, "bytes_new": 0, "told_at": to_us(None), "place": None, "said": uid})
+
+
+def _those_after(session: Session, uid: str) -> list[str]:
+    """The complete states that waited for this one, and do so no longer."""
+    found = [str(row.said) for row in session.execute(_CHILDREN, {"uid": uid})]
+    if found:
+        session.execute(_FORGET_CHILDREN, {"uid": uid})
+    return found
 
 
 # Rows
 
 
-def _row(session: Session, new: NewState, rank: int) -> dict[str, object]:
-    facts = new.facts
-    said = {
+def _row(told: Telling, runs: Mapping[str | None, int | None]) -> dict[str, object]:
+    new, facts = told.new, told.new.facts
+    said: dict[str, object] = {
         "run": facts.run,
         "metrics": facts.metrics,
         "attributes": facts.attributes,
         "message": facts.message,
         "created_at": to_us(facts.created_at),
     }
+    if told.reduce != FIRST:
+        said["reduce"] = told.reduce if isinstance(told.reduce, str) else dict(told.reduce)
     return {
         "state_uid": facts.uid,
-        "rank": rank,
+        "rank": told.rank,
         "world_size": facts.world_size,
         "digest": new.digest,
-        "run_id": _run_id(session, facts.run),
+        "run_id": runs[facts.run],
         "status": new.status.value,
         "tier": new.tier,
         "node": new.node,
@@ -220,13 +333,15 @@ def _row(session: Session, new: NewState, rank: int) -> dict[str, object]:
     }
 
 
-def _run_id(session: Session, uid: str | None) -> int | None:
-    if uid is None:
-        return None
-    found = session.execute(_RUN, {"run": uid}).scalar()
-    if found is None:
-        raise NotFound(f"there is no run {uid!r}: start it before it records parts")
-    return int(found)
+def _run_ids(session: Session, uids: Collection[str | None]) -> dict[str | None, int | None]:
+    found: dict[str | None, int | None] = {None: None}
+    named = sorted(uid for uid in uids if uid is not None)
+    if named:
+        found |= {row.uid: row.id for row in session.execute(_RUNS, {"runs": named})}
+    for uid in named:
+        if uid not in found:
+            raise NotFound(f"there is no run {uid!r}: start it before it records parts")
+    return found
 
 
 def _place_of(facts: StateFacts) -> dict[str, Any]:
@@ -235,39 +350,64 @@ def _place_of(facts: StateFacts) -> dict[str, Any]:
     return {"parent": facts.parent, "branch": facts.branch, "step": facts.step, "micro_step": facts.micro_step, "edges": edges}
 
 
-def _part_of(row: Any) -> NewState:
-    place, said = json.loads(row.place), json.loads(row.said)
-    edges = tuple(Edge(parent, EdgeKind(kind), weight) for parent, kind, weight in place.pop("edges"))
-    created_at = from_us(said.pop("created_at"))
-    facts = StateFacts(uid=row.state_uid, **place, **said, created_at=created_at, edges=edges, world_size=row.world_size)
-    return NewState(facts, row.digest, Status(row.status), row.bytes_total, row.bytes_new, row.tier, row.node)
-
-
 # The statements
 
-_part, _state, _run = table(PartRow), table(StateRow), table(RunRow)
+_part, _state, _run, _replica = table(PartRow), table(StateRow), table(RunRow), table(ReplicaRow)
+_uids: BindParameter[Any] = bindparam("uids", expanding=True)
 _of_uid = _part.c.state_uid == bindparam("uid")
+_is_part = _part.c.rank >= 0
+_is_given_up = _part.c.status.in_(WHYS)
+_parts_of_it = (_of_uid, _is_part)
 _LOCK = text("SELECT pg_advisory_xact_lock(:key)")
+_whole = select(_state.c.digest).where(_state.c.uid == bindparam("uid")).scalar_subquery()
+_WHOLE = select(_state.c.digest).where(_state.c.uid == bindparam("uid"))
 _TOLD = select(
-    func.count().label("count"),
-    func.max(case((_part.c.rank == bindparam("rank"), _part.c.digest))).label("digest"),
-    select(_state.c.digest).where(_state.c.uid == bindparam("uid")).scalar_subquery().label("whole"),
-).where(_of_uid)
-_ANY_OF = select(_part.c.rank, _part.c.world_size, _part.c.place).where(_of_uid).order_by(_part.c.rank).limit(1)
-_PARTS_OF = select(_part).where(_of_uid).order_by(_part.c.rank).with_for_update()  # recovery may be removing them
-_DIGESTS = select(_part.c.digest).where(_of_uid).order_by(_part.c.rank)
-_RUN = select(_run.c.id).where(_run.c.uid == bindparam("run"))
-_INSERT = insert(_part)
-_SETTLE = update(_part).where(_of_uid).values(place=None, said=None)
-_WAITING = (
-    select(_part, _run.c.finished_at)
-    .outerjoin_from(_part, _run, _run.c.id == _part.c.run_id)
-    .where(_part.c.place.is_not(None))
-    .order_by(_part.c.state_uid, _part.c.rank)
+    func.count().label("count"), func.coalesce(func.max(case((_is_given_up, 1), else_=0)), 0).label("is_given_up"), _whole.label("whole")
+).where(*_parts_of_it)
+_first_rank = select(func.min(_part.c.rank)).where(*_parts_of_it).scalar_subquery()
+_THESE = (
+    select(_part.c.rank, _part.c.world_size, _part.c.digest, _part.c.place)
+    .where(*_parts_of_it, or_(_part.c.rank.in_(bindparam("ranks", expanding=True)), _part.c.rank == _first_rank))
+    .order_by(_part.c.rank)
 )
+_FIRST = select(_part).where(*_parts_of_it, _part.c.rank == 0)
+_SAID = select(_part.c.said).where(*_parts_of_it).order_by(_part.c.rank)
+_RANKS = select(_part.c.rank).where(*_parts_of_it)
+_SUMS = (
+    select(_part.c.status, func.sum(_part.c.bytes_total).label("bytes_total"), func.sum(_part.c.bytes_new).label("bytes_new"))
+    .where(*_parts_of_it)
+    .group_by(_part.c.status)
+)
+_DIGESTS = select(_part.c.digest).where(*_parts_of_it).order_by(_part.c.rank)
+_DIGESTS_OF = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(_uids))
+_STANDING = select(
+    _whole.label("whole"), select(_part.c.place).where(*_parts_of_it, _is_given_up).limit(1).scalar_subquery().label("place")
+)
+_PLACES = (
+    select(_part.c.state_uid, _part.c.world_size, func.min(_part.c.place).label("place"))
+    .where(_part.c.state_uid.in_(_uids), _is_part, _part.c.place.is_not(None), ~_is_given_up)
+    .group_by(_part.c.state_uid, _part.c.world_size)
+)
+_RUNS = select(_run.c.uid, _run.c.id).where(_run.c.uid.in_(bindparam("runs", expanding=True)))
+_INSERT = insert(_part)
+_SETTLED = update(_part).where(*_parts_of_it).values(place=None, said=None)
+_DROP = delete(_part).where(*_parts_of_it)
+_CHILDREN = select(_part.c.said).where(_of_uid, ~_is_part).order_by(_part.c.rank.desc())
+_FORGET_CHILDREN = delete(_part).where(_of_uid, ~_is_part)
 _WAITING_OF = (
-    select(_part.c.state_uid, _part.c.tier)
+    select(_part.c.state_uid, _part.c.tier, _part.c.rank)
     .join_from(_part, _run, _run.c.id == _part.c.run_id)
     .where(_run.c.uid.in_(bindparam("runs", expanding=True)), _part.c.place.is_not(None))
+    .order_by(_part.c.state_uid, _part.c.rank)
 )
-_DROP = delete(_part).where(_part.c.state_uid.in_(bindparam("uids", expanding=True)), _part.c.place.is_not(None))
+_held = ["state_id", "rank", "tier", "node", "status", "bytes"]
+_all_held = select(
+    bindparam("id", type_=_replica.c.state_id.type), _part.c.rank, _part.c.tier, _part.c.node, literal("ok"), _part.c.bytes_new
+)
+_HOLD_ALL = {
+    name: upsert.on_conflict_do_update(index_elements=_held[:4], set_={"status": upsert.excluded.status, "bytes": upsert.excluded.bytes})
+    for name, upsert in (
+        ("sqlite", sqlite.insert(_replica).from_select(_held, _all_held.where(*_parts_of_it))),
+        ("postgresql", postgresql.insert(_replica).from_select(_held, _all_held.where(*_parts_of_it))),
+    )
+}

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from datastates.content.check import tensors_of
-from datastates.content.digest import chunk_digest, decode, encode, state_digest
+from datastates.content.digest import chunk_digest, decode, digest_of, encode, state_digest
 from datastates.content.envelope import decode_packs
 from datastates.content.geometry import dense_strides, rebuild
 from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, ChunkRef, Content, Manifest, Origin, PackInfo, Shard, TensorSpec
@@ -53,7 +53,7 @@ LENGTHS = (CHUNK_BYTES, CHUNK_BYTES, 40, 60)
 
 def sealed(manifest: Manifest) -> Manifest:
     """With the digest that belongs to its content."""
-    return replace(manifest, digest=state_digest(manifest.content, manifest.origin.parent_digests))
+    return replace(manifest, digest=digest_of(manifest.content, manifest.origin))
 
 
 def make(specs: object = SPECS, **changes: Any) -> Manifest:

@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from datastates.content.root import root_digest
 from datastates.errors import Conflict, InvalidInput, NotFound
@@ -20,7 +22,10 @@ from datastates.lineage.change.parts import record_part, waiting
 from datastates.lineage.change.record import evict, mark, record
 from datastates.lineage.search import pages, walk
 from datastates.lineage.search.holders import holder, replicas_of
+from datastates.lineage.search.outcomes import outcomes
 from datastates.lineage.show import stats
+from datastates.lineage.states import Why
+from tests.support.effort import examples
 
 Make = Callable[..., NewState]
 
@@ -159,17 +164,140 @@ def test_a_uid_that_another_state_has_is_refused(database: Database, new_state: 
         tell(database, parts_of(new, 2)[1], 1)
 
 
-def test_the_last_part_is_not_told_when_the_state_cannot_be(database: Database, new_state: Make) -> None:
-    parent, child = parts_of(new_state(step=1), 2), new_state(step=2)
-    told = parts_of(replace(child, facts=replace(child.facts, parent=parent[0].uid)), 2)
-    assert tell(database, told[0], 0) is None
-    with pytest.raises(NotFound, match="no state"):
-        tell(database, told[1], 1)
+def chain(new_state: Make, count: int, length: int) -> list[list[NewState]]:
+    """So many states in a row on ``main``, each as its ranks tell it."""
+    found: list[list[NewState]] = []
+    for step in range(length):
+        found.append(parts_of(new_state(found[-1][0].uid if found else None, step=step, branch="main"), count))
+    return found
+
+
+def skip(database: Database, new: NewState, rank: int, why: Why = Why.SKIPPED) -> None:
+    with database.write() as session:
+        parts.skip_part(session, new.facts, rank=rank, why=why, reason="the arena had no room")
+
+
+def log_of(database: Database, branch: str = "main") -> list[str]:
+    """The uids of a branch, the oldest first."""
     with database.read() as session:
-        assert [each.ranks for each in waiting(session)] == [(0,)]
+        found = {ref.name: ref.state for ref in refs.refs(session)}
+        return [state.uid for state in walk.log(session, found[branch])][::-1] if branch in found else []
+
+
+def test_a_state_whose_parent_waits_waits_too_and_both_become_visible_together(database: Database, new_state: Make) -> None:
+    states = chain(new_state, 2, 4)
+    for told in states[1:]:
+        for rank in range(2):
+            assert tell(database, told[rank], rank) is None
+    tell(database, states[0][1], 1)
+    assert log_of(database) == []
+    with database.read() as session:
+        (late,) = [each for each in waiting(session) if each.uid == states[1][0].uid]
+    assert str(late).endswith("has all its 2 parts, and waits for the state before it")
+    assert tell(database, states[0][0], 0) is not None
+    assert log_of(database) == [told[0].uid for told in states]
+    with database.read() as session:
+        assert session.connection().exec_driver_sql("SELECT count(*) FROM part WHERE rank < 0").scalar() == 0
+
+
+def test_what_one_rank_skipped_is_given_up_for_all_and_the_next_hangs_on_the_one_before(database: Database, new_state: Make) -> None:
+    states = chain(new_state, 2, 5)
+    uids = [told[0].uid for told in states]
+    for number, told in enumerate(states):
+        skipping = {1: 0, 2: 1}.get(number)
+        for rank in (1, 0):
+            if rank == skipping:
+                skip(database, told[rank], rank)
+            else:
+                tell(database, told[rank], rank)
+    skip(database, states[3][0], 0)
+    assert log_of(database) == [uids[0], uids[3], uids[4]], "what is whole stays"
+    assert not any(visible(database, uid) for uid in uids[1:3])
+    with database.read() as session:
+        found, forgotten = outcomes(session, {**dict.fromkeys(uids, 1), "0" * 24: 1})
+        assert waiting(session) == []
+    assert forgotten == ["0" * 24]
+    assert {uid: (each.given_up.rank, each.given_up.why) for uid, each in found.items() if each.given_up} == {
+        uids[1]: (0, Why.SKIPPED),
+        uids[2]: (1, Why.SKIPPED),
+    }
+    first, third = found[uids[0]].state, found[uids[3]]
+    assert first is not None
+    assert third.state is not None
+    assert third.state.parents == (uids[0],)
+    assert third.parent_digests == (first.digest,)
+    assert third.state.digest == root_digest([part.digest for part in states[3]], third.parent_digests)
+
+
+def test_a_rank_that_tells_nothing_is_named_and_what_waited_behind_goes_on(database: Database, new_state: Make) -> None:
+    states = chain(new_state, 3, 3)
+    for rank in range(3):
+        tell(database, states[0][rank], rank)
+        tell(database, states[2][rank], rank)
+    tell(database, states[1][0], 0)
+    tell(database, states[1][2], 2)
+    with database.write() as session:
+        parts.give_up(session, [states[1][0].uid, states[0][0].uid], why=Why.LATE, reason="it told no part within 1 s")
+    assert log_of(database) == [states[0][0].uid, states[2][0].uid]
+    assert tell(database, states[1][1], 1) is None, "too late"
+    with database.read() as session:
+        found, _ = outcomes(session, {states[1][0].uid: 0})
+    assert str(found[states[1][0].uid].given_up) == "rank 1 (late): it told no part within 1 s"
+
+
+def test_what_the_lineage_refuses_is_given_up_for_all_and_says_why(database: Database, new_state: Make) -> None:
+    states = chain(new_state, 2, 2)
     for rank in range(2):
-        tell(database, parent[rank], rank)
-    assert tell(database, told[1], 1) is not None
+        tell(database, states[0][rank], rank)
+    with database.write() as session:
+        record(session, new_state(states[0][0].uid, step=9, branch="main"))
+    for rank in range(2):
+        tell(database, states[1][rank], rank)
+    with database.read() as session:
+        found, _ = outcomes(session, {states[1][0].uid: 0})
+    given_up = found[states[1][0].uid].given_up
+    assert given_up is not None
+    assert given_up.why is Why.REFUSED
+    assert "branch 'main' is at" in given_up.reason
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_order_parts_come_in_the_states_that_nobody_skipped_make_one_path(
+    database: Database, new_state: Make, data: st.DataObject
+) -> None:
+    ranks, length = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 5))
+    branch = f"branch-{secrets.token_hex(4)}"
+    told = chain(new_state, ranks, length)
+    states = [[replace(part, facts=replace(part.facts, branch=branch)) for part in each] for each in told]
+    skipped = data.draw(st.sets(st.tuples(st.integers(0, length - 1), st.integers(0, ranks - 1)), max_size=4))
+    order = data.draw(st.permutations([(step, rank) for step in range(length) for rank in range(ranks)]))
+    with database.write() as session:
+        for step, rank in order:
+            if (step, rank) in skipped:
+                parts.skip_part(session, states[step][rank].facts, rank=rank, why=Why.TORN, reason="it tore")
+            else:
+                record_part(session, states[step][rank], rank=rank)
+    assert log_of(database, branch) == [
+        states[step][0].uid for step in range(length) if not any((step, rank) in skipped for rank in range(ranks))
+    ]
+    with database.read() as session:
+        assert not [each for each in waiting(session) if each.branch == branch]
+
+
+def test_metrics_of_ranks_are_reduced_as_rank_0_says(database: Database, new_state: Make) -> None:
+    told = parts_of(new_state(branch="main"), 3)
+    measured = [{"loss": 1.0, "top": 2.0, "n": 5.0}, {"loss": 2.0, "top": 7.0, "own": 1.0}, {"loss": 6.0, "top": math.nan, "n": 2.0}]
+    reduce = {"loss": "mean", "top": "max", "n": "sum", "own": "each"}
+    for rank in (2, 1, 0):
+        facts = replace(told[rank].facts, metrics=measured[rank])
+        with database.write() as session:
+            made = record_part(session, replace(told[rank], facts=facts), rank=rank, reduce=reduce if rank == 0 else "first")
+    assert made is not None
+    assert math.isnan(made.metrics.pop("top"))
+    assert made.metrics == {"loss": 3.0, "n": 7.0, "own": 1.0, "own@1": 1.0}
+    with pytest.raises(InvalidInput, match="say one of first, each, mean, max, min, sum"), database.write() as session:
+        record_part(session, parts_of(new_state(), 2)[0], rank=0, reduce="median")
 
 
 def test_ranks_that_report_at_the_same_moment_complete_every_state_once(database: Database, new_state: Make) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from hypothesis import strategies as st
 
-from datastates.content.digest import chunk_digest, root_digest, state_digest
+from datastates.content.digest import chunk_digest, digest_of, root_digest
 from datastates.content.encoding import encode_values
 from datastates.content.geometry import compact, dense_view, dtype_of, memory_key, spec_of, stored_bytes
 from datastates.content.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin, Shard, TensorSpec
@@ -76,7 +76,7 @@ def sharded(uid: str, tree: object, shares: Shares, count: int = 1, **origin: ob
         digests = tuple(Chunk(chunk_digest(chunk), len(chunk)) for chunk in chunks)
         content = Content(*tree_parts, msgspec.Raw(msgspec.msgpack.encode(placed)), digests)
         place = Origin(uid, **values, rank=rank, world_size=count)
-        manifest = Manifest(VERSION, state_digest(content, place.parent_digests), place, content)
+        manifest = Manifest(VERSION, digest_of(content, place), place, content)
         parts.append(Payload(manifest, [memoryview(chunk) for chunk in chunks]))
     return parts
 
@@ -118,7 +118,7 @@ def deposit(folder: Path, parts: Sequence[Payload], *, branch: str) -> State:
     )
     new = NewState(
         facts=facts,
-        digest=root_digest([manifest.digest for manifest in manifests]),
+        digest=root_digest([manifest.digest for manifest in manifests], origin.parent_digests),
         status=Status.DURABLE,
         bytes_total=sum(view.nbytes for part in parts for view in part.chunks),
         tier="local",

@@ -1,0 +1,133 @@
+"""What this process has told of states of several parts: those of which it waits to hear, and those of which it has no part."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from datastates.lineage.change.parts import Telling, give_up, record_parts, skip_part
+from datastates.lineage.search.outcomes import Outcome, outcomes
+from datastates.lineage.states import StateFacts, Why
+
+from .entry import Entry
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = ["Heard", "Parts", "Skip"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A state of which this rank has no part, and why."""
+
+    facts: StateFacts
+    rank: int
+    why: Why
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a transaction said: what became of states, and which skipped parts it was told of. Heeded once it is committed."""
+
+    outcomes: dict[str, Outcome]
+    skips: tuple[str, ...] = ()
+
+
+class Parts:
+    """Owned by the journal, which calls this in its turn; but for ``skip``, which never waits."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[Entry, float]] = {}
+        self._skips: dict[str, Skip] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to be told or asked."""
+        return not self._waiting and not self._skips
+
+    @property
+    def has_skips(self) -> bool:
+        """Whether something is to be told."""
+        return bool(self._skips)
+
+    def __len__(self) -> int:
+        """How many states wait for parts of others, or to be told of."""
+        return len(self._waiting) + len(self._skips)
+
+    def __contains__(self, uid: str) -> bool:
+        """Whether a part was told, and is waited for."""
+        return uid in self._waiting
+
+    def skip(self, skip: Skip) -> None:
+        """This rank has no part of a state; told with the next transaction."""
+        self._skips[skip.facts.uid] = skip
+
+    def entry(self, uid: str) -> Entry:
+        """What was told of a part that is waited for."""
+        return self._waiting[uid][0]
+
+    # --- in a transaction ---------------------------------------------------------------------------------------------------
+
+    def tell(self, session: Session, entries: Sequence[Entry] = ()) -> Heard:
+        """Tell these parts, and of all that was skipped; what became of them, and of those told earlier."""
+        if entries:
+            record_parts(session, [_telling(entry) for entry in entries])
+        skips = list(self._skips.values())
+        for skip in skips:
+            skip_part(session, skip.facts, rank=skip.rank, why=skip.why, reason=skip.reason)
+        told = {entry.new.uid: entry for entry, _ in self._waiting.values()} | {entry.new.uid: entry for entry in entries}
+        found, forgotten = outcomes(session, {uid: _rank(entry) for uid, entry in told.items()})
+        if forgotten:
+            record_parts(session, [_telling(told[uid]) for uid in forgotten])
+            found, _ = outcomes(session, {uid: _rank(entry) for uid, entry in told.items()})
+        return Heard(found, tuple(skip.facts.uid for skip in skips))
+
+    def ask(self, session: Session) -> tuple[Heard, bool]:
+        """What became of the parts that wait, without telling anything; and whether some are unknown there, and must be told again."""
+        found, forgotten = outcomes(session, {uid: _rank(entry) for uid, (entry, _) in self._waiting.items()})
+        return Heard(found), bool(forgotten)
+
+    def give_up_late(self, session: Session, patience_s: float) -> list[str]:
+        """Give up what has waited for longer; which."""
+        late = self.late(patience_s)
+        if late:
+            give_up(session, late, why=Why.LATE, reason=f"it told no part within {patience_s:g} s")
+        return late
+
+    def late(self, patience_s: float) -> list[str]:
+        """The states that have waited for longer."""
+        before = time.monotonic() - patience_s
+        return [uid for uid, (_, since) in self._waiting.items() if since <= before]
+
+    # --- once it is committed -----------------------------------------------------------------------------------------------
+
+    def begin(self, entries: Iterable[Entry]) -> None:
+        """These parts were told: they are waited for."""
+        now = time.monotonic()
+        for entry in entries:
+            self._waiting.setdefault(entry.new.uid, (entry, now))
+
+    def end(self, uid: str) -> None:
+        """A state waits no longer."""
+        self._waiting.pop(uid, None)
+
+    def told_skips(self, uids: Iterable[str]) -> None:
+        """Of these it was told."""
+        for uid in uids:
+            self._skips.pop(uid, None)
+
+
+def _telling(entry: Entry) -> Telling:
+    return Telling(entry.new, _rank(entry), entry.reduce)
+
+
+def _rank(entry: Entry) -> int:
+    assert entry.rank is not None, "it is a part"
+    return entry.rank

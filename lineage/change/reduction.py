@@ -1,0 +1,74 @@
+"""The metrics of a state out of those that its ranks measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from datastates import values
+from datastates.errors import InvalidInput
+
+__all__ = ["FIRST", "Reduce", "check_metrics", "check_reduce", "reduced"]
+
+Reduce = str | Mapping[str, str]
+"""How one number comes of those of all ranks: one word for every metric, or one by name; what is not named is that of rank 0."""
+
+FIRST = "first"
+EACH = "each"
+
+_WAYS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    FIRST: lambda measured: measured[0],
+    EACH: lambda measured: measured[0],
+    "mean": lambda measured: math.fsum(measured) / len(measured) if all(map(math.isfinite, measured)) else sum(measured) / len(measured),
+    "max": lambda measured: math.nan if any(map(math.isnan, measured)) else max(measured),
+    "min": lambda measured: math.nan if any(map(math.isnan, measured)) else min(measured),
+    "sum": lambda measured: math.fsum(measured) if all(map(math.isfinite, measured)) else sum(measured),
+}
+
+
+def check_reduce(reduce: object) -> Reduce:
+    """What a user gave, if it says how metrics are reduced.
+
+    :raises InvalidInput: it does not; lists the words.
+    """
+    ways = reduce.values() if isinstance(reduce, Mapping) else [reduce]
+    for way in ways:
+        if not isinstance(way, str) or way not in _WAYS:
+            raise InvalidInput(f"reduce is {values.shown(way)}: say one of {', '.join(_WAYS)}, or a dict of these by the name of a metric")
+    if isinstance(reduce, Mapping):
+        return {values.key(name, "the name of a metric"): str(way) for name, way in reduce.items()}
+    return str(reduce)
+
+
+def check_metrics(metrics: Mapping[str, float], reduce: Reduce, rank: int) -> None:
+    """Raise unless what one rank measured can be recorded under its names.
+
+    :raises InvalidInput: a name is too long for that of the rank beside it.
+    """
+    for key in metrics:
+        if _way(reduce, key) == EACH:
+            values.key(_of_rank(key, rank), "the name of a metric of one rank")
+
+
+def reduced(measured: Sequence[Mapping[str, float]], reduce: Reduce) -> dict[str, float]:
+    """The metrics of a state of which these are the ranks', by rank. What rank 0 did not measure counts only where it is reduced.
+
+    NaN stays NaN, and is the extreme of whatever it is among. A metric that not every rank measured is reduced over those that did.
+    """
+    found: dict[str, float] = {}
+    for key in dict.fromkeys(key for metrics in measured for key in metrics):
+        way = _way(reduce, key)
+        there = [metrics[key] for metrics in measured if key in metrics]
+        if way != FIRST or key in measured[0]:
+            found[key] = _WAYS[way](there)
+        if way == EACH:
+            found |= {_of_rank(key, rank): metrics[key] for rank, metrics in enumerate(measured) if key in metrics}
+    return found
+
+
+def _way(reduce: Reduce, key: str) -> str:
+    return reduce if isinstance(reduce, str) else reduce.get(key, FIRST)
+
+
+def _of_rank(key: str, rank: int) -> str:
+    return f"{key}@{rank}"

@@ -1,0 +1,65 @@
+"""Ranks of one job without a job: repositories of one lineage, each of which captures its part of each state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import datastates
+from datastates.capture import uids
+from datastates.capture.line import Part
+from datastates.config import Config
+from datastates.tracking import start
+
+if TYPE_CHECKING:
+    from datastates.repository import Repository
+    from datastates.tracking.tracker import Tracker
+
+__all__ = ["Rank", "as_rank", "ranks_of"]
+
+
+class Rank:
+    """One rank: its repository, its copy of a tensor that all ranks hold and of which each stores a part, and what tracks it."""
+
+    def __init__(self, repo: Repository, part: Part, *, branch: str = "main", rows: int = 9, **options: Any) -> None:
+        self.repo, self.part = repo, part
+        self.rows = torch.arange(3.0 * rows).reshape(rows, 3)
+        self.run = repo.track(rows=self.rows, rank=part.rank, branch=branch, rng=False, **options)
+        as_rank(self.run, part)
+
+    def capture(self, **said: Any) -> datastates.Capture:
+        """The next step."""
+        self.rows += 10
+        return self.run.capture(**said)
+
+    def skip(self) -> None:
+        """The next step, of which this rank has no room for its part."""
+        host = self.run.training.host
+        acquire, host.acquire = host.acquire, lambda *args, **options: None  # type: ignore[method-assign]  # one capture finds no room
+        try:
+            assert self.capture().is_skipped
+        finally:
+            host.acquire = acquire  # type: ignore[method-assign]  # as it was
+
+
+def as_rank(run: Tracker, part: Part) -> None:
+    """Let a tracker that has captured nothing capture a part of each state, as ``track`` does in a job."""
+    run.training.line.part, run.training.line.uids = part, uids.Agreed(part.job)
+
+
+@contextmanager
+def ranks_of(url: str | Path, packs: Sequence[Path] | None, size: int, job: str = "job", **config: Any) -> Iterator[list[Rank]]:
+    """So many ranks in this process. ``packs``: a folder for each; None: the repository's own for all."""
+    given = Config(**{"memory_bytes": 64 << 20, "durable_interval_s": None, **config})
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "take_over", lambda core, branch, check: None)  # each rank is a process of its own, as far as it knows
+        ranks = []
+        for rank in range(size):
+            repo = stack.enter_context(datastates.open(url, packs=None if packs is None else packs[rank], config=given))
+            ranks.append(Rank(repo, Part(rank, size, job)))
+        yield ranks
