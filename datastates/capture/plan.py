@@ -188,16 +188,17 @@ def compile_plan(
     eager_paths: Collection[str] = (),
     rank: int = 0,
     size: int = 1,
+    apart: Collection[int] = (),
 ) -> CopyPlan:
     """Lay a state's tensors out over chunks: all of them, or what ``rank`` stores where ``size`` ranks hold them.
 
     ``fenced`` and ``frozen`` are ids of tensors: those that a tracked optimizer alone changes (deferred when large
     enough), and those that stay the same (grouped apart, so that their chunks keep their digests). ``eager_paths`` are
-    never deferred: the tripwire saw them change outside the fence.
+    never deferred: the tripwire saw them change outside the fence. ``apart`` are ids of those that may differ from rank to rank.
 
     :raises Unsupported: other ranks than these hold something of a tensor, or it has no value; names it.
     """
-    shares = shares_of(flat.tensors, rank, size)
+    shares = shares_of(flat.tensors, rank, size, apart)
     specs: list[TensorSpec] = []
     sources: list[_Source] = []
     aliases: list[_Alias] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import dataclasses
+from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
@@ -22,10 +23,11 @@ class Shares:
     """The shares of ``rank`` of ``size``. ``specs`` are the tensors, whole and without a shard; ``boxes`` are this rank's, of each.
 
     ``ties`` are equal for tensors that are the same memory, on every rank alike; of those the first is divided. ``digest`` is the same
-    on all ranks if they divide alike.
+    on all ranks if they divide alike. ``apart`` are ids of tensors that may differ from rank to rank: they are not pieced together of
+    several, the first that holds one stores it.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], rank: int, size: int) -> None:
+    def __init__(self, leaves: Sequence[Leaf], rank: int, size: int, apart: Collection[int]) -> None:
         self._size = size
         self._known = [leaf.tensor for leaf in leaves]
         self._signs = [*map(_sign, self._known)]
@@ -34,8 +36,8 @@ class Shares:
         self.specs = [_spec(leaf, held[0]) for leaf, held in zip(leaves, self._held, strict=True)]
         first: dict[Hashable, int] = {}
         divided = [
-            () if tie is not None and first.setdefault(tie, index) != index else held
-            for index, (tie, held) in enumerate(zip(self.ties, self._held, strict=True))
+            () if tie is not None and first.setdefault(tie, index) != index else _by_the_first(held) if id(leaf.tensor) in apart else held
+            for index, (leaf, tie, held) in enumerate(zip(leaves, self.ties, self._held, strict=True))
         ]
         self.boxes = divide(divided, size)[rank]
         self.digest = digest_of(divided)
@@ -53,13 +55,13 @@ class Shares:
         return True
 
 
-def shares_of(leaves: Sequence[Leaf], rank: int, size: int) -> Shares | None:
-    """What ``rank`` of ``size`` copies; None where that is every tensor, whole.
+def shares_of(leaves: Sequence[Leaf], rank: int, size: int, apart: Collection[int] = ()) -> Shares | None:
+    """What ``rank`` of ``size`` copies; None where that is every tensor, whole. ``apart`` as for ``Shares``.
 
     :raises Unsupported: other ranks than these hold something of a tensor, or it has no value; names it.
     """
     is_divided = size > 1 or any(is_spread(leaf.tensor) or leaf.tensor.is_meta for leaf in leaves)
-    return Shares(leaves, rank, size) if is_divided else None
+    return Shares(leaves, rank, size, apart) if is_divided else None
 
 
 def bytes_at(tensor: torch.Tensor, box: Box, strides: Sequence[int]) -> tuple[torch.Tensor, bool]:
@@ -99,6 +101,10 @@ def _holdings(leaf: Leaf, size: int) -> Sequence[Holding]:
             "track it with the group of all its ranks, repo.track(..., group=…)"
         )
     return held
+
+
+def _by_the_first(held: Sequence[Holding]) -> Sequence[Holding]:
+    return [dataclasses.replace(holding, owners=holding.owners[:1]) for holding in held]
 
 
 def _sign(tensor: torch.Tensor) -> _Sign:

@@ -29,25 +29,32 @@ from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unsupporte
 
 from .arrays import MAX_DEPTH, Unencodable, array_of, describe_dtype, dtype_from, order_of
 from .encoding import SCALARS, Packed, check_keys, decode_values, encode_values, encoder_named, encoder_of, pack, unpack
-from .geometry import dtype_of
+from .geometry import compact, dense_view, dtype_name, dtype_of, rebuild, spec_of
 from .layouts import compose, decompose
+from .manifest import TensorSpec
 from .skeleton import TENSOR, VALUE, Node, Skeleton, decode_skeleton, encode_skeleton, key_of, pack_key, paths
 from .spread import is_spread, kinds
 
 __all__ = [
     "Flat",
     "Leaf",
+    "Owned",
     "Skeleton",
     "decode_skeleton",
     "decode_values",
     "encode_skeleton",
     "encode_values",
     "flatten",
+    "pack_tree",
     "unflatten",
+    "unpack_tree",
 ]
 
 ARRAY_BYTES = 64 << 10
 """NumPy arrays from this size on are leaves, whose chunks are kept once, instead of values."""
+
+OWN = "datastates.own"
+"""The name under which a skeleton has an ``Owned`` tree, whose bytes are one value."""
 
 _BULK = 8
 """From this many children on, testing them all in one go is cheaper than one by one."""
@@ -64,6 +71,29 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
 
     path: str
     tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned:
+    """A tree that each rank has for itself: it stands in a state as one value, so that its form may differ from rank to rank."""
+
+    tree: object
+
+
+class _OwnTensor(msgspec.Struct, frozen=True, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    data: bytes
+
+
+class _Own(msgspec.Struct, frozen=True, array_like=True):
+    """An owned tree as bytes."""
+
+    version: int
+    skeleton: msgspec.Raw
+    values: msgspec.Raw
+    tensors: tuple[_OwnTensor, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +169,50 @@ def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[to
         raise Corrupt(f"the state ends early: {len(values)} values and {len(tensors)} tensors are fewer than its skeleton needs") from None
     build.check_all_used()
     return tree
+
+
+def pack_tree(tree: object) -> bytes:
+    """A tree as bytes, which share no memory with it.
+
+    :raises Unsupported: something has no safe encoding, or is not in this process's memory; names it.
+    """
+    flat = flatten(tree)
+    tensors = tuple([_own_tensor(leaf) for leaf in flat.tensors])
+    return msgspec.msgpack.encode(_Own(1, msgspec.Raw(flat.skeleton.encoded), msgspec.Raw(encode_values(flat.values)), tensors))
+
+
+def unpack_tree(data: bytes) -> Any:
+    """The tree that ``pack_tree`` took.
+
+    :raises Corrupt: the bytes are something else, or do not agree with each other.
+    """
+    try:
+        own = msgspec.msgpack.decode(data, type=_Own)
+        if own.version != 1:
+            raise Corrupt(f"what a rank has of its own is of version {own.version}, and this code reads version 1")
+        tensors = [_read_own(tensor) for tensor in own.tensors]
+    except (msgspec.DecodeError, RecursionError, ValueError, TypeError, RuntimeError, OverflowError, InvalidInput) as exc:
+        raise Corrupt(f"what a rank has of its own does not decode: {exc}") from exc
+    skeleton = decode_skeleton(own.skeleton, source="what a rank has of its own")
+    if ("x", OWN) in skeleton.nodes:
+        raise Corrupt("what a rank has of its own holds another such thing, which none does that is written")
+    return unflatten(skeleton, decode_values(own.values), tensors)
+
+
+def _own_tensor(leaf: Leaf) -> _OwnTensor:
+    if is_spread(leaf.tensor) or leaf.tensor.is_meta:
+        raise Unsupported(f"{leaf.path or 'it'} lies with several ranks, and cannot be what one of them has of its own")
+    tensor = leaf.tensor if dense_view(leaf.tensor) is not None else compact(leaf.tensor)
+    flat = dense_view(tensor)
+    assert flat is not None
+    return _OwnTensor(
+        dtype_name(tensor.dtype), tuple(tensor.shape), spec_of("", tensor).strides, flat.cpu().numpy().tobytes()
+    )  # waits for a device
+
+
+def _read_own(tensor: _OwnTensor) -> torch.Tensor:
+    data = torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8) if tensor.data else torch.empty(0, dtype=torch.uint8)
+    return rebuild(data, TensorSpec("a tensor", tensor.dtype, tensor.shape, tensor.strides, None, False, ()))
 
 
 def _path_of_next(nodes: list[Node]) -> str:
@@ -279,6 +353,12 @@ class _Walk:
             self.nodes.append(("D", _factory_name(mapping.default_factory), keys))
         self._inside(mapping.values(), depth)
 
+    def owned(self, owned: Owned, _depth: int) -> None:
+        """What this rank has of its own."""
+        self._derived += 1
+        self.nodes += (("x", OWN), VALUE)
+        self.values.append(pack_tree(owned.tree))
+
     def array(self, array: np.ndarray[Any, Any], depth: int) -> None:
         """A NumPy array: a value when small, else its memory as a tensor."""
         if array.nbytes < ARRAY_BYTES:
@@ -321,6 +401,7 @@ _WALKERS: dict[type[Any], Callable[[_Walk, Any, int], None]] = {
     OrderedDict: _Walk.mapping,
     defaultdict: _Walk.mapping,
     np.ndarray: _Walk.array,
+    Owned: _Walk.owned,
 }
 
 
@@ -416,6 +497,8 @@ class _Build:
         return None if parts is None else array_of(descr, shape, order, parts[0].cpu().numpy())
 
     def _object(self, node: tuple[Any, ...], depth: int) -> Any:
+        if node[1] == OWN:
+            return self._owned(depth)
         encoder = encoder_named(node[1])
         parts = self._whole(1, depth)
         if parts is None:
@@ -424,6 +507,12 @@ class _Build:
             return encoder.decode(parts[0])
         except Exception as exc:
             raise InvalidInput(f"the decoder registered as {encoder.name!r} refused what it once encoded: {exc}") from exc
+
+    def _owned(self, depth: int) -> Any:
+        (data,) = self._items(1, depth)
+        if type(data) is not bytes:
+            raise Corrupt(f"what a rank has of its own is {type(data).__name__}, and not bytes")
+        return unpack_tree(data)
 
     def _layout(self, node: tuple[Any, ...], depth: int) -> torch.Tensor | None:
         parts = self._whole(2 if node[0] == "coo" else 3, depth)
@@ -440,6 +529,8 @@ class _Sketch(_Build):
         self._builders = {**_BUILDERS, "x": _Sketch._name, "a": _Sketch._outline}
 
     def _name(self, node: tuple[Any, ...], depth: int) -> Any:
+        if node[1] == OWN:
+            return self._owned(depth)
         encoder = encoder_named(node[1])
         return None if self._whole(1, depth) is None else f"encoded as {encoder.name}"
 

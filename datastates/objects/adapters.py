@@ -22,6 +22,7 @@ from .model_state import ModelState, Seen
 from .names import Owner, canonical_name, join, parameter_names, split_wrappers
 from .optimizer_state import OptimizerState
 from .optimizers import check_optimizer_form, with_inner
+from .owned import Owned, is_own
 from .prepared import is_prepared, is_stateful, state_of_loader
 from .rng import RngState
 
@@ -66,14 +67,14 @@ class Adapted:
         """Every tracked optimizer."""
         return [found for _, found in parts(self.objects) if isinstance(found, Optimizer)]
 
-    def tree(self) -> dict[str, object]:
+    def tree(self, *, is_shared: bool = False) -> dict[str, object]:
         """Nested plain containers of everything tracked, as it is now; tensors are the live ones, not copies.
 
         Generators of random numbers are read last: a loader that is asked for its state may draw from them. ``lasting`` then lists the
         parts of it that are the very same objects as long as they hold the same tensors under the same names: to walk them again is
-        not needed.
+        not needed. ``is_shared``: several ranks capture this state, and what is each one's own stands as ``Owned``.
         """
-        walk = _Walk(self)
+        walk = _Walk(self, is_shared=is_shared)
         tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
         self.lasting = [model for _, model in walk.trees]
         if walk.optimizers:
@@ -142,6 +143,10 @@ class Adapted:
         """The parameters that ask for no gradient: they stay the same from state to state."""
         return [parameter for module in self.modules for parameter in module.parameters() if not parameter.requires_grad]
 
+    def buffers(self) -> list[torch.Tensor]:
+        """What is no parameter of the modules: each replica may change its own, as batch norm does."""
+        return [buffer for module in self.modules for buffer in module.buffers()]
+
     def _names(self, owners: Sequence[Owner], optimizer: Optimizer) -> list[list[str]]:
         return parameter_names(owners, self._loose, optimizer.param_groups)
 
@@ -152,14 +157,19 @@ class Adapted:
 class _Walk:
     """One walk over the objects. What needs names, or must come last, stands as an empty dict until the walk is over."""
 
-    def __init__(self, adapted: Adapted, *, is_outlook: bool = False) -> None:
-        self._adapted, self._is_outlook = adapted, is_outlook
+    def __init__(self, adapted: Adapted, *, is_outlook: bool = False, is_shared: bool = False) -> None:
+        self._adapted, self._is_outlook, self._is_shared = adapted, is_outlook, is_shared
         self.trees: list[tuple[str, OrderedDict[str, object]]] = []
         self.optimizers: list[tuple[dict[str, object], Optimizer]] = []
         self.generators: list[tuple[dict[str, object], object]] = []
 
     def tree_of(self, path: str, found: Any) -> object:
         """``found`` as a plain tree."""
+        if self._is_shared and is_own(found):
+            return Owned(self._tree_of(path, found))
+        return self._tree_of(path, found)
+
+    def _tree_of(self, path: str, found: Any) -> object:
         kind = type(found)
         if kind in _LEAVES:
             return found

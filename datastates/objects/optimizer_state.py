@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from datastates.content.spread import kinds
+
 from .model_state import Seen
-from .optimizers import CLASS, bare, class_of
+from .optimizers import CLASS, bare, class_of, is_zero
 from .report import own
+from .zero import ZeroState
 
 __all__ = ["OptimizerState", "is_plain", "numbered", "optimizer_tree", "options_of"]
 
@@ -27,10 +30,11 @@ class OptimizerState:
     """One tracked optimizer. As long as its parameters and the tensors of its state are the same objects, and names are found
     in the same places, ``tree`` gives the very same ``state`` and names; the options of its groups are read every time."""
 
-    __slots__ = ("_class", "_labels", "_names", "_seen", "_state", "_trees", "optimizer")
+    __slots__ = ("_class", "_labels", "_names", "_seen", "_state", "_trees", "_zero", "optimizer")
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = bare(optimizer)
+        self._zero = ZeroState(self.optimizer) if is_zero(self.optimizer) else None
         self._seen: Seen | None = None
         self._trees: Seen | None = None
         self._labels: object = None
@@ -43,6 +47,9 @@ class OptimizerState:
 
         ``names()`` is asked when parameters are others, or when what names are taken from is: ``trees`` and ``labels``.
         """
+        if self._zero is not None:
+            self._names = names()
+            return _tree_of(self.optimizer, self._zero.entries(), self._names)
         seen = _look(self.optimizer)
         if seen is not None and self._is_as_it_was(seen, trees, labels):
             return {"state": self._state, "param_groups": _groups(self.optimizer, self._names), CLASS: self._class}
@@ -70,7 +77,7 @@ def _look(optimizer: Optimizer) -> Seen | None:
     if not is_plain(optimizer) or not _DICT.issuperset(map(type, entries)):
         return None
     values = [*chain.from_iterable(map(_VALUES, entries))]
-    if not _TENSOR.issuperset(map(type, values)):
+    if not kinds().issuperset(map(type, values)):
         return None
     rows = [group["params"] for group in groups]
     objects = [*state, *chain.from_iterable(entries), *values, *groups, *chain.from_iterable(rows)]
@@ -78,7 +85,6 @@ def _look(optimizer: Optimizer) -> Seen | None:
 
 
 _DICT = frozenset({dict})
-_TENSOR = frozenset({torch.Tensor, torch.nn.Parameter})
 _VALUES = operator.methodcaller("values")
 
 
@@ -90,11 +96,15 @@ def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
     """
     if not is_plain(optimizer):
         return {**_named(optimizer.state_dict(), names), CLASS: class_of(optimizer)}
+    return _tree_of(optimizer, optimizer.state, names)
+
+
+def _tree_of(optimizer: Optimizer, entries: Mapping[Any, Any], names: Names) -> dict[str, object]:
     rows = zip(optimizer.param_groups, names, strict=True)
     name_of = {id(parameter): name for group, row in rows for parameter, name in zip(group["params"], row, strict=True)}
     state: dict[object, object] = {}
-    for key, entry in optimizer.state.items():
-        name = name_of.get(id(key)) if isinstance(key, torch.Tensor) else key  # type: ignore[redundant-expr]  # other keys are allowed
+    for key, entry in entries.items():
+        name = name_of.get(id(key)) if isinstance(key, torch.Tensor) else key
         if name is not None:
             state[name] = dict(entry) if isinstance(entry, dict) else entry
     return {"state": state, "param_groups": _groups(optimizer, names), CLASS: class_of(optimizer)}
@@ -119,7 +129,8 @@ def is_plain(optimizer: Optimizer) -> bool:
 def numbered(optimizer: Optimizer, names: Names, stored: Tree) -> dict[str, Any]:
     """A stored tree as the optimizer's own ``load_state_dict`` takes it; shares no memory with ``stored``."""
     tree: dict[str, Any] = own({key: value for key, value in stored.items() if key != CLASS})
-    number_of = _numbers_by_name(optimizer.state_dict(), names)
+    form = Optimizer.state_dict(optimizer) if is_zero(optimizer) else optimizer.state_dict()  # the former's own asks all ranks first
+    number_of = _numbers_by_name(form, names)
     if number_of is None:
         return tree
     tree["state"] = {number_of.get(key, key): entry for key, entry in tree["state"].items()}

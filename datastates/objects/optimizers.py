@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,10 +10,20 @@ from torch.optim import Optimizer
 
 from datastates.errors import InvalidInput
 
-__all__ = ["CLASS", "bare", "check_optimizer_form", "class_of", "has_hooks", "with_inner"]
+__all__ = ["CLASS", "bare", "check_optimizer_form", "class_of", "has_hooks", "is_zero", "with_inner"]
 
 CLASS = "optimizer_class"
 """Under which name an optimizer's tree says by what it was made."""
+
+
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+"""Looked up among what is already imported: what nobody imported nobody has made."""
+
+
+def is_zero(optimizer: object) -> bool:
+    """Whether each rank keeps a part of its state: a ``ZeroRedundancyOptimizer``."""
+    kind = getattr(sys.modules.get(_ZERO), "ZeroRedundancyOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -40,6 +51,8 @@ def bare(optimizer: Optimizer) -> Optimizer:
 def class_of(optimizer: Optimizer) -> str:
     """The class of the state: torch's class if the optimizer derives from it, else its own name, with what it wraps."""
     optimizer = bare(optimizer)
+    if is_zero(optimizer):
+        return class_of(vars(optimizer)["optim"])
     kind = type(optimizer)
     base = next((each for each in kind.__mro__ if each.__module__.startswith("torch.optim.") and each is not Optimizer), None)
     if base is not None:

@@ -21,7 +21,6 @@ from datastates.content.tree import encode_values, flatten
 from datastates.errors import DatastatesError
 from datastates.lineage.states import State, StateFacts, Value, Why
 from datastates.objects import dirty
-from datastates.objects.loops import LOOPS
 from datastates.objects.restore import RestoreReport
 from datastates.policy.contract import CadenceChoice
 from datastates.system.interrupts import undisturbed
@@ -238,10 +237,7 @@ class Tracker:
         training.raise_background_error()
         training.heed_edits()
         training.oversights.look()
-        tree = {**training.adapted.tree(), **training.values}
-        if training.loops.is_used:
-            tree[LOOPS] = training.loops.state_dict()
-        flat = flatten(tree, training.known(), training.adapted.lasting)
+        flat = flatten(training.tree(), training.known(), training.adapted.lasting)
         if dirty.is_any():
             dirty.check(leaf.tensor for leaf in flat.tensors)
         plan = training.plan_for(flat)

@@ -16,15 +16,17 @@ from datastates.capture.line import Line
 from datastates.capture.paces import facts_of
 from datastates.capture.plan import CopyPlan, compile_plan
 from datastates.capture.shutdown import end_later
+from datastates.content.spread import is_spread
 from datastates.content.tree import Flat, flatten
-from datastates.errors import Closed, InvalidInput, NotFound, Unavailable
+from datastates.errors import Closed, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.change import runs
 from datastates.lineage.states import State, Value
-from datastates.objects.adapters import Adapted, parts
+from datastates.objects.adapters import GRADIENTS, Adapted, parts
 from datastates.objects.loops import LOOPS, Loops
 from datastates.objects.optimizers import with_inner
 from datastates.objects.oversights import Oversights
+from datastates.objects.owned import owned
 from datastates.objects.report import RestoreReport
 from datastates.opening.core import Core
 from datastates.opening.environment import describe_training
@@ -52,7 +54,7 @@ class Training:
     ``run`` is its record in the lineage. ``newest`` is the uid of the newest capture, recorded or not, or of the state that was put back.
     ``is_driven``: ``Tracker.steps`` counts the steps; ``completes`` says, where somebody else accumulates, whether the batch
     at hand completes one. ``is_resumed``: its branch was there before. ``held_s``: so long the newest capture
-    held the training.
+    held the training. ``own`` names what each rank has for itself, beside what always is, where several ranks capture a state.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Training:
         self.step = self.micro_step = 0
         self.completes: Callable[[], bool] | None = None
         self.bests: tuple[Best, ...] = ()
+        self.own: frozenset[str] = frozenset()
         self.held_s: float | None = None
         self._told = line.choice = cadence.told()
         self.resumed_from: State | None = None
@@ -137,6 +140,14 @@ class Training:
 
     # --- what a capture asks -------------------------------------------------------------------------------------------------
 
+    def tree(self) -> dict[str, object]:
+        """Everything that a capture holds, as it is now; where several ranks capture a state, what is each one's own as such."""
+        own = None if self.line.part is None else self.own
+        tree = {**self.adapted.tree(is_shared=own is not None), **self.values}
+        if self.loops.is_used:
+            tree[LOOPS] = self.loops.state_dict()
+        return tree if own is None else owned(tree, {*own, LOOPS})
+
     def known(self) -> Flat | None:
         """The leaves of the capture before this one, if they say what this one is to expect."""
         return None if self._plan is None else self._plan.flat
@@ -148,10 +159,13 @@ class Training:
         self.fence()
         self._fence.install(self.adapted.optimizers, self.adapted.modules)
         part = self.line.part
+        if part is not None:
+            _refuse_gradients(flat)
         self._plan = compile_plan(
             flat,
             rank=0 if part is None else part.rank,
             size=1 if part is None else part.size,
+            apart=() if part is None else {id(tensor) for tensor in self.adapted.buffers()},
             fenced={id(tensor) for tensor in self.adapted.fenced()},
             frozen={id(tensor) for tensor in self.adapted.frozen()},
             eager_paths=self.line.edits.paths,
@@ -293,6 +307,19 @@ class Training:
         """It never began: nothing was captured."""
         self._fence.remove()
         self.host.close_line(self.line)
+
+
+def _refuse_gradients(flat: Flat) -> None:
+    """Between two steps each replica may have summed up gradients of its own: pieces of several would be nobody's.
+
+    :raises Unsupported: there are some.
+    """
+    for leaf in flat.tensors:
+        if leaf.path.startswith(f"{GRADIENTS}/") and not is_spread(leaf.tensor):
+            raise Unsupported(
+                f"{leaf.path} is tracked by several ranks, each of which may have gradients of its own: track without gradients=True, and "
+                "capture after optimizer.step()"
+            )
 
 
 def _found(objects: Mapping[str, object]) -> list[object]:
