@@ -180,8 +180,10 @@ class Repository(Upkeep, Names, History, Algebra):
 
     # --- states ----------------------------------------------------------------------------------------------------------
 
-    @values.takes(rev=values.revision, only=values.patterns, device=values.optional(device_of))
-    def load(self, rev: str | State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None) -> Any:
+    @values.takes(rev=values.revision, only=values.patterns, device=values.optional(device_of), rank=values.count)
+    def load(
+        self, rev: str | State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None, rank: int = 0
+    ) -> Any:
         """A state's tree: nested containers of tensors, each byte checked. The caller owns the tensors.
 
         From disk they are memory-mapped privately: writing to them never reaches the pack.
@@ -192,10 +194,11 @@ class Repository(Upkeep, Names, History, Algebra):
         :param only: names, or patterns of paths (``"model"``, ``"optimizer/state/*"``); everything else is ``None`` in the tree, and is not
             read.
         :param device: where the tensors go.
+        :param rank: where several ranks captured the state together, whose own things (random numbers, place in the data) it has.
         :raises Corrupt: a stored byte is wrong; names the file and the tensor, and the nearest ancestor that verifies.
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         """
-        return load(self.core, self.state(rev), only=only, device=device)
+        return load(self.core, self.state(rev), only=only, device=device, rank=rank)
 
     @values.takes(rev=values.revision, into=values.named, only=values.patterns, strict=values.flag)
     def restore(

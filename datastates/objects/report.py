@@ -54,7 +54,8 @@ class RestoreReport:
 
     ``missing``: the objects have it and the state does not; ``unexpected``: the other way round; ``mismatched`` fits neither in
     shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was not asked for. ``values``
-    are those that no restore can change in the caller (numbers, text, tuples): by name, for the caller to take over.
+    are those that no restore can change in the caller (numbers, text, tuples): by name, for the caller to take over. ``notes`` say what
+    another number of ranks than captured the state begins anew: random numbers, the place in the data.
     """
 
     restored: tuple[str, ...] = ()
@@ -64,6 +65,7 @@ class RestoreReport:
     converted: tuple[Mismatch, ...] = ()
     skipped: tuple[str, ...] = ()
     values: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return not (self.missing or self.unexpected or self.mismatched)
@@ -78,7 +80,7 @@ class RestoreReport:
         lines = [self.summary()]
         for name in ("missing", "unexpected", "mismatched", "converted"):
             lines += _lines(name, getattr(self, name))
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 class Selection:

@@ -17,7 +17,7 @@ from datastates.system.devices import devices
 from .generator_states import check_numpy, check_torch
 from .generators import python_state, set_python_state, tensor_of
 
-__all__ = ["RngState"]
+__all__ = ["RngState", "numpy_state"]
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RngState:
             state["cuda"] = [*map(_bytes_of, generators)]
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
-            state["numpy"] = _numpy_state(numpy_random)
+            state["numpy"] = numpy_state(numpy_random)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -76,7 +76,8 @@ class RngState:
             _logger.warning("%s", self.note)
 
 
-def _numpy_state(numpy_random: Any) -> dict[str, object]:
+def numpy_state(numpy_random: Any) -> dict[str, object]:
+    """The state of ``numpy.random``, or of a ``RandomState``, as plain values."""
     state: dict[str, Any] = numpy_random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         return state
@@ -91,7 +92,7 @@ def _numpy_state(numpy_random: Any) -> dict[str, object]:
 
 
 def _legacy(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument for ``numpy.random.set_state``, from what ``_numpy_state`` gave."""
+    """The argument for ``numpy.random.set_state``, from what ``numpy_state`` gave."""
     import numpy.random
 
     legacy = dict(stored)

@@ -203,15 +203,17 @@ class Core:
 
     # --- the payload ---------------------------------------------------------------------------------------------------------
 
-    def open_payload(self, state: State, *, verify: bool | None = None) -> Reader:
+    def open_payload(self, state: State, *, verify: bool | None = None, rank: int = 0) -> Reader:
         """The nearest tier that holds the state, which is what the lineage says. ``verify`` is the configured one, unless it is given.
+
+        What each rank that captured it had of its own is that of ``rank``.
 
         :raises Corrupt: the manifest is another state's.
         :raises Unavailable: its bytes are not here; names the nearest ancestor that has them.
         """
         verify = self.config.verify if verify is None else verify
         try:
-            return self.tiers.open(state, verify=verify)
+            return self.tiers.open(state, verify=verify, rank=rank)
         except NotFound:
             with self.database.read() as session:
                 raise explain(self, session, walk.state(session, state.uid)) from None

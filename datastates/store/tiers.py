@@ -72,14 +72,14 @@ class Tiers:
                     return True
         return False
 
-    def open(self, state: State, *, verify: bool = True) -> Reader:
-        """A state from the nearest tier that has it.
+    def open(self, state: State, *, verify: bool = True, rank: int = 0) -> Reader:
+        """A state from the nearest tier that has it; what each rank has of its own is that of ``rank``.
 
         :raises NotFound: none has it.
         :raises Corrupt: it is damaged there, or is another than the lineage says.
         :raises Unavailable: a tier that may have it does not answer, and no further one has it.
         """
-        return _open(iter(self), state, verify=verify)
+        return _open(iter(self), state, verify=verify, rank=rank)
 
     def reopen(self, state: State, *, verify: bool = True) -> Reader:
         """``open`` from the tiers that outlive this process, when its memory is wanted back."""
@@ -141,12 +141,12 @@ def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
     return tuple(tier for tier in tiers if isinstance(tier, Tier))
 
 
-def _open(tiers: Iterable[Tier], state: State, *, verify: bool) -> Reader:
+def _open(tiers: Iterable[Tier], state: State, *, verify: bool, rank: int = 0) -> Reader:
     if state.world_size == 1:
         return _open_first(tiers, state.uid, lambda tier: of_state(tier.open(state.uid, verify=verify), state))
     each = tuple(tiers)
     parts = [partial(_open_part, each, state.uid, rank, verify) for rank in range(state.world_size)]
-    return of_state(open_parts(parts, state.uid), state)
+    return of_state(open_parts(parts, state.uid, rank=rank), state)
 
 
 def _open_part(tiers: Iterable[Tier], uid: str, rank: int, verify: bool) -> Reader:

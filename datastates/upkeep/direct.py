@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from datastates.errors import Corrupt
 from datastates.objects import dirty
 from datastates.objects.adapters import Adapted
 from datastates.objects.homes import Home, live_homes, wait_for_copies
+from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
 from datastates.store.pouring import SupportsPouring, cut
@@ -34,32 +36,38 @@ _WORTH_BYTES = 8 << 20
 
 
 def restore_from(
-    reader: Reader, into: Mapping[str, object], *, only: str | Sequence[str] | None = None, strict: bool = True
+    reader: Reader,
+    into: Mapping[str, object],
+    *,
+    only: str | Sequence[str] | None = None,
+    strict: bool = True,
+    own: Redivision | None = None,
 ) -> RestoreReport:
-    """``restore_into`` with the state that is open.
+    """``restore_into`` with the state that is open. ``own``: what ranks have of their own is to be divided among others.
 
     :raises InvalidInput: as ``restore_into``.
     :raises Corrupt: a chunk fails its digest. Nothing was changed, unless a file changed while it was read: then the message says so, and
         the tensors are dirty.
     """
     wants, specs, adapted = reads(into, only), specs_of(reader), Adapted(into)
+    own = Redivision(1, 0, 1) if own is None else own
     check = partial(check_into, into, only=only, strict=strict, adapted=adapted)
     homes, spread = dict[int, Home](), dict[int, torch.Tensor]()
     is_pouring = isinstance(reader, SupportsPouring) and _size(specs, wants) >= _WORTH_BYTES
     if is_pouring or has_spread(adapted):
         with torch.inference_mode(False):
             sketch, tensors = sketch_tree(reader, specs, wants=wants)
-            findings = check(sketch, has_values=False)
+            findings = check(own(sketch, into, wants), has_values=False)
             spread = read_spread(reader, specs, tensors, findings)
         homes = _homes(specs, tensors, findings.targets) if is_pouring else {}
     given = {index: home.live for index, home in homes.items()} | spread
     tree = read_tree(reader, wants=wants, is_borrowing=True, given=given, specs=specs)
-    findings = check(tree)
+    findings = check(own(tree, into, wants))
     if homes and isinstance(reader, SupportsPouring):
         pour = _Pour(reader, specs, into, homes)
         reader.check(list(pour.pieces))
         findings.writes.insert(0, pour)
-    return write(findings)
+    return replace(write(findings), notes=tuple(own.notes))
 
 
 class _Pour:

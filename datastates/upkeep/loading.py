@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State
+from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Selection
 from datastates.opening.core import Core
 from datastates.store.reading import read_tree
@@ -36,18 +37,35 @@ def device_of(value: object, what: str) -> torch.device:
         raise InvalidInput(f"{what} is {values.shown(value)}: give a device that is here, such as 'cpu' ({exc})") from exc
 
 
-def load(core: Core, state: State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None) -> Any:
+def load(
+    core: Core, state: State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None, rank: int = 0
+) -> Any:
     """A state's tree; see ``Repository.load``."""
-    with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
+    if rank >= state.world_size:
+        raise InvalidInput(f"state {state.uid} has {state.world_size} parts, and rank is {rank}: give one below that")
+    with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=rank) as reader:
         return read_tree(reader, wants=Selection(only).wants, device=device)
 
 
-def restore(core: Core, state: State, into: Mapping[str, object], *, only: str | Sequence[str] | None, strict: bool) -> RestoreReport:
-    """Put a state into live objects, once no copy of a training here reads them any more; see ``Repository.restore``."""
+def restore(
+    core: Core,
+    state: State,
+    into: Mapping[str, object],
+    *,
+    only: str | Sequence[str] | None,
+    strict: bool,
+    rank: int = 0,
+    size: int = 1,
+) -> RestoreReport:
+    """Put a state into live objects, once no copy of a training here reads them any more; see ``Repository.restore``.
+
+    They are those of ``rank`` of ``size``, each of which restores them by itself.
+    """
     for training in list(core.trainings):
         training.fence()
-    with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
-        return restore_from(reader, into, only=only, strict=strict)
+    own = Redivision(state.world_size, rank, size)
+    with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=own.source) as reader:
+        return restore_from(reader, into, only=only, strict=strict, own=own)
 
 
 def verify(core: Core, state: State) -> None:

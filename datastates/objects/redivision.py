@@ -1,0 +1,139 @@
+"""What one rank had of its own, for a rank of a job of another size: random numbers drawn anew, the place in the data divided again.
+
+Where a job has as many ranks as captured the state, each gets its own things back. Else all of them get those of rank 0: random numbers
+that are derived from its, and from the number of the rank, so that no two ranks draw the same ones; and its place in the data, which a
+``PermutationSampler`` and the loops know for all ranks together.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from datastates.content.encoding import encode_values, pack
+from datastates.errors import InvalidInput
+
+from .adapters import has_state
+from .generators import is_generator, python_state
+from .loops import Loops, divided_again
+from .names import join
+from .rng import RngState, numpy_state
+from .sampler import PermutationSampler
+
+__all__ = ["Redivision"]
+
+
+@dataclass(slots=True)
+class Redivision:
+    """A state of ``was`` ranks, for rank ``rank`` of ``size``. ``notes`` say what is not as it was captured."""
+
+    was: int
+    rank: int
+    size: int
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def source(self) -> int:
+        """The rank whose own things this one gets."""
+        return self.rank if self.was == self.size else 0
+
+    def __call__(self, tree: Mapping[str, Any], objects: Mapping[str, object], wants: Callable[[str], bool]) -> dict[str, Any]:
+        """The stored tree of ``source``, as it goes into these objects.
+
+        :raises InvalidInput: something that is asked for knows its place in the data for one rank only.
+        """
+        self.notes = []
+        if self.was == self.size:
+            return dict(tree)
+        return {name: self._of(join("", name), objects[name], child, wants) if name in objects else child for name, child in tree.items()}
+
+    def _of(self, path: str, live: object, stored: Any, wants: Callable[[str], bool]) -> Any:
+        if isinstance(live, dict) and isinstance(stored, dict):
+            return type(stored)(
+                {**stored, **{key: self._of(join(path, key), live[key], stored[key], wants) for key in stored.keys() & live}}
+            )
+        if isinstance(live, list | tuple) and type(live) is type(stored) and len(live) == len(stored):
+            return type(live)(self._of(join(path, index), *pair, wants) for index, pair in enumerate(zip(live, stored, strict=True)))
+        if not wants(path):
+            return stored
+        if isinstance(live, RngState) or (is_generator(live) and isinstance(stored, dict)):
+            return self._drawn_anew(path, stored)
+        if isinstance(live, Loops):
+            return divided_again(stored, self.was)
+        if isinstance(live, PermutationSampler):
+            self.notes.append(f"{path}: what {self.was} ranks had left of the epoch is divided among {self.size}")
+        elif _keeps_its_place(live):
+            raise InvalidInput(
+                f"{path} ({type(live).__name__}) knows the place of one of {self.was} ranks, and what is left cannot be divided among"
+                f" {self.size}: run {self.was} ranks, restore only= what else there is, or track a datastates.PermutationSampler instead"
+            )
+        return stored
+
+    def _drawn_anew(self, path: str, stored: Any) -> Any:
+        if not self.rank or not isinstance(stored, dict):
+            return stored
+        self.notes.append(f"{path}: drawn anew for rank {self.rank} of {self.size}, from the random numbers of rank 0 of {self.was}")
+        return _derived(stored, self.rank)
+
+
+def _keeps_its_place(live: object) -> bool:
+    return has_state(live) and hasattr(live, "__iter__") and not isinstance(live, torch.nn.Module | torch.Tensor)
+
+
+def _derived(stored: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A state of generators that is as far from the stored one as another seed, and always the same for a number."""
+    seeds = _Seeds(stored, number)
+    if "generator" in stored:
+        return {**stored, "state": _derived_state(str(stored["generator"]), stored["state"], seeds)}
+    found = dict(stored)
+    if "torch" in found:
+        found["torch"] = _torch_state(seeds)
+    if "python" in found:
+        found["python"] = python_state(random.Random(seeds.next()))
+    if found.get("numpy", {}).get("bit_generator") == "MT19937":
+        found["numpy"] = numpy_state(np.random.RandomState(seeds.words()))
+    if "cuda" in found:
+        found["cuda"] = [_cuda_state(seeds) for _ in found["cuda"]]
+    return found
+
+
+def _derived_state(kind: str, state: Any, seeds: _Seeds) -> Any:
+    if kind == "random.Random":
+        return python_state(random.Random(seeds.next()))
+    if kind.startswith("torch.Generator"):
+        return _torch_state(seeds) if kind.endswith(" cpu") else _cuda_state(seeds)
+    algorithm = getattr(np.random, kind.rsplit(" ", 1)[-1])
+    return {**state, **algorithm(seeds.words()).state}
+
+
+def _torch_state(seeds: _Seeds) -> bytes:
+    return torch.Generator().manual_seed(seeds.next()).get_state().numpy().tobytes()
+
+
+def _cuda_state(seeds: _Seeds) -> bytes:
+    return struct.pack("<Qq", seeds.next(), 0)  # the seed, and how far it has come
+
+
+class _Seeds:
+    """Seeds out of a state and a number, one after the other."""
+
+    def __init__(self, stored: Mapping[str, Any], number: int) -> None:
+        self._hasher = blake3(encode_values([pack(dict(stored)), number]))
+        self._count = 0
+
+    def next(self) -> int:
+        """63 bits."""
+        self._count += 1
+        return int.from_bytes(self._hasher.digest(8, seek=64 * self._count), "little") >> 1
+
+    def words(self) -> list[int]:
+        """256 bits."""
+        self._count += 1
+        return [int(word) for word in np.frombuffer(self._hasher.digest(32, seek=64 * self._count), np.uint32)]
