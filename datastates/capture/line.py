@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from datastates.content.manifest import Manifest
@@ -12,6 +12,7 @@ from datastates.lineage.states import Run, State, StateFacts
 from datastates.modules.work import Work
 from datastates.policy.contract import CadenceChoice, Costs
 
+from .arriving import Arriving
 from .edits import Edits
 from .handle import Progress
 from .pacing import Taken
@@ -115,9 +116,17 @@ class Staged:
     values: msgspec.Raw
     facts: StateFacts
     job: CopyJob | None = field(default=None, repr=False)
+    arriving: Arriving | None = field(default=None, repr=False)
     work: Work | None = field(default=None, repr=False)
     taken_at: float | None = None
     held_s: float | None = None
+
+    def settle(self) -> None:
+        """Its bytes are there, and with them what was still on its way when it was taken."""
+        if self.arriving is not None and self.job is not None and self.job.error is None:
+            found = [tensor.item() for tensor in self.job.numbers]
+            self.facts = replace(self.facts, metrics=self.arriving.metrics_with(self.facts.metrics, found))
+            self.values = self.arriving.values_with(self.values, found)
 
     def taken(self) -> Taken:
         """What its training's policy is asked with."""

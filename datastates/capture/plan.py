@@ -19,6 +19,7 @@ from datastates.content.geometry import compact, dense_view, spec_of
 from datastates.content.manifest import CHUNK_BYTES, Shard, TensorSpec
 from datastates.content.spread import is_spread, local_of
 from datastates.content.tree import Flat, Leaf, encode_skeleton
+from datastates.errors import InvalidInput
 from datastates.system.devices import devices
 
 from .shares import Shares, bytes_at, shares_of, tie_of
@@ -101,7 +102,8 @@ class CopyPlan:
     """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
 
     ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when.
-    ``shares`` are this rank's where several hold the state. ``is_taught``: some are copied at once because they tore.
+    ``shares`` are this rank's where several hold the state, ``devices`` those that something lies on. ``is_taught``: some are copied
+    at once because they tore.
     """
 
     layout: Layout
@@ -114,7 +116,7 @@ class CopyPlan:
     aliases: list[_Alias]
     shares: Shares | None
     tripwire: Tripwire
-    is_on_device: bool
+    devices: tuple[torch.device, ...]
     eager_bytes: int
     is_taught: bool = False
     _marks: _Marks | None = None
@@ -146,6 +148,14 @@ class CopyPlan:
             return False
         self._marks = _Marks([leaf.tensor for leaf in leaves]) if all(source.is_dense for source in self.sources) else None
         return True
+
+    def refuse_recording(self) -> None:
+        """Refuse to copy what is being recorded, and does not happen now.
+
+        :raises InvalidInput: this thread records a graph on a device of the state.
+        """
+        if any(map(devices().is_recording, self.devices)):
+            raise InvalidInput("a graph is being recorded, and nothing of it happens now: capture after it, or after a replay")
 
     def targets(self, chunk: int, slot: torch.Tensor) -> Sequence[torch.Tensor]:
         """The destination views of a chunk's pieces inside its slot (uint8, ``CHUNK_BYTES`` long)."""
@@ -289,7 +299,7 @@ def _lay_out(
         aliases,
         shares,
         Tripwire(watched),
-        is_on_device=any(devices().is_on(source.flat) for source in sources),
+        devices=tuple(dict.fromkeys(devices().of(source.flat) for source in sources if devices().is_on(source.flat))),
         eager_bytes=sum(source.flat.numel() for source in sources if not source.is_deferred),
     )
 

@@ -230,6 +230,7 @@ class Runner:
 
     def _copied(self, staged: Staged, job: CopyJob) -> None:
         """Runs on the stage thread."""
+        staged.settle()
         if isinstance(job.error, Torn):
             staged.line.edits.note(staged.facts.step, job.error, is_taught=job.plan.is_taught)
         if job.began is not None:

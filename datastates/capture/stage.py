@@ -19,7 +19,7 @@ from datastates.errors import Torn
 from datastates.store.arena import Arena
 from datastates.store.pinning import DeviceRegistrar
 from datastates.system.bell import Latch
-from datastates.system.devices import Event, Stream, devices
+from datastates.system.devices import Mark, Stream, devices
 from datastates.system.interrupts import Mutex
 
 from .edits import named
@@ -37,7 +37,8 @@ class CopyJob:
     """One state on its way into ``slots``. ``is_copied`` is set once nothing reads the sources any more.
 
     ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after it. ``versions`` are the tripwire's
-    as of the first fence, or of the end of the copy where that is earlier. ``began`` is when the stage thread took it.
+    as of the first fence, or of the end of the copy where that is earlier. ``began`` is when the stage thread took it. ``is_host_read`` is
+    set once no host memory is read any more. ``numbers`` lie on devices, and belong to the job; once it is copied they are on the host.
     """
 
     plan: CopyPlan
@@ -48,8 +49,9 @@ class CopyJob:
     is_copied: Latch = field(default_factory=Latch)
     eager_done: Latch = field(default_factory=Latch)
     deferred: _Pairs | None = None
-    events: list[tuple[torch.device, Event]] = field(default_factory=list)
-    has_host_reads: bool = True
+    events: list[tuple[torch.device, Mark]] = field(default_factory=list)
+    is_host_read: Latch = field(default_factory=Latch)
+    numbers: list[torch.Tensor] = field(default_factory=list)
     versions: list[int] | None = None
     seal: Mutex = field(default_factory=Mutex)
     began: float | None = None
@@ -75,11 +77,12 @@ class Stager:
         With ``is_deferring=False`` nothing is read any more when this returns.
         """
         job.armed = job.plan.tripwire.arm()
-        if job.plan.is_on_device:
+        if job.plan.devices or job.numbers:
             self._pin(job.plan)
             host_eager, device_eager = _by_device(_pairs(job.plan, job.slots, self._arena, job.plan.eager))
             job.deferred, device_deferred = _by_device(_pairs(job.plan, job.slots, self._arena, job.plan.deferred))
-            job.has_host_reads = bool(job.deferred[0])
+            if not job.deferred[0]:
+                job.is_host_read.set()
             self._copy_from_devices(job, device_eager, device_deferred)
             _copy(host_eager)
             job.eager_done.set()
@@ -101,10 +104,11 @@ class Stager:
         if job.events:
             _seal(job)
             for device, event in job.events:
-                devices().current(device).wait_event(event)
-            if not job.has_host_reads:
-                return
-        job.is_copied.wait()
+                if not devices().is_recording(device):  # a graph waits for nothing outside of it; what replays it fences before
+                    devices().wait(devices().current(device), event)
+            job.is_host_read.wait()
+        else:
+            job.is_copied.wait()
 
     def close(self) -> None:
         """Finish what was begun and end the thread; idempotent."""
@@ -114,13 +118,13 @@ class Stager:
 
     def _pin(self, plan: CopyPlan) -> None:
         """Pin the arena from the first state on that has something on a device, not before: registering makes a context there."""
-        if not self._is_pinned:
+        if not self._is_pinned and plan.devices:
             self._is_pinned = True
-            self._arena.pin(DeviceRegistrar(next(devices().of(source.flat) for source in plan.sources if devices().is_on(source.flat))))
+            self._arena.pin(DeviceRegistrar(plan.devices[0]))
 
     def _copy_from_devices(self, job: CopyJob, eager: _Pairs, deferred: _Pairs) -> None:
         """Enqueue device copies on side streams; the current streams wait for the eager ones, the host for none."""
-        for device in dict.fromkeys(devices().of(source) for source in (*eager[1], *deferred[1])):
+        for device in dict.fromkeys(devices().of(source) for source in (*eager[1], *deferred[1], *job.numbers)):
             self._copy_from(device, job, _only(eager, device), _only(deferred, device))
 
     def _copy_from(self, device: torch.device, job: CopyJob, eager: _Pairs, deferred: _Pairs) -> None:
@@ -129,16 +133,15 @@ class Stager:
         if side is None:
             side = self._streams[device] = devices().stream(device)
         current = devices().current(device)
-        side.wait_stream(current)
+        devices().wait(side, devices().mark(current))
         with devices().on(side):
             if eager[0]:
                 _copy(eager, non_blocking=True)
-                current.wait_stream(side)
+                devices().wait(current, devices().mark(side))
             _copy(deferred, non_blocking=True)
-            samples = [sample for sample in job.armed.samples if devices().of(sample) == device]
-            job.armed.samples[:] = [_to_host(sample) if devices().of(sample) == device else sample for sample in job.armed.samples]
+            brought = [*_bring(job.armed.samples, device), *_bring(job.numbers, device)]
         job.events.append((device, devices().mark(side)))
-        for source in (*eager[1], *deferred[1], *samples):
+        for source in (*eager[1], *deferred[1], *brought):
             devices().keep(source, side)
 
     def _run(self) -> None:
@@ -161,6 +164,7 @@ class Stager:
         finally:
             job.deferred = None
             job.eager_done.set()
+            job.is_host_read.set()
             job.is_copied.set()
         job.on_done(job)
 
@@ -170,6 +174,7 @@ class Stager:
             job.eager_done.set()
         # Where everything is in host memory the views are made here: the training thread has better things to do.
         _copy(job.deferred if job.deferred is not None else _pairs(job.plan, job.slots, self._arena, job.plan.deferred))
+        job.is_host_read.set()
         for _, event in job.events:
             event.synchronize()  # the one place where a host thread waits for the device
         self._check(job)
@@ -198,8 +203,13 @@ def _only(pairs: _Pairs, device: torch.device) -> _Pairs:
     return [target for target, _ in kept], [source for _, source in kept]
 
 
-def _to_host(sample: torch.Tensor) -> torch.Tensor:
-    return devices().pinned(sample.shape, sample.dtype).copy_(sample, non_blocking=True)
+def _bring(found: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Replace what is there by copies on the host, once they have arrived; what it was."""
+    there = [index for index, each in enumerate(found) if devices().of(each) == device]
+    brought = [found[index] for index in there]
+    for index in there:
+        found[index] = devices().pinned(found[index].shape, found[index].dtype).copy_(found[index], non_blocking=True)
+    return brought
 
 
 def _pairs(plan: CopyPlan, slots: Sequence[int], arena: Arena, copies: Sequence[Pieces]) -> _Pairs:

@@ -38,6 +38,7 @@ from .spread import is_spread, kinds
 __all__ = [
     "Flat",
     "Leaf",
+    "Number",
     "Owned",
     "Skeleton",
     "decode_skeleton",
@@ -97,6 +98,14 @@ class _Own(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Number:
+    """One number on a device. Among the values it stands for the ``kind`` of number that it is, until somebody has brought it over."""
+
+    tensor: torch.Tensor
+    kind: type[int] | type[float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Span:
     """The result for a lasting part of the tree. ``part`` is held, so that its id stays its own."""
 
@@ -108,7 +117,7 @@ class _Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """A state taken apart. ``values`` are packed and share no memory with the tree; ``tensors`` are the live ones.
+    """A state taken apart. ``values`` are packed and share no memory with the tree, but for a ``Number``; ``tensors`` are the live ones.
 
     Large NumPy arrays are tensors over the arrays' own memory.
     """
@@ -120,6 +129,7 @@ class Flat:
     _loose: list[torch.Tensor]
     _seen: frozenset[int]
     _spans: dict[int, _Span]
+    has_numbers: bool = False
 
 
 def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object] = ()) -> Flat:
@@ -140,7 +150,7 @@ def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object
         raise Unsupported(f"{_path_of_next(walk.whole()[0])} {exc}") from exc
     outline, loose = walk.nodes, walk.tensors
     if previous is not None and outline == previous._outline and all(map(operator.is_, loose, previous._loose)):
-        return Flat(previous.skeleton, walk.values, previous.tensors, outline, loose, previous._seen, walk.spans)
+        return Flat(previous.skeleton, walk.values, previous.tensors, outline, loose, previous._seen, walk.spans, walk.has_numbers)
     nodes, tensors = walk.whole()
     if previous is None or nodes != previous.skeleton.nodes:
         skeleton = Skeleton(nodes)
@@ -148,7 +158,7 @@ def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object
         leaves = list(map(Leaf, skeleton.paths, tensors))
     else:
         skeleton, leaves = previous.skeleton, _renewed(previous.tensors, tensors)
-    return Flat(skeleton, walk.values, leaves, outline, loose, frozenset(map(id, tensors)), walk.spans)
+    return Flat(skeleton, walk.values, leaves, outline, loose, frozenset(map(id, tensors)), walk.spans, walk.has_numbers)
 
 
 def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[torch.Tensor | None], *, is_sketch: bool = False) -> Any:
@@ -178,7 +188,8 @@ def pack_tree(tree: object) -> bytes:
     """
     flat = flatten(tree)
     tensors = tuple([_own_tensor(leaf) for leaf in flat.tensors])
-    return msgspec.msgpack.encode(_Own(1, msgspec.Raw(flat.skeleton.encoded), msgspec.Raw(encode_values(flat.values)), tensors))
+    values = [each.kind(each.tensor.item()) if isinstance(each, Number) else each for each in flat.values]  # waits for a device
+    return msgspec.msgpack.encode(_Own(1, msgspec.Raw(flat.skeleton.encoded), msgspec.Raw(encode_values(values)), tensors))
 
 
 def unpack_tree(data: bytes) -> Any:
@@ -234,12 +245,13 @@ class _Walk:
     ``nodes`` are an outline: a lasting part is one entry, its ``_Span``, and ``tensors`` are those of no such part. ``whole`` fills in.
     """
 
-    __slots__ = ("_derived", "_kinds", "_known", "_lasting", "_seen", "nodes", "spans", "tensors", "values")
+    __slots__ = ("_derived", "_kinds", "_known", "_lasting", "_seen", "has_numbers", "nodes", "spans", "tensors", "values")
 
     def __init__(self, seen: frozenset[int], known: dict[int, _Span], lasting: Iterable[object]) -> None:
         self._seen, self._known, self._kinds = seen, known, kinds()
         self._lasting = frozenset(map(id, lasting))
         self.spans: dict[int, _Span] = {}
+        self.has_numbers = False
         self._derived = 0
         """How many things were turned into something else: what they were may change, and what they became would not."""
         self.nodes: list[Node | _Span] = []
@@ -328,6 +340,12 @@ class _Walk:
         self.values.append(packed)
         self.nodes.append(VALUE)
 
+    def number(self, number: Number, _depth: int) -> None:
+        """A value that is on its way."""
+        self.has_numbers = True
+        self.values.append(number)
+        self.nodes.append(VALUE)
+
     def sequence(self, items: Any, depth: int) -> None:
         """A list, tuple or deque: one value if it holds scalars only, so that a growing history keeps the skeleton."""
         kind = type(items)
@@ -402,6 +420,7 @@ _WALKERS: dict[type[Any], Callable[[_Walk, Any, int], None]] = {
     defaultdict: _Walk.mapping,
     np.ndarray: _Walk.array,
     Owned: _Walk.owned,
+    Number: _Walk.number,
 }
 
 

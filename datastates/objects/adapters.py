@@ -25,6 +25,7 @@ from .optimizers import check_optimizer_form, with_inner
 from .owned import Owned, is_own
 from .prepared import is_prepared, is_stateful, state_of_loader
 from .rng import RngState
+from .scalers import state_of_scaler
 
 __all__ = ["GRADIENTS", "IN_BACKWARD", "Adapted", "has_state", "holds_state", "parts"]
 
@@ -67,14 +68,16 @@ class Adapted:
         """Every tracked optimizer."""
         return [found for _, found in parts(self.objects) if isinstance(found, Optimizer)]
 
-    def tree(self, *, is_shared: bool = False) -> dict[str, object]:
+    def tree(self, *, is_shared: bool = False, is_waiting: bool = True) -> dict[str, object]:
         """Nested plain containers of everything tracked, as it is now; tensors are the live ones, not copies.
+
+        With ``is_waiting=False`` no device is waited for: what an object would fetch from one to say its state is a ``Number`` instead.
 
         Generators of random numbers are read last: a loader that is asked for its state may draw from them. ``lasting`` then lists the
         parts of it that are the very same objects as long as they hold the same tensors under the same names: to walk them again is
         not needed. ``is_shared``: several ranks capture this state, and what is each one's own stands as ``Owned``.
         """
-        walk = _Walk(self, is_shared=is_shared)
+        walk = _Walk(self, is_shared=is_shared, is_waiting=is_waiting)
         tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
         self.lasting = [model for _, model in walk.trees]
         if walk.optimizers:
@@ -157,8 +160,8 @@ class Adapted:
 class _Walk:
     """One walk over the objects. What needs names, or must come last, stands as an empty dict until the walk is over."""
 
-    def __init__(self, adapted: Adapted, *, is_outlook: bool = False, is_shared: bool = False) -> None:
-        self._adapted, self._is_outlook, self._is_shared = adapted, is_outlook, is_shared
+    def __init__(self, adapted: Adapted, *, is_outlook: bool = False, is_shared: bool = False, is_waiting: bool = True) -> None:
+        self._adapted, self._is_outlook, self._is_shared, self._is_waiting = adapted, is_outlook, is_shared, is_waiting
         self.trees: list[tuple[str, OrderedDict[str, object]]] = []
         self.optimizers: list[tuple[dict[str, object], Optimizer]] = []
         self.generators: list[tuple[dict[str, object], object]] = []
@@ -184,6 +187,8 @@ class _Walk:
         if isinstance(found, RngState):
             return _later(self.generators, found)
         if has_state(found):
+            if not self._is_waiting and (state := state_of_scaler(found)) is not None:
+                return state
             return _peek(found) if self._is_outlook else state_of_loader(found) if is_prepared(found) else found.state_dict()
         if kind is list or kind is tuple or kind is deque:
             items = [child if type(child) in _LEAVES else self.tree_of(join(path, i), child) for i, child in enumerate(found)]

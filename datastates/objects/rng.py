@@ -21,12 +21,15 @@ __all__ = ["RngState", "numpy_state"]
 
 _logger = logging.getLogger(__name__)
 
+_KINDS = ("cuda", "xpu")
+"""The accelerators whose generators a state may have, as torch calls them; ROCm's are ``cuda``."""
+
 
 class RngState:
-    """The global generators of torch (CPU and each CUDA device), Python and NumPy, as one object to track.
+    """The global generators of torch (CPU and each accelerator that this process uses), Python and NumPy, as one object to track.
 
-    CUDA counts once it is initialised, NumPy once ``numpy.random`` is imported. On ``load_state_dict`` a generator that the
-    state does not mention stays as it is. A state of more CUDA devices than are here restores those that are; ``note`` then
+    A device counts once something was done on it, NumPy once ``numpy.random`` is imported. On ``load_state_dict`` a generator that the
+    state does not mention stays as it is. A state of more devices than are here restores those that are; ``note`` then
     says so, as does the log: what was drawn on the others cannot be repeated.
     """
 
@@ -37,7 +40,8 @@ class RngState:
         """Plain values, about 10 kB in all, that share no memory with the generators."""
         state: dict[str, object] = {"torch": _bytes_of(torch.get_rng_state()), "python": python_state(random)}
         if generators := devices().generators():
-            state["cuda"] = [*map(_bytes_of, generators)]
+            states = {index: _bytes_of(state) for index, state in generators.items()}
+            state[devices().kind] = [states.get(index) for index in range(max(states) + 1)]
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
             state["numpy"] = numpy_state(numpy_random)
@@ -67,13 +71,16 @@ class RngState:
             torch.set_rng_state(tensor_of(state["torch"]))
         if legacy is not None:
             sys.modules["numpy.random"].set_state(legacy)
-        self._load_cuda(state.get("cuda", []))
+        self._load_devices(state)
 
-    def _load_cuda(self, states: list[bytes]) -> None:
-        here = devices().set_generators([*map(tensor_of, states)])
-        if len(states) > here:
-            self.note = f"the state has the generators of {len(states)} CUDA devices and {here} are here: the others were left out"
-            _logger.warning("%s", self.note)
+    def _load_devices(self, state: Mapping[str, Any]) -> None:
+        for kind in _KINDS:
+            states = {index: tensor_of(data) for index, data in enumerate(state.get(kind, [])) if data is not None}
+            here = devices().set_generators(states) if kind == devices().kind else 0
+            if states and max(states) >= here:
+                stored = f"{max(states) + 1} {kind.upper()} devices"
+                self.note = f"the state has the generators of {stored} and {here} are here: the others were left out"
+                _logger.warning("%s", self.note)
 
 
 def numpy_state(numpy_random: Any) -> dict[str, object]:

@@ -33,7 +33,7 @@ from datastates.objects.adapters import parts
 from datastates.objects.loops import LOOPS
 from datastates.objects.sampler import PermutationSampler
 from datastates.policy.spikes import Spikes
-from datastates.system.devices import Event, devices
+from datastates.system.devices import Mark, devices
 from datastates.system.logs import event
 
 from .soundness import is_sound
@@ -266,7 +266,7 @@ class _Loss:
     step: int
     newest: str | None
     number: float | torch.Tensor
-    is_copied: Event | None = None
+    is_copied: Mark | None = None
 
     @classmethod
     def of(cls, loss: float | torch.Tensor, training: Training) -> _Loss:

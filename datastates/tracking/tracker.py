@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Self, SupportsFloat, TypeVar
 import msgspec
 
 from datastates import values as checks
+from datastates.capture.arriving import Arriving, is_late
 from datastates.capture.handle import Capture, Progress
 from datastates.capture.line import Staged
 from datastates.capture.stage import CopyJob
@@ -28,6 +30,8 @@ from datastates.system.interrupts import undisturbed
 from .training import Training
 
 if TYPE_CHECKING:
+    import torch
+
     from .guard import Data, Guard
 
 __all__ = ["Tracker"]
@@ -187,7 +191,7 @@ class Tracker:
                 for batch in run.steps(loader):
                     capture = run.capture(metrics={"loss": train_step(batch)}, attributes={"lr": 0.01})
 
-        :param metrics: numbers or 0-d tensors (reading one from a GPU waits for it), by name.
+        :param metrics: numbers or 0-d tensors, by name; one on a device arrives with the state, and nobody waits for it here.
         :param step: the step to record; None: as counted.
         :param message: a text for people.
         :param attributes: plain values to search by.
@@ -226,12 +230,12 @@ class Tracker:
             world_size=line.size,
         )
         try:
-            return self._take(facts, began)
+            return self._take(facts, noted.late, began)
         except BaseException as exc:
             self._host.skip(line, facts, Why.FAILED, str(exc) or repr(exc))
             raise
 
-    def _take(self, facts: StateFacts, began: float) -> Capture:
+    def _take(self, facts: StateFacts, late: Mapping[str, torch.Tensor], began: float) -> Capture:
         """The capture of a state with these facts, which ``began`` then."""
         training, uid = self._training, facts.uid
         training.raise_background_error()
@@ -241,6 +245,8 @@ class Tracker:
         if dirty.is_any():
             dirty.check(leaf.tensor for leaf in flat.tensors)
         plan = training.plan_for(flat)
+        plan.refuse_recording()
+        arriving = Arriving.of(late, flat)
         progress = Progress(uid)
         host = self._host  # a handle does not keep the tracker
         handle = Capture(progress, self.step, want=host.want, hurry=host.hurry, trouble=lambda: host.trouble, missing=host.missing)
@@ -255,12 +261,13 @@ class Tracker:
                 line=training.line,
                 progress=progress,
                 layout=plan.layout,
-                values=msgspec.Raw(encode_values(flat.values)),
+                values=msgspec.Raw(b"" if flat.has_numbers else encode_values(flat.values)),
                 facts=facts,
                 taken_at=began,
                 held_s=training.held_s,
+                arriving=arriving,
             )
-            job = staged.job = CopyJob(plan, slots, on_done=lambda _: None)
+            job = staged.job = CopyJob(plan, slots, on_done=lambda _: None, numbers=[] if arriving is None else arriving.tensors)
         except BaseException:
             self._host.release(slots)
             raise
@@ -367,9 +374,13 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """The arguments of a capture, copied for the background: what cannot be recorded is refused here, in the caller's thread."""
+    """The arguments of a capture, copied for the background: what cannot be recorded is refused here, in the caller's thread.
+
+    Of ``metrics`` those that are ``late`` lie on a device, and are not known yet.
+    """
 
     metrics: dict[str, float]
+    late: dict[str, torch.Tensor]
     attributes: dict[str, Value]
     message: str | None
 
@@ -377,4 +388,10 @@ class _Noted:
     def of(cls, metrics: object, attributes: object, message: object, standing: dict[str, Value]) -> Self:
         said = None if message is None else checks.text(message, "message")
         own = checks.attributes(attributes)
-        return cls(checks.metrics(metrics), {**checks.attributes(standing), **own} if standing else own, said)
+        late = [is_late(value) for value in metrics.values()] if isinstance(metrics, Mapping) else []
+        if not any(late):
+            return cls(checks.metrics(metrics), {}, {**checks.attributes(standing), **own} if standing else own, said)
+        assert isinstance(metrics, Mapping)
+        known = checks.metrics({name: math.nan if is_late(value) else value for name, value in metrics.items()})
+        arriving = {name: value for name, value in zip(known, metrics.values(), strict=True) if is_late(value)}
+        return cls(known, arriving, {**checks.attributes(standing), **own} if standing else own, said)

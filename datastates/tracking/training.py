@@ -143,7 +143,7 @@ class Training:
     def tree(self) -> dict[str, object]:
         """Everything that a capture holds, as it is now; where several ranks capture a state, what is each one's own as such."""
         own = None if self.line.part is None else self.own
-        tree = {**self.adapted.tree(is_shared=own is not None), **self.values}
+        tree = {**self.adapted.tree(is_shared=own is not None, is_waiting=False), **self.values}
         if self.loops.is_used:
             tree[LOOPS] = self.loops.state_dict()
         return tree if own is None else owned(tree, {*own, LOOPS})

@@ -6,6 +6,8 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import datastates
 from datastates.capture.stage import Stager
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.errors import Torn
+from datastates.errors import InvalidInput, Torn
 from datastates.repository import Repository
 from tests.support.late import Hazard, LateDevices, Lateness
 
@@ -92,17 +94,25 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
         yield opened
 
 
-def check_captures(repo: Repository, late: LateDevices, expected: list[dict[str, torch.Tensor]]) -> None:
-    """A training on a late device, captured after each step: each state holds what it is to hold."""
+def check_captures(
+    repo: Repository,
+    late: LateDevices,
+    expected: list[dict[str, torch.Tensor]],
+    *,
+    index: int = 0,
+    may_wait: bool = False,
+    is_here: bool = False,
+) -> None:
+    """A training on a late device, captured after each step: each state holds what it is to hold, and no capture waited for the device."""
     model, optimizer = build()
-    late.put(model)
-    with late.running(), repo.track(model=model, optimizer=optimizer) as run:
+    late.put(model, index)
+    with nullcontext() if is_here else late.running(), repo.track(model=model, optimizer=optimizer) as run:
         captures = []
         for number in range(STEPS):
-            step(model, optimizer, number, lambda batch: late.put(batch.clone()))
+            step(model, optimizer, number, lambda batch: late.put(batch.clone(), index))
             waits = late.schedule.waits_of_this_thread()
             captures.append(run.capture())
-            assert late.schedule.waits_of_this_thread() == waits, "capture waited for the device"
+            assert may_wait or late.schedule.waits_of_this_thread() == waits, "capture waited for the device"
         late.schedule.catch_up()
         for number, capture in enumerate(captures):
             capture.wait(timeout_s=30)
@@ -128,19 +138,123 @@ def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, line: str) 
 
 
 PLANTED = {
-    "the copies do not wait for the training": (Lateness.COMPUTE, Stager, "_copy_from", "side.wait_stream(current)"),
-    "the training does not wait for what is copied at once": (Lateness.COPIES, Stager, "_copy_from", "current.wait_stream(side)"),
-    "the update does not wait for the copies": (Lateness.COPIES, Stager, "fence", "devices().current(device).wait_event(event)"),
-    "the host does not wait for the copies": (Lateness.COPIES, Stager, "_copy_all", "event.synchronize()"),
-    "memory is not kept for the copies": (Lateness.COPIES, Stager, "_copy_from", "devices().keep(source, side)"),
+    "the copies do not wait for the training": (Lateness.COMPUTE, "_copy_from", "devices().wait(side, devices().mark(current))"),
+    "the training waits for no eager copy": (
+        Lateness.COPIES,
+        "_copy_from",
+        "devices().wait(current, devices().mark(side))",
+    ),
+    "the update does not wait for the copies": (Lateness.COPIES, "fence", "devices().wait(devices().current(device), event)"),
+    "the host does not wait for the copies": (Lateness.COPIES, "_copy_all", "event.synchronize()"),
+    "memory is not kept for the copies": (Lateness.COPIES, "_copy_from", "devices().keep(source, side)"),
 }
 
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED.keys())
 def test_a_wait_that_is_taken_out_is_noticed(
-    planted: tuple[Lateness, type, str, str], repo: Repository, expected: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    planted: tuple[Lateness, str, str], repo: Repository, expected: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lateness, owner, name, line = planted
-    without(monkeypatch, owner, name, line)
+    lateness, name, line = planted
+    without(monkeypatch, Stager, name, line)
     with pytest.raises((AssertionError, Torn, Hazard)):
         check_captures(repo, LateDevices(lateness), expected)
+
+
+def test_a_fence_waits_on_the_host_for_host_memory_only(repo: Repository) -> None:
+    late = LateDevices(Lateness.COPIES)
+    late.schedule.patience_s = 60
+    model = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 256)])
+    late.put(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with late.running(), repo.track(model=model, optimizer=optimizer) as run:
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        capture = run.capture()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert not any(stream.is_side and not stream.ops for stream in late.schedule.streams), "the copies were waited for"
+        late.schedule.catch_up()
+        capture.wait(timeout_s=30)
+        found = repo.load(capture.uid)["model"]
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_numbers_on_a_device_arrive_with_the_state(repo: Repository) -> None:
+    late = LateDevices(Lateness.BOTH)
+    late.schedule.patience_s = 60
+    weight, loss, scale = (late.put(torch.ones(size)) for size in ((300, 300), (), ()))
+    tracker = late.put(torch.zeros((), dtype=torch.int32))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler._scale, scaler._growth_tracker = scale, tracker
+    with late.running(), repo.track(weight=weight, scaler=scaler) as run:
+        captures, waits = [], late.schedule.waits_of_this_thread()
+        for _ in range(3):
+            loss.add_(0.5)
+            scale.add_(2)
+            tracker.add_(1)
+            captures.append(run.capture(metrics={"lr": 0.1, "loss": loss, "steps": 3}))
+        assert late.schedule.waits_of_this_thread() == waits
+        late.schedule.catch_up()
+        for number, capture in enumerate(captures, 1):
+            capture.wait(timeout_s=30)
+            assert repo.state(capture.uid).metrics == {"lr": 0.1, "loss": 1 + number / 2, "steps": 3.0}
+            found = repo.load(capture.uid)["scaler"]
+            assert found == {**torch.amp.GradScaler("cpu").state_dict(), "scale": 1 + number * 2.0, "_growth_tracker": number}
+
+
+def test_a_device_that_is_not_used_is_not_reached(repo: Repository, expected: list[dict[str, torch.Tensor]]) -> None:
+    late = LateDevices(Lateness.COPIES)
+    check_captures(repo, late, expected, index=1)
+    assert late.reached == {1}
+    assert len(repo.load("main")["rng"]["cuda"]) == 2
+    assert repo.load("main")["rng"]["cuda"][0] is None
+
+
+def test_a_training_on_the_cpu_pins_nothing_and_reaches_no_device(repo: Repository) -> None:
+    late = LateDevices(Lateness.COPIES)
+    with late.running(), repo.track(weight=torch.ones(300, 300)) as run:
+        run.capture().wait("durable")
+        assert "cuda" not in repo.load("main")["rng"]
+    assert not late.reached
+    assert not late.registered
+
+
+def test_memory_that_cannot_be_pinned_slows_captures_and_fails_none(
+    repo: Repository, expected: list[dict[str, torch.Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    late = LateDevices(Lateness.COPIES)
+    late.most_registered = 0
+    check_captures(repo, late, expected, may_wait=True)
+    assert sum("pageable" in message for message in caplog.messages) == 1
+
+
+def test_a_graph_that_is_recorded_is_left_alone(repo: Repository) -> None:
+    late = LateDevices(Lateness.COPIES)
+    model = late.put(nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with late.running(), repo.track(model=model, optimizer=optimizer) as run:
+        run.capture()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        late.recording.add(0)
+        queued = sum(len(stream.ops) for stream in late.schedule.streams)
+        run.fence()
+        assert sum(len(stream.ops) for stream in late.schedule.streams) == queued
+        with pytest.raises(InvalidInput, match="a graph is being recorded"):
+            run.capture()
+        late.recording.clear()
+        run.fence()
+        optimizer.step()
+        late.schedule.catch_up()
+
+
+def test_two_trainings_on_two_devices_do_not_disturb_each_other(tmp_path: Path, expected: list[dict[str, torch.Tensor]]) -> None:
+    late = LateDevices(Lateness.RANDOM, seed=3)
+
+    def train(index: int) -> None:
+        with datastates.open(tmp_path / str(index), config=CONFIG) as repo, late.active():
+            check_captures(repo, late, expected, index=index, is_here=True)
+
+    with late.running(), ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(train, range(2))] == [None, None]
+    assert late.reached == {0, 1}

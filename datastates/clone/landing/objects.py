@@ -83,7 +83,7 @@ class ObjectsSink:
         targets = self._check()
         self._homes = {} if atomic else self._find_homes(targets)
         self._routes = self._route(is_atomic=atomic)
-        self._scratch = Scratch(options["scratch"])
+        self._scratch = Scratch(options["scratch"], is_pinned=any(devices().is_on(home.flat) for home in self._homes.values()))
         self._missing = dict.fromkeys(sorted(self._routes))
         self._accepted: set[int] = set()
         self._arriving: dict[int, _Arriving] = {}

@@ -13,11 +13,11 @@ __all__ = ["Scratch"]
 
 
 class Scratch:
-    """At most ``count`` buffers, made when first needed; pinned where an accelerator is in use already."""
+    """At most ``count`` buffers, made when first needed; ``is_pinned``: what lands goes on to a device."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, is_pinned: bool = False) -> None:
         self._left, self._free = count, list[torch.Tensor]()
-        self._is_pinned = devices().is_in_use()
+        self._is_pinned = is_pinned
         self._lock = threading.Lock()
 
     def take(self) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,7 +25,6 @@ class _Local(threading.local):
     """What each thread has for itself."""
 
     def __init__(self) -> None:
-        self.selected = 0
         self.streams: dict[torch.device, Stream] = {}
         self.depth = 0
 
@@ -45,8 +44,8 @@ class LateDevices:
 
     def __init__(self, lateness: Lateness, seed: int = 0, count: int = 2) -> None:
         self.schedule = Schedule(lateness, seed)
-        self.schedule.on_wait = lambda: self.reached.add(self._local.selected)
         self.reached: set[int] = set()
+        self.recording: set[int] = set()
         self.registered: dict[int, int] = {}
         self.most_registered = 1 << 30
         self.random = [torch.Generator().manual_seed(index) for index in range(count)]
@@ -126,15 +125,14 @@ class LateDevices:
 
     # --- datastates.system.devices.Devices ---------------------------------------------------------------------------------
 
+    kind = "cuda"
+
     def of(self, tensor: torch.Tensor) -> torch.device:
         home = self.home(tensor)
         return tensor.device if home is None else home.stream.device
 
     def is_on(self, tensor: torch.Tensor) -> bool:
         return self.home(tensor) is not None
-
-    def is_in_use(self) -> bool:
-        return bool(self.reached)
 
     def current(self, device: torch.device) -> Stream:
         return self.current_for(device)
@@ -159,14 +157,19 @@ class LateDevices:
 
     def mark(self, stream: Any) -> Event:
         self.reached.add(stream.device.index)
-        marked: Event = stream.record_event()
-        return marked
+        return Event(self.schedule.put(Op(stream, "event")))
+
+    def wait(self, stream: Any, mark: Any) -> None:
+        self.schedule.put(Op(stream, "wait", needs=[mark.op]))
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         home = self.home(tensor)
         assert home is not None
         home.kept_for.add(stream)
         self.schedule.put(Op(stream, "keep", held=[tensor.data]))
+
+    def is_recording(self, device: torch.device) -> bool:
+        return device.index in self.recording
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(tuple(shape), dtype=dtype)
@@ -184,10 +187,11 @@ class LateDevices:
         self.reached.add(device.index)
         del self.registered[address]
 
-    def generators(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self.random]
+    def generators(self) -> Mapping[int, torch.Tensor]:
+        return {index: self.random[index].get_state() for index in sorted(self.reached)}
 
-    def set_generators(self, states: Sequence[torch.Tensor]) -> int:
-        for generator, state in zip(self.random, states, strict=False):
-            generator.set_state(state)
+    def set_generators(self, states: Mapping[int, torch.Tensor]) -> int:
+        for index, state in states.items():
+            if index < len(self.random):
+                self.random[index].set_state(state)
         return len(self.random)

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Lateness", "Op", "Schedule", "Stream"]
 
-PATIENCE_S = 0.1
-"""So long a thread of ours waits for work that the adversary puts off, while nobody else wants it; then the device has caught up."""
-
 
 class Lateness(Enum):
     """What the adversary puts off until a host thread insists on it. Each kind misses faults that another one finds."""
@@ -62,18 +59,6 @@ class Stream:
         self.schedule, self.device, self.is_side = schedule, device, is_side
         self.ops: deque[Op] = deque()
 
-    def record_event(self) -> Event:
-        """The point behind what is queued by now."""
-        return Event(self.schedule.put(Op(self, "event")))
-
-    def wait_event(self, event: Event) -> None:
-        """Go on only once the event was reached."""
-        self.schedule.put(Op(self, "wait", needs=[event.op]))
-
-    def wait_stream(self, other: Stream) -> None:
-        """Go on only once the other has done what is queued on it by now."""
-        self.wait_event(other.record_event())
-
 
 class Schedule:
     """Decides which op runs when, and runs it, on whichever thread asks. Host threads that insist get what they need and nothing more.
@@ -84,11 +69,12 @@ class Schedule:
     def __init__(self, lateness: Lateness, seed: int) -> None:
         self._lateness, self._random = lateness, random.Random(seed)
         self._changed = threading.Condition(threading.RLock())
+        self.patience_s = 0.1
+        """So long a thread of ours waits for what is put off, while nobody else wants it; then the device has caught up."""
         self.streams: list[Stream] = []
         self.errors: list[BaseException] = []
         self.host_waits: list[tuple[str, str]] = []
         """The thread that waited for a device, and for what."""
-        self.on_wait: Callable[[], None] = lambda: None
 
     def stream(self, device: torch.device, *, is_side: bool) -> Stream:
         """A stream more."""
@@ -108,9 +94,8 @@ class Schedule:
         name = threading.current_thread().name
         with self._changed:
             self.host_waits.append((name, op.name))
-            self.on_wait()
             if name.startswith("datastates-"):
-                self._changed.wait_for(lambda: op.is_done, PATIENCE_S)
+                self._changed.wait_for(lambda: op.is_done, self.patience_s)
             self._force(op)
             self._raise()
 

@@ -1,0 +1,85 @@
+"""What is asked for a device is asked with that device selected; here of a library that only writes down what it is asked."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from datastates.system import devices as seam
+from datastates.system.devices import devices
+
+DEVICE = torch.device("cuda", 1)
+
+
+class Library:
+    """torch's module for CUDA. ``asked`` has what was asked, with which device selected, and in which mode."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, int]] = []
+        self.selected, self.mode = 0, 0
+        self.device = DEVICE
+
+    @contextmanager
+    def device_index(self, index: int) -> Iterator[None]:
+        before, self.selected = self.selected, index
+        yield
+        self.selected = before
+
+    def exchange(self, mode: Any) -> None:
+        found = ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))
+        self.mode, found[0] = found[0], self.mode
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*_: object, **__: object) -> Any:
+            self.asked.append((name, self.selected, self.mode))
+            return nullcontext() if name == "stream" else 0 if name.startswith("cuda") else self
+
+        return ask
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: made)
+    monkeypatch.setattr(torch.accelerator, "device_index", made.device_index)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
+    monkeypatch.setattr(seam, "_exchange_mode", lambda: made.exchange)
+    return made
+
+
+def test_every_call_for_a_device_is_made_with_that_device_selected_and_minds_no_recording(library: Library) -> None:
+    stream = devices().stream(DEVICE)
+    with devices().on(stream):
+        assert library.selected == 1
+    mark = devices().mark(stream)
+    devices().wait(stream, mark)
+    mark.query()
+    mark.synchronize()
+    devices().register(DEVICE, 4096, 4096)
+    devices().unregister(DEVICE, 4096)
+    names = ["Stream", "stream", "Event", "record", "wait_event", "query", "synchronize", "cudaHostRegister", "cudaHostUnregister"]
+    assert library.asked == [(name, 1, 2) for name in names]
+    assert (library.selected, library.mode) == (0, 0)
+
+
+def test_whether_a_graph_is_recorded_is_asked_as_the_user_records_it(library: Library) -> None:
+    assert devices().is_recording(DEVICE)
+    assert library.asked == [("is_current_stream_capturing", 1, 0)]
+
+
+def test_memory_for_devices_without_registration_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match="cannot pin memory of ours for xpu"):
+        seam._runtime(torch.device("xpu", 0))
+
+
+def test_a_torch_without_accelerators_has_none() -> None:
+    if torch.accelerator.current_accelerator() is not None:
+        pytest.skip("this torch is built for an accelerator")
+    assert (devices().kind, devices().generators(), devices().set_generators({0: torch.zeros(1)})) == ("", {}, 0)
+    assert (seam.built_for(), seam.names()) == (None, [])
