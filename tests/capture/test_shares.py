@@ -2,66 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from datastates.capture.plan import CopyPlan, compile_plan
-from datastates.content.digest import chunk_digest, decode, encode, state_digest
-from datastates.content.encoding import encode_values
-from datastates.content.manifest import VERSION, Chunk, Content, Manifest, Origin
 from datastates.content.shards import bytes_of
 from datastates.content.spread import give, stand_in
-from datastates.content.tree import Flat, flatten
+from datastates.content.tree import flatten
 from datastates.errors import Unsupported
 from datastates.store.parts import PartsReader
 from datastates.store.reading import read_tree
-from datastates.store.tier import Reader
+from tests.capture.parts import part_of
 from tests.support.effort import examples
 from tests.support.meshes import Job, dtensor, jobs
 from tests.support.strategies import bits
-
-
-class Part(Reader):
-    """One part of a state, in memory."""
-
-    def __init__(self, manifest: Manifest, chunks: Sequence[bytes]) -> None:
-        self.manifest, self._chunks = manifest, chunks
-
-    def chunk(self, index: int) -> memoryview:
-        return memoryview(self._chunks[index])
-
-    def span(self, start: int, length: int) -> memoryview | None:
-        """It lends nothing."""
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-def copied(plan: CopyPlan) -> list[bytes]:
-    """The chunks as the plan has them copied."""
-    chunks = []
-    for index, length in enumerate(plan.layout.chunk_lengths):
-        slot = torch.zeros(length, dtype=torch.uint8)
-        targets = plan.targets(index, slot)
-        for pieces in (plan.eager[index], plan.deferred[index]):
-            for place, source in zip(pieces.places, pieces.sources, strict=True):
-                targets[place].copy_(source)
-        chunks.append(slot.numpy().tobytes())
-    return chunks
-
-
-def part_of(flat: Flat, plan: CopyPlan, rank: int, size: int) -> Part:
-    chunks = copied(plan)
-    values = msgspec.Raw(encode_values(flat.values))
-    content = Content(plan.layout.skeleton, values, plan.layout.tensors, tuple(Chunk(chunk_digest(chunk), len(chunk)) for chunk in chunks))
-    origin = Origin("u", (), (), None, None, 0, 0, 0, None, {}, {}, rank, size)
-    return Part(decode(encode(Manifest(VERSION, state_digest(content, ()), origin, content)), source="the part"), chunks)
 
 
 def loaded(tree_of: Callable[[int], object], size: int, **options: Any) -> Any:
@@ -78,7 +37,7 @@ def bytes_stored(plan: CopyPlan) -> int:
     return sum(map(bytes_of, plan.specs))
 
 
-@settings(max_examples=examples(2500), deadline=None)
+@settings(max_examples=examples(1500), deadline=None)
 @given(jobs())
 def test_the_parts_of_any_job_are_the_state_bit_for_bit(job: Job) -> None:
     found = loaded(lambda rank: [spread.at(rank) for spread in job.tensors], job.size)
