@@ -81,6 +81,20 @@ class Tiers:
         """
         return _open(iter(self), state, verify=verify, rank=rank)
 
+    def open_part(self, state: State, rank: int, *, verify: bool = True) -> tuple[Reader, int]:
+        """One part of a state from the nearest tier that has it, and how far away that is: 0 is this process's memory.
+
+        :raises NotFound: none has it.
+        """
+        for far, tier in enumerate(self, 1 if self.captured is None else 0):
+            try:
+                if state.world_size > 1:
+                    return tier.open_part(state.uid, rank, verify=verify), far
+                return of_state(tier.open(state.uid, verify=verify), state), far
+            except NotFound:
+                continue
+        raise NotFound(f"rank {rank} of state {state.uid} is on no tier here")
+
     def reopen(self, state: State, *, verify: bool = True) -> Reader:
         """``open`` from the tiers that outlive this process, when its memory is wanted back."""
         return _open(iter(self.lasting), state, verify=verify)

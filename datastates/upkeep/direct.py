@@ -22,12 +22,14 @@ from datastates.objects.homes import Home, live_homes, wait_for_copies
 from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
+from datastates.store.passing import Meeting, SharedReader
 from datastates.store.pouring import SupportsPouring, cut
 from datastates.store.reading import read_tree, sketch_tree, specs_of
+from datastates.store.regions import chunks_of
 from datastates.store.tier import Reader
 from datastates.system.devices import devices
 
-from .spreading import has_spread, read_spread
+from .spreading import Boxes, has_spread
 
 __all__ = ["restore_from"]
 
@@ -42,8 +44,11 @@ def restore_from(
     only: str | Sequence[str] | None = None,
     strict: bool = True,
     own: Redivision | None = None,
+    meeting: Meeting | None = None,
 ) -> RestoreReport:
     """``restore_into`` with the state that is open. ``own``: what ranks have of their own is to be divided among others.
+
+    ``meeting``: all its ranks do this at once, each with its objects, and the reader is a ``SharedReader``. None writes before all can.
 
     :raises InvalidInput: as ``restore_into``.
     :raises Corrupt: a chunk fails its digest. Nothing was changed, unless a file changed while it was read: then the message says so, and
@@ -54,11 +59,14 @@ def restore_from(
     check = partial(check_into, into, only=only, strict=strict, adapted=adapted)
     homes, spread = dict[int, Home](), dict[int, torch.Tensor]()
     is_pouring = isinstance(reader, SupportsPouring) and _size(specs, wants) >= _WORTH_BYTES
-    if is_pouring or has_spread(adapted):
+    if is_pouring or has_spread(adapted) or meeting is not None:
         with torch.inference_mode(False):
             sketch, tensors = sketch_tree(reader, specs, wants=wants)
             findings = check(own(sketch, into, wants), has_values=False)
-            spread = read_spread(reader, specs, tensors, findings)
+            boxes = Boxes(specs, tensors, findings)
+            if isinstance(reader, SharedReader):
+                reader.fetch(chunks_of(boxes.with_whole(wants)))
+            spread = boxes.read(reader)
         homes = _homes(specs, tensors, findings.targets) if is_pouring else {}
     given = {index: home.live for index, home in homes.items()} | spread
     tree = read_tree(reader, wants=wants, is_borrowing=True, given=given, specs=specs)
@@ -67,6 +75,8 @@ def restore_from(
         pour = _Pour(reader, specs, into, homes)
         reader.check(list(pour.pieces))
         findings.writes.insert(0, pour)
+    if meeting is not None:
+        meeting.meet()
     return replace(write(findings), notes=tuple(own.notes))
 
 

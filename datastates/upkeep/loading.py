@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from datastates import values
@@ -11,9 +13,11 @@ from datastates.lineage.states import State
 from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Selection
 from datastates.opening.core import Core
-from datastates.store.reading import read_tree
+from datastates.store.passing import Meeting, open_shared
+from datastates.store.reading import of_state, read_tree
 from datastates.store.seal import SealedChunks
 from datastates.system.interrupts import undisturbed
+from datastates.transport.clone.groups import Group
 
 from .direct import restore_from
 from .salvage import naming_a_way_on
@@ -56,16 +60,30 @@ def restore(
     strict: bool,
     rank: int = 0,
     size: int = 1,
+    group: Group | None = None,
 ) -> RestoreReport:
     """Put a state into live objects, once no copy of a training here reads them any more; see ``Repository.restore``.
 
-    They are those of ``rank`` of ``size``, each of which restores them by itself.
+    They are those of ``rank`` of ``size``, each of which restores them by itself; or of a rank of ``group``, all of which do it at once.
     """
     for training in list(core.trainings):
         training.fence()
+    if group is not None and group.size > 1:
+        return _restore_together(core, state, into, group, only=only, strict=strict)
     own = Redivision(state.world_size, rank, size)
     with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=own.source) as reader:
         return restore_from(reader, into, only=only, strict=strict, own=own)
+
+
+def _restore_together(
+    core: Core, state: State, into: Mapping[str, object], group: Group, *, only: str | Sequence[str] | None, strict: bool
+) -> RestoreReport:
+    """Each rank of the group reads what it wants alone, and its share of what several want. If one fails all do, and none has written."""
+    own, meeting = Redivision(state.world_size, group.rank, group.size), Meeting(group, f"restore state {state.uid}")
+    opened = partial(core.tiers.open_part, state, verify=core.config.verify)
+    with meeting.united(), undisturbed(), naming_a_way_on(core, state), ExitStack() as stack:
+        reader = stack.enter_context(open_shared(meeting, state.uid, state.world_size, opened, rank=own.source))
+        return restore_from(of_state(reader, state), into, only=only, strict=strict, own=own, meeting=meeting)
 
 
 def verify(core: Core, state: State) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -15,10 +15,10 @@ from datastates.objects.adapters import Adapted, parts
 from datastates.objects.locals import boxes_here, lies_as, put_together
 from datastates.objects.placements import is_spread
 from datastates.objects.report import Findings
-from datastates.store.regions import Region, read_regions
+from datastates.store.regions import Region, read_regions, whole
 from datastates.store.tier import Reader
 
-__all__ = ["has_spread", "read_spread"]
+__all__ = ["Boxes", "has_spread"]
 
 
 def has_spread(adapted: Adapted) -> bool:
@@ -35,20 +35,31 @@ def has_spread(adapted: Adapted) -> bool:
     return False
 
 
-def read_spread(
-    reader: Reader, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], findings: Findings
-) -> dict[int, torch.Tensor]:
-    """The stored tensors that go into DTensors only, laid out as these, by index; ``tensors`` are the sketch that ``findings`` are of.
+class Boxes:
+    """The boxes of the stored tensors that go into DTensors only. ``tensors`` are the sketch that ``findings`` are of."""
 
-    Their memory is lent: it lasts as long as the reader is open.
+    def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], findings: Findings) -> None:
+        self._specs, self._likes = specs, _likes(specs, tensors, findings)
+        self._regions = {
+            index: [Region(specs[index], box.offset, box.local_shape) for box in boxes_here(like)] for index, like in self._likes.items()
+        }
 
-    :raises Corrupt: a chunk fails its digest.
-    """
-    likes = _likes(specs, tensors, findings)
-    boxes = {index: boxes_here(like) for index, like in likes.items()}
-    regions = [Region(specs[index], box.offset, box.local_shape) for index in likes for box in boxes[index]]
-    found = iter(read_regions(reader, regions, is_borrowing=True))
-    return {index: put_together(like, [next(found) for _ in boxes[index]], dtype_of(specs[index].dtype)) for index, like in likes.items()}
+    def with_whole(self, wants: Callable[[str], bool]) -> Iterator[Region]:
+        """These, and all of every other tensor that is wanted."""
+        sources = {index if spec.alias is None else spec.alias for index, spec in enumerate(self._specs) if wants(spec.path)}
+        for index in sorted(sources):
+            yield from self._regions.get(index, [whole(self._specs[index])])
+
+    def read(self, reader: Reader) -> dict[int, torch.Tensor]:
+        """The stored tensors by index, laid out as what they go into. Their memory is lent: it lasts as long as the reader is open.
+
+        :raises Corrupt: a chunk fails its digest.
+        """
+        found = iter(read_regions(reader, [region for regions in self._regions.values() for region in regions], is_borrowing=True))
+        return {
+            index: put_together(like, [next(found) for _ in self._regions[index]], dtype_of(self._specs[index].dtype))
+            for index, like in self._likes.items()
+        }
 
 
 def _likes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], findings: Findings) -> dict[int, torch.Tensor]:

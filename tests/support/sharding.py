@@ -129,10 +129,11 @@ def deposit(folder: Path, parts: Sequence[Payload], *, branch: str) -> State:
 
 
 class Opened(Reader):
-    """The parts of a state, opened where they are; ``read`` counts how often each chunk was asked for."""
+    """The parts of a state, or one of them, opened where they are; ``read`` counts how often each chunk was asked for."""
 
     def __init__(self, parts: Sequence[Payload]) -> None:
-        self.manifest = join([part.manifest for part in parts])
+        manifests = [part.manifest for part in parts]
+        self.manifest = manifests[0] if len(parts) == 1 else join(manifests)
         self._chunks = [view for part in parts for view in part.chunks]
         self.read: Counter[int] = Counter()
 

@@ -1,0 +1,274 @@
+"""A state that several ranks read at once: a chunk that more than one wants is read once, and passed on to the others.
+
+All of it is collective, on the training threads: every rank opens what it reaches, says so, and says which chunks it wants. Each works out
+alike who reads what for whom. Whoever uses a chunk has checked it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from datastates.content.digest import chunk_digest, decode, encode
+from datastates.content.manifest import CHUNK_BYTES, Manifest
+from datastates.content.parts import first_chunks
+from datastates.errors import Corrupt, DatastatesError, NotFound, Unavailable
+from datastates.transport.clone.groups import Group
+from datastates.transport.failures import revive
+from datastates.transport.protocol import Failure
+
+from .parts import PartsReader
+from .tier import Reader
+
+__all__ = ["Meeting", "Passage", "SharedReader", "open_shared", "passages"]
+
+_NOT_HERE = 255
+_CHARACTERS = 4 << 10
+
+
+class _Said(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others: that it failed, or what they ask each other."""
+
+    failure: Failure | None = None
+    body: bytes = b""
+
+
+class Meeting:
+    """Ranks that do one thing together: whoever fails says so where the others meet it next, and all raise."""
+
+    def __init__(self, group: Group, what: str) -> None:
+        self.group, self._what = group, what
+        self._is_over = False
+
+    @contextmanager
+    def united(self) -> Iterator[None]:
+        """The block that all go through; it ends once all have.
+
+        :raises DatastatesError: this rank's own error, as it is; or that of the first rank that failed, with its number.
+        """
+        try:
+            yield
+        except Exception as exc:
+            if not self._is_over:
+                self._is_over = True
+                self.group.exchange(msgspec.msgpack.encode(_Said(_described(exc))))
+            raise
+        self.meet()
+
+    def meet(self, body: bytes = b"") -> list[bytes]:
+        """What every rank says, once all are here and none has failed."""
+        try:
+            said = [msgspec.msgpack.decode(each, type=_Said) for each in self.group.exchange(msgspec.msgpack.encode(_Said(body=body)))]
+        except BaseException:
+            self._is_over = True  # nobody is there to be told
+            raise
+        for rank, each in enumerate(said):
+            if each.failure is not None:
+                self._is_over = True
+                message = f"rank {rank} of {self.group.size} could not {self._what}: {each.failure.message}"
+                raise revive(msgspec.structs.replace(each.failure, message=message))
+        return [each.body for each in said]
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A chunk on its way from the rank that reads it to others that want it."""
+
+    chunk: int
+    root: int
+    to: tuple[int, ...]
+
+
+def passages(wants: Sequence[Sequence[int]], places: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Passage]:
+    """Who reads what for whom, for every chunk that a rank wants and does not read by itself alone.
+
+    ``wants``: by rank, the chunks; ``places``: by rank and part, how far away the part is, 255 where the rank does not reach it;
+    ``starts``: the first chunk of each part, and the end. Of those that want a chunk the nearest to it reads it, and of several the one
+    that has read least; only if none of them reaches it, another does.
+    """
+    wanting: dict[int, list[int]] = {}
+    for rank, chunks in enumerate(wants):
+        for chunk in chunks:
+            wanting.setdefault(chunk, []).append(rank)
+    loads = [0] * len(wants)
+    found = []
+    part = 0
+    for chunk in sorted(wanting):
+        while chunk >= starts[part + 1]:
+            part += 1
+        ranks = wanting[chunk]
+        near = [rank for rank in ranks if places[rank][part] < _NOT_HERE] or range(len(wants))
+        root = min(near, key=lambda rank: (places[rank][part], loads[rank], rank))
+        loads[root] += 1
+        to = tuple(rank for rank in ranks if rank != root)
+        if to:
+            found.append(Passage(chunk, root, to))
+    return found
+
+
+class SharedReader(PartsReader):
+    """All parts of a state, of which this rank reaches some: what others pass on to it lies in its memory."""
+
+    def __init__(self, meeting: Meeting, parts: Sequence[Reader], places: Sequence[bytes], *, rank: int) -> None:
+        super().__init__(parts, rank=rank)
+        self._meeting, self._places = meeting, places
+        self._first = first_chunks([part.manifest for part in parts])
+        self._passed: dict[int, memoryview] = {}
+
+    def fetch(self, chunks: Sequence[int]) -> None:
+        """Have these chunks at hand; collective, each rank with its own.
+
+        :raises Corrupt: one that was read, or passed on, fails its digest here; or on another rank.
+        """
+        marks = np.zeros(self._first[-1], np.uint8)
+        marks[list(chunks)] = 1
+        said = self._meeting.meet(np.packbits(marks).tobytes())
+        wants = [np.flatnonzero(np.unpackbits(np.frombuffer(each, np.uint8), count=self._first[-1])).tolist() for each in said]
+        rank = self._meeting.group.rank
+        error: Exception | None = None
+        bad: list[Passage] = []
+        for passage in passages(wants, self._places, self._first):
+            if passage.root == rank:
+                error = self._give(passage, error)
+            elif rank in passage.to and not self._take(passage):
+                bad.append(passage)
+        if error is not None:
+            raise error
+        self._meeting.meet()
+        if bad:
+            raise Corrupt(
+                f"chunk {bad[0].chunk} of state {self.manifest.origin.uid}, which rank {bad[0].root} read and passed on, came to rank"
+                f" {rank} as something else: check the network, and the memory of both"
+            )
+
+    def chunk(self, index: int) -> memoryview:
+        """As it was passed on, or from its part."""
+        passed = self._passed.get(index)
+        return super().chunk(index) if passed is None else passed
+
+    def span(self, start: int, length: int) -> memoryview | None:
+        """As the part has it, if nothing of it was passed on."""
+        return None if self._is_passed(start, length) else super().span(start, length)
+
+    def loan(self, start: int, length: int) -> memoryview | None:
+        """As the part has it, or as it was passed on in one chunk."""
+        if not self._is_passed(start, length):
+            return super().loan(start, length)
+        index, offset = divmod(start, CHUNK_BYTES)
+        passed = self._passed.get(index)
+        return passed[offset : offset + length] if passed is not None and offset + length <= passed.nbytes else None
+
+    def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Each part those that it holds all of, and nothing of which was passed on."""
+        super().prepare([each for each in stretches if not self._is_passed(*each)])
+
+    def _is_passed(self, start: int, length: int) -> bool:
+        return bool(self._passed) and any(index in self._passed for index in self.chunks_of(start, length))
+
+    def _give(self, passage: Passage, error: Exception | None) -> Exception | None:
+        """Read a chunk and pass it on. What fails is returned: the others wait for what comes, until they are told."""
+        length = self.manifest.content.chunks[passage.chunk].length
+        data: memoryview | None = None
+        if error is None:
+            try:
+                data = self._passed[passage.chunk] = super().chunk(passage.chunk)
+            except Exception as exc:  # whatever it is, the others must not wait for ever
+                error = exc
+        self._meeting.group.pass_on(memoryview(bytes(length)) if data is None else data, passage.root, self._receivers(passage))
+        return error
+
+    def _take(self, passage: Passage) -> bool:
+        """Receive a chunk; whether it is what it should be."""
+        chunk = self.manifest.content.chunks[passage.chunk]
+        buffer = memoryview(bytearray(chunk.length))
+        self._meeting.group.pass_on(buffer, passage.root, self._receivers(passage))
+        self._passed[passage.chunk] = buffer.toreadonly()
+        return chunk_digest(buffer) == chunk.digest
+
+    def _receivers(self, passage: Passage) -> tuple[int, ...] | None:
+        return None if len(passage.to) == self._meeting.group.size - 1 else passage.to
+
+
+class _Elsewhere(Reader):
+    """A part that another rank reaches."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+    def chunk(self, index: int) -> memoryview:
+        """It was not asked for."""
+        origin = self.manifest.origin
+        raise Unavailable(f"chunk {index} of rank {origin.rank} of state {origin.uid} is not here, and was not passed on")
+
+    def span(self, start: int, length: int) -> memoryview | None:
+        """Nothing is here."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def open_shared(meeting: Meeting, uid: str, size: int, open_part: Callable[[int], tuple[Reader, int]], *, rank: int) -> SharedReader:
+    """A state of ``size`` parts, of which each rank opens what it reaches; collective. Values are those of ``rank``.
+
+    ``open_part`` gives a part, and how far away it is: 0 is this process's memory.
+
+    :raises Unavailable: nobody reaches a part.
+    :raises Corrupt: a manifest is damaged; or they are not the parts of one state.
+    """
+    with ExitStack() as stack:
+        parts: dict[int, Reader] = {}
+        near = bytearray([_NOT_HERE]) * size
+        for number in range(size):
+            try:
+                part, far = open_part(number)
+            except NotFound:
+                continue
+            parts[number], near[number] = stack.enter_context(part), min(far, _NOT_HERE - 1)
+        places = meeting.meet(bytes(near))
+        parts |= {number: _Elsewhere(found) for number, found in _manifests(meeting, uid, parts, places).items()}
+        reader = SharedReader(meeting, [parts[number] for number in range(size)], places, rank=rank)
+        stack.pop_all()
+        return reader
+
+
+def _manifests(meeting: Meeting, uid: str, parts: Mapping[int, Reader], places: Sequence[bytes]) -> dict[int, Manifest]:
+    """The manifests of the parts that this rank does not reach, from those that do."""
+    group, size = meeting.group, len(places[0])
+    nearest = [min(range(group.size), key=lambda rank: places[rank][number]) for number in range(size)]
+    lacking = [tuple(rank for rank in range(group.size) if places[rank][number] == _NOT_HERE) for number in range(size)]
+    missing = [str(number) for number in range(size) if len(lacking[number]) == group.size]
+    if missing:
+        raise Unavailable(
+            f"no rank reaches the parts of rank {', '.join(missing)} of state {uid}: bring their folder, or restore another state"
+        )
+    if not any(lacking):
+        return {}
+    own = {
+        number: encode(msgspec.structs.replace(parts[number].manifest, packs=(), refs=()))
+        for number in range(size)
+        if lacking[number] and nearest[number] == group.rank
+    }
+    lengths: dict[int, int] = {}
+    for said in meeting.meet(msgspec.msgpack.encode({number: len(data) for number, data in own.items()})):
+        lengths |= msgspec.msgpack.decode(said, type=dict[int, int])
+    received = {number: bytearray(length) for number, length in lengths.items() if number not in parts}
+    for number in sorted(lengths):
+        data = own.get(number, received.get(number))
+        if data is not None:
+            group.pass_on(data, nearest[number], lacking[number])
+    return {
+        number: decode(memoryview(data), source=f"part {number} of state {uid} from rank {nearest[number]}")
+        for number, data in received.items()
+    }
+
+
+def _described(error: Exception) -> Failure:
+    """An error for the other ranks, which are of the same job: they may read all of it."""
+    if isinstance(error, DatastatesError):
+        return Failure(error.kind, str(error)[:_CHARACTERS])
+    return Failure(DatastatesError.kind, f"{type(error).__name__}: {error}"[:_CHARACTERS])
