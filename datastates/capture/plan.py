@@ -146,7 +146,8 @@ class CopyPlan:
                 return False
         if not all(leaves[index].tensor is tensor and tie_of(tensor) == key for index, tensor, key in self.aliases):
             return False
-        self._marks = _Marks([leaf.tensor for leaf in leaves]) if all(source.is_dense for source in self.sources) else None
+        are_dense = all(source.is_dense for source in self.sources)
+        self._marks = _Marks([leaf.tensor for leaf in leaves], are_whole=self.shares is None) if are_dense else None
         return True
 
     def refuse_recording(self) -> None:
@@ -342,9 +343,9 @@ class _Marks:
 
     __slots__ = ("_aliases", "_complex", "_kinds", "_spread", "_tensors")
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._spread = [tensor for tensor in tensors if is_spread(tensor)]
-        self._tensors = [local for tensor in tensors if (local := local_of(tensor)) is not None]
+    def __init__(self, tensors: list[torch.Tensor], *, are_whole: bool) -> None:
+        self._spread = [] if are_whole else [tensor for tensor in tensors if is_spread(tensor)]
+        self._tensors = tensors if are_whole else [local for tensor in tensors if (local := local_of(tensor)) is not None]
         self._aliases = [tensor.detach() for tensor in self._tensors]
         self._complex = [tensor for tensor in self._tensors if tensor.dtype.is_complex]
         self._kinds = self._look()

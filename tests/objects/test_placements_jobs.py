@@ -17,6 +17,7 @@ from datastates.content.spread import is_spread, local_of
 from datastates.content.tree import Flat, flatten
 from datastates.objects.adapters import Adapted
 from datastates.objects.placements import holdings_of
+from datastates.objects.restore import restore_into
 from datastates.store.parts import PartsReader
 from datastates.store.reading import read_tree
 from tests.capture.build import leaves_of
@@ -163,6 +164,28 @@ def expected_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[s
     return found
 
 
+def restore_a_fresh_one(folder: Path, before: Flat) -> None:
+    """Optimizer and model, made anew, are put where the state was taken: each rank gets what it was given."""
+    model, optimizer = made_zero()
+    with whole_state(folder, "zero") as reader:
+        report = restore_into({"model": model, "optimizer": optimizer}, read_tree(reader, wants=lambda _: True))
+    assert not report.missing
+    _, after, _ = captured(model, optimizer)
+    assert after.skeleton == before.skeleton
+    for old, new in zip(before.tensors, after.tensors, strict=True):
+        one, other = local_of(old.tensor), local_of(new.tensor)
+        assert (one is None) == (other is None), old.path
+        if "running" not in old.path or dist.get_rank() == 0:  # of what replicas have each its own, the first's is stored
+            assert one is None or other is None or torch.equal(one, other), old.path
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+
+
+def whole_state(folder: Path, name: str) -> PartsReader:
+    return PartsReader([InMemory.from_bytes(torch.load(folder / f"{name}.{rank}")) for rank in range(SIZE)])
+
+
 def hold_what_they_say(folder: str, say: Say) -> None:
     """Each way in turn: trained, captured, its part written where the test reads it, and the whole gathered by torch on rank 0."""
     rank = dist.get_rank()
@@ -183,6 +206,9 @@ def hold_what_they_say(folder: str, say: Say) -> None:
         }
         if rank == 0:
             torch.save(expected, Path(folder) / f"{name}.whole")
+        if name == "zero":
+            dist.barrier()
+            restore_a_fresh_one(Path(folder), flat)
         assert plan.shares is not None
         say(name, sum(map(bytes_of, plan.specs)), bytes_alone(flat, apart), plan.shares.digest.hex())
 
@@ -194,7 +220,7 @@ def test_every_rank_knows_what_all_hold_and_their_parts_are_the_whole_state(tmp_
         stored = [int(count) for _, count, _, _ in lines]
         assert len({digest for *_, digest in lines}) == 1, name
         expected = torch.load(tmp_path / f"{name}.whole")
-        with PartsReader([InMemory.from_bytes(torch.load(tmp_path / f"{name}.{rank}")) for rank in range(SIZE)]) as reader:
+        with whole_state(tmp_path, name) as reader:
             found = dict(leaves_of(read_tree(reader, wants=lambda _: True)))
         for path, tensor in expected.items():
             assert torch.equal(found[f"/{path}"], tensor), (name, path)  # type: ignore[arg-type]  # a tensor
