@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from . import values
 from .capture.shutdown import settle
@@ -18,6 +18,7 @@ from .door.history import History
 from .door.refs import Names
 from .door.upkeep import Upkeep
 from .errors import DatastatesError, InvalidInput
+from .lineage.change.reduction import FIRST, Reduce, check_reduce
 from .lineage.states import State
 from .objects.handed import split_values
 from .objects.oversights import refuse_misspelt
@@ -25,9 +26,12 @@ from .objects.report import RestoreReport
 from .opening.location import locate
 from .policy.retention import Retention, asked_for, retention_of
 from .system.interrupts import undisturbed
+from .tracking.belonging import find
 from .tracking.configuration import configuration
 from .tracking.start import Terms, follow, together
+from .tracking.together import Together
 from .tracking.tracker import Tracker
+from .transport.clone.groups import Group
 from .upkeep.loading import device_of, load, restore
 
 if TYPE_CHECKING:
@@ -82,6 +86,25 @@ def _tls(value: object, what: str) -> Tls:
     return tls_of(value, what)
 
 
+def _group(given: object) -> Group:
+    if not isinstance(given, Group):
+        raise InvalidInput(f"group is {values.shown(given)}: give a datastates.ranks.TorchGroup, MPIGroup or SoloGroup")
+    return given
+
+
+def _own(given: object, names: set[str]) -> frozenset[str]:
+    own = frozenset([given] if isinstance(given, str) else values.several(values.string)(given, "own"))
+    if unknown := sorted(own - names):
+        raise InvalidInput(f"own names {', '.join(unknown)}, and nothing of that name is tracked: there are {', '.join(sorted(names))}")
+    return own
+
+
+def _is_checking(given: object) -> bool:
+    if given not in ("start", None):
+        raise InvalidInput(f"check is {values.shown(given)}: choose 'start' or None")
+    return given == "start"
+
+
 class Repository(Upkeep, Names, History, Algebra):
     """A lineage and the tiers that hold its states. Reading is safe from any thread; tracking belongs to the training thread."""
 
@@ -116,6 +139,10 @@ class Repository(Upkeep, Names, History, Algebra):
         defer: bool = True,
         objects: Mapping[str, object] | None = None,
         config: object = None,
+        group: Group | None = None,
+        own: str | Sequence[str] = (),
+        reduce: Reduce = FIRST,
+        check: Literal["start"] | None = "start",
         **more: object,
     ) -> Tracker:
         """Track a training on a branch, and restore its objects to where the branch stands.
@@ -147,6 +174,14 @@ class Repository(Upkeep, Names, History, Algebra):
         :param objects: what is tracked besides, by name; here a name may be that of an argument, such as ``start``.
         :param config: the configuration of this training, for people to find and compare it by: a mapping, an argparse namespace, a
             dataclass, nested as you like. It is recorded as plain values by flat names such as ``optimizer.lr``; nothing of it is restored.
+        :param group: the processes that track this training together, each as one rank: ``datastates.ranks.TorchGroup()``,
+            ``MPIGroup()``, or ``SoloGroup()`` where each trains by itself. None: that of ``datastates.ranks.using``, else all ranks of
+            torch.distributed or MPI where one of them is initialised, else this process. ``track`` is then collective: all ranks call it.
+        :param own: names of what each rank keeps for itself and gets back as its own, besides random numbers, loaders and samplers.
+            Everything else is to be equal on all ranks, and each stores its share of it.
+        :param reduce: what the metrics of a state are, of those that the ranks give: ``"first"`` (rank 0's), ``"mean"``, ``"max"``,
+            ``"min"``, ``"sum"``, ``"each"`` (rank 0's, and all as ``loss@3``), or a dict of these by the name of a metric.
+        :param check: ``"start"`` compares what is to be equal on all ranks now, by digests; None does not. See ``run.check_replicas``.
         :param more: what is tracked, by name: anything with ``state_dict`` and ``load_state_dict``, generators of random numbers
             (torch's, Python's, NumPy's), nested containers of those, of tensors and of plain values. All are restored in place; values that
             cannot be (numbers, text, tuples) are in the tracker's ``values``.
@@ -156,26 +191,32 @@ class Repository(Upkeep, Names, History, Algebra):
         :raises Unavailable: the repository can only be read, or another process or folder holds the branch's bytes.
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
         """
-        self.core.check_open()
-        self.core.home.check_writable()
-        plain, live = split_values(together(more, objects or {}, rng=rng))
-        refuse_misspelt(plain.keys() & more.keys(), signature(Repository.track).parameters)
-        terms = Terms(
-            branch=branch,
-            start=None if start is None else values.revision(start),
-            resume=resume,
-            only=only,
-            strict=strict,
-            gradients=gradients,
-            defer=defer,
-            cadence=self.config.cadence_with(cadence, durable_every=durable_every, durable_interval_s=durable_interval_s),
-            back_pressure=self.config.back_pressure
-            if back_pressure is None
-            else values.choice(back_pressure, BackPressure, "back_pressure"),
-            on_failure=self.config.on_failure if on_failure is None else values.choice(on_failure, OnFailure, "on_failure"),
-            config=configuration(config),
-            retention=asked_for(retention_of(self.config.retention), retention, keep_best),
-        )
+        ranks = Together(find() if group is None else _group(group))
+        with ranks.united("begin to track"):
+            self.core.check_open()
+            self.core.home.check_writable()
+            plain, live = split_values(together(more, objects or {}, rng=rng))
+            refuse_misspelt(plain.keys() & more.keys(), signature(Repository.track).parameters)
+            terms = Terms(
+                branch=branch,
+                start=None if start is None else values.revision(start),
+                resume=resume,
+                only=only,
+                strict=strict,
+                gradients=gradients,
+                defer=defer,
+                cadence=self.config.cadence_with(cadence, durable_every=durable_every, durable_interval_s=durable_interval_s),
+                back_pressure=self.config.back_pressure
+                if back_pressure is None
+                else values.choice(back_pressure, BackPressure, "back_pressure"),
+                on_failure=self.config.on_failure if on_failure is None else values.choice(on_failure, OnFailure, "on_failure"),
+                config=configuration(config),
+                retention=asked_for(retention_of(self.config.retention), retention, keep_best),
+                ranks=ranks,
+                own=_own(own, {*plain, *live}),
+                reduce=check_reduce(reduce),
+                is_checking=_is_checking(check),
+            )
         return follow(self.core, live, plain, terms)
 
     # --- states ----------------------------------------------------------------------------------------------------------

@@ -216,6 +216,7 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Repository.track(start)": World.track,
     "Repository.verify(rev)": lambda world, rev: world.repo.verify(rev).uid,
     "Repository.verify_merge(rev)": lambda world, rev: world.repo.verify_merge(rev).uid,
+    "TorchGroup.broadcast(rev)": lambda world, rev: SoloGroup().broadcast(world.repo, rev),  # it too
     "SoloGroup.broadcast(rev)": lambda world, rev: SoloGroup().broadcast(world.repo, rev),
     "Tracker.restore(rev)": World.restore,
     "explore(start)": World.explored,

@@ -18,6 +18,7 @@ from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage.states import Ref, State
 from datastates.objects.loops import LOOPS
 from datastates.opening.core import Opened, core_of
+from datastates.transport.clone.groups import SoloGroup
 
 from .files import Format, format_of, read, write
 from .tensors import words_about
@@ -46,7 +47,7 @@ class _Door(Opened, Protocol):
     def load(self, rev: str | State) -> Any:
         """A state's containers."""
 
-    def track(self, *, branch: str, objects: Mapping[str, object], rng: bool, strict: bool) -> Any:
+    def track(self, *, branch: str, objects: Mapping[str, object], rng: bool, strict: bool, group: SoloGroup) -> Any:
         """Follow a branch."""
 
 
@@ -216,7 +217,7 @@ class _Line:
         self._parts = {name: _Part() for name in tree}
         for name, value in tree.items():
             self._parts[name].value = value
-        self._run = self._repository.track(branch=self._branch, objects=self._parts, rng=False, strict=False)
+        self._run = self._repository.track(branch=self._branch, objects=self._parts, rng=False, strict=False, group=SoloGroup())
 
 
 # Out

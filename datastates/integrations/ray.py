@@ -34,6 +34,7 @@ from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.states import RefKind
 from datastates.repository import Repository
 from datastates.tracking.tracker import Tracker
+from datastates.transport.clone.groups import SoloGroup
 
 try:
     import ray.train
@@ -119,7 +120,7 @@ def _tracked(repo: Repository, worker: _Worker, branch: str, options: Mapping[st
     start = None
     if found is not None:
         branch, start = _onwards(repo, worker, branch, found)
-    run = repo.track(branch=branch, start=start, **options)
+    run = repo.track(branch=branch, start=start, **{"group": SoloGroup(), **options})  # each worker has a branch of its own
     run.attributes[_TRIAL] = worker.owner
     return run
 

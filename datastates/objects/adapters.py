@@ -88,12 +88,13 @@ class Adapted:
             out.update(generator.state_dict() if isinstance(generator, RngState) else state_of(generator))
         return tree
 
-    def outlook(self) -> dict[str, object]:
+    def outlook(self, *, is_shared: bool = False) -> dict[str, object]:
         """The tree as far as it can be looked at before the training begins, to find what no state can hold.
 
         Whatever can be iterated over is not asked: a loader that says its position makes its iterator, and draws from the generators.
+        ``is_shared`` as for ``tree``.
         """
-        walk = _Walk(self, is_outlook=True)
+        walk = _Walk(self, is_outlook=True, is_shared=is_shared)
         tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
         if walk.optimizers:
             self._add_optimizers(walk)

@@ -1,1 +1,8 @@
-"""Ranks of one job."""
+"""Ranks of one job: they track a training together, and hand states to each other."""
+
+from datastates.tracking.belonging import find, using
+from datastates.transport.clone.groups import Group
+
+from .groups import MPIGroup, SoloGroup, TorchGroup
+
+__all__ = ["Group", "MPIGroup", "SoloGroup", "TorchGroup", "find", "using"]

@@ -96,6 +96,8 @@ def set_out(training: Training, state: State, *, only: str | Sequence[str] | Non
     """Put the training's objects where ``state`` stands, and have its first capture share with it what is unchanged."""
     training.restore(state, only=only, strict=strict)
     stand(training, state, is_resumed=is_resumed)
+    if not training.ranks.is_first:
+        return  # rank 0 says it for all
     where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")
     if not is_resumed:
         begun = event("branch.begun", branch=training.branch, state=state.uid, step=state.step)

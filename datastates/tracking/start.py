@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+import torch
+
 from datastates import values
-from datastates.capture.line import Line
+from datastates.capture.line import Line, Part
 from datastates.capture.shutdown import settle
+from datastates.capture.uids import Agreed
 from datastates.config import BackPressure, OnFailure
-from datastates.errors import InvalidInput
-from datastates.lineage.change import refs
+from datastates.errors import InvalidInput, NotFound
+from datastates.lineage.change import refs, runs
+from datastates.lineage.change.reduction import FIRST, Reduce
 from datastates.lineage.show.failures import failures
 from datastates.lineage.states import Value
 from datastates.objects.loops import LOOPS
@@ -22,11 +28,14 @@ from datastates.policy.contract import Policy
 from datastates.policy.mtbf import mtbf_of
 from datastates.policy.retention import Retention, retention_of
 from datastates.system.interrupts import undisturbed
+from datastates.transport.clone.groups import SoloGroup
 from datastates.upkeep.keeper import keep
 from datastates.upkeep.retention import KEY
 
-from .outset import check_origin, origin_of, set_out, stand
+from .outset import Outset, check_origin, origin_of, set_out, stand
+from .replicas import check_replicas
 from .succession import enter, take_over
+from .together import Together
 from .tracker import Tracker
 from .training import Training
 
@@ -35,7 +44,9 @@ __all__ = ["Terms", "follow", "together"]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a training is followed; see ``Repository.track``. Unless it ``restores``, its objects stay as they are."""
+    """How a training is followed; see ``Repository.track``. Unless it ``restores``, its objects stay as they are. ``ranks`` follow it
+    together.
+    """
 
     branch: str
     start: str | None
@@ -50,6 +61,28 @@ class Terms:
     config: Mapping[str, Value]
     retention: Retention | None = None
     restores: bool = True
+    ranks: Together = field(default_factory=lambda: Together(SoloGroup()))
+    own: frozenset[str] = frozenset()
+    reduce: Reduce = FIRST
+    is_checking: bool = False
+
+    def said(self, names: Collection[str]) -> dict[str, object]:
+        """What all ranks are to agree about, with the names of what they track."""
+        told = {
+            name: getattr(self, name) for name in ("branch", "start", "resume", "only", "strict", "gradients", "restores", "is_checking")
+        }
+        told |= {"own": sorted(self.own), "reduce": self.reduce, "cadence": self.cadence.told(), "back_pressure": str(self.back_pressure)}
+        return told | {"on_failure": str(self.on_failure), "retention": self.retention, "what is tracked": ", ".join(sorted(names))}
+
+
+class _Job(msgspec.Struct, frozen=True):
+    """What rank 0 says of a training of several ranks: its uid, the run of rank 0's process, and where it begins."""
+
+    uid: str
+    process: str
+    origin: str | None
+    is_fork: bool
+    is_beyond: bool
 
 
 def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: object) -> dict[str, object]:
@@ -71,39 +104,114 @@ def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: 
 
 
 def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], terms: Terms) -> Tracker:
-    """Captures of these objects from now on; see ``Repository.track``."""
-    branch, start, cadence = terms.branch, terms.start, _informed(core, terms.cadence)
+    """Captures of these objects from now on; see ``Repository.track``. Collective among the ranks of ``terms``."""
+    branch, start, ranks = terms.branch, terms.start, terms.ranks
     settle()
-    take_over(core, branch, partial(check_origin, core, branch, start, resume=terms.resume))
+    ranks.same(terms.said({*objects, *plain}))
+    with ranks.united("begin on this branch"):
+        cadence = _informed(core, terms.cadence)
+        take_over(core, branch, partial(check_origin, core, branch, start, resume=terms.resume))
     with undisturbed():
-        origin = origin_of(core, branch, start, resume=terms.resume)
-        begin = origin.state
-        only = None if origin.is_beyond and start is not None else terms.only  # of its start; what the fork captured is all its own
-        line = Line(f"{branch}#{secrets.token_hex(4)}", branch, None if begin is None else (begin.uid, begin.digest), None)
-        line.is_patient = terms.on_failure is OnFailure.CONTINUE
-        config = terms.config if terms.retention is None else {**terms.config, KEY: terms.retention.text}
-        training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, gradients=terms.gradients, config=config)
-        training.bests = (terms.retention or retention_of(core.config.retention)).bests
+        job, origin = _outset(core, terms)
+        built: list[Training] = []
         try:
-            if begin is not None and not terms.restores:
-                stand(training, begin, is_resumed=origin.is_beyond)
-            elif begin is not None:
-                set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond)
-            training.know_best()
-            if begin is None or not origin.is_fork:
-                with core.database.write() as session:
-                    training.begin_run(session)
-            else:  # now that its objects stand there: a fork that fails leaves no branch
-                with core.writing() as session:
-                    training.begin_run(session)
-                    refs.branch(session, branch, begin.uid)
+            with ranks.united("track this"):
+                built.append(_training(core, objects, plain, terms, cadence, origin, job))
+            training = built[0]
+            ranks.same(_layout(training))
+            with ranks.united("restore its part"):
+                _put_back(training, terms, origin)
+            if terms.is_checking:
+                check_replicas(training)
+            _begin_run(training, terms, origin)
         except BaseException:
-            training.give_up()
+            for each in built:
+                each.give_up()
             raise
         core.trainings.add(training)
         enter(training)
         keep(core, branch, terms.retention)
         return Tracker(training, back_pressure=terms.back_pressure, is_deferring=terms.defer)
+
+
+def _outset(core: Core, terms: Terms) -> tuple[str, Outset]:
+    """The uid of the job, and where its training begins: both as rank 0 says, where there are several."""
+    ranks = terms.ranks
+    if ranks.size == 1:
+        return "", origin_of(core, terms.branch, terms.start, resume=terms.resume)
+    job = ranks.first("find where to begin", partial(_job, core, terms), _Job)
+    with ranks.united("see what rank 0 sees"):
+        with core.reading() as session:
+            try:
+                runs.get(session, job.process)
+            except NotFound as exc:
+                raise InvalidInput(
+                    f"this rank opened {core.location}, and rank 0 another repository: open one that all ranks share, a folder that"
+                    " all reach or a database"
+                ) from exc
+        return job.uid, Outset(None if job.origin is None else core.state(job.origin), is_fork=job.is_fork, is_beyond=job.is_beyond)
+
+
+def _job(core: Core, terms: Terms) -> _Job:
+    origin = origin_of(core, terms.branch, terms.start, resume=terms.resume)
+    begin = None if origin.state is None else origin.state.uid
+    return _Job(secrets.token_hex(12), core.engage().run.uid, begin, is_fork=origin.is_fork, is_beyond=origin.is_beyond)
+
+
+def _training(
+    core: Core, objects: Mapping[str, object], plain: dict[str, object], terms: Terms, cadence: Policy, origin: Outset, job: str
+) -> Training:
+    begin, ranks = origin.state, terms.ranks
+    config = terms.config if terms.retention is None else {**terms.config, KEY: terms.retention.text}
+    line = Line(f"{terms.branch}#{secrets.token_hex(4)}", terms.branch, None if begin is None else (begin.uid, begin.digest), None)
+    line.is_patient = terms.on_failure is OnFailure.CONTINUE
+    if ranks.size > 1:
+        line.part, line.uids, line.reduce = Part(ranks.rank, ranks.size, job), Agreed(job), terms.reduce
+        config = {**config, **runs.of_job(job, ranks.rank, ranks.size)}
+    training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, gradients=terms.gradients, config=config)
+    training.ranks, training.own = ranks, terms.own
+    training.bests = (terms.retention or retention_of(core.config.retention)).bests
+    return training
+
+
+def _put_back(training: Training, terms: Terms, origin: Outset) -> None:
+    begin = origin.state
+    only = None if origin.is_beyond and terms.start is not None else terms.only  # of its start; what the fork captured is all its own
+    if begin is not None and not terms.restores:
+        stand(training, begin, is_resumed=origin.is_beyond)
+    elif begin is not None:
+        set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond)
+    training.know_best()
+
+
+def _begin_run(training: Training, terms: Terms, origin: Outset) -> None:
+    """Record the run of this rank, and make the branch of a fork now that its objects stand there: one that fails leaves none."""
+    core, ranks, begin = training.core, terms.ranks, origin.state
+
+    def begin_first() -> None:
+        if begin is None or not origin.is_fork:
+            with core.database.write() as session:
+                training.begin_run(session)
+        else:
+            with core.writing() as session:
+                training.begin_run(session)
+                refs.branch(session, terms.branch, begin.uid)
+
+    with ranks.united("begin its run"):
+        if not ranks.is_first:
+            with core.database.write() as session:
+                training.begin_run(session)
+    ranks.first("begin its run", begin_first, type(None))
+
+
+def _layout(training: Training) -> dict[str, object]:
+    """What the models of all ranks have in common, so that each can say what the others hold."""
+    told: dict[str, object] = {}
+    for path, model in training.adapted.models() if training.ranks.size > 1 else ():
+        if path.split("/")[0] not in training.own:
+            leaves = [f"{name} {tuple(leaf.shape)} {leaf.dtype}" for name, leaf in model.tree().items() if isinstance(leaf, torch.Tensor)]
+            told[f"the model {path!r}"] = f"{len(leaves)} tensors ({hashlib.sha256(repr(leaves).encode()).hexdigest()[:10]})"
+    return told
 
 
 def _informed(core: Core, cadence: Policy) -> Policy:

@@ -20,17 +20,21 @@ from datastates.capture.line import Staged
 from datastates.capture.stage import CopyJob
 from datastates.config import BackPressure
 from datastates.content.tree import encode_values, flatten
-from datastates.errors import DatastatesError
+from datastates.errors import DatastatesError, Unsupported
 from datastates.lineage.states import State, StateFacts, Value, Why
 from datastates.objects import dirty
 from datastates.objects.restore import RestoreReport
 from datastates.policy.contract import CadenceChoice
 from datastates.system.interrupts import undisturbed
 
+from .replicas import differing
 from .training import Training
 
 if TYPE_CHECKING:
     import torch
+
+    from datastates.capture.replicas import Difference
+    from datastates.transport.clone.groups import Group
 
     from .guard import Data, Guard
 
@@ -281,23 +285,41 @@ class Tracker:
         host.recorder.span("capture", began, ended, uid, self.step)
         return handle
 
+    @property
+    def group(self) -> Group:
+        """The ranks that track this training together: ``run.group.rank`` of ``run.group.size``; 0 of 1 where it is one process's."""
+        return self._training.ranks.group
+
+    def check_replicas(self) -> list[Difference]:
+        """What differs between ranks that should hold the same: each with its ``path``, and the ``ranks`` that have it otherwise than most.
+
+        Collective, and it waits for all copies and devices: not for every step. Nothing in a single process.
+
+            with repo.track(branch="replicas", model=model, optimizer=optimizer) as run:
+                assert not run.check_replicas()
+        """
+        self._training.check_usable()
+        return differing(self._training)
+
     def fence(self) -> None:
         """Wait until no copy reads the tracked tensors any more; call it before changing them by hand."""
         self._training.fence()
 
     @checks.takes(rev=checks.revision, only=checks.patterns, strict=checks.flag)
     def restore(self, rev: str | State, *, only: str | Sequence[str] | None = None, strict: bool = True) -> RestoreReport:
-        """Put a state back into the tracked objects and go on from there: the branch moves to it, with a reflog entry.
+        """Put a state back into the tracked objects and go on from there: the branch moves to it, with a reflog entry. Collective.
 
         :raises NotFound: no such revision.
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         :raises Conflict: another process moved the branch meanwhile.
         """
-        training = self._training
-        training.check_usable()
-        training.fence()
-        self._host.settle(training.line)
-        return training.go_back(training.core.state(rev), only=only, strict=strict)
+        training, ranks = self._training, self._training.ranks
+        with ranks.united("end its captures"):
+            training.check_usable()
+            training.fence()
+            self._host.settle(training.line)
+        uid = ranks.first("find the state", lambda: training.core.state(rev).uid, str)
+        return training.go_back(training.core.state(uid), only=only, strict=strict)
 
     @checks.takes(
         spike=checks.optional(checks.number),
@@ -340,10 +362,16 @@ class Tracker:
         :param limit: how many rewinds in a row are made at most.
         :param keep: names of tracked objects that are not to go back, such as a count of batches.
         :raises InvalidInput: one of these means nothing, or there is no order of the data that could be changed.
+        :raises Unsupported: the training has several ranks.
         """
         from .guard import Guard, Rules  # few guard
 
         self._training.check_usable()
+        if self.group.size > 1:
+            raise Unsupported(
+                f"run.guard is for one process, and this training has {self.group.size}: its ranks would have to agree on every loss;"
+                " reduce the loss over them yourself, and call run.restore on all of them"
+            )
         return Guard(self, self._training, Rules(spike, patience, window, back, data, limit, keep))
 
     def close(self) -> None:

@@ -33,10 +33,12 @@ from datastates.opening.environment import describe_training
 from datastates.policy.contract import CadenceChoice, Policy
 from datastates.policy.rules import Best
 from datastates.system.interrupts import undisturbed
+from datastates.transport.clone.groups import SoloGroup
 from datastates.upkeep.loading import restore
 from datastates.upkeep.retention import bests_at
 
 from .companion import Companion
+from .together import Together
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -54,7 +56,7 @@ class Training:
     ``run`` is its record in the lineage. ``newest`` is the uid of the newest capture, recorded or not, or of the state that was put back.
     ``is_driven``: ``Tracker.steps`` counts the steps; ``completes`` says, where somebody else accumulates, whether the batch
     at hand completes one. ``is_resumed``: its branch was there before. ``held_s``: so long the newest capture
-    held the training. ``own`` names what each rank has for itself, beside what always is, where several ranks capture a state.
+    held the training. ``ranks`` follow it together; ``own`` names what each of them has for itself, beside what always is.
     """
 
     def __init__(
@@ -82,13 +84,14 @@ class Training:
         self.step = self.micro_step = 0
         self.completes: Callable[[], bool] | None = None
         self.bests: tuple[Best, ...] = ()
-        self.own: frozenset[str] = frozenset()
         self.held_s: float | None = None
         self._told = line.choice = cadence.told()
         self.resumed_from: State | None = None
         self.attributes: dict[str, Value] = {}
         self._companions: list[Companion] = []
         self.report: RestoreReport | None = None
+        self.ranks = Together(SoloGroup())
+        self.own: frozenset[str] = frozenset()
         self._plan: CopyPlan | None = None
         self._is_closed = self._is_ended = self._has_given_way = False
         self._pid = os.getpid()
@@ -219,18 +222,22 @@ class Training:
     ) -> RestoreReport:
         """Put a state back, but for the objects ``without``, and the branch with it; ``reason`` is for the reflog. Nothing is in flight."""
         with undisturbed():
-            report = self.restore(state, only=only, strict=strict, without=without)
-            tip = self.line.tip
-            if tip is None or tip[0] != state.uid:
-                with self.core.writing() as session:
-                    if tip is None:
-                        lineage_refs.branch(session, self.branch, state.uid)
-                    else:
-                        lineage_refs.move(session, self.branch, state.uid, expected=tip[0], reason=reason)
+            with self.ranks.united("restore its part"):
+                report = self.restore(state, only=only, strict=strict, without=without)
+            self.ranks.first("move the branch", partial(self._move, state, reason), type(None))
             self.line.stand((state.uid, state.digest))
             self.newest = state.uid
             self.know_best()
         return report
+
+    def _move(self, state: State, reason: str) -> None:
+        tip = self.line.tip
+        if tip is None or tip[0] != state.uid:
+            with self.core.writing() as session:
+                if tip is None:
+                    lineage_refs.branch(session, self.branch, state.uid)
+                else:
+                    lineage_refs.move(session, self.branch, state.uid, expected=tip[0], reason=reason)
 
     def know_best(self) -> None:
         """Say which states are the best of where the branch stands, by the metrics whose best is kept."""

@@ -39,12 +39,14 @@ __all__ = [
     "in_memory",
     "listing",
     "note",
+    "of_job",
     "recover",
     "start",
     "unfinished",
 ]
 
 _run, _state, _replica, _ref, _clone, _part = (table(row) for row in (RunRow, StateRow, ReplicaRow, RefRow, CloneRow, PartRow))
+_RANK = f"{OURS}rank"
 _OURS = _run.c.is_carried.is_(None)
 _GONE = [status.value for status in Status if not status.is_restorable]
 _VOLATILE: BindParameter[Any] = bindparam("volatile", expanding=True)
@@ -152,9 +154,15 @@ def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[
     return found[:limit], found[limit - 1].uid if len(found) > limit else None
 
 
+def of_job(job: str, rank: int, size: int) -> dict[str, Value]:
+    """What the runs of a training of several ranks say of it: one of each rank, of which people see that of rank 0."""
+    return {f"{OURS}job": job, _RANK: rank, f"{OURS}ranks": size}
+
+
 def counted() -> ColumnElement[bool]:
-    """What people take for a run: a training; or a process without one."""
-    return and_(_OURS, or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid)))
+    """What people take for a run: a training, once for all its ranks; or a process without one."""
+    rank = _run.c.config[_RANK].as_integer()
+    return and_(_OURS, or_(rank.is_(None), rank == 0), or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid)))
 
 
 def unfinished(session: Session) -> list[Run]:

@@ -37,7 +37,7 @@ def broadcast(group: MPIGroup | TorchGroup, say: Say) -> None:
     model, optimizer = make(group.rank)
     with tempfile.TemporaryDirectory() as folder, datastates.open(folder, memory_bytes=256 << 20) as repo:
         if group.rank == 1:
-            repo.track(model=model, optimizer=optimizer, durable_interval_s=1e9).capture()
+            repo.track(model=model, optimizer=optimizer, durable_interval_s=1e9, group=SoloGroup()).capture()
             group.broadcast(repo, "main", root=1)
         elif group.rank == 0:
             cloned = group.broadcast(repo, "main", root=1)
@@ -63,7 +63,7 @@ def failing_rank(group: MPIGroup | TorchGroup, say: Say) -> None:
     model, optimizer = make(group.rank)
     with tempfile.TemporaryDirectory() as folder, datastates.open(folder, memory_bytes=256 << 20) as repo:
         if group.rank == 0:
-            repo.track(model=model, optimizer=optimizer, durable_interval_s=1e9).capture()
+            repo.track(model=model, optimizer=optimizer, durable_interval_s=1e9, group=SoloGroup()).capture()
         wrong = {"model": torch.nn.Linear(3, 3)} if group.rank == 2 else {"model": model}
         try:
             group.broadcast(repo, "main", into=wrong)

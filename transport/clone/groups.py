@@ -116,11 +116,14 @@ class MPIGroup(Group):
 
     def __init__(self, comm: MPI.Intracomm | None = None, *, timeout_s: float = PATIENCE_S) -> None:
         mpi = _mpi()
-        self._mpi, self._comm = mpi, (mpi.COMM_WORLD if comm is None else comm).Dup()
-        self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
-        self._timeout_s = timeout_s
+        self._mpi, self._timeout_s = mpi, timeout_s
         self._is_closed = False
         self._unfinished: object = None  # a collective that was given up: MPI may still write to its memory
+        of = mpi.COMM_WORLD if comm is None else comm
+        self._rank, self._size = of.Get_rank(), of.Get_size()
+        self._comm: MPI.Intracomm
+        self._comm, made = of.Idup()
+        self._wait(lambda: made)
 
     @property
     def rank(self) -> int:

@@ -31,6 +31,8 @@ from datastates.opening.whereabouts import node_id
 from datastates.repository import Repository
 from datastates.store.tiers import CAPTURED
 from datastates.system.memory import available_memory_bytes
+from datastates.tracking.belonging import using
+from datastates.transport.clone.groups import SoloGroup
 
 from . import record
 from .claim import Claim, holder
@@ -109,7 +111,8 @@ def run(task: Task) -> Outcome:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(task.threads)
-        return _run(task)
+        with using(SoloGroup()):  # the processes of an executor may be ranks to MPI, but each trains a variant of its own
+            return _run(task)
     except Exception as exc:  # the user's function may raise anything: the variant failed, and the report says how
         return Outcome(task.assignment.variant.name, None, f"{type(exc).__name__}: {exc}", traceback.format_exc())
     finally:
