@@ -249,8 +249,7 @@ class Training:
         everything = {LOOPS: self.loops, **self.objects, **self.values}
         into = {name: found for name, found in everything.items() if name not in without}
         version = self.loops.version
-        rank, size = (0, 1) if self.line.part is None else (self.line.part.rank, self.line.part.size)
-        self.report = restore(self.core, state, into, only=only, strict=strict, rank=rank, size=size)
+        self.report = restore(self.core, state, into, only=only, strict=strict, group=self.ranks.group)
         for optimizer in (each for tracked in self.adapted.optimizers for each in with_inner(tracked)):
             if optimizer.state:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
