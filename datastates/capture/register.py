@@ -26,7 +26,7 @@ from datastates.system.logs import event
 from datastates.system.recorder import Recorder
 
 from .engine import Engine
-from .events import Action, Event, Recorded
+from .events import Action, Event, Recorded, Wanted
 from .handle import Progress
 from .line import Line, Staged
 from .pacing import Taken
@@ -89,7 +89,7 @@ class Register:
         self._failed: dict[str, Line] = {}
         self._left: dict[str, str] = {}
         self._write_error: BaseException | None = None
-        listener = Listener(self._on_recorded, self._on_durable, self._on_untold, self._on_whole, self._on_given_up)
+        listener = Listener(self._on_recorded, self._on_durable, self._on_untold, self._on_whole, self._on_given_up, self._on_wanted)
         self.journal = Journal(
             database=books.database, local=local, run=books.run, folder=books.folder, holder=books.holder, listener=listener
         )
@@ -271,10 +271,14 @@ class Register:
             with suppress(NotFound), self._memory.open(uid, verify=False) as reader:
                 self._memory.finish(finished(reader.manifest, state, outcome.parent_digests))
             line.tip = (uid, state.digest)
-            self._post(Recorded(uid, line.name, time.monotonic(), taken))
+            self._post(Recorded(uid, line.name, time.monotonic(), replace(taken, metrics=state.metrics)))
         self._on_recorded(entry, state, None)
         with self._lock:
             self._taken.pop(uid, None)
+
+    def _on_wanted(self, uid: str) -> None:
+        """Another rank makes a state durable, so this one writes its part."""
+        self._post(Wanted(uid))
 
     def _on_given_up(self, entry: Entry, given_up: GivenUp) -> None:
         """A state will never be whole of which this process told a part: it leaves memory, and its line goes on from the one before it."""

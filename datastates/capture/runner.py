@@ -28,6 +28,7 @@ from datastates.lineage.states import NewState, Run, State, StateFacts, Why
 from datastates.modules.copies import Copies
 from datastates.modules.own import Own
 from datastates.modules.parts import Skip
+from datastates.policy.cadence import Cadence
 from datastates.policy.contract import Policy
 from datastates.policy.rules import Best
 from datastates.store.arena import Arena
@@ -171,7 +172,8 @@ class Runner:
         """Begin a tracker; memory for captures of about this size is made warm meanwhile."""
         self._room.expect(line, size_bytes)
         self._paces.begin(line)
-        self._post(LineOpened(line.name, cadence, line.branch))
+        is_led = line.part is not None and line.part.rank > 0  # rank 0 says which states become durable: all ranks, or none, write one
+        self._post(LineOpened(line.name, Cadence(every=None, interval_s=None) if is_led else cadence, line.branch))
 
     def know_best(self, line: Line, bests: Mapping[Best, tuple[float, str] | None]) -> None:
         """See ``Host.know_best``."""
@@ -339,7 +341,7 @@ class Runner:
             if overdue is not None:
                 raise overdue
             self._rounds.hurry()
-            self._changed.wait_for(lambda: not self._register.awaited, _SAY_AGAIN_S)
+            self._changed.wait_for(lambda: not self._register.awaited and not self._register.journal.is_waiting_for_others, _SAY_AGAIN_S)
 
     def skip(self, line: Line, facts: StateFacts, why: Why, reason: str) -> None:
         """See ``Host.skip``."""
@@ -505,12 +507,12 @@ class Runner:
                     self._finish(captures)
                 else:
                     self._tick()
+                self._ask_others(has_told=bool(captures))
             except BaseException as exc:  # whatever it is, the log says it and the lines raise it, and the thread goes on
                 _logger.exception("the engine failed; it goes on")
                 for staged in captures:
                     self._register.break_off(staged, exc)
             finally:
-                self._ask_others(has_told=bool(captures))
                 for staged in captures:
                     staged.job = staged.work = None  # they hold what they were copied from
                 self._rounds.end(len(captures))
@@ -547,9 +549,9 @@ class Runner:
     def _ask_others(self, *, has_told: bool) -> None:
         """Hear what became of the parts that wait for those of other ranks, if it is time."""
         now, journal = time.monotonic(), self._register.journal
-        if not journal.is_waiting_for_others:
+        if not journal.is_waiting_for_others and not journal.may_be_wanted:
             self._polls.end()
-        elif journal.has_skips or (not has_told and not self._polls.delay(now)):
+        elif journal.has_news or (not has_told and not self._polls.delay(now)):
             journal.ask(self._config.group_patience_s)
             self._polls.asked(now)
         elif has_told:
@@ -637,6 +639,9 @@ class Runner:
     def _act(self, action: Action) -> None:
         match action:
             case Write(uid):
+                self._register.journal.want(uid)
+                if self._register.journal.has_news:
+                    self._rounds.wake()
                 self._writes.put(uid)
             case Evict(uids, until):
                 self._evict(uids, until)

@@ -62,7 +62,8 @@ _MOST_GONE = 1000
 @dataclass(frozen=True, slots=True)
 class Listener:
     """Called when the lineage knows of a state (and, of one that was told late, why its branch did not move), when it knows of its replica
-    on disk and the bytes added there, and when it refuses either. Of a part that was told: when its state is whole, or given up.
+    on disk and the bytes added there, and when it refuses either. Of a part that was told: when its state is whole, or given up, and when
+    another rank makes that durable.
     On the thread that told it, which may be any.
     """
 
@@ -71,6 +72,7 @@ class Listener:
     failed: Callable[[str, Exception, Entry | None], None]
     whole: Callable[[Entry, Outcome], None]
     given_up: Callable[[Entry, GivenUp], None]
+    wanted: Callable[[str], None]
 
 
 class Journal:
@@ -209,9 +211,9 @@ class Journal:
         return not self._parts.is_idle
 
     @property
-    def has_skips(self) -> bool:
-        """Whether the lineage is to be told of states of which this rank has no part."""
-        return self._parts.has_skips
+    def has_news(self) -> bool:
+        """Whether other ranks are to be told something: of which states this one has no part, and of which it writes its part."""
+        return self._parts.is_to_tell
 
     def missing(self, uid: str) -> str | None:
         """What a state that was told waits for, for people; None where it does not wait, or nothing is known."""
@@ -223,22 +225,31 @@ class Journal:
         except DatastatesError:
             return None
 
+    @property
+    def may_be_wanted(self) -> bool:
+        """Whether other ranks may make durable what this one has in memory only."""
+        return self._parts.may_be_wanted
+
+    def want(self, uid: str) -> None:
+        """A state is to be durable: if it has several parts the other ranks are told, who write theirs. Never waits."""
+        self._parts.want(uid)
+
     def awaits(self, uid: str) -> bool:
         """Whether a state waits for parts of other ranks."""
         return uid in self._parts
 
     def ask(self, patience_s: float | None = None) -> None:
         """Hear what became of the parts that wait, and tell of those that there are not. What waited for longer is given up."""
-        if self._parts.is_idle or self._away_since is not None:
+        if (self._parts.is_idle and not self._parts.may_be_wanted) or self._away_since is not None:
             return
         with self._turn:
             try:
                 is_late = patience_s is not None and bool(self._parts.late(patience_s))
                 heard, is_forgotten = Heard({}), False
-                if not is_late and not self._parts.has_skips:
+                if not is_late and not self._parts.is_to_tell:
                     with self._database.read() as session:
                         heard, is_forgotten = self._parts.ask(session)
-                if is_late or is_forgotten or self._parts.has_skips:
+                if is_late or is_forgotten or self._parts.is_to_tell:
                     with self._database.write() as session:
                         if patience_s is not None:
                             self._parts.give_up_late(session, patience_s)
@@ -255,7 +266,9 @@ class Journal:
     def evict(self, uids: Iterable[str]) -> None:
         """States left this process's memory; told with the next state, or by ``tell_evictions``."""
         with self._evicting:
-            self._evicted += uids
+            left = list(uids)
+            self._evicted += left
+        self._parts.leave(left)
 
     def is_leaving(self, uid: str) -> bool:
         """Whether a state left this process's memory, and that was not told yet."""
@@ -384,7 +397,7 @@ class Journal:
         is_durable, heard = len(self._gone) >= _MOST_GONE, Heard({})
         with self._database.write(durable=is_durable) as session:
             states = lineage_record.record_all(session, [entry.new for entry in whole])
-            if told or not self._parts.is_idle:
+            if told or not self._parts.is_idle or self._parts.may_be_wanted:
                 heard = self._parts.tell(session, told)
             evicted = self._tell_evictions(session)
         self._told.update((entry.new.uid, entry) for entry in whole)
@@ -397,15 +410,18 @@ class Journal:
 
     def _heed(self, heard: Heard) -> None:
         """What was heard of parts; each of them waits until its listener knows."""
-        self._parts.told_skips(heard.skips)
+        wanted = self._parts.heed(heard)
         for uid, outcome in heard.outcomes.items():
             entry = self._parts.entry(uid)
             if outcome.given_up is not None:
                 self._listener.given_up(entry, outcome.given_up)
             else:
                 self._told[uid] = entry
+                self._parts.become_whole(uid)
                 self._listener.whole(entry, outcome)
             self._parts.end(uid)
+        for uid in wanted:
+            self._listener.wanted(uid)
 
     def _tell_late(self, entry: Entry) -> None:
         new, moved, kept = entry.new, None, entry

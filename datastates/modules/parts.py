@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from datastates.lineage.change.parts import Telling, give_up, record_parts, skip_part
+from datastates.lineage.change.parts import Telling, give_up, record_parts, skip_part, want_parts, wanted_parts
 from datastates.lineage.search.outcomes import Outcome, outcomes
 from datastates.lineage.states import StateFacts, Why
 
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Heard", "Parts", "Skip"]
 
-_logger = logging.getLogger(__name__)
+_MOST_ASKED = 100
+"""Of so many of the newest states it is asked whether others make them durable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,14 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a transaction said: what became of states, and which skipped parts it was told of. Heeded once it is committed."""
+    """What a transaction said: what became of states, which of those that are whole other ranks make durable, and which skipped parts,
+    and wishes, it was told of. Heeded once it is committed.
+    """
 
     outcomes: dict[str, Outcome]
     skips: tuple[str, ...] = ()
+    wanted: tuple[str, ...] = ()
+    wishes: tuple[str, ...] = ()
 
 
 class Parts:
@@ -46,16 +50,23 @@ class Parts:
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[Entry, float]] = {}
         self._skips: dict[str, Skip] = {}
+        self._unwritten: dict[str, int] = {}
+        self._wishes: dict[str, int] = {}
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to be told or asked."""
-        return not self._waiting and not self._skips
+        """Whether there is nothing to be told, and nothing waits."""
+        return not self._waiting and not self.is_to_tell
 
     @property
-    def has_skips(self) -> bool:
+    def is_to_tell(self) -> bool:
         """Whether something is to be told."""
-        return bool(self._skips)
+        return bool(self._skips or self._wishes)
+
+    @property
+    def may_be_wanted(self) -> bool:
+        """Whether another rank may yet make durable what this one has in memory only."""
+        return bool(self._unwritten)
 
     def __len__(self) -> int:
         """How many states wait for parts of others, or to be told of."""
@@ -68,6 +79,17 @@ class Parts:
     def skip(self, skip: Skip) -> None:
         """This rank has no part of a state; told with the next transaction."""
         self._skips[skip.facts.uid] = skip
+
+    def want(self, uid: str) -> None:
+        """This rank makes its part of a state durable: so are the others to do, which are told with the next transaction."""
+        rank = self._unwritten.pop(uid, None)
+        if rank is not None:  # else it was another one that began
+            self._wishes[uid] = rank
+
+    def leave(self, uids: Iterable[str]) -> None:
+        """These states are not in memory only any more."""
+        for uid in uids:
+            self._unwritten.pop(uid, None)
 
     def entry(self, uid: str) -> Entry:
         """What was told of a part that is waited for."""
@@ -87,12 +109,16 @@ class Parts:
         if forgotten:
             record_parts(session, [_telling(told[uid]) for uid in forgotten])
             found, _ = outcomes(session, {uid: _rank(entry) for uid, entry in told.items()})
-        return Heard(found, tuple(skip.facts.uid for skip in skips))
+        wishes = dict(self._wishes)
+        for rank in set(wishes.values()):
+            want_parts(session, [uid for uid, of in wishes.items() if of == rank], rank=rank)
+        wanted = tuple(wanted_parts(session, self._newest()))
+        return Heard(found, tuple(skip.facts.uid for skip in skips), wanted, tuple(wishes))
 
     def ask(self, session: Session) -> tuple[Heard, bool]:
         """What became of the parts that wait, without telling anything; and whether some are unknown there, and must be told again."""
         found, forgotten = outcomes(session, {uid: _rank(entry) for uid, (entry, _) in self._waiting.items()})
-        return Heard(found), bool(forgotten)
+        return Heard(found, wanted=tuple(wanted_parts(session, self._newest()))), bool(forgotten)
 
     def give_up_late(self, session: Session, patience_s: float) -> list[str]:
         """Give up what has waited for longer; which."""
@@ -114,14 +140,24 @@ class Parts:
         for entry in entries:
             self._waiting.setdefault(entry.new.uid, (entry, now))
 
+    def become_whole(self, uid: str) -> None:
+        """A state is whole: from now on some rank may make it durable."""
+        self._unwritten.setdefault(uid, _rank(self._waiting[uid][0]))
+
     def end(self, uid: str) -> None:
         """A state waits no longer."""
         self._waiting.pop(uid, None)
 
-    def told_skips(self, uids: Iterable[str]) -> None:
-        """Of these it was told."""
-        for uid in uids:
+    def heed(self, heard: Heard) -> list[str]:
+        """Of this it was told. The states that others make durable, and this one does not yet."""
+        for uid in heard.skips:
             self._skips.pop(uid, None)
+        for uid in heard.wishes:
+            self._wishes.pop(uid, None)
+        return [uid for uid in heard.wanted if self._unwritten.pop(uid, None) is not None]
+
+    def _newest(self) -> list[str]:
+        return list(self._unwritten)[-_MOST_ASKED:]
 
 
 def _telling(entry: Entry) -> Telling:

@@ -42,7 +42,19 @@ from .replicas import SAFETY
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Telling", "Waiting", "drop_waiting", "give_up", "part_digests", "record_part", "record_parts", "skip_part", "waiting"]
+__all__ = [
+    "Telling",
+    "Waiting",
+    "drop_waiting",
+    "give_up",
+    "part_digests",
+    "record_part",
+    "record_parts",
+    "skip_part",
+    "waiting",
+    "want_parts",
+    "wanted_parts",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +128,17 @@ def drop_waiting(session: Session, runs: Sequence[str], *, tiers: Collection[str
         rank = lost[each.uid]
         give_up(session, [each.uid], why=Why.GONE, rank=rank, reason="its part was in the memory of a process that ended")
     return dropped
+
+
+def want_parts(session: Session, uids: Collection[str], *, rank: int) -> None:
+    """This rank makes its part of these whole states durable, and the others are to do the same: one part alone is worth nothing."""
+    if uids:
+        session.execute(_WANT, {"uids": sorted(uids), "of_rank": rank})
+
+
+def wanted_parts(session: Session, uids: Collection[str]) -> list[str]:
+    """Those of these whole states that some rank makes durable."""
+    return sorted(session.execute(_WANTED, {"uids": sorted(uids)}).scalars()) if uids else []
 
 
 def part_digests(session: Session, uid: str) -> tuple[str, ...]:
@@ -391,6 +414,9 @@ _PLACES = (
 _RUNS = select(_run.c.uid, _run.c.id).where(_run.c.uid.in_(bindparam("runs", expanding=True)))
 _INSERT = insert(_part)
 _SETTLED = update(_part).where(*_parts_of_it).values(place=None, said=None)
+_is_whole = (_is_part, _part.c.place.is_(None), _part.c.state_uid.in_(_uids))
+_WANT = update(_part).where(*_is_whole, _part.c.rank == bindparam("of_rank")).values(said="wanted")
+_WANTED = select(_part.c.state_uid).where(*_is_whole, _part.c.said.is_not(None)).distinct()
 _DROP = delete(_part).where(*_parts_of_it)
 _CHILDREN = select(_part.c.said).where(_of_uid, ~_is_part).order_by(_part.c.rank.desc())
 _FORGET_CHILDREN = delete(_part).where(_of_uid, ~_is_part)

@@ -12,6 +12,7 @@ import torch
 import datastates
 from datastates.errors import Closed, Conflict, Unavailable
 from datastates.lineage.change.parts import part_digests
+from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.states import Status
 from tests.support.ranks import Rank, ranks_of
 
@@ -155,3 +156,14 @@ def test_captures_that_follow_each_other_quickly_become_whole_in_order(tmp_path:
         assert [state.parents for state in states] == [(), *((state.uid,) for state in states[:-1])]
         wait(captures[-1], "durable")
         assert torch.equal(ranks[1].repo.load("main")["rows"], expected(20))
+
+
+def test_what_one_rank_makes_durable_all_write(tmp_path: Path) -> None:
+    with ranks_of(tmp_path, None, 2) as ranks:
+        first = capture_in_rounds(ranks, 2)[0]
+        uid = first[0].wait("durable", timeout_s=60).uid
+        other = first[1]._progress  # nobody waits for it there
+        assert other.changed.wait_for(lambda: other.state is not None and other.state.status is Status.DURABLE, 60)
+        with ranks[0].repo.core.reading() as session:
+            assert {each.rank for each in replicas_of(session, uid) if each.tier == "local"} == {0, 1}
+        assert ranks[0].repo.state(uid).status is Status.DURABLE
