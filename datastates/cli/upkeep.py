@@ -126,6 +126,8 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
         shell.write(f"state {each.state}: {what}: {each.problem}")
     for text in found.unread:
         shell.write(f"not read: {text}")
+    for text in found.partial:
+        shell.write(text)
     said = f"{len(found.hurt)} of them are damaged" if found.damage else "every byte as it was written"
     shell.write(f"{found.states} states, {size_text(found.bytes)} read: {said}")
     if found.mark is not None:

@@ -516,13 +516,13 @@ class Journal:
         was_in_the_way = self._leave_out_unknown(known)
         if not unknown and not lost:
             return was_in_the_way
-        whole = self._local.whole(entry.new.uid for entry in lost)
+        whole = self._local.whole_parts((entry.new.uid, entry.rank or 0) for entry in lost)
         with self._database.write(durable=True) as session:
             for run in unknown:
                 runs.start(session, run)
             for entry in lost:
                 self._tell_again(session, entry)
-            for uid, placed in whole.items():
+            for (uid, _), placed in whole.items():
                 self._mark_in(session, uid, placed)
             gone = clones.known(session, self._gone)
             lineage_record.evict(session, gone, tier=CAPTURED, node=self._holder)

@@ -35,11 +35,12 @@ def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Rec
     with database.read() as session:
         dead = [run for run in runs.unfinished(session) if is_dead(run, home)]
         unheard = {uid: digest for run in dead for uid, digest in runs.in_memory(session, run.uid, volatile=VOLATILE).items()}
+        parts = {part: digest for run in dead for part, digest in runs.parts_in_memory(session, run.uid, volatile=VOLATILE).items()}
     if not dead:
         return []
     with database.write(durable=True) as session:
-        for uid, placed in _whole(unheard, local).items():
-            record.mark(session, uid, local.gives, tier=local.name, node=home.uid, bytes=placed.bytes_new)
+        for (uid, rank), placed in _whole({**{(uid, 0): digest for uid, digest in unheard.items()}, **parts}, local).items():
+            record.mark(session, uid, local.gives, tier=local.name, node=home.uid, rank=rank, bytes=placed.bytes_new)
         recovered = runs.recover(session, [run.uid for run in dead], volatile=VOLATILE)
     local.sweep()
     for run in dead:
@@ -52,6 +53,6 @@ def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Rec
     return recovered
 
 
-def _whole(unheard: dict[str, str], local: DurableTier) -> dict[str, Placed]:
-    """Those states which the lineage knows in memory only, by uid and digest, that are whole on disk."""
-    return {uid: placed for uid, placed in local.whole(unheard).items() if placed.manifest.digest == unheard[uid]}
+def _whole(unheard: dict[tuple[str, int], str], local: DurableTier) -> dict[tuple[str, int], Placed]:
+    """Those parts which the lineage knows in memory only, by uid and rank, with their digests, that are whole on disk."""
+    return {part: placed for part, placed in local.whole_parts(unheard).items() if placed.manifest.digest == unheard[part]}

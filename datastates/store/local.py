@@ -188,14 +188,18 @@ class LocalTier(DurableTier):
 
     def whole(self, uids: Iterable[str]) -> dict[str, Placed]:
         """See ``DurableTier.whole``."""
+        return {uid: placed for (uid, _), placed in self.whole_parts((uid, self._rank) for uid in uids).items()}
+
+    def whole_parts(self, parts: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Placed]:
+        """See ``DurableTier.whole_parts``."""
         self._check_open()
-        wanted, found = set(uids), {}
+        wanted, found = set(parts), {}
         with locked(self.root, is_shared=True, is_needed=False):
-            for uid in wanted.intersection(self.uids()):
+            for part in wanted.intersection(self.parts()):
                 with suppress(NotFound, Corrupt, Unavailable):
-                    manifest = self.manifest(uid)
+                    manifest = self.part_manifest(*part)
                     if all(_is_there(self.root / pack.name, pack.size) for pack in manifest.packs):
-                        found[uid] = Placed(manifest, own_bytes(manifest))
+                        found[part] = Placed(manifest, own_bytes(manifest))
             if found:
                 sync_folder(self.root)  # who was killed may have renamed the last file, and not yet have synced its name
         return found
@@ -251,7 +255,7 @@ class LocalTier(DurableTier):
     def forget(self, uids: Iterable[str]) -> None:
         """See ``DurableTier.forget``."""
         self._check_open()
-        names = [name for name in (manifest_name(uid, self._rank) for uid in uids) if uid_of(name, "manifest") is not None]
+        names = self._names_of(uids)
         try:
             with locked(self.root, is_shared=False):
                 for name in names:
@@ -265,7 +269,7 @@ class LocalTier(DurableTier):
         """See ``DurableTier.collect``."""
         self._check_open()
         rewriting = self._rewriting()
-        gone = [manifest_name(uid, self._rank) for uid in without]
+        gone = self._names_of(without)
         collector = Collector(self.root, self._references, rewriting, tell=tell, without=gone)
         try:
             return collector.look() if is_dry else collector.collect()
@@ -308,6 +312,11 @@ class LocalTier(DurableTier):
             plan = plan_put(payload.manifest, {**known, **borrowed.places}, name)
             with self._written(plan, payload, file, borrowed.stamps) as staged:
                 yield staged
+
+    def _names_of(self, uids: Iterable[str]) -> list[str]:
+        """The manifests of all parts that are here of these states."""
+        wanted = set(uids)
+        return [manifest_name(uid, rank) for uid, rank in self.parts() if uid in wanted] if wanted else []
 
     def _rewriting(self) -> Rewriting:
         return Rewriting(self.root, self._references, self._index, is_direct=lambda: self.is_direct, on_step=self._on_step)

@@ -167,6 +167,10 @@ class DurableTier(Tier):
         """The states that are durable here with every pack, as their ``put`` would have said: its process may have died."""
 
     @abstractmethod
+    def whole_parts(self, parts: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Placed]:
+        """``whole`` of the parts of any ranks, by uid and rank."""
+
+    @abstractmethod
     def remove(self, uid: str) -> int:
         """Delete a state's manifest, then the packs that no other manifest in the folder needs. The payload bytes set free."""
 
@@ -188,7 +192,7 @@ class DurableTier(Tier):
 
     @abstractmethod
     def forget(self, uids: Iterable[str]) -> None:
-        """Delete the manifests of states, at once; what they needed is left to ``collect``."""
+        """Delete the manifests of states, of all their parts that are here, at once; what they needed is left to ``collect``."""
 
     @abstractmethod
     def collect(self, *, is_dry: bool = False, without: Iterable[str] = (), tell: Callable[[int, int], None] = ...) -> Collected:

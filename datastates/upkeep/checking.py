@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.errors import Corrupt, NotFound, Unavailable
 from datastates.lineage.change.clones import known
+from datastates.lineage.change.parts import part_digest, waiting
 from datastates.lineage.change.replicas import held
 from datastates.lineage.search.leftovers import held_on
 from datastates.opening.core import Core
@@ -51,7 +52,8 @@ class VerifyReport:
     """What a check of everything found. ``states`` counts manifests, ``bytes`` those of payload that were read.
 
     ``unread`` is what may be sound and cannot be read here: manifests of a newer version, files that are forbidden, or no files.
-    ``mark`` is the uid to go on from (``since``) where it was ended before it was through; None where it was.
+    ``mark`` is the uid to go on from (``since``) where it was ended before it was through; None where it was. ``partial`` is what waits for
+    parts of other ranks, for people: such states are in the lineage once they are whole, and cannot be restored before.
     """
 
     states: int
@@ -59,6 +61,7 @@ class VerifyReport:
     damage: tuple[Damage, ...]
     unread: tuple[str, ...]
     mark: str | None
+    partial: tuple[str, ...] = ()
 
     @property
     def hurt(self) -> tuple[str, ...]:
@@ -135,7 +138,9 @@ class _Run:
         return self._report(None)
 
     def _report(self, mark: str | None) -> VerifyReport:
-        return VerifyReport(self._states, self._done, tuple(self._damage), tuple(self._unread), mark)
+        with self._core.database.read() as session:
+            partial = tuple(str(each) for each in waiting(session))
+        return VerifyReport(self._states, self._done, tuple(self._damage), tuple(self._unread), mark, partial)
 
     def _names(self) -> Iterator[tuple[str, int]]:
         """The state and rank of each manifest that is here, or is to be, by uid."""
@@ -173,11 +178,12 @@ class _Run:
         return task
 
     def _compare(self, task: _Task, manifest: Manifest) -> None:
-        """The lineage says which state it is; of a state of several parts that is told by all of them together."""
-        if manifest.origin.world_size > 1:
-            return
+        """The lineage says which state it is, and of a state of several parts which part."""
         with self._core.database.read() as session:
-            digest = known(session, [task.uid]).get(task.uid)
+            if manifest.origin.world_size > 1:
+                digest = part_digest(session, task.uid, task.rank)
+            else:
+                digest = known(session, [task.uid]).get(task.uid)
         if digest not in (None, manifest.digest):
             said = f"it is the manifest of a state of digest {manifest.digest[:16]}, the lineage knows {str(digest)[:16]}"
             task.damage.append(Damage(task.uid, task.rank, None, (), said))

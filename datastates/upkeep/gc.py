@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict
+from datastates.lineage.change.parts import abandon
 from datastates.lineage.change.withdraw import take_turns
 from datastates.lineage.search.leftovers import given_up, unheard_of
 from datastates.opening.chronicle import chronicles
@@ -63,7 +64,9 @@ def gc(
     tier = core.tiers.durable
     if not is_dry_run:
         core.home.check_writable()
-    leftovers, strangers = _judged(core, tuple(tier.uids()))
+        with core.database.write() as session:
+            abandon(session)
+    leftovers, strangers = _judged(core, tuple(dict.fromkeys(uid for uid, _ in tier.parts())))
     unknown = _nobodys(core, strangers) if takes_unknown else []
     left = [uid for uid in strangers if uid not in set(unknown)]
     if is_dry_run:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import URL
 
 from datastates import values
+from datastates.content.digest import root_digest
 from datastates.content.manifest import Manifest
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from datastates.lineage.change import folders, rebuild, refs, runs
@@ -213,11 +214,14 @@ def _mark(session: Session, source: _Source, told: Retelling) -> int:
     """Note which states are whole in the folder; how many."""
     tier, node, count = source.tier, source.folder or "", 0
     here = known(session, [line.uid for line in told.states])
-    whole = tier.whole(uid for uid, rank in source.manifests if rank == 0 and uid in here)
+    whole = tier.whole_parts((uid, rank) for uid, rank in source.manifests if uid in here)
     parts: list[tuple[str, int, int, str, int]] = []
     for (uid, rank), manifest in source.manifests.items():
         size = manifest.origin.world_size
-        if uid not in whole or (size == 1 and here[uid] != manifest.digest):
+        of_it = [source.manifests.get((uid, each)) for each in range(size)]
+        known_parts = [each for each in of_it if each is not None]
+        is_whole = len(known_parts) == size and all((uid, each) in whole for each in range(size))
+        if not is_whole or here.get(uid) != root_digest([each.digest for each in known_parts], manifest.origin.parent_digests):
             if uid in here and rank == 0:
                 told.lacking.append(f"the bytes of state {uid}: its packs are not whole, or its manifest is another state's")
             continue

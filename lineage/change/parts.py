@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Telling",
     "Waiting",
+    "abandon",
     "drop_waiting",
     "give_up",
+    "part_digest",
     "part_digests",
     "record_part",
     "record_parts",
@@ -130,6 +132,13 @@ def drop_waiting(session: Session, runs: Sequence[str], *, tiers: Collection[str
     return dropped
 
 
+def abandon(session: Session) -> list[str]:
+    """Give up the states that wait although every run that told a part of them has ended; which."""
+    ended = [each.uid for each in waiting(session) if each.has_ended]
+    give_up(session, ended, why=Why.GONE, reason="it told no part before the runs of the others ended")
+    return ended
+
+
 def want_parts(session: Session, uids: Collection[str], *, rank: int) -> None:
     """This rank makes its part of these whole states durable, and the others are to do the same: one part alone is worth nothing."""
     if uids:
@@ -151,6 +160,12 @@ def part_digests(session: Session, uid: str) -> tuple[str, ...]:
 
 
 # The steps of record_parts
+
+
+def part_digest(session: Session, uid: str, rank: int) -> str | None:
+    """The digest of one rank's part of a whole state, as far as it is known here."""
+    found = session.execute(_DIGEST_OF_PART, {"uid": uid, "of_rank": rank}).scalar()
+    return None if not found else str(found)
 
 
 def _check(told: Telling) -> None:
@@ -402,6 +417,7 @@ _SUMS = (
     .group_by(_part.c.status)
 )
 _DIGESTS = select(_part.c.digest).where(*_parts_of_it).order_by(_part.c.rank)
+_DIGEST_OF_PART = select(_part.c.digest).where(_of_uid, _part.c.rank == bindparam("of_rank"), _part.c.place.is_(None))
 _DIGESTS_OF = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(_uids))
 _STANDING = select(
     _whole.label("whole"), select(_part.c.place).where(*_parts_of_it, _is_given_up).limit(1).scalar_subquery().label("place")

@@ -40,6 +40,7 @@ __all__ = [
     "listing",
     "note",
     "of_job",
+    "parts_in_memory",
     "recover",
     "start",
     "unfinished",
@@ -171,14 +172,31 @@ def unfinished(session: Session) -> list[Run]:
 
 
 def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[str, str]:
-    """The states that a process captured or cloned, and that are in memory only as far as the lineage knows: uids, each with its digest.
+    """The states of one part that a process captured or cloned, and that are in memory only as far as the lineage knows: uids with digests.
 
     ``volatile`` are the tiers that are lost with a process.
     """
     uids = _with_trainings(session, [uid])
     query = select(_state.c.uid, _state.c.digest).where(_state.c.id.in_(union(_captured(uids), _cloned(uids))))
-    query = query.where(_state.c.status.not_in(_GONE), ~_ELSEWHERE)
+    query = query.where(_state.c.status.not_in(_GONE), _state.c.world_size == 1, ~_ELSEWHERE)
     return {row.uid: row.digest for row in session.execute(query.order_by(_state.c.id), {"volatile": list(volatile)})}
+
+
+def parts_in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[tuple[str, int], str]:
+    """The parts of whole states of several that a process told, and that are in memory only as far as the lineage knows: uid and rank,
+    each with the digest of the part.
+    """
+    uids = _with_trainings(session, [uid])
+    its = (_replica.c.state_id == _state.c.id, _replica.c.rank == _part.c.rank)
+    query = (
+        select(_part.c.state_uid, _part.c.rank, _part.c.digest)
+        .join_from(_part, _run, _run.c.id == _part.c.run_id)
+        .join(_state, _state.c.uid == _part.c.state_uid)
+        .where(_run.c.uid.in_(uids), _state.c.status.not_in(_GONE))
+        .where(~exists().where(*its, _replica.c.tier.not_in(_VOLATILE)))
+        .order_by(_state.c.id, _part.c.rank)
+    )
+    return {(row.state_uid, row.rank): row.digest for row in session.execute(query, {"volatile": list(volatile)})}
 
 
 def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str]) -> list[Recovered]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BindParameter, bindparam, exists, select, union
 
+from datastates.lineage.change.awaited import WHYS
 from datastates.lineage.schema import PartRow, ReplicaRow, StateRow, table
 from datastates.lineage.states import Status
 
@@ -19,11 +20,14 @@ _BATCH = 500  # uids in one IN list
 
 
 def given_up(session: Session, uids: Sequence[str], *, tier: str, node: str) -> list[str]:
-    """Those of these states, of one part, that were evicted or lost, and of which no replica is noted on a tier of a node."""
+    """Those of these states that were evicted or lost, and of which no replica is noted on a tier of a node; and those of several parts
+    that never became whole.
+    """
     found: list[str] = []
     for start in range(0, len(uids), _BATCH):
         asked = {"uids": uids[start : start + _BATCH], "on_tier": tier, "on_node": node}
         found += session.execute(_GIVEN_UP, asked).scalars()
+        found += session.execute(_NEVER_WHOLE, {"uids": asked["uids"]}).scalars()
     return found
 
 
@@ -44,7 +48,8 @@ _state, _replica, _part = table(StateRow), table(ReplicaRow), table(PartRow)
 _uids: BindParameter[Any] = bindparam("uids", expanding=True)
 _GONE = [status.value for status in Status if not status.is_restorable]
 _held = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"))
-_GIVEN_UP = select(_state.c.uid).where(_state.c.uid.in_(_uids), _state.c.status.in_(_GONE), _state.c.world_size == 1, ~_held)
+_GIVEN_UP = select(_state.c.uid).where(_state.c.uid.in_(_uids), _state.c.status.in_(_GONE), ~_held)
+_NEVER_WHOLE = select(_part.c.state_uid).where(_part.c.state_uid.in_(_uids), _part.c.status.in_(WHYS))
 _KNOWN = union(select(_state.c.uid).where(_state.c.uid.in_(_uids)), select(_part.c.state_uid).where(_part.c.state_uid.in_(_uids)))
 _HELD_ON = (
     select(_state.c.uid, _replica.c.rank)
