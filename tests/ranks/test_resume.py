@@ -1,0 +1,77 @@
+"""A job of two ranks under DistributedDataParallel loses every process to SIGKILL, and a fresh job goes on bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import datastates
+from tests.support.jobs import Say, job, run
+
+HERE = "tests.ranks.test_resume"
+EPOCHS, ITEMS, BATCH, ACCUMULATE = 3, 48, 4, 2
+
+
+class Items(Dataset[torch.Tensor]):
+    """Inputs that depend on their index alone; the first number is the index."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([torch.tensor([float(index)]), torch.sin(torch.arange(31) * (index + 1) * 0.1)])
+
+
+def train(folder: str, say: Say, stop_after: int) -> None:
+    """Train with dropout, batch norm, gradient accumulation and workers; say each batch, and its loss exactly."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(100 + dist.get_rank())
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sampler: DistributedSampler[torch.Tensor] = DistributedSampler(Items(), seed=5)
+    loader = DataLoader(Items(), batch_size=BATCH, sampler=sampler, num_workers=1)
+    with datastates.open(folder, memory_bytes=64 << 20) as repo:
+        run = repo.track(model=model, optimizer=optimizer, durable_every=1, reduce={"loss": "mean"})
+        say("from", run.step, run.epoch)
+        for _ in run.epochs(EPOCHS):
+            for batch in run.steps(loader, accumulate=ACCUMULATE):
+                loss = model(batch).square().mean()
+                (loss / ACCUMULATE).backward()
+                say("batch", run.step, run.micro_step, ",".join(str(int(item)) for item in batch[:, 0].tolist()), float(loss).hex())
+                if not run.micro_step:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    taken = run.capture(metrics={"loss": float(loss)})
+                    if run.step == stop_after:
+                        taken.wait("durable")
+                        say("reached", run.step)  # and goes on, until it is killed somewhere
+        weights = b"".join(value.detach().numpy().tobytes() for value in model.state_dict().values())
+        say("weights", hashlib.sha256(weights).hexdigest())
+        run.close()
+
+
+def test_a_job_whose_ranks_were_all_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole = run(2, f"{HERE}:train", folder=str(tmp_path / "whole"), stop_after=0)
+    with job(2, f"{HERE}:train", folder=str(tmp_path / "killed"), stop_after=4) as ranks:
+        for rank in range(2):
+            ranks.heard(rank, "reached")
+        for rank in range(2):
+            ranks.kill(rank)
+        killed = ranks.lines()
+    rest = run(2, f"{HERE}:train", folder=str(tmp_path / "killed"), stop_after=0)
+    steps = [int(said[0].split()[1]) for said in rest]
+    assert 4 <= steps[0] == steps[1]
+    for rank in range(2):
+        assert rest[rank][1:] == whole[rank][1 + steps[rank] * ACCUMULATE :]
+        batches = [line for line in killed[rank] if line.startswith("batch")]
+        assert batches == whole[rank][1 : 1 + len(batches)]
+    per_epoch = ITEMS // (2 * BATCH)
+    for epoch in range(EPOCHS):
+        lines = [line for said in whole for line in said[1 + epoch * per_epoch : 1 + (epoch + 1) * per_epoch]]
+        assert sorted(int(item) for line in lines for item in line.split()[3].split(",")) == list(range(ITEMS))
