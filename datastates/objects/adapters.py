@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from datastates.content.arrays import MAX_DEPTH
+from datastates.content.spread import local_of
 from datastates.errors import InvalidInput
 
 from .generators import is_generator, state_of
@@ -138,10 +139,10 @@ class Adapted:
         return list(found.values())
 
     def size_bytes(self) -> int:
-        """About how large a state is, as far as can be told without asking anybody for it: modules and optimizers."""
+        """About how large a state is, as far as can be told without asking anybody for it: what modules and optimizers have here."""
         held = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
-        dense = (tensor for tensor in (*held, *self.fenced()) if tensor.layout is torch.strided and not tensor.is_meta)
-        return sum({id(tensor): tensor.nbytes for tensor in dense}.values())  # sparse ones do not tell
+        here = {id(tensor): local for tensor in (*held, *self.fenced()) if (local := local_of(tensor)) is not None}
+        return sum(local.nbytes for local in here.values() if local.layout is torch.strided)  # sparse ones do not tell
 
     def frozen(self) -> list[torch.Tensor]:
         """The parameters that ask for no gradient: they stay the same from state to state."""

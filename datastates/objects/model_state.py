@@ -116,16 +116,21 @@ _VALUES = operator.methodcaller("values")
 
 
 def _has_plain_state(module: nn.Module) -> bool:
-    """Whether the module's ``state_dict`` is made by torch alone, of parameters and buffers only."""
+    """Whether the module's ``state_dict`` is made by torch alone, of parameters and buffers only, or of FSDP2's shards of them."""
     return all(
         _is_plain_kind(type(part))
         and not isinstance(part, torch.jit.ScriptModule)  # its members are not in its ``__dict__``
         and not part._state_dict_hooks
-        and not part._state_dict_pre_hooks
+        and all(map(_only_shards, part._state_dict_pre_hooks.values()))
         and "state_dict" not in part.__dict__
         and "_save_to_state_dict" not in part.__dict__
         for part in module.modules()
     )
+
+
+def _only_shards(hook: object) -> bool:
+    """Whether it is the hook by which FSDP2 puts its shards back in the place of gathered parameters: always the same objects."""
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
 
 
 def _is_plain_kind(kind: type[nn.Module]) -> bool:
