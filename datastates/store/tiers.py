@@ -84,14 +84,14 @@ class Tiers:
     def open_part(self, state: State, rank: int, *, verify: bool = True) -> tuple[Reader, int]:
         """One part of a state from the nearest tier that has it, and how far away that is: 0 is this process's memory.
 
-        :raises NotFound: none has it.
+        :raises NotFound: none has it, as far as they answer: another rank may reach it.
         """
         for far, tier in enumerate(self, 1 if self.captured is None else 0):
             try:
                 if state.world_size > 1:
                     return tier.open_part(state.uid, rank, verify=verify), far
                 return of_state(tier.open(state.uid, verify=verify), state), far
-            except NotFound:
+            except (NotFound, Unavailable):
                 continue
         raise NotFound(f"rank {rank} of state {state.uid} is on no tier here")
 
