@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-import textwrap
+import math
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -18,11 +17,14 @@ import datastates
 from datastates.capture.stage import Stager
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.errors import InvalidInput, Torn
+from datastates.errors import Corrupt, InvalidInput, Torn
 from datastates.repository import Repository
+from datastates.tracking import guard
 from tests.support.late import Hazard, LateDevices, Lateness
+from tests.support.planting import without
 
 STEPS = 4
+BUILDING = threading.Lock()
 CONFIG = Config(memory_bytes=64 * CHUNK_BYTES, durable_interval_s=None)
 
 
@@ -39,8 +41,9 @@ class Net(nn.Module):
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Net()
+    with BUILDING:
+        torch.manual_seed(0)
+        model = Net()
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -102,8 +105,12 @@ def check_captures(
     index: int = 0,
     may_wait: bool = False,
     is_here: bool = False,
+    is_eager: bool = False,
 ) -> None:
-    """A training on a late device, captured after each step: each state holds what it is to hold, and no capture waited for the device."""
+    """A training on a late device, captured after each step: each state holds what it is to hold, and no capture waited for the device.
+
+    ``is_eager``: the first state is asked for before the device has caught up.
+    """
     model, optimizer = build()
     late.put(model, index)
     with nullcontext() if is_here else late.running(), repo.track(model=model, optimizer=optimizer) as run:
@@ -113,6 +120,8 @@ def check_captures(
             waits = late.schedule.waits_of_this_thread()
             captures.append(run.capture())
             assert may_wait or late.schedule.waits_of_this_thread() == waits, "capture waited for the device"
+        if is_eager:
+            captures[0].wait(timeout_s=30)
         late.schedule.catch_up()
         for number, capture in enumerate(captures):
             capture.wait(timeout_s=30)
@@ -124,17 +133,6 @@ def check_captures(
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
 def test_what_is_captured_is_what_the_training_had(lateness: Lateness, repo: Repository, expected: list[dict[str, torch.Tensor]]) -> None:
     check_captures(repo, LateDevices(lateness), expected)
-
-
-def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, line: str) -> None:
-    """Take one line out of a method."""
-    function = getattr(owner, name)
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(line) == 1, f"{owner.__name__}.{name}: {line!r} has moved"
-    module = vars(sys.modules[function.__module__])
-    made: dict[str, Callable[..., object]] = {}
-    exec(compile("from __future__ import annotations\n" + source.replace(line, "pass"), "planted", "exec"), module, made)
-    monkeypatch.setattr(owner, name, made[name])
 
 
 PLANTED = {
@@ -156,8 +154,8 @@ def test_a_wait_that_is_taken_out_is_noticed(
 ) -> None:
     lateness, name, line = planted
     without(monkeypatch, Stager, name, line)
-    with pytest.raises((AssertionError, Torn, Hazard)):
-        check_captures(repo, LateDevices(lateness), expected)
+    with pytest.raises((AssertionError, Torn, Corrupt, Hazard)):
+        check_captures(repo, LateDevices(lateness), expected, is_eager=name == "_copy_all")
 
 
 def test_a_fence_waits_on_the_host_for_host_memory_only(repo: Repository) -> None:
@@ -258,3 +256,45 @@ def test_two_trainings_on_two_devices_do_not_disturb_each_other(tmp_path: Path, 
     with late.running(), ThreadPoolExecutor(2) as pool:
         assert [*pool.map(train, range(2))] == [None, None]
     assert late.reached == {0, 1}
+
+
+@pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
+def test_a_restore_is_in_order_with_what_the_training_queues(
+    lateness: Lateness, repo: Repository, expected: list[dict[str, torch.Tensor]]
+) -> None:
+    late = LateDevices(lateness)
+    model, optimizer = build()
+    late.put(model)
+    with late.running(), repo.track(model=model, optimizer=optimizer) as run:
+        for number in range(2):
+            step(model, optimizer, number, lambda batch: late.put(batch.clone()))
+            run.capture()
+        run.restore("main~1")
+        for number in range(1, STEPS):
+            step(model, optimizer, number, lambda batch: late.put(batch.clone()))
+            run.capture()
+        late.schedule.catch_up()
+    found = loaded(repo, "main")
+    assert all(torch.equal(value, found[path]) for path, value in expected[-1].items())
+
+
+@pytest.mark.parametrize("is_planted", [False, True], ids=["as it is", "the loss is not waited for"])
+def test_a_guard_reads_a_late_loss_and_goes_back(is_planted: bool, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = LateDevices(Lateness.COMPUTE)
+    weight, loss = late.put(torch.zeros(300, 300)), late.put(torch.zeros(()))
+    if is_planted:
+        without(monkeypatch, guard._Loss, "value", "self.is_copied.synchronize()")
+    with late.running(), repo.track(weight=weight) as run:
+        watched = run.guard()
+        late.schedule.patience_s = 5 if is_planted else 0.1
+        for number in range(1, 10):
+            weight.add_(1)
+            loss.fill_(math.nan if number == 6 else 1.0)
+            if watched.rewound(loss):
+                continue
+            waits = late.schedule.waits_of_this_thread()
+            run.capture()
+            assert late.schedule.waits_of_this_thread() == waits
+        late.schedule.catch_up()
+        found = [(rewind.step, rewind.good.step) for rewind in watched.rewinds]
+    assert (found == [(6, 4)]) is not is_planted

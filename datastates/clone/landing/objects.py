@@ -18,13 +18,14 @@ from datastates.objects import dirty
 from datastates.objects.homes import Home, live_homes, wait_for_copies
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
-from datastates.system.devices import devices
+from datastates.system.devices import Mark, devices
 
 from .placeholders import gather, givable, holders, placeholders, tie
 from .routes import DIRECT_BYTES, Piece, Segment, Stretch, route
 from .scatter import scatter
 from .scratch import Scratch
 from .shadow import Shadow, Shadows
+from .unloading import Unloading
 from .untrusted import CheckedManifest, distrusting
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class ObjectsSink:
         if self._homes:
             wait_for_copies(objects)
             dirty.mark(((home.path, home.live) for home in self._homes.values()), self._token)
+        self._unloading = Unloading(home.flat for home in self._homes.values())
 
     # --- the transfer: any thread -----------------------------------------------------------------------------------------
 
@@ -127,9 +129,10 @@ class ObjectsSink:
         with self._lock:
             arriving = self._arriving[index]
         is_right = pieces_digest(arriving.memory) == self.manifest.content.chunks[index].digest
+        marks: Sequence[Mark] = ()
         if is_right:
-            scatter(self._routes[index], arriving.memory, self._shadow, is_in_shadow=self._keeps)
-        self._settle(index, is_accepted=is_right)
+            marks = scatter(self._routes[index], arriving.memory, self._shadow, self._unloading, is_in_shadow=self._keeps)
+        self._settle(index, is_accepted=is_right, marks=marks)
         return is_right
 
     def forget(self, index: int) -> None:
@@ -161,6 +164,7 @@ class ObjectsSink:
         left = len(self._routes) - len(self._accepted)
         if left:
             raise Unavailable(f"{left} of {len(self._routes)} chunks are still missing: resume the clone before it is committed")
+        self._unloading.join()
         tensors = [self._homes[index].live if index in self._homes else tensor for index, tensor in enumerate(self._tensors)]
         gather(self._parts.specs, tensors, self._wanted, self._shadow)
         tie(self._parts.specs, tensors, self._wanted)
@@ -186,6 +190,7 @@ class ObjectsSink:
             if self._is_closed:
                 return
             self._is_closed = True
+        self._unloading.join()
         if not self._is_touched and dirty.are_marked((home.live for home in self._homes.values()), self._token):
             dirty.clean(home.live for home in self._homes.values())
         self._shadow.close(keep=self._given if self._given else None)
@@ -247,7 +252,7 @@ class ObjectsSink:
         if not dirty.are_marked((home.live for home in homes), self._token):
             raise Conflict("something else was written to the objects that are cloned into: begin the clone again")
 
-    def _settle(self, index: int, *, is_accepted: bool) -> None:
+    def _settle(self, index: int, *, is_accepted: bool, marks: Sequence[Mark] = ()) -> None:
         with self._lock:
             arriving = self._arriving.pop(index)
             if is_accepted:
@@ -255,7 +260,7 @@ class ObjectsSink:
             else:
                 self._missing[index] = None
         if arriving.scratch is not None:
-            self._scratch.give(arriving.scratch)
+            self._scratch.give(arriving.scratch, marks)
 
     def _bytes_of(self, index: int) -> list[memoryview] | None:
         found = []

@@ -6,17 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
-from datastates.system.devices import devices
+from datastates.system.devices import Mark, devices
 
-from .routes import Piece, Segment
+from .routes import Segment
 from .shadow import Shadow
+from .unloading import Unloading
 
 __all__ = ["scatter"]
 
 
-def scatter(segments: Sequence[Segment], memory: Sequence[memoryview], shadow: Shadow, *, is_in_shadow: bool) -> None:
-    """``memory`` is where each segment was received; ``is_in_shadow``: packed ones came to where they stand in the stream."""
-    written = set()
+def scatter(
+    segments: Sequence[Segment], memory: Sequence[memoryview], shadow: Shadow, unloading: Unloading, *, is_in_shadow: bool
+) -> Sequence[Mark]:
+    """``memory`` is where each segment was received; ``is_in_shadow``: packed ones came to where they stand in the stream.
+
+    The memory is read until the marks are reached that this returns.
+    """
+    written: list[torch.Tensor] = []
     for segment, received in zip(segments, memory, strict=True):
         for piece in segment.pieces if segment.memory is None else ():
             data = received[piece.offset - segment.offset :][: piece.length]
@@ -26,13 +32,7 @@ def scatter(segments: Sequence[Segment], memory: Sequence[memoryview], shadow: S
             elif not devices().is_on(piece.home):
                 piece.view()[:] = data
             else:
-                _to_device(piece, data)
-                written.add(devices().of(piece.home))
-    for device in written:
-        devices().mark(devices().current(device)).synchronize()
-
-
-def _to_device(piece: Piece, data: memoryview) -> None:
-    assert piece.home is not None
-    source = torch.frombuffer(data, dtype=torch.uint8)  # pinned where the scratch buffer is
-    piece.home[piece.start : piece.start + piece.length].copy_(source, non_blocking=True)
+                source = torch.frombuffer(data, dtype=torch.uint8)  # pinned where the scratch buffer is
+                unloading.put(piece.home[piece.start : piece.start + piece.length], source)
+                written.append(piece.home)
+    return unloading.marks(written)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.system.devices import devices
+from datastates.system.devices import Mark, devices
 
 __all__ = ["Scratch"]
 
@@ -16,23 +17,30 @@ class Scratch:
     """At most ``count`` buffers, made when first needed; ``is_pinned``: what lands goes on to a device."""
 
     def __init__(self, count: int, *, is_pinned: bool = False) -> None:
-        self._left, self._free = count, list[torch.Tensor]()
+        self._left, self._free = count, list[tuple[torch.Tensor, Sequence[Mark]]]()
         self._is_pinned = is_pinned
         self._lock = threading.Lock()
 
     def take(self) -> torch.Tensor | None:
-        """A buffer of ``CHUNK_BYTES``; None when all are in use."""
+        """A buffer of ``CHUNK_BYTES``; None when all are in use. Waits where only devices use the last ones."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
-            if not self._left:
+            ready = (index for index in reversed(range(len(self._free))) if all(mark.query() for mark in self._free[index][1]))
+            index = next(ready, None)
+            if index is not None:
+                return self._free.pop(index)[0]
+            if not self._left and not self._free:
                 return None
-            self._left -= 1
+            given = None if self._left else self._free.pop(0)
+            self._left -= given is None
+        if given is not None:
+            for mark in given[1]:
+                mark.synchronize()
+            return given[0]
         if self._is_pinned:
             return devices().pinned((CHUNK_BYTES,), torch.uint8)
         return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """A buffer that was taken is free again."""
+    def give(self, buffer: torch.Tensor, marks: Sequence[Mark] = ()) -> None:
+        """A buffer that was taken is free again once these are reached."""
         with self._lock:
-            self._free.append(buffer)
+            self._free.append((buffer, marks))

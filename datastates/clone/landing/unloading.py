@@ -1,0 +1,43 @@
+"""Copies from host memory to live tensors on devices: after what their owner queued, and before what the owner queues next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from datastates.system.devices import Mark, Stream, devices
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Unloading"]
+
+
+class Unloading:
+    """A stream for each device that something lands on. Made and joined on the thread that owns the tensors, which are to stay alive.
+
+    Memory that a copy reads stays as it is until a mark that was made after the copy is reached.
+    """
+
+    def __init__(self, homes: Iterable[torch.Tensor]) -> None:
+        self._streams: dict[torch.device, Stream] = {}
+        for device in dict.fromkeys(devices().of(home) for home in homes if devices().is_on(home)):
+            side = self._streams[device] = devices().stream(device)
+            devices().wait(side, devices().mark(devices().current(device)))
+
+    def put(self, home: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy; on any thread. The host waits where ``source`` is not pinned."""
+        with devices().on(self._streams[devices().of(home)]):
+            home.copy_(source, non_blocking=True)
+
+    def marks(self, homes: Iterable[torch.Tensor]) -> Sequence[Mark]:
+        """The points behind the copies so far into these."""
+        return [devices().mark(self._streams[device]) for device in dict.fromkeys(map(devices().of, homes))]
+
+    def join(self) -> None:
+        """Everything is where it belongs, for whoever owns it; idempotent."""
+        while self._streams:
+            device, side = self._streams.popitem()
+            mark = devices().mark(side)
+            devices().wait(devices().current(device), mark)
+            mark.synchronize()  # the host waits once a clone: what was copied from is given away after this

@@ -1,0 +1,87 @@
+"""A clone into tensors of a device that does everything late: after what their owner queued, and whole when it is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from datastates.clone.landing import ObjectsSink
+from datastates.clone.landing.unloading import Unloading
+from tests.support.cloning import Sent, feed, sent
+from tests.support.late import LateDevices, Lateness
+from tests.support.planting import without
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(1100, 1100), nn.BatchNorm1d(1100), nn.Linear(1100, 1100))
+
+
+@pytest.fixture(scope="module")
+def state() -> Sent:
+    return sent({"model": model(1)})
+
+
+def check_landing(state: Sent, lateness: Lateness, *, atomic: bool = False) -> None:
+    """What the owner queued on the tensors does not change what has landed; and what is queued after the clone sees it."""
+    late, here = LateDevices(lateness), model(2)
+    late.put(here)
+    with late.running(), torch.no_grad():
+        for parameter in here.parameters():
+            parameter.add_(1)
+        sink = ObjectsSink(state.checked, {"model": here}, atomic=atomic, scratch=1)
+        feed(sink, state.chunks)
+        sink.commit()
+        doubled = [parameter * 2 for parameter in here.parameters()]
+        sink.close()
+        late.schedule.catch_up()
+    expected = model(1)
+    assert all(map(torch.equal, here.state_dict().values(), expected.state_dict().values()))
+    assert all(torch.equal(found, parameter * 2) for found, parameter in zip(doubled, expected.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
+def test_what_lands_on_a_device_lands_in_order(lateness: Lateness, state: Sent) -> None:
+    check_landing(state, lateness)
+
+
+def test_an_atomic_clone_into_a_device_is_written_in_order(state: Sent) -> None:
+    check_landing(state, Lateness.BOTH, atomic=True)
+
+
+PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
+    "copies do not wait for the owner": (
+        *(Lateness.COMPUTE, Unloading, "__init__", "devices().wait(side, devices().mark(devices().current(device)))", "pass"),
+    ),
+    "nobody waits for the copies": (Lateness.COPIES, ObjectsSink, "commit", "self._unloading.join()", "self._unloading._streams.clear()"),
+    "buffers are given away while they are read": (
+        *(Lateness.COPIES, ObjectsSink, "_settle", "self._scratch.give(arriving.scratch, marks)", "self._scratch.give(arriving.scratch)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED.keys())
+def test_a_wait_of_a_clone_that_is_taken_out_is_noticed(
+    planted: tuple[Lateness, type, str, str, str], state: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lateness, *fault = planted
+    plant: Callable[..., None] = without
+    plant(monkeypatch, *fault)
+    with pytest.raises(AssertionError):
+        check_landing(state, lateness)
+
+
+def test_a_clone_waits_for_the_device_once_where_buffers_are_enough(state: Sent) -> None:
+    late, here = LateDevices(Lateness.COMPUTE), model(2)
+    late.put(here)
+    with late.running():
+        sink = ObjectsSink(state.checked, {"model": here}, atomic=False)
+        before = late.schedule.waits_of_this_thread()
+        feed(sink, state.chunks)
+        assert late.schedule.waits_of_this_thread() == before
+        sink.commit()
+        sink.close()
+        late.schedule.catch_up()
