@@ -31,6 +31,7 @@ from .models import (
     Evicted,
     Forecast,
     GraphPage,
+    Incomplete,
     Merges,
     Note,
     Overview,
@@ -251,6 +252,10 @@ class Client:
     def run(self, uid: str) -> RunInfo:
         """One of them."""
         return self._get(f"/runs/{quote(uid, safe='')}", RunInfo)
+
+    def incomplete(self, *, limit: int = 50) -> Incomplete:
+        """The states of several ranks that wait for parts of some of them, and at most ``limit`` of those that were given up."""
+        return self._get("/incomplete", Incomplete, {"limit": limit})
 
     def branches(self, query: str = "", *, limit: int = 50, **asked: str) -> Branches:
         """The branches at a glance: a page of at most ``limit``.

@@ -10,6 +10,7 @@ from datastates.content.manifest import PackInfo
 from datastates.lineage import lookup
 from datastates.lineage.change import runs
 from datastates.lineage.search.holders import replicas_of
+from datastates.lineage.search.incomplete import parts_of
 from datastates.lineage.search.notes import notes
 from datastates.lineage.show.detail import child_uids, refs_at
 from datastates.lineage.states import State
@@ -36,4 +37,5 @@ def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> Sta
         packs=tuple(StoredPack(pack.name, pack.size) for pack in sorted(packs, key=lambda pack: pack.name)),
         run_record=None if state.run is None else runs.get(session, state.run),
         notes=tuple(notes(session, state=uid)),
+        parts=tuple(parts_of(session, uid)) if state.world_size > 1 else (),
     )

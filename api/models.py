@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Generic, TypeVar
 
 from datastates.lineage.search.holders import Replica
+from datastates.lineage.search.incomplete import Incomplete, Part
 from datastates.lineage.show.branches import Branch, Branches, Life
 from datastates.lineage.show.comparison import Comparison
 from datastates.lineage.show.holdings import Held
@@ -33,6 +34,7 @@ __all__ = [
     "GraphPage",
     "GraphRow",
     "Held",
+    "Incomplete",
     "Ingredient",
     "KeyStats",
     "Merge",
@@ -44,6 +46,7 @@ __all__ = [
     "Overview",
     "Page",
     "Parallels",
+    "Part",
     "ProcessInfo",
     "Processes",
     "Ref",
@@ -108,7 +111,7 @@ class StoredPack:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDetail(State):
     """Everything that is known of one state. ``children`` are uids, oldest first; ``run_record`` is the training that captured it;
-    ``notes`` are those on the state, newest first.
+    ``notes`` are those on the state, newest first. ``parts`` are those of its ranks, none where one process captured all of it.
     """
 
     refs: tuple[Ref, ...]
@@ -117,6 +120,7 @@ class StateDetail(State):
     packs: tuple[StoredPack, ...]
     run_record: Run | None
     notes: tuple[Note, ...] = ()
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

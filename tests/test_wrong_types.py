@@ -260,6 +260,7 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Repository.instrument": lambda w: Case(w.repo.instrument, {"meter": None}),
     "Repository.overview": lambda w: Case(w.repo.overview, {"query": "step > 1", "metric": "loss", "sort": "name", "group": "study"}),
     "Repository.runs": lambda w: Case(w.repo.runs, {"limit": 3}),
+    "Repository.incomplete": lambda w: Case(w.repo.incomplete, {"limit": 3}),
     "Repository.ancestors": lambda w: Case(w.repo.ancestors, {"rev": "main", "limit": 3}),
     "Repository.descendants": lambda w: Case(w.repo.descendants, {"rev": "start", "limit": 3}),
     "Repository.graph": lambda w: Case(w.repo.graph, {"rev": "main"}),

@@ -8,13 +8,14 @@ from typing import Annotated
 from fastapi import Query, Request, Response
 
 from datastates.api import processes
-from datastates.api.models import CloneInfo, Forecast, Page, Processes, ServerInfo, Storage
+from datastates.api.models import CloneInfo, Forecast, Incomplete, Page, Processes, ServerInfo, Storage
 from datastates.api.replies import reply
 from datastates.api.routing import Routes, Scope
 from datastates.api.served import Chosen, Served
 from datastates.clone.serving import Server
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.lineage.change import clones
+from datastates.lineage.search.incomplete import incomplete
 from datastates.system import masking
 
 __all__ = ["routes"]
@@ -67,6 +68,18 @@ def forecast(
 ) -> Response:
     """What retention would drop if it were applied now, by what trainings asked for and this server's configuration; nothing is dropped."""
     return reply(served.forecasts.of(limit), request=request, etag=True)
+
+
+@routes.add("GET", "/incomplete", scope=Scope.READ, returns=Incomplete)
+def list_incomplete(
+    served: Chosen,
+    request: Request,
+    limit: Annotated[int, Query(ge=0, le=500, description="At most so many of those that were given up")] = 50,
+) -> Response:
+    """The states of several ranks that wait for parts of some of them, and those that were given up, with the reasons."""
+    with served.reading() as session:
+        found = incomplete(session, limit=limit)
+    return reply(found, request=request, etag=True)
 
 
 @routes.add("GET", "/clones", scope=Scope.READ, returns=Page[CloneInfo])

@@ -22,6 +22,7 @@ COMMANDS = {
     "watch": ("Look", "overview"),
     "runs": ("Look", "overview"),
     "stats": ("Look", "overview"),
+    "incomplete": ("Look", "incomplete"),
     "du": ("Look", "room"),
     "cadence": ("Look", "cadence"),
     "log": ("Look", "history"),

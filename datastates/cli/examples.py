@@ -10,6 +10,7 @@ EXAMPLES = {
     "watch": "datastates watch --metric val_loss --every 5",
     "runs": "datastates runs -n 5",
     "stats": "datastates stats",
+    "incomplete": "datastates incomplete",
     "du": "datastates du",
     "cadence": "datastates cadence main --mtbf 6h",
     "log": "datastates log main --columns val_loss --since 7d",

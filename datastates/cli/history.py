@@ -264,6 +264,7 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
 
 
 def _facts(state: StateDetail, parents: list[State], children: list[State]) -> Table:
+    from .incomplete import part_facts
     from .render import age_text, facts_table, refs_text, short, size_text, state_text, status_text, step_text, time_text
 
     was = "" if state.status.is_restorable else "was "
@@ -284,9 +285,12 @@ def _facts(state: StateDetail, parents: list[State], children: list[State]) -> T
     facts += [("child", state_text(child)) for child in children]
     facts += [("size", f"{was}{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"), ("generation", state.generation)]
     facts += [("ranks", state.world_size if state.world_size > 1 else None)]
-    facts += [
-        ("replica", f"{one.tier} on {one.node or '?'}, rank {one.rank}, {size_text(one.bytes)} added there") for one in state.replicas
-    ]
+    if state.world_size > 1:
+        facts += part_facts(state)
+    else:
+        facts += [
+            ("replica", f"{one.tier} on {one.node or '?'}, rank {one.rank}, {size_text(one.bytes)} added there") for one in state.replicas
+        ]
     facts += [("pack", f"{pack.name}, {size_text(pack.bytes)}") for pack in state.packs]
     if state.run_record is not None:
         facts += _run_facts(state.run_record, short(state.run_record.uid))

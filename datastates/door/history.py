@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import networkx as nx
     from opentelemetry.metrics import Meter
 
+    from datastates.lineage.search.incomplete import Incomplete
     from datastates.lineage.show.branches import Branches
     from datastates.show.stats import RepositoryStats
 
@@ -125,3 +126,16 @@ class History(Opened):
         from datastates.show.overview import runs
 
         return runs(self.core, limit)
+
+    @values.takes(limit=values.count)
+    def incomplete(self, *, limit: int = 50) -> Incomplete:
+        """The states of several ranks that are not whole: those that wait for the parts of some, and those that were given up, and why.
+
+            for state in repo.incomplete().waiting:
+                print(state.branch, state.step, state.missing, state.since, state.has_ended)
+
+        :param limit: so many at most of those that were given up, the last first.
+        """
+        from datastates.show.overview import incomplete
+
+        return incomplete(self.core, limit)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from datastates.lineage.change import runs as lineage_runs
 from datastates.lineage.search import revision
+from datastates.lineage.search.incomplete import incomplete as lineage_incomplete
 from datastates.lineage.show.comparison import check_count, compare
 from datastates.lineage.show.overview import branches
 from datastates.opening.life import life_of
@@ -15,12 +16,13 @@ from datastates.opening.life import life_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from datastates.lineage.search.incomplete import Incomplete
     from datastates.lineage.show.branches import Branches
     from datastates.lineage.show.comparison import Comparison
     from datastates.lineage.states import Run
     from datastates.opening.core import Core
 
-__all__ = ["comparison", "overview", "runs"]
+__all__ = ["comparison", "incomplete", "overview", "runs"]
 
 
 def overview(core: Core, query: str, *, metric: str | None, sort: str, group: str | None) -> Branches:
@@ -33,6 +35,12 @@ def runs(core: Core, limit: int | None) -> list[Run]:
     """The processes that tracked, the last begun first."""
     with core.reading() as session:
         return lineage_runs.listing(session, limit=sys.maxsize >> 1 if limit is None else limit)[0]
+
+
+def incomplete(core: Core, limit: int) -> Incomplete:
+    """The states of several ranks that wait for parts, and those that were given up."""
+    with core.reading() as session:
+        return lineage_incomplete(session, limit=limit)
 
 
 def comparison(core: Core, revs: Sequence[str]) -> Comparison:

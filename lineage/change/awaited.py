@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
@@ -17,7 +17,7 @@ from datastates.lineage.states import Why
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["WHYS", "Waiting", "waiting"]
+__all__ = ["WHYS", "Waiting", "ranks_text", "waiting"]
 
 WHYS = [why.value for why in Why]
 """The status of the row that stays of a state that was given up."""
@@ -25,29 +25,29 @@ WHYS = [why.value for why in Why]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A state that is not whole yet: the ranks that told their part, of ``world_size``, and since when the first of them waits.
+    """A state that is not whole yet: the ranks of ``world_size`` that told no part, and since when the first that did waits.
 
     ``has_ended``: no run that told a part of it goes on, so that the state stays incomplete unless the missing ranks are run again.
     """
 
     uid: str
     world_size: int
-    ranks: tuple[int, ...]
+    missing: tuple[int, ...]
     branch: str | None
     step: int
     since: datetime
     has_ended: bool = False
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks that told no part."""
-        return tuple(sorted(set(range(self.world_size)).difference(self.ranks)))
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that told their part."""
+        return tuple(sorted(set(range(self.world_size)).difference(self.missing)))
 
     def __str__(self) -> str:
         said = f"state {self.uid} (branch {self.branch}, step {self.step})"
         if not self.missing:
             return f"{said} has all its {self.world_size} parts, and waits for the state before it"
-        ranks = f"the parts of rank {', '.join(map(str, self.missing))} of {self.world_size}"
+        ranks = f"the parts of rank {ranks_text(self.missing)} of {self.world_size}"
         if not self.has_ended:
             return f"{said} waits for {ranks}"
         return f"{said} is incomplete: it lacks {ranks}, and the runs that told the others have ended; run all its ranks again"
@@ -60,10 +60,23 @@ def waiting(session: Session, uids: Collection[str] | None = None) -> list[Waiti
     for uid, group in groupby(rows_of, key=lambda row: row.state_uid):
         rows = list(group)
         place = json.loads(rows[0].place)
-        ranks, since = tuple(row.rank for row in rows), from_us(min(row.told_at for row in rows))
+        missing = tuple(sorted(set(range(rows[0].world_size)).difference(row.rank for row in rows)))
+        since = from_us(min(row.told_at for row in rows))
         has_ended = all(row.run_id is None or row.finished_at is not None for row in rows)
-        found.append(Waiting(uid, rows[0].world_size, ranks, place["branch"], place["step"], since, has_ended))
+        found.append(Waiting(uid, rows[0].world_size, missing, place["branch"], place["step"], since, has_ended))
     return found
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks, which ascend, as people write them: ``0-3, 7``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    ends = ((str(low), str(high)) for low, high in spans)
+    return ", ".join(low if low == high else f"{low}-{high}" for low, high in ends)
 
 
 _part, _run = table(PartRow), table(RunRow)

@@ -31,6 +31,7 @@ from datastates.lineage.states import State
 
 from . import walk
 from .grammar import Problem, clamp, load, moment, parse, seconds, unquote, whole
+from .incomplete import why_none
 from .reach import above, difference
 
 if TYPE_CHECKING:
@@ -245,7 +246,10 @@ def _base(session: Session, name: str) -> int:
     if id_ is not None:
         return int(id_)
     if _is_uid_like(name):
-        return id_by_prefix(session, name)
+        try:
+            return id_by_prefix(session, name)
+        except NotFound as error:
+            raise NotFound(why_none(session, name) or str(error)) from error
     raise NotFound(f"there is no branch, tag or uid {name!r}{_nearest(session, name)}")
 
 

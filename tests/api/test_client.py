@@ -432,7 +432,7 @@ def test_every_operation_of_the_document_is_a_method(url: str, client: Client, t
         client.stats(),
     )
     client.studies(), client.merges(), client.outlier_reports()
-    client.processes(), client.storage(), client.forecast(), list(client.clones()), client.servers()
+    client.processes(), client.incomplete(), client.storage(), client.forecast(), list(client.clones()), client.servers()
     for call in (lambda: client.study("lr"), lambda: client.outlier_report(1), lambda: client.picture(1, 0)):
         with pytest.raises(NotFound):  # tests/api/test_studies.py has those that are there
             call()

@@ -23,6 +23,7 @@ from datastates.lineage.change import clones
 from datastates.opening.lease import LEASES, Lease, beat_at
 from datastates.testing import FaultyDisk
 from tests.api.conftest import BASE, NAME, Serve
+from tests.support.parts import run_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,3 +195,21 @@ def test_the_terminal_says_the_same(serve: Serve, repo: Repository) -> None:
         (training,) = process["trainings"]
         assert (training["state"], training["steps_per_s"], training["last"]) == (one["head"], one["steps_per_s"], one["last"]["value"])
         assert {each["uid"] for each in said("runs") if each["life"] == "running"} == {training["uid"]}
+
+
+def test_states_that_wait_for_parts_and_those_that_were_given_up(client: TestClient, repo: Repository) -> None:
+    assert asked(client, "incomplete") == {"waiting": [], "given_up": [], "total_given_up": 0}
+    job = run_job(repo.core.database)
+    found = asked(client, "incomplete")
+    (waits,), (dropped,) = found["waiting"], found["given_up"]
+    assert (waits["uid"], waits["branch"], waits["missing"], waits["has_ended"]) == (job.waits, "ddp", [2], False)
+    assert (dropped["uid"], dropped["rank"], dropped["why"], dropped["reason"]) == (
+        job.given_up,
+        1,
+        "skipped",
+        "there was no room in memory",
+    )
+    assert asked(client, "incomplete", limit=0)["given_up"] == []
+    assert repo.incomplete(limit=0).waiting == repo.incomplete().waiting != ()
+    assert [part["rank"] for part in asked(client, f"states/{job.whole[0]}")["parts"]] == [0, 1, 2]
+    assert asked(client, f"states/{repo.state('main').uid}")["parts"] == []

@@ -1,0 +1,65 @@
+"""``incomplete``, and what ``show`` says of a state of several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from datastates.lineage import Database
+from tests.support.parts import Job, run_job
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Invoke
+
+
+def job_of(root: Path, size: int = 3) -> Job:
+    database = Database(f"sqlite:///{root}/lineage.db")
+    try:
+        return run_job(database, size=size)
+    finally:
+        database.close()
+
+
+def test_what_waits_and_what_was_given_up_are_two_tables(root: Path, invoke: Invoke) -> None:
+    job = job_of(root)
+    done = invoke("incomplete")
+    waits, dropped = (block.splitlines()[1].split() for block in done.out.split("\n\n"))
+    assert (done.code, waits[:5]) == (0, [job.waits[:10], "ddp", "6", "2", "3"])
+    assert dropped[:6] == [job.given_up[:10], "ddp", "5", "1", "3", "skipped"]
+    assert "there was no room in memory" in done.out
+    found = invoke("incomplete", "--json").json
+    assert (found["waiting"][0]["missing"], found["given_up"][0]["why"], found["total_given_up"]) == ([2], "skipped", 1)
+
+
+@pytest.mark.usefixtures("root")
+def test_nothing_waits_in_a_repository_of_single_processes(invoke: Invoke) -> None:
+    done = invoke("incomplete")
+    assert (done.code, done.out) == (0, "")
+    assert "no state waits for parts of other ranks" in done.err
+    assert invoke("incomplete", "--json").json == {"waiting": [], "given_up": [], "total_given_up": 0}
+
+
+def test_show_lists_the_parts_by_rank(root: Path, invoke: Invoke) -> None:
+    job = job_of(root)
+    out = invoke("show", job.whole[0]).out
+    parts = [line.split(maxsplit=1)[1] for line in out.splitlines() if line.startswith("part ")]
+    assert parts == [
+        f"rank {rank}, {rank + 1}.0 MiB: memory on host{rank // 2}, {rank + 1}.0 KiB added there (run {job.runs[rank][:10]})"
+        for rank in range(3)
+    ]
+    assert [part["run"] for part in invoke("show", job.whole[0], "--json").json["parts"]] == job.runs
+    assert "waits for the parts of rank 2" in invoke("show", job.waits).err
+
+
+def test_show_lists_the_parts_of_many_ranks_by_place(root: Path, invoke: Invoke) -> None:
+    job = job_of(root, size=20)
+    parts = [line.split(maxsplit=1)[1] for line in invoke("show", job.whole[0]).out.splitlines() if line.startswith("parts ")]
+    assert (len(parts), parts[0].split(",")[0]) == (10, "memory on host0: rank 0-1")
+
+
+def test_show_says_nothing_of_parts_where_one_process_captured(root: Path, invoke: Invoke) -> None:
+    out = invoke("show", "main~5").out
+    assert "part" not in out
+    assert "\nreplica " in out
