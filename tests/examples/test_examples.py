@@ -78,10 +78,13 @@ def test_every_example_is_run_by_a_test() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} - shared == {
         "adapters.py",  # tests/integrations/test_transformers_docs.py
         "clone_between_processes.py",
+        "ddp.py",  # test_examples_of_ranks
         "demo.py",
         "find_outliers.py",
+        "fsdp.py",  # test_examples_of_ranks
         "leave_out_tree.py",
         "lightning_soup.py",
+        "mpi_data_parallel.py",  # test_examples_of_ranks
         "own_module.py",
         "own_tier.py",
         "pbt.py",

@@ -37,7 +37,7 @@ import pytest
 
 from . import warm
 
-__all__ = ["Kind", "Ranks", "Say", "job", "mpiexec", "need_mpi", "run"]
+__all__ = ["Kind", "Ranks", "Say", "job", "mpiexec", "need_mpi", "run", "script", "torchrun"]
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
@@ -195,11 +195,41 @@ def run(count: int, call: str, **options: Any) -> list[list[str]]:
 
 def mpiexec(count: int, *arguments: str, timeout_s: float) -> str:
     """What that many Pythons with these arguments say under mpiexec; they must end well."""
-    command = [*_launcher(count), sys.executable, *arguments]
+    return _launched([*_launcher(count), sys.executable, *arguments], timeout_s)
+
+
+def torchrun(count: int, *arguments: str, timeout_s: float) -> str:
+    """The same under torchrun."""
+    port = f"--master-port={free_port()}"
+    return _launched([sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", port, *arguments], timeout_s)
+
+
+def script(count: int, path: str, *arguments: str, timeout_s: float) -> str:
+    """The same without a launcher, quickly: each process has the variables of torchrun."""
+    read, write = os.pipe()
+    port, processes = free_port(), []
+    command = [sys.executable, path, *arguments]
+    try:
+        for rank in range(count):
+            env = os.environ | rendezvous(rank, count, port)
+            processes.append(warm.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=write, stderr=write))
+        codes = [process.wait(timeout_s) for process in processes]
+    finally:
+        os.close(write)
+        for process in processes:
+            process.kill()
+            process.wait()
+        with os.fdopen(read) as lines:
+            said = lines.read()
+    assert not any(codes), said
+    return said
+
+
+def _launched(command: list[str], timeout_s: float) -> str:
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env=os.environ | _ALLOWED,
+        env=os.environ | _ALLOWED | {"GLOO_SOCKET_IFNAME": "lo"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -209,9 +239,12 @@ def mpiexec(count: int, *arguments: str, timeout_s: float) -> str:
         try:
             said, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun's ranks are in sessions of their own: it ends them itself
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
             os.killpg(process.pid, signal.SIGKILL)
             said, errors = process.communicate()
-            pytest.fail(f"{arguments} did not end in {timeout_s} s: {said}{errors}")
+            pytest.fail(f"{command} did not end in {timeout_s} s: {said}{errors}")
     assert process.returncode == 0, said + errors
     return said
 
