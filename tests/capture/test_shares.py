@@ -116,6 +116,10 @@ def test_a_tensor_of_which_this_rank_stores_nothing_changes_the_plan_all_the_sam
     assert plan.refresh(flatten({**tree, "there": give(torch.zeros(1000), [1])}, first))
     assert not plan.refresh(flatten({**tree, "there": torch.zeros(1000)}, first))
     assert not plan.refresh(flatten({**tree, "there": give(torch.zeros(500, 2), [1])}, first))
+    plan = compile_plan(first, rank=0, size=2)
+    assert plan.refresh(first)
+    tree["there"].data = torch.zeros(2, 500)
+    assert not plan.refresh(flatten(tree, first))
 
 
 def test_what_another_rank_was_given_stands_in_the_tree_and_is_not_stored_here() -> None:

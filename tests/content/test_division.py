@@ -102,6 +102,14 @@ def test_an_expanded_dimension_is_not_cut_and_counts_once() -> None:
     assert bytes_by_rank(held, 4) == [1000] * 4
 
 
+@pytest.mark.parametrize("size", [3, 7])
+def test_no_tensor_is_cut_along_more_dimensions_than_a_manifest_may_say(size: int) -> None:
+    shape = (2, 2, 2, 2, 2, 5000)
+    (held,) = [held_by_all(shape, size)]
+    found = [Shard(box.offset, box.shape, 0, 4 * prod(box.shape)) for rank in divide([held], size) for box in rank[0]]
+    assert covers(TensorSpec("x", "float32", shape, held[0].strides, None, False, tuple(found)))
+
+
 def test_small_tensors_are_not_cut() -> None:
     held = [held_by_all((16,), 4) for _ in range(3000)]
     assert all(box.shape == (16,) for rank in divide(held, 4) for boxes in rank for box in boxes)
