@@ -27,6 +27,7 @@ PACKAGES = {
     "datastates.workflows": ("reference/workflows.md", "Studies: plans of variants, and what runs and reads them."),
     "datastates.api": ("reference/api.md", "The web server, and a client of one."),
     "datastates.store": ("reference/store.md", "What a tier of your own is made of."),
+    "datastates.ranks": ("reference/ranks.md", "Several processes, one training."),
     "datastates.testing": ("reference/testing.md", "Help for tests of your own."),
 }
 """Packages whose ``__all__`` is public: the page of each, and what it is for."""

@@ -140,6 +140,7 @@ def test_every_public_name_is_in_the_reference() -> None:
         ("datastates.workflows", "reference/workflows.md"),
         ("datastates.api", "reference/api.md"),
         ("datastates.store", "reference/store.md"),
+        ("datastates.ranks", "reference/ranks.md"),
         ("datastates.testing", "reference/testing.md"),
     ):
         for name in importlib.import_module(package).__all__:
