@@ -243,7 +243,13 @@ class Repository(Upkeep, Names, History, Algebra):
 
     @values.takes(rev=values.revision, into=values.named, only=values.patterns, strict=values.flag)
     def restore(
-        self, rev: str | State, into: Mapping[str, object], *, only: str | Sequence[str] | None = None, strict: bool = True
+        self,
+        rev: str | State,
+        into: Mapping[str, object],
+        *,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        group: Group | None = None,
     ) -> RestoreReport:
         """Put a state into live objects, in place; with ``strict`` nothing is changed unless everything fits and is verified.
 
@@ -253,9 +259,11 @@ class Repository(Upkeep, Names, History, Algebra):
         :param into: the objects, by the names under which they were tracked.
         :param only: names, or patterns of paths, of what is restored; all else is left alone and not read.
         :param strict: False restores what fits, and the report says what does not.
+        :param group: the ranks of a job that restore it together, each calling this: what several want is read once and passed on, and each
+            gets its own things back. Without it this process restores alone, and gets those of rank 0.
         :raises InvalidInput: names, shapes or types do not fit; lists them.
         """
-        return restore(self.core, self.state(rev), into, only=only, strict=strict)
+        return restore(self.core, self.state(rev), into, only=only, strict=strict, group=None if group is None else _group(group))
 
     # --- other processes ---------------------------------------------------------------------------------------------------
 

@@ -58,19 +58,17 @@ def restore(
     *,
     only: str | Sequence[str] | None,
     strict: bool,
-    rank: int = 0,
-    size: int = 1,
     group: Group | None = None,
 ) -> RestoreReport:
     """Put a state into live objects, once no copy of a training here reads them any more; see ``Repository.restore``.
 
-    They are those of ``rank`` of ``size``, each of which restores them by itself; or of a rank of ``group``, all of which do it at once.
+    Those of all ranks of ``group`` at once, which is collective; without one, these alone.
     """
     for training in list(core.trainings):
         training.fence()
     if group is not None and group.size > 1:
         return _restore_together(core, state, into, group, only=only, strict=strict)
-    own = Redivision(state.world_size, rank, size)
+    own = Redivision(state.world_size, 0, 1)
     with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=own.source) as reader:
         return restore_from(reader, into, only=only, strict=strict, own=own)
 

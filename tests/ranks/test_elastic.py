@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import datastates
 from datastates import PermutationSampler
 from datastates.errors import InvalidInput
+from datastates.objects.placements import local_of
 from tests.support.jobs import Say, run
 
 HERE = "tests.ranks.test_elastic"
@@ -28,7 +30,7 @@ def train(folder: str, stop: int, say: Say) -> None:
     torch.manual_seed(100 + rank)
     data = TensorDataset(torch.arange(LENGTH))
     sampler = PermutationSampler(LENGTH, seed=3, rank=rank, num_replicas=size)
-    theirs = DistributedSampler(data, seed=3)
+    theirs: DistributedSampler[Any] = DistributedSampler(data, seed=3)
     loaders = {
         "ours": DataLoader(data, batch_size=BATCH, sampler=sampler, num_workers=1),
         "theirs": DataLoader(data, batch_size=BATCH, sampler=theirs),
@@ -40,7 +42,7 @@ def train(folder: str, stop: int, say: Say) -> None:
                 fully_shard(model)
             optimizer = torch.optim.Adam(model.parameters())
             tracked = {"sampler": sampler} if name == "ours" else {}
-            with repo.track(branch=name, model=model, optimizer=optimizer, check=None, **tracked) as tracker:
+            with repo.track(branch=name, model=model, optimizer=optimizer, check=None, objects=tracked) as tracker:
                 report, seen, taken = tracker.report, [], 0
                 say(name, "noted", len(report.notes) if report else None)
                 say(name, "random", torch.rand(1).item())
@@ -60,6 +62,16 @@ def train(folder: str, stop: int, say: Say) -> None:
                 except InvalidInput as exc:
                     say(name, "refused", str(exc))
                 say(name, "seen", json.dumps(seen))
+            if name == "ours":
+                fresh = nn.Linear(5, 7)
+                fully_shard(fresh)
+                report = repo.restore("ours", {"model": fresh}, only="model", group=tracker.group)
+                say("restored", bool(report), bits(fresh) == bits(model))
+
+
+def bits(model: nn.Module) -> list[bytes]:
+    found = [local_of(parameter.detach()) for parameter in model.parameters()]
+    return [local.numpy().tobytes() for local in found if local is not None]
 
 
 def seen(said: list[list[str]], name: str) -> list[tuple[int, int]]:
@@ -89,3 +101,4 @@ def test_an_epoch_goes_on_with_another_number_of_ranks(tmp_path: Path, sizes: tu
         assert Counter(pair for each in said for pair in seen(each, "theirs")) == every
     assert len(set(words(said[1], "ours random"))) == sizes[1], "each rank draws numbers of its own"
     assert all(int(count) for count in words(said[1], "ours noted")), "the report says what is begun anew"
+    assert words([*said[0], *said[1]], "restored") == ["True True"] * (sizes[0] + sizes[1])
