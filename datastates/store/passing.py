@@ -22,6 +22,7 @@ from datastates.transport.failures import revive
 from datastates.transport.protocol import Failure
 
 from .parts import PartsReader
+from .staging import Stage
 from .tier import Reader
 
 __all__ = ["Meeting", "Passage", "SharedReader", "open_shared", "passages"]
@@ -117,7 +118,7 @@ class SharedReader(PartsReader):
         super().__init__(parts, rank=rank)
         self._meeting, self._places = meeting, places
         self._first = first_chunks([part.manifest for part in parts])
-        self._passed: dict[int, memoryview] = {}
+        self._passed: Stage | None = None
 
     def fetch(self, chunks: Sequence[int]) -> None:
         """Have these chunks at hand; collective, each rank with its own.
@@ -131,7 +132,11 @@ class SharedReader(PartsReader):
         rank = self._meeting.group.rank
         error: Exception | None = None
         bad: list[Passage] = []
-        for passage in passages(wants, self._places, self._first):
+        planned = passages(wants, self._places, self._first)
+        shared = {each.chunk for each in planned}.intersection(wants[rank])
+        if shared:  # what follows each other in the stream does so there: tensors over several chunks are views
+            self._passed = Stage(sorted(shared), self.manifest.content.chunks[max(shared)].length)
+        for passage in planned:
             if passage.root == rank:
                 error = self._give(passage, error)
             elif rank in passage.to and not self._take(passage):
@@ -147,27 +152,27 @@ class SharedReader(PartsReader):
 
     def chunk(self, index: int) -> memoryview:
         """As it was passed on, or from its part."""
-        passed = self._passed.get(index)
-        return super().chunk(index) if passed is None else passed
+        passed = self._view(index * CHUNK_BYTES, self.manifest.content.chunks[index].length)
+        return super().chunk(index) if passed is None else passed.toreadonly()
 
     def span(self, start: int, length: int) -> memoryview | None:
         """As the part has it, if nothing of it was passed on."""
         return None if self._is_passed(start, length) else super().span(start, length)
 
     def loan(self, start: int, length: int) -> memoryview | None:
-        """As the part has it, or as it was passed on in one chunk."""
-        if not self._is_passed(start, length):
-            return super().loan(start, length)
-        index, offset = divmod(start, CHUNK_BYTES)
-        passed = self._passed.get(index)
-        return passed[offset : offset + length] if passed is not None and offset + length <= passed.nbytes else None
+        """As the part has it, or as it was passed on."""
+        return self._view(start, length) if self._is_passed(start, length) else super().loan(start, length)
 
     def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Each part those that it holds all of, and nothing of which was passed on."""
         super().prepare([each for each in stretches if not self._is_passed(*each)])
 
     def _is_passed(self, start: int, length: int) -> bool:
-        return bool(self._passed) and any(index in self._passed for index in self.chunks_of(start, length))
+        return self._passed is not None and any(map(self._passed.holds, self.chunks_of(start, length)))
+
+    def _view(self, start: int, length: int) -> memoryview | None:
+        """Bytes of chunks all of which were passed on."""
+        return None if self._passed is None else self._passed.view(self.chunks_of(start, length), start % CHUNK_BYTES, length)
 
     def _give(self, passage: Passage, error: Exception | None) -> Exception | None:
         """Read a chunk and pass it on. What fails is returned: the others wait for what comes, until they are told."""
@@ -175,19 +180,28 @@ class SharedReader(PartsReader):
         data: memoryview | None = None
         if error is None:
             try:
-                data = self._passed[passage.chunk] = super().chunk(passage.chunk)
+                data = self._read(passage.chunk, length)
             except Exception as exc:  # whatever it is, the others must not wait for ever
                 error = exc
         self._meeting.group.pass_on(memoryview(bytes(length)) if data is None else data, passage.root, self._receivers(passage))
         return error
 
+    def _read(self, index: int, length: int) -> memoryview:
+        """A chunk from its part: to where it stays, if this rank wants it, too."""
+        if self._passed is None or not self._passed.holds(index):
+            return super().chunk(index)
+        room = self._passed.room(index, length)
+        part, start = self._part_of(index)
+        part.gather((index - start) * CHUNK_BYTES, room)
+        return room
+
     def _take(self, passage: Passage) -> bool:
         """Receive a chunk; whether it is what it should be."""
         chunk = self.manifest.content.chunks[passage.chunk]
-        buffer = memoryview(bytearray(chunk.length))
-        self._meeting.group.pass_on(buffer, passage.root, self._receivers(passage))
-        self._passed[passage.chunk] = buffer.toreadonly()
-        return chunk_digest(buffer) == chunk.digest
+        assert self._passed is not None
+        room = self._passed.room(passage.chunk, chunk.length)
+        self._meeting.group.pass_on(room, passage.root, self._receivers(passage))
+        return chunk_digest(room) == chunk.digest
 
     def _receivers(self, passage: Passage) -> tuple[int, ...] | None:
         return None if len(passage.to) == self._meeting.group.size - 1 else passage.to

@@ -34,6 +34,15 @@ class Stage:
         """
         on_threads(list(self._places), partial(self._fill, read), between=checkpoint)
 
+    def room(self, index: int, length: int) -> memoryview:
+        """The memory of a chunk of that length, to be filled."""
+        place = self._places[index]
+        return self._memory[place : place + length]
+
+    def holds(self, index: int) -> bool:
+        """Whether it has room for this chunk."""
+        return index in self._places
+
     def view(self, touched: range, offset: int, length: int) -> memoryview | None:
         """``length`` bytes from ``offset`` in the first of these chunks on; None where some of them are not here."""
         if not touched or any(index not in self._places for index in touched):

@@ -107,6 +107,7 @@ def test_what_all_want_is_read_once_and_passed_on(payloads: list[Payload], tree:
     read = [job.read_by(rank) for rank in range(3)]
     assert sum(map(len, read)) == len(set().union(*read)) == 7
     assert {len(each) for each in read} <= {2, 3}, "each reads its share"
+    assert all(set(part.read.values()) <= {1} for parts in job.parts.values() for _, part in parts), "no chunk is read again"
     assert len(passed) == 14
 
 
