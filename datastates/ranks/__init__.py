@@ -4,5 +4,6 @@ from datastates.tracking.belonging import find, using
 from datastates.transport.clone.groups import Group
 
 from .groups import MPIGroup, SoloGroup, TorchGroup
+from .newest import latest
 
-__all__ = ["Group", "MPIGroup", "SoloGroup", "TorchGroup", "find", "using"]
+__all__ = ["Group", "MPIGroup", "SoloGroup", "TorchGroup", "find", "latest", "using"]
