@@ -78,7 +78,12 @@ def divide(held: Sequence[Sequence[Holding]], size: int) -> list[list[tuple[Box,
     lines: dict[tuple[int, ...], list[tuple[int, Holding]]] = {}
     for index, holdings in enumerate(held):
         for holding in holdings:
-            lines.setdefault(holding.owners, []).append((index, holding))
+            if len(holding.owners) == 1:
+                (rank,) = holding.owners
+                shares[rank][index] += (_whole(holding),)
+                loads[rank] += holding.length
+            else:
+                lines.setdefault(holding.owners, []).append((index, holding))
     # Those that fewest ranks hold first: what more of them hold evens out what is left uneven.
     for owners in sorted(lines, key=lambda owners: (len(owners), owners)):
         for rank, index, box in _stretches(owners, lines[owners], held, loads):
@@ -91,10 +96,6 @@ def _stretches(
     owners: tuple[int, ...], line: list[tuple[int, Holding]], held: Sequence[Sequence[Holding]], loads: list[int]
 ) -> Iterator[tuple[int, int, Box]]:
     """The boxes of a line, each with its rank and its tensor."""
-    if len(owners) == 1:
-        for index, holding in line:
-            yield owners[0], index, _whole(holding)
-        return
     total = sum(holding.length for _, holding in line)
     ends = _ends([loads[rank] for rank in owners], total)
     finest = total // len(owners) // _FINEST
