@@ -22,6 +22,7 @@ from datastates.store.parts import PartsReader
 from datastates.store.reading import read_tree
 from tests.capture.build import leaves_of
 from tests.capture.parts import InMemory, part_of
+from tests.support.effort import part
 from tests.support.jobs import Say, run
 
 HERE = "tests.objects.test_placements_jobs"
@@ -186,11 +187,11 @@ def whole_state(folder: Path, name: str) -> PartsReader:
     return PartsReader([InMemory.from_bytes(torch.load(folder / f"{name}.{rank}")) for rank in range(SIZE)])
 
 
-def hold_what_they_say(folder: str, say: Say) -> None:
+def hold_what_they_say(folder: str, ways: list[str], say: Say) -> None:
     """Each way in turn: trained, captured, its part written where the test reads it, and the whole gathered by torch on rank 0."""
     rank = dist.get_rank()
-    for name, make in WAYS.items():
-        model, optimizer = trained(make, seed_by_rank=name in ("ddp", "zero"))
+    for name in ways:
+        model, optimizer = trained(WAYS[name], seed_by_rank=name in ("ddp", "zero"))
         adapted, flat, plan = captured(model, optimizer)
         check_holdings(flat)
         apart = {id(tensor) for tensor in adapted.buffers()}
@@ -214,8 +215,9 @@ def hold_what_they_say(folder: str, say: Say) -> None:
 
 
 def test_every_rank_knows_what_all_hold_and_their_parts_are_the_whole_state(tmp_path: Path) -> None:
-    said = run(SIZE, f"{HERE}:hold_what_they_say", folder=str(tmp_path), timeout_s=100)
-    for number, name in enumerate(WAYS):
+    ways = part(WAYS)
+    said = run(SIZE, f"{HERE}:hold_what_they_say", folder=str(tmp_path), ways=ways, timeout_s=100)
+    for number, name in enumerate(ways):
         lines = [lines[number].rsplit(" ", 3) for lines in said]
         stored = [int(count) for _, count, _, _ in lines]
         assert len({digest for *_, digest in lines}) == 1, name
