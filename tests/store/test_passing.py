@@ -17,6 +17,7 @@ from datastates.objects.redivision import Redivision
 from datastates.store.passing import Meeting, open_shared, passages
 from datastates.store.tier import Payload, Reader
 from datastates.upkeep.direct import restore_from
+from tests.support.effort import examples
 from tests.support.sharding import Opened, rows, sharded
 from tests.support.thread_ranks import ThreadGroup, on_threads
 
@@ -190,7 +191,7 @@ def test_an_object_that_fails_while_it_is_written_raises_on_all(payloads: list[P
     assert str(errors[0]).startswith("rank 1 of 2 could not restore")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_everybody_gets_what_it_wants_once_from_one_that_has_it(data: st.DataObject) -> None:
     size, lengths = data.draw(st.integers(1, 5)), data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))

@@ -22,6 +22,7 @@ from datastates.store.parts import open_parts
 from datastates.store.reading import specs_of
 from datastates.store.regions import Region, chunks_of, read_regions, whole
 from datastates.store.tier import Reader
+from tests.support.effort import examples
 from tests.support.sharding import Box, boxes, columns, rows, sharded
 from tests.support.strategies import DTYPES, random_tensor
 
@@ -107,7 +108,7 @@ def needed(tensor: torch.Tensor, spec: TensorSpec, offset: tuple[int, ...], shap
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(state=placed(), data=st.data(), is_borrowing=st.booleans(), lends=st.booleans())
 def test_boxes_are_bit_by_bit_what_slicing_gives_and_only_their_chunks_are_read_once(
     state: tuple[torch.Tensor, TensorSpec, bytes], data: st.DataObject, is_borrowing: bool, lends: bool
