@@ -99,7 +99,7 @@ def _waiting_table(found: tuple[Waiting, ...]) -> Table:
     )
     for each in found:
         missing = ranks_text(each.missing) or "none: for the state before it"
-        life = Text("have ended", "red") if each.has_ended else Text("go on")
+        life = Text("have ended", "red") if each.has_ended else Text("not ended")
         state = Text(short(each.uid), "yellow")
         made.add(state, clean(each.branch or ""), str(each.step), missing, str(each.world_size), age_text(each.since), life)
     return made

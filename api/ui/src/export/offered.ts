@@ -155,7 +155,7 @@ async function pointsSheet(metric: string, lines: readonly SeriesLine[], axis: C
   const sheet = new Sheet(["branch", "step", ...(isOver ? [over] : []), metric, "state"]);
   const total = lines.reduce((sum, line) => sum + line.total, 0);
   for (const line of lines) {
-    const rows = line.values.length < line.total ? await wholeLine(line, metric, axis, sheet.rows, total, work) : line.uids.map((uid, index) => [line.steps[index]!, line.xs[index] ?? null, line.values[index] ?? null, uid] as const);
+    const rows = line.values.length < line.total ? await wholeLine(line, axis, sheet.rows, total, work) : line.uids.map((uid, index) => [line.steps[index]!, line.xs[index] ?? null, line.values[index] ?? null, uid] as const);
     for (const [step, x, value, uid] of rows) sheet.add([line.head, step, ...(isOver ? [x] : []), measured(value), uid]);
     work.say(sheet.rows, total);
   }
@@ -163,11 +163,11 @@ async function pointsSheet(metric: string, lines: readonly SeriesLine[], axis: C
 }
 
 /** Of a line with more points than are drawn every one, the oldest first. */
-async function wholeLine(line: SeriesLine, metric: string, axis: CurvesOf["axis"], before: number, total: number, work: Work) {
+async function wholeLine(line: SeriesLine, axis: CurvesOf["axis"], before: number, total: number, work: Work) {
   const drawn = new Map(line.uids.map((uid, index) => [uid, line.xs[index] ?? null]));
   const rows: (readonly [number, number | null, number | null, string])[] = [];
   await eachBefore(line.state, "uid,step,metrics,attributes,created_at", work, (state) => {
-    const value = state.metrics[metric];
+    const value = state.metrics[line.key];
     if (value === undefined) return;
     rows.push([state.step, axis === "epoch" ? epochOf(state, drawn.get(state.uid)) : Date.parse(state.created_at) / 1000, value, state.uid]);
     if (rows.length % 1_000 === 0) work.say(before + rows.length, total);

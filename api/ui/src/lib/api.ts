@@ -2,7 +2,7 @@
 import type { paths } from "../generated/openapi";
 import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
-import type { Clone, Forecast, Process, ServerInfo, Storage } from "../now/types";
+import type { Clone, Forecast, Incomplete, Process, ServerInfo, Storage } from "../now/types";
 import type { Merge, Report, ReportDetail, Study, StudyDetail } from "../studies/types";
 import type { Branches, Comparison, GraphPage, Histogram, Note, Page, Parallels, Value } from "./types";
 import { view } from "./view.svelte";
@@ -76,6 +76,8 @@ export const getPicture = async (report: number, index: number, signal: AbortSig
   (await answer(`${base()}/outliers/${report}/pictures/${index}`, { signal })).blob();
 
 export const getProcesses = (signal?: AbortSignal) => get(`${HERE}/processes`, {}, {}, signal) as Promise<{ items: Process[]; total: number; metric: string | null }>;
+/** The states of several ranks that are not whole. */
+export const getIncomplete = (query: Query<`${typeof HERE}/incomplete`> = {}, signal?: AbortSignal) => get(`${HERE}/incomplete`, {}, query, signal) as Promise<Incomplete>;
 export const getStorage = (signal?: AbortSignal) => get(`${HERE}/storage`, {}, {}, signal) as Promise<Storage>;
 /** What retention would drop next; nothing is dropped by asking. */
 export const getForecast = (query: Query<`${typeof HERE}/retention`> = {}, signal?: AbortSignal) => get(`${HERE}/retention`, {}, query, signal) as Promise<Forecast>;

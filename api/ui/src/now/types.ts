@@ -6,6 +6,7 @@ type Schemas = components["schemas"];
 export type Training = Required<Schemas["TrainingInfo"]>;
 export type Process = Omit<Required<Schemas["ProcessInfo"]>, "trainings"> & { trainings: Training[] };
 export type Held = Required<Schemas["Held"]>;
+export type Incomplete = Omit<Required<Schemas["Incomplete"]>, "waiting"> & { waiting: Required<Schemas["Waiting"]>[] };
 export type Storage = Required<Schemas["Storage"]>;
 export type Forecast = Required<Schemas["Forecast"]>;
 export type Clone = Required<Schemas["CloneInfo"]>;

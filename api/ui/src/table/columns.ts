@@ -1,6 +1,7 @@
 /** The columns that the table can show. An id is a field of the search grammar where there is one, so that a header can sort by it. */
 import { formatAge, formatBytes, formatNumber, formatTime, formatValue, isGone, shortUid } from "../lib/format";
 import { quoteKey, wordsOf } from "../lib/query";
+import { withoutRanks } from "../lib/ranks";
 import { byRelevance, relevantKeys } from "../lib/relevance";
 import type { State, Stats } from "../lib/types";
 
@@ -27,7 +28,8 @@ const FIXED: Readonly<Record<string, Omit<Column, "id">>> = {
 /** The columns that are shown unless others were chosen: those that the filter or the sort speaks of, then by what people look at first. */
 export function defaultColumns(stats: Stats | null, isNarrow: boolean, query = ""): string[] {
   const asked = fieldsOf(query).filter((id) => id.startsWith("metrics.") || id.startsWith("attr."));
-  const rest = (stats?.metrics ?? []).filter((one) => !asked.includes(`metrics.${one.key}`));
+  const whole = new Set(withoutRanks((stats?.metrics ?? []).map((one) => one.key)));
+  const rest = (stats?.metrics ?? []).filter((one) => whole.has(one.key) && !asked.includes(`metrics.${one.key}`));
   const shown = [...asked, ...relevantKeys(rest, Math.max(0, (isNarrow ? 1 : 3) - asked.length)).map((key) => `metrics.${key}`)];
   return isNarrow ? ["refs", "step", ...shown.slice(0, 1)] : ["refs", "step", ...shown, "status", "age", "message"];
 }

@@ -1,6 +1,7 @@
 /** How many curves are asked for at once, and with how many points. Pure. */
 
 const POINTS_AT_ONCE = 200_000; // the API's limit
+const KEYS_AT_ONCE = 32; // the API's limit
 const AT_ONCE = 16;
 const QUICK_MS = 200;
 const SLOW_MS = 800;
@@ -8,8 +9,12 @@ const SLOW_MS = 800;
 /** Fewer points a line where there are many lines: as many as can be seen. */
 export const pointsOf = (heads: number): number => (heads <= 8 ? 1000 : heads <= 64 ? 500 : 250);
 
+/** The metrics of one question after the other. */
+export const keyChunks = (keys: readonly string[]): string[][] =>
+  Array.from({ length: Math.ceil(keys.length / KEYS_AT_ONCE) }, (_, number) => keys.slice(number * KEYS_AT_ONCE, (number + 1) * KEYS_AT_ONCE));
+
 /** How many heads one question may be about. */
-export const mostAtOnce = (points: number, keys: number): number => Math.max(1, Math.min(AT_ONCE, Math.floor(POINTS_AT_ONCE / (points * Math.max(1, keys)))));
+export const mostAtOnce = (points: number, keys: number): number => Math.max(1, Math.min(AT_ONCE, Math.floor(POINTS_AT_ONCE / (points * Math.max(1, Math.min(keys, KEYS_AT_ONCE))))));
 
 /** How many heads the next question is about, after one that took so long. */
 export function nextSize(size: number, tookMs: number, most: number): number {

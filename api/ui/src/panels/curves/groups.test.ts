@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import type { SeriesLine, Value } from "../../lib/types";
-import { groupsOf, meanOf, spreadOver } from "./groups";
+import { eachOf, groupsOf, jobOf, meanOf, spreadOver } from "./groups";
 
 const line = (head: string, steps: number[], values: (number | null)[], group: Value = null): SeriesLine => ({
   head, state: "", key: "loss", steps, values, uids: steps.map((step) => `${head}${step}`), total: steps.length, xs: [], began: null, group,
@@ -49,4 +49,12 @@ describe("the mean of several curves", () => {
 
 it("has no value where another curve has a place", () => {
   expect(spreadOver([1, 2, 3], [1, 3], [5, 6])).toEqual([5, undefined, 6]);
+});
+
+it("takes the ranks of a branch together, and tells them apart where each is drawn", () => {
+  const ranks = ["loss@0", "loss@1"].map((key) => ({ ...line("ddp", [1], [1]), key }));
+  expect(jobOf(line("ddp", [1], [9]), ranks)).toEqual({ name: "ddp", lines: ranks });
+  const alone = line("main", [1], [9]);
+  expect(jobOf(alone, ranks).lines).toEqual([alone]);
+  expect(eachOf(ranks).map((one) => one.head)).toEqual(["ddp, rank 0", "ddp, rank 1"]);
 });

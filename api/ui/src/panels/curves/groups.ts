@@ -1,4 +1,5 @@
 /** Curves of one group, as of seeds, as their mean and its spread. Pure. */
+import { rankOf } from "../../lib/ranks";
 import type { SeriesLine, Value } from "../../lib/types";
 import { placesOf, smooth, type Y } from "./points";
 import type { Axis, BandKind } from "./settings.svelte";
@@ -36,6 +37,15 @@ function order(one: Value, other: Value): number {
   if (kind(one) !== kind(other)) return kind(one) - kind(other);
   return typeof one === "string" ? one.localeCompare(String(other)) : Number(one) - Number(other);
 }
+
+/** A branch of several ranks: what each of them measured, or what the branch has where none did. */
+export function jobOf(line: SeriesLine, ranks: readonly SeriesLine[]): Group {
+  const members = ranks.filter((one) => one.head === line.head);
+  return { name: line.head, lines: members.length ? members : [line] };
+}
+
+/** The lines of single ranks, each under a name of its own. */
+export const eachOf = (ranks: readonly SeriesLine[]): SeriesLine[] => ranks.map((line) => ({ ...line, head: `${line.head}, rank ${rankOf(line.key)}` }));
 
 interface Dot {
   x: number;

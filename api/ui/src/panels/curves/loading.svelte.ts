@@ -2,7 +2,7 @@
 import { getSeries } from "../../lib/api";
 import { asProblem, type Problem } from "../../lib/problem";
 import type { Fork, SeriesLine } from "../../lib/types";
-import { mostAtOnce, nextSize, pointsOf } from "./chunks";
+import { keyChunks, mostAtOnce, nextSize, pointsOf } from "./chunks";
 
 export interface Question {
   heads: readonly string[];
@@ -97,9 +97,12 @@ class Loading {
       const heads = missing.slice(first, first + size);
       const began = performance.now();
       try {
-        const found = await getSeries({ head: heads, key: [...keys], points, x, shape, ...(group ? { group } : {}) }, signal);
-        if (signal.aborted) return;
-        for (const head of heads) this.#keep(head, found.lines);
+        const lines: SeriesLine[] = [];
+        for (const some of keyChunks(keys)) {
+          lines.push(...(await getSeries({ head: heads, key: some, points, x, shape, ...(group ? { group } : {}) }, signal)).lines);
+          if (signal.aborted) return;
+        }
+        for (const head of heads) this.#keep(head, lines);
       } catch (error) {
         if (signal.aborted || asProblem(error).status !== 404) throw error;
         if (heads.length > 1) {

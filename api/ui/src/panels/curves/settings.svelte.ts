@@ -21,6 +21,8 @@ export const zoom = inAddress("curves.zoom", range);
 export const turned = inAddress("curves.turned", list());
 /** Whether the selected state's detail is open beside the curves. */
 export const beside = inAddress("curves.beside", flag);
+/** Whether each rank of a job has its curve, where it measured for itself; else they are a band. */
+export const eachRank = inAddress("curves.ranks", flag);
 export const full = inAddress("curves.full", flag);
 
 export type Axis = (typeof axis)["value"];
