@@ -8,7 +8,7 @@ Rules:
   and why. So does what nobody waits for any longer (``give_up``), and what the lineage refuses.
 - Every part names as its parent what its rank captured, or skipped, before. Where that was given up the state hangs on what is before it,
   and so on; where it waits itself, the state does too. A row of rank -1 and below, under the uid of a state that waits, names one that is
-  complete and waits for it.
+  complete and waits for it; the lowest rank that there is stands for how many parts were told, so that nobody counts them.
 - A state whose part is gone is given up: when the run that told it died, or ended while the part was in its memory only (``runs``). A part
   that outlives its run stays: another rank may be later, or be run later, and nobody here can know that it will not. ``waiting`` says of
   such a state that the runs that told its parts have ended.
@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BindParameter, bindparam, case, delete, func, insert, literal, or_, select, text, update
+from sqlalchemy import BindParameter, bindparam, delete, func, insert, literal, or_, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.content.root import root_digest
@@ -57,6 +57,10 @@ __all__ = [
     "want_parts",
     "wanted_parts",
 ]
+
+
+_COUNTER = -(1 << 31)
+"""The rank of the row that counts the parts that were told, as its ``world_size``; an earlier version had none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,17 +195,23 @@ def _tell(session: Session, parts: Sequence[Telling], runs: Mapping[str | None, 
     new = parts[0].new
     size = new.facts.world_size
     found: Any = session.execute(_TOLD, {"uid": new.uid}).one()
-    if found.count or found.whole is not None:
+    if found.first is not None or found.whole is not None:
         rows = session.execute(_THESE, {"uid": new.uid, "ranks": [each.rank for each in parts]}).all()
         known = {row.rank: row for row in rows}
         parts = [each for each in parts if not _was_told(each, known, found.whole)]
-    if found.is_given_up or found.whole is not None or not parts:
+    if found.first in WHYS or found.whole is not None or not parts:
         return False
     if size == 1:
         record(session, new)
         return False
-    session.execute(_INSERT, [_row(each, runs) for each in parts])
-    return int(found.count) + len(parts) == size
+    count = int(session.execute(_COUNT, {"uid": new.uid}).scalar_one() if found.count is None else found.count) + len(parts)
+    rows = [_row(each, runs) for each in parts]
+    if found.count is None:
+        rows.append({**rows[0], "rank": _COUNTER, "world_size": count, "digest": "", "place": None, "said": None})
+    else:
+        session.execute(_COUNT_ON, {"uid": new.uid, "count": count})
+    session.execute(_INSERT, rows)
+    return count == size
 
 
 def _was_told(told: Telling, known: Mapping[int, Any], whole: str | None) -> bool:
@@ -290,6 +300,7 @@ def _record_whole(session: Session, first: Any, place: Mapping[str, Any]) -> Non
     dialect = session.get_bind().dialect.name
     session.execute(_HOLD_ALL[dialect], {"uid": uid, "id": id_of(session, uid)})
     session.execute(_SETTLED, {"uid": uid})
+    session.execute(_FORGET_COUNT, {"uid": uid})
 
 
 def digests_of(session: Session, uids: Sequence[str]) -> tuple[str, ...]:
@@ -311,7 +322,7 @@ def digests_of(session: Session, uids: Sequence[str]) -> tuple[str, ...]:
 
 def _give_up(session: Session, uid: str, rank: int, why: Why, reason: str, *, place: Mapping[str, Any], size: int) -> None:
     found: Any = session.execute(_TOLD, {"uid": uid}).one()
-    if found.whole is None and not found.is_given_up:
+    if found.whole is None and found.first not in WHYS:
         _drop(session, uid, rank, why, reason, place=place, size=size)
         _settle(session, _those_after(session, uid))
 
@@ -319,6 +330,7 @@ def _give_up(session: Session, uid: str, rank: int, why: Why, reason: str, *, pl
 def _drop(session: Session, uid: str, rank: int, why: Why, reason: str, *, place: Mapping[str, Any], size: int) -> None:
     """One row instead of all parts."""
     session.execute(_DROP, {"uid": uid})
+    session.execute(_FORGET_COUNT, {"uid": uid})
     row = {"state_uid": uid, "rank": rank, "world_size": size, "digest": "", "run_id": None, "status": why.value, "tier": "", "node": ""}
     said = json.dumps({"reason": reason})
     session.execute(_INSERT, {**row, "bytes_total": 0, "bytes_new": 0, "told_at": to_us(None), "place": json.dumps(place), "said": said})
@@ -399,9 +411,15 @@ _parts_of_it = (_of_uid, _is_part)
 _LOCK = text("SELECT pg_advisory_xact_lock(:key)")
 _whole = select(_state.c.digest).where(_state.c.uid == bindparam("uid")).scalar_subquery()
 _WHOLE = select(_state.c.digest).where(_state.c.uid == bindparam("uid"))
+_is_counter = (_of_uid, _part.c.rank == _COUNTER)
 _TOLD = select(
-    func.count().label("count"), func.coalesce(func.max(case((_is_given_up, 1), else_=0)), 0).label("is_given_up"), _whole.label("whole")
-).where(*_parts_of_it)
+    select(_part.c.world_size).where(*_is_counter).scalar_subquery().label("count"),
+    select(_part.c.status).where(*_parts_of_it).order_by(_part.c.rank).limit(1).scalar_subquery().label("first"),
+    _whole.label("whole"),
+)
+_COUNT = select(func.count()).where(*_parts_of_it)
+_COUNT_ON = update(_part).where(*_is_counter).values(world_size=bindparam("count"))
+_FORGET_COUNT = delete(_part).where(*_is_counter)
 _first_rank = select(func.min(_part.c.rank)).where(*_parts_of_it).scalar_subquery()
 _THESE = (
     select(_part.c.rank, _part.c.world_size, _part.c.digest, _part.c.place)
@@ -434,8 +452,9 @@ _is_whole = (_is_part, _part.c.place.is_(None), _part.c.state_uid.in_(_uids))
 _WANT = update(_part).where(*_is_whole, _part.c.rank == bindparam("of_rank")).values(said="wanted")
 _WANTED = select(_part.c.state_uid).where(*_is_whole, _part.c.said.is_not(None)).distinct()
 _DROP = delete(_part).where(*_parts_of_it)
-_CHILDREN = select(_part.c.said).where(_of_uid, ~_is_part).order_by(_part.c.rank.desc())
-_FORGET_CHILDREN = delete(_part).where(_of_uid, ~_is_part)
+_is_child = (_of_uid, _part.c.rank < 0, _part.c.rank > _COUNTER)
+_CHILDREN = select(_part.c.said).where(*_is_child).order_by(_part.c.rank.desc())
+_FORGET_CHILDREN = delete(_part).where(*_is_child)
 _WAITING_OF = (
     select(_part.c.state_uid, _part.c.tier, _part.c.rank)
     .join_from(_part, _run, _run.c.id == _part.c.run_id)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BindParameter, and_, bindparam, or_, select
+from sqlalchemy import BindParameter, Select, bindparam, select
 
 from datastates.lineage.change.awaited import WHYS
 from datastates.lineage.lookup import states
@@ -45,26 +45,25 @@ def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outc
         ids = {row.uid: row.id for row in session.execute(_IDS, {"uids": batch})}
         whole = dict(zip(ids, states(session, list(ids.values())), strict=True)) if ids else {}
         digests = _digests(session, {parent for each in whole.values() for parent in each.parents})
-        rows = _rows(session, [uid for uid in batch if uid not in ids], set(asked.values()))
+        own = _rows(session, _OWN, [uid for uid in batch if uid not in ids], ranks=set(asked.values()))
+        told = {uid for uid, row in own.items() if row.status not in WHYS}
+        ends = _rows(session, _ENDS, [uid for uid in batch if uid not in ids and uid not in told])
         for uid in batch:
-            of_it = rows.get(uid, [])
-            ended = next((row for row in of_it if row.status in WHYS), None)
+            ended = ends.get(uid)
             if uid in whole:
                 state = whole[uid]
                 found[uid] = Outcome(uid, state, tuple(digests[parent] for parent in state.parents))
             elif ended is not None:
                 reason = json.loads(ended.said)["reason"]
                 found[uid] = Outcome(uid, given_up=GivenUp(uid, ended.rank, Why(ended.status), reason))
-            elif not any(row.rank == asked[uid] for row in of_it):
+            elif uid not in told:
                 forgotten.append(uid)
     return found, forgotten
 
 
-def _rows(session: Session, uids: list[str], ranks: Collection[int]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for row in session.execute(_ROWS, {"uids": uids, "ranks": list(ranks)}) if uids else ():
-        found.setdefault(row.state_uid, []).append(row)
-    return found
+def _rows(session: Session, query: Select[Any], uids: list[str], **bound: Collection[int]) -> dict[str, Any]:
+    rows = session.execute(query, {"uids": uids, **{name: list(values) for name, values in bound.items()}}) if uids else ()
+    return {row.state_uid: row for row in rows}
 
 
 def _digests(session: Session, uids: Collection[str]) -> dict[str, str]:
@@ -75,7 +74,6 @@ _state, _part = table(StateRow), table(PartRow)
 _uids: BindParameter[Any] = bindparam("uids", expanding=True)
 _IDS = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(_uids))
 _DIGESTS = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(_uids))
-_ROWS = select(_part.c.state_uid, _part.c.rank, _part.c.status, _part.c.said).where(
-    _part.c.state_uid.in_(_uids),
-    and_(_part.c.rank >= 0, or_(_part.c.rank.in_(bindparam("ranks", expanding=True)), _part.c.status.in_(WHYS))),
-)
+_rows_of = select(_part.c.state_uid, _part.c.rank, _part.c.status, _part.c.said).where(_part.c.state_uid.in_(_uids))
+_OWN = _rows_of.where(_part.c.rank.in_(bindparam("ranks", expanding=True)))
+_ENDS = _rows_of.where(_part.c.rank >= 0, _part.c.status.in_(WHYS))  # nothing else is left of what was given up

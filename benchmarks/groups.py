@@ -1,0 +1,27 @@
+"""What groups of ranks cost: ``python -m benchmarks.groups --part commit``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import groups_commit
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=["commit"], required=True)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"))
+    parser.add_argument("--ranks", type=int, default=1000)
+    parser.add_argument("--states", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="parts told in one transaction")
+    given = parser.parse_args()
+    groups_commit.main(given.folder, ranks=given.ranks, states=given.states, processes=given.processes, batches=given.batch)
+
+
+if __name__ == "__main__":
+    main()
