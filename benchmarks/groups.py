@@ -1,11 +1,11 @@
-"""What groups of ranks cost: ``python -m benchmarks.groups --part commit``."""
+"""What groups of ranks cost: `python benchmarks/groups.py --part commit`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from . import groups_commit
+import groups_commit
 
 __all__ = ["main"]
 
@@ -13,7 +13,7 @@ __all__ = ["main"]
 def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=["commit"], required=True)
+    parser.add_argument("--part", choices=["commit"], default="commit")
     parser.add_argument("--folder", type=Path, default=Path("/tmp"))
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--states", type=int, default=5)

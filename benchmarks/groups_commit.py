@@ -16,13 +16,13 @@ from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import postgresql
+from common import machine, out, short, spread, table
+
 from datastates.lineage import Database, NewState, Run, StateFacts, Status
 from datastates.lineage.change import runs
 from datastates.lineage.change.parts import Telling, record_parts
 from datastates.lineage.search.outcomes import outcomes
-
-from . import postgresql
-from .common import machine, out, short, spread, table
 
 __all__ = ["main"]
 

@@ -45,6 +45,11 @@ class Polls:
         """Nothing waits."""
         self._at = math.inf
 
+    @property
+    def is_off(self) -> bool:
+        """Whether no question is to be put."""
+        return self._at == math.inf
+
     def asked(self, now: float) -> None:
         """The question was put, and something waits still."""
         most = MOST_HURRIED_S if now < self._hurried_until else MOST_S

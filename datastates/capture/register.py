@@ -89,7 +89,9 @@ class Register:
         self._failed: dict[str, Line] = {}
         self._left: dict[str, str] = {}
         self._write_error: BaseException | None = None
-        listener = Listener(self._on_recorded, self._on_durable, self._on_untold, self._on_whole, self._on_given_up, self._on_wanted)
+        listener = Listener(
+            self._on_recorded, self._on_durable, self._on_untold, self._on_whole, self._on_given_up, self._on_wanted, self._on_lost
+        )
         self.journal = Journal(
             database=books.database, local=local, run=books.run, folder=books.folder, holder=books.holder, listener=listener
         )
@@ -272,9 +274,19 @@ class Register:
                 self._memory.finish(finished(reader.manifest, state, outcome.parent_digests))
             line.tip = (uid, state.digest)
             self._post(Recorded(uid, line.name, time.monotonic(), replace(taken, metrics=state.metrics)))
-        self._on_recorded(entry, state, None)
+        is_here = state.status.is_restorable  # else another rank has let go of its part already
+        self._on_recorded(entry, state if is_here else replace(state, status=Status.CAPTURED), None)
+        if not is_here:
+            self._on_lost(uid)
         with self._lock:
             self._taken.pop(uid, None)
+
+    def _on_lost(self, uid: str) -> None:
+        """Another rank let go of its part of a state before it was on its disk: it will never be durable."""
+        progress = self.progress_of(uid)
+        if progress is not None:
+            progress.give_up(f"state {uid} left the memory of another rank before it became durable there: make more states durable")
+        self._forget_left(uid)
 
     def _on_wanted(self, uid: str) -> None:
         """Another rank makes a state durable, so this one writes its part."""
@@ -306,7 +318,8 @@ class Register:
         with self._lock:
             progress = self._progress.get(uid)
         if progress is not None and progress.state is not None:
-            progress.advance(replace(progress.state, status=Status.DURABLE, bytes_new=added))
+            is_part = progress.state.world_size > 1
+            progress.advance(replace(progress.state, status=Status.DURABLE, bytes_new=progress.state.bytes_new if is_part else added))
         with self._lock:
             is_near = self._engine.keeps_near(uid)
         if not is_near:

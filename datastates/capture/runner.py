@@ -542,7 +542,7 @@ class Runner:
         return self._own.backlog + self._register.awaited
 
     def _hurry_others(self) -> None:
-        if self._register.journal.is_waiting_for_others:
+        if self._register.journal.is_waiting_for_others or self._register.journal.may_be_wanted:
             self._polls.hurry(time.monotonic())
             self._rounds.wake()
 
@@ -554,7 +554,7 @@ class Runner:
         elif journal.has_news or (not has_told and not self._polls.delay(now)):
             journal.ask(self._config.group_patience_s)
             self._polls.asked(now)
-        elif has_told:
+        elif has_told or self._polls.is_off:
             self._polls.begin(now)
 
     def _tick(self) -> None:

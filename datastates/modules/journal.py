@@ -31,7 +31,7 @@ from datastates.lineage.change.replicas import held
 from datastates.lineage.database import Database
 from datastates.lineage.search import walk
 from datastates.lineage.search.outcomes import Outcome, outcomes
-from datastates.lineage.states import GivenUp, Run, State, Why
+from datastates.lineage.states import GivenUp, Run, State, Status, Why
 from datastates.store.placing import own_bytes
 from datastates.store.roles import DurableTier
 from datastates.store.tier import Placed
@@ -63,7 +63,7 @@ _MOST_GONE = 1000
 class Listener:
     """Called when the lineage knows of a state (and, of one that was told late, why its branch did not move), when it knows of its replica
     on disk and the bytes added there, and when it refuses either. Of a part that was told: when its state is whole, or given up, and when
-    another rank makes that durable.
+    another rank makes that durable, or has lost its part before.
     On the thread that told it, which may be any.
     """
 
@@ -73,6 +73,7 @@ class Listener:
     whole: Callable[[Entry, Outcome], None]
     given_up: Callable[[Entry, GivenUp], None]
     wanted: Callable[[str], None]
+    lost: Callable[[str], None]
 
 
 class Journal:
@@ -100,7 +101,7 @@ class Journal:
 
     def is_pending(self, uid: str) -> bool:
         """Whether something of this state waits to be told, or the state for parts of other ranks."""
-        return uid in self._waiting or uid in self._marks or uid in self._parts
+        return uid in self._waiting or uid in self._marks or uid in self._parts or self._parts.is_half(uid)
 
     def overdue(self) -> Unavailable | None:
         """The error for callers that wait, once the database has been away for too long."""
@@ -197,7 +198,8 @@ class Journal:
             except BaseException:
                 del self._marks[uid]
                 raise
-        self._listener.durable(uid, own_bytes(placed.manifest))
+        if not self._parts.is_half(uid):
+            self._listener.durable(uid, own_bytes(placed.manifest))
 
     # --- states of several parts ---------------------------------------------------------------------------------------------
 
@@ -422,6 +424,11 @@ class Journal:
             self._parts.end(uid)
         for uid in wanted:
             self._listener.wanted(uid)
+        for uid, added, is_durable in self._parts.settled(heard):
+            if is_durable:
+                self._listener.durable(uid, added)
+            else:
+                self._listener.lost(uid)
 
     def _tell_late(self, entry: Entry) -> None:
         new, moved, kept = entry.new, None, entry
@@ -466,14 +473,16 @@ class Journal:
 
     def _tell_mark(self, uid: str, placed: Placed) -> None:
         with self._database.write(durable=True) as session:
-            self._mark_in(session, uid, placed)
+            status = self._mark_in(session, uid, placed)
+        if status is Status.CAPTURED:  # it has parts that are not on the disks of their ranks
+            self._parts.await_durable(uid, own_bytes(placed.manifest))
         del self._marks[uid]
         self._forget_gone()
 
-    def _mark_in(self, session: Session, uid: str, placed: Placed) -> None:
+    def _mark_in(self, session: Session, uid: str, placed: Placed) -> Status:
         tier = self._local
         rank, added = placed.manifest.origin.rank, own_bytes(placed.manifest)
-        lineage_record.mark(session, uid, tier.gives, tier=tier.name, node=self._folder, rank=rank, bytes=added)
+        return lineage_record.mark(session, uid, tier.gives, tier=tier.name, node=self._folder, rank=rank, bytes=added)
 
     def _mark_late(self, uid: str, placed: Placed) -> None:
         try:
@@ -484,7 +493,8 @@ class Journal:
             del self._marks[uid]
             self._listener.failed(uid, error, None)
         else:
-            self._listener.durable(uid, own_bytes(placed.manifest))
+            if not self._parts.is_half(uid):
+                self._listener.durable(uid, own_bytes(placed.manifest))
 
     def _tell_evictions(self, session: Session) -> list[str]:
         with self._evicting:

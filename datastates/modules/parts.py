@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from datastates.lineage.change.parts import Telling, give_up, record_parts, skip_part, want_parts, wanted_parts
-from datastates.lineage.search.outcomes import Outcome, outcomes
-from datastates.lineage.states import StateFacts, Why
+from datastates.lineage.search.outcomes import Outcome, outcomes, statuses_of
+from datastates.lineage.states import StateFacts, Status, Why
 
 from .entry import Entry
 
@@ -35,13 +35,14 @@ class Skip:
 @dataclass(frozen=True, slots=True)
 class Heard:
     """What a transaction said: what became of states, which of those that are whole other ranks make durable, and which skipped parts,
-    and wishes, it was told of. Heeded once it is committed.
+    and wishes, it was told of; and what those are by now of which this rank has written its part. Heeded once it is committed.
     """
 
     outcomes: dict[str, Outcome]
     skips: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
     wishes: tuple[str, ...] = ()
+    statuses: dict[str, Status] = field(default_factory=dict)
 
 
 class Parts:
@@ -52,6 +53,8 @@ class Parts:
         self._skips: dict[str, Skip] = {}
         self._unwritten: dict[str, int] = {}
         self._wishes: dict[str, int] = {}
+        self._half: dict[str, int] = {}
+        """The states of which this rank's part is on disk, and not yet those of others; with the bytes that it added."""
 
     @property
     def is_idle(self) -> bool:
@@ -65,8 +68,16 @@ class Parts:
 
     @property
     def may_be_wanted(self) -> bool:
-        """Whether another rank may yet make durable what this one has in memory only."""
-        return bool(self._unwritten)
+        """Whether another rank may yet make durable what this one has in memory only, or has on disk alone."""
+        return bool(self._unwritten or self._half)
+
+    def is_half(self, uid: str) -> bool:
+        """Whether this rank's part of a state is on disk, and that of another is not, as far as is known."""
+        return uid in self._half
+
+    def await_durable(self, uid: str, added: int) -> None:
+        """This rank's part is on disk, the state is not durable."""
+        self._half[uid] = added
 
     def __len__(self) -> int:
         """How many states wait for parts of others, or to be told of."""
@@ -112,13 +123,14 @@ class Parts:
         wishes = dict(self._wishes)
         for rank in set(wishes.values()):
             want_parts(session, [uid for uid, of in wishes.items() if of == rank], rank=rank)
-        wanted = tuple(wanted_parts(session, self._newest()))
-        return Heard(found, tuple(skip.facts.uid for skip in skips), wanted, tuple(wishes))
+        wanted, statuses = tuple(wanted_parts(session, self._newest())), self._statuses(session)
+        return Heard(found, tuple(skip.facts.uid for skip in skips), wanted, tuple(wishes), statuses)
 
     def ask(self, session: Session) -> tuple[Heard, bool]:
         """What became of the parts that wait, without telling anything; and whether some are unknown there, and must be told again."""
         found, forgotten = outcomes(session, {uid: _rank(entry) for uid, (entry, _) in self._waiting.items()})
-        return Heard(found, wanted=tuple(wanted_parts(session, self._newest()))), bool(forgotten)
+        wanted, statuses = tuple(wanted_parts(session, self._newest())), self._statuses(session)
+        return Heard(found, wanted=wanted, statuses=statuses), bool(forgotten)
 
     def give_up_late(self, session: Session, patience_s: float) -> list[str]:
         """Give up what has waited for longer; which."""
@@ -155,6 +167,17 @@ class Parts:
         for uid in heard.wishes:
             self._wishes.pop(uid, None)
         return [uid for uid in heard.wanted if self._unwritten.pop(uid, None) is not None]
+
+    def settled(self, heard: Heard) -> list[tuple[str, int, bool]]:
+        """The states that wait no longer for the disks of others: with the bytes that this rank added, and whether they are durable."""
+        found = []
+        for uid, status in heard.statuses.items():
+            if status is not Status.CAPTURED and uid in self._half:
+                found.append((uid, self._half.pop(uid), status.is_restorable))
+        return found
+
+    def _statuses(self, session: Session) -> dict[str, Status]:
+        return statuses_of(session, list(self._half)[-_MOST_ASKED:])
 
     def _newest(self) -> list[str]:
         return list(self._unwritten)[-_MOST_ASKED:]

@@ -205,12 +205,12 @@ def _tell(session: Session, parts: Sequence[Telling], runs: Mapping[str | None, 
         record(session, new)
         return False
     count = int(session.execute(_COUNT, {"uid": new.uid}).scalar_one() if found.count is None else found.count) + len(parts)
-    rows = [_row(each, runs) for each in parts]
+    made = [_row(each, runs) for each in parts]
     if found.count is None:
-        rows.append({**rows[0], "rank": _COUNTER, "world_size": count, "digest": "", "place": None, "said": None})
+        made.append({**made[0], "rank": _COUNTER, "world_size": count, "digest": "", "place": None, "said": None})
     else:
         session.execute(_COUNT_ON, {"uid": new.uid, "count": count})
-    session.execute(_INSERT, rows)
+    session.execute(_INSERT, made)
     return count == size
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,12 @@ from sqlalchemy import BindParameter, Select, bindparam, select
 from datastates.lineage.change.awaited import WHYS
 from datastates.lineage.lookup import states
 from datastates.lineage.schema import PartRow, StateRow, table
-from datastates.lineage.states import GivenUp, State, Why
+from datastates.lineage.states import GivenUp, State, Status, Why
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Outcome", "outcomes"]
+__all__ = ["Outcome", "outcomes", "statuses_of"]
 
 _BATCH = 500  # uids in one IN list
 
@@ -61,6 +61,11 @@ def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outc
     return found, forgotten
 
 
+def statuses_of(session: Session, uids: Sequence[str]) -> dict[str, Status]:
+    """How safe these states are, those that there are."""
+    return {row.uid: Status(row.status) for row in session.execute(_STATUSES, {"uids": list(uids)})} if uids else {}
+
+
 def _rows(session: Session, query: Select[Any], uids: list[str], **bound: Collection[int]) -> dict[str, Any]:
     rows = session.execute(query, {"uids": uids, **{name: list(values) for name, values in bound.items()}}) if uids else ()
     return {row.state_uid: row for row in rows}
@@ -73,6 +78,7 @@ def _digests(session: Session, uids: Collection[str]) -> dict[str, str]:
 _state, _part = table(StateRow), table(PartRow)
 _uids: BindParameter[Any] = bindparam("uids", expanding=True)
 _IDS = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(_uids))
+_STATUSES = select(_state.c.uid, _state.c.status).where(_state.c.uid.in_(_uids))
 _DIGESTS = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(_uids))
 _rows_of = select(_part.c.state_uid, _part.c.rank, _part.c.status, _part.c.said).where(_part.c.state_uid.in_(_uids))
 _OWN = _rows_of.where(_part.c.rank.in_(bindparam("ranks", expanding=True)))

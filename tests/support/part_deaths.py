@@ -13,6 +13,7 @@ from datastates.capture.line import Part
 from datastates.capture.pipeline import Pipeline
 from datastates.config import Config
 from datastates.errors import Unavailable
+from datastates.lineage.change.parts import record_parts
 from datastates.modules import parts
 from datastates.modules.journal import Journal
 from datastates.modules.record import Record
@@ -67,7 +68,7 @@ def rank_of(
     choose, death = random.Random(f"{seed}/{rank}"), Death(stage, at)
     Pipeline.enter = death.before("copied", Pipeline.enter)  # type: ignore[method-assign]  # this process ends with the test
     Record.process_all = death.before("entered", Record.process_all)  # type: ignore[method-assign]  # likewise
-    parts.record_parts = death.after("within", parts.record_parts)
+    parts.__dict__["record_parts"] = death.after("within", record_parts)
     Journal._heed = death.before("told", Journal._heed)  # type: ignore[method-assign]  # likewise
     Journal._heed = death.after("heard", Journal._heed)  # type: ignore[method-assign]  # likewise
     config = Config(
