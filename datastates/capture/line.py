@@ -39,7 +39,7 @@ class Part:
 class Line:
     """One tracker on one branch. ``tip`` is where the next capture hangs on; ``base`` the last manifest on disk.
 
-        ``has_placed`` says whether ``base`` is a capture of this line: another state, wherever it came from, may hold other bytes under the
+    ``has_placed`` says whether ``base`` is a capture of this line: another state, wherever it came from, may hold other bytes under the
     same digests. ``kin`` is the line that this one set out from, if it did so from a state that was in memory only: what one of them
     writes first the other's first write refers to. ``run`` is the training in the lineage. ``is_patient``: it goes on when its states
     cannot be written for now. ``uids`` say what its captures are called. ``costs`` are those of its captures and writes as far as they
