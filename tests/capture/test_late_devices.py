@@ -155,7 +155,9 @@ def test_a_wait_that_is_taken_out_is_noticed(
     lateness, name, line = planted
     without(monkeypatch, Stager, name, line)
     with pytest.raises((AssertionError, Torn, Corrupt, Hazard)):
-        check_captures(repo, LateDevices(lateness), expected, is_eager=name == "_copy_all")
+        late = LateDevices(lateness)
+        late.schedule.patience_s = 5
+        check_captures(repo, late, expected, is_eager=name == "_copy_all")
 
 
 def test_a_fence_waits_on_the_host_for_host_memory_only(repo: Repository) -> None:
