@@ -59,7 +59,7 @@ def _paragraph(state: State, refs: Sequence[Ref]) -> list[Text]:
     ]
     facts[0].append(stored_text(state))
     if state.metrics:
-        facts.append(Text(f"  {metrics_text(state.metrics)}"))
+        facts.append(Text(f"  {metrics_text(state.metrics, state.world_size)}"))
     if state.message:
         facts += [Text(f"  {clean(line)}", "italic") for line in state.message.splitlines()]
     return [head, *facts, Text()]

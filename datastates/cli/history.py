@@ -264,6 +264,8 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
 
 
 def _facts(state: StateDetail, parents: list[State], children: list[State]) -> Table:
+    from datastates.lineage.show.by_rank import by_rank, spread_text
+
     from .incomplete import part_facts
     from .render import age_text, facts_table, refs_text, short, size_text, state_text, status_text, step_text, time_text
 
@@ -278,7 +280,9 @@ def _facts(state: StateDetail, parents: list[State], children: list[State]) -> T
     ]
     facts += [("step", step_text(state)), ("captured", f"{time_text(state.created_at)}, {age_text(state.created_at)}")]
     facts += [("message" if number == 0 else " ", line) for number, line in enumerate((state.message or "").splitlines())]
-    facts += [("metric", f"{key} = {value:.9g}") for key, value in sorted(state.metrics.items())]
+    metrics, of_ranks = by_rank(state.metrics, state.world_size)
+    facts += [("metric", f"{key} = {value:.9g}") for key, value in sorted(metrics.items())]
+    facts += [("by rank", f"{key} = {spread_text(values, 9)}") for key, values in sorted(of_ranks.items())]
     facts += [("attribute", f"{key} = {value!r}") for key, value in sorted(state.attributes.items())]
     facts += [("config", f"{key} = {value!r}") for key, value in sorted(state.config.items())]
     facts += [("parent", state_text(parent).append(kinds.get(parent.uid, ""))) for parent in parents]

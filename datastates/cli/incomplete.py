@@ -56,15 +56,18 @@ def incomplete(
 def part_facts(state: StateDetail) -> Iterator[tuple[str, str]]:
     """What ``show`` says of a state of several ranks: whose part is where."""
     from datastates.lineage.change.awaited import ranks_text
+    from datastates.lineage.show.by_rank import by_rank
 
     from .render import short, size_text
 
     if state.world_size <= LISTED:
         runs = {part.rank: part.run for part in state.parts}
         sizes = {part.rank: part.bytes_total for part in state.parts}
+        measured = by_rank(state.metrics, state.world_size)[1]
         for rank in range(state.world_size):
             held = [_held(one) for one in state.replicas if one.rank == rank]
             size = f", {size_text(sizes[rank])}" if rank in sizes else ""
+            size += "".join(f", {name}={values[rank]:.6g}" for name, values in sorted(measured.items()) if rank in values)
             run = runs.get(rank)
             yield "part", f"rank {rank}{size}: {'; '.join(held) or 'nowhere'}{f' (run {short(run)})' if run else ''}"
         return

@@ -75,7 +75,7 @@ def state_text(state: State, refs: Sequence[Ref] = ()) -> Text:
     """A state on one line, as in the log."""
     line = Text.assemble((short(state.uid), "yellow"), refs_text(refs), " step ", (step_text(state), "bold"))
     if state.metrics:
-        line.append(f"  {metrics_text(state.metrics)}")
+        line.append(f"  {metrics_text(state.metrics, state.world_size)}")
     if not state.status.is_restorable:
         line.append("  ").append(status_text(state.status))
     if state.message:

@@ -39,7 +39,7 @@ def _head(ref: Ref, state: State) -> tuple[str, ...]:
         f"<strong>{text(ref.name, most=60)}</strong>",
         code(short(state.uid)),
         text(step_text(state)),
-        text(metrics_text(state.metrics), most=_METRICS),
+        text(metrics_text(state.metrics, state.world_size), most=_METRICS),
         text(age_text(state.created_at)),
     )
 

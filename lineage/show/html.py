@@ -101,7 +101,7 @@ def _dot(row: Row, index: int, state: State, columns: int) -> str:
 def _label(state: State, refs: Sequence[Ref], left: int, index: int) -> str:
     """A state on one line, its whole message on hovering."""
     names = "".join(f" [{'tag: ' if ref.kind is RefKind.TAG else ''}{clean(ref.name)}]" for ref in refs)
-    rest = f" step {step_text(state)}  {metrics_text(state.metrics)}"
+    rest = f" step {step_text(state)}  {metrics_text(state.metrics, state.world_size)}"
     if not state.status.is_restorable:
         rest += f"  {state.status.value}"
     hover = escape("\n".join(filter(None, (state.uid, _clean_lines(state.message or "")))))

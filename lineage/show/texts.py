@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Protocol
 
+from .by_rank import by_rank, spread_text
 from .relevance import by_relevance
 
 __all__ = ["age_text", "clean", "first_line", "metrics_text", "short", "size_text", "step_text", "time_text"]
@@ -68,6 +69,8 @@ def step_text(state: Stepped) -> str:
     return f"{state.step}+{state.micro_step}" if state.micro_step else str(state.step)
 
 
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    """``loss=0.31 val_loss=0.4``, by relevance."""
-    return clean(" ".join(f"{key}={metrics[key]:.6g}" for key in by_relevance(metrics)))
+def metrics_text(metrics: Mapping[str, float], world_size: int = 1) -> str:
+    """``loss=0.31 val_loss=0.4``, by relevance; of a state of several ranks ``loss=0.31 (0.3 to 0.4, mean 0.35)``."""
+    whole, ranks = by_rank(metrics, world_size)
+    spread = {name: f" ({spread_text(values, 6)})" for name, values in ranks.items()}
+    return clean(" ".join(f"{key}={whole[key]:.6g}{spread.get(key, '')}" for key in by_relevance(whole)))

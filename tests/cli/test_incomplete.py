@@ -46,9 +46,12 @@ def test_show_lists_the_parts_by_rank(root: Path, invoke: Invoke) -> None:
     out = invoke("show", job.whole[0]).out
     parts = [line.split(maxsplit=1)[1] for line in out.splitlines() if line.startswith("part ")]
     assert parts == [
-        f"rank {rank}, {rank + 1}.0 MiB: memory on host{rank // 2}, {rank + 1}.0 KiB added there (run {job.runs[rank][:10]})"
-        for rank in range(3)
+        f"rank {rank}, {rank + 1}.0 MiB, loss={loss}: memory on host{rank // 2}, {rank + 1}.0 KiB added there (run {job.runs[rank][:10]})"
+        for rank, loss in enumerate(("1.8", "2", "2.2"))
     ]
+    assert "\nby rank     loss = 1.8 to 2.2, mean 2\n" in out
+    assert "loss@" not in out
+    assert "loss=0.8 (0.8 to 1.2, mean 1)" in invoke("log", "ddp", "--oneline").out
     assert [part["run"] for part in invoke("show", job.whole[0], "--json").json["parts"]] == job.runs
     assert "waits for the parts of rank 2" in invoke("show", job.waits).err
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from datastates.errors import NotFound
@@ -9,6 +11,7 @@ from datastates.lineage import Database
 from datastates.lineage.change.awaited import ranks_text
 from datastates.lineage.search import revision
 from datastates.lineage.search.incomplete import incomplete, parts_of
+from datastates.lineage.show.by_rank import by_rank, spread_text
 from datastates.lineage.states import Why
 from tests.support.parts import BRANCH, run_job
 
@@ -59,3 +62,12 @@ def test_whoever_asks_for_a_state_that_is_not_whole_hears_why(database: Database
 @pytest.mark.parametrize(("ranks", "text"), [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((0, 1, 2, 5, 7, 8), "0-2, 5, 7-8")])
 def test_ranks_are_written_as_spans(ranks: tuple[int, ...], text: str) -> None:
     assert ranks_text(ranks) == text
+
+
+def test_what_ranks_measured_is_told_apart_from_names_that_only_look_so() -> None:
+    metrics = {"loss": 1.0, "loss@0": 1.0, "loss@1": 3.0, "loss@7": 9.0, "acc": 0.5, "acc@1": 0.6, "acc@5": 0.9}
+    whole, ranks = by_rank(metrics, 2)
+    assert ranks == {"loss": {0: 1.0, 1: 3.0}}
+    assert set(whole) == {"loss", "loss@7", "acc", "acc@1", "acc@5"}
+    assert spread_text({0: 1.0, 1: math.nan, 2: 3.0}, 6) == "1 to 3, mean 2"
+    assert by_rank(metrics, 1) == (metrics, {})
