@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 import torch
 
 import datastates
+from datastates.capture import runner
 from datastates.errors import Closed, Conflict, Unavailable
 from datastates.lineage.change.parts import part_digests
+from datastates.lineage.database import Database
 from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.states import Status
 from tests.support.ranks import Rank, ranks_of
@@ -167,3 +171,37 @@ def test_what_one_rank_makes_durable_all_write(tmp_path: Path) -> None:
         with ranks[0].repo.core.reading() as session:
             assert {each.rank for each in replicas_of(session, uid) if each.tier == "local"} == {0, 1}
         assert ranks[0].repo.state(uid).status is Status.DURABLE
+
+
+def test_while_the_database_is_away_parts_wait_and_are_told_when_it_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_away, read, write = threading.Event(), Database.read, Database.write
+
+    @contextmanager
+    def asked(database: Database, how: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:
+        if is_away.is_set():
+            raise Unavailable("the database does not answer (connection refused)")
+        with how(database, *args, **options) as session:
+            yield session
+
+    monkeypatch.setattr(Database, "read", lambda self: asked(self, read))
+    monkeypatch.setattr(Database, "write", lambda self, durable=False: asked(self, write, durable))
+    monkeypatch.setattr(runner, "_REFS_POLL_S", 0.01)
+    with ranks_of(tmp_path, None, 2) as ranks:
+        first = wait([rank.capture() for rank in ranks])
+        own = ranks[0].capture()
+        ranks[0].repo.flush()
+        is_away.set()
+        captures = [own, ranks[1].capture()]
+        later = [rank.capture() for rank in ranks]
+        ranks[0].skip()
+        last = ranks[1].capture()
+        for rank in ranks:
+            rank.run.training.host.hurry()
+        with pytest.raises(TimeoutError):
+            own.wait(timeout_s=0.2)
+        is_away.clear()
+        states = [wait(captures)[0], wait(later)[1]]
+        assert [state.parents for state in states] == [(first[0].uid,), (states[0].uid,)]
+        with pytest.raises(Unavailable, match=r"rank 0 \(skipped\)"):
+            last.wait(timeout_s=60)
+        assert wait([rank.capture() for rank in ranks])[0].parents == (states[1].uid,)
