@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from datastates.lineage.show.by_rank import by_rank
 from datastates.lineage.show.relevance import relevant_keys
 from datastates.lineage.show.texts import first_line
 from datastates.lineage.states import Ref, State
@@ -71,10 +72,15 @@ def csv_lines(states: Sequence[State], known: Known, *, chosen: Sequence[Field] 
 
 def _usual(states: Sequence[State], asked: Sequence[Field]) -> list[tuple[str, str]]:
     first = [one.key for one in asked if one.name == "metrics"]
-    metrics = [("metrics", key) for key in relevant_keys((state.metrics for state in states), _METRICS, first)]
+    metrics = [("metrics", key) for key in relevant_keys((_whole(state, first) for state in states), _METRICS, first)]
     others = [(one.name, one.key) for one in asked if one.name not in ("metrics", "tag", "uid")]
     order = [("uid", ""), ("step", ""), ("branch", ""), *metrics, *others, ("status", ""), ("created", ""), ("refs", ""), ("message", "")]
     return list(dict.fromkeys(order))
+
+
+def _whole(state: State, asked: Sequence[str]) -> dict[str, float]:
+    """Its metrics, without those of single ranks that nobody asked for."""
+    return by_rank(state.metrics, state.world_size)[0] | {key: state.metrics[key] for key in asked if key in state.metrics}
 
 
 def _every(states: Sequence[State]) -> list[tuple[str, str]]:

@@ -52,6 +52,8 @@ def test_show_lists_the_parts_by_rank(root: Path, invoke: Invoke) -> None:
     assert "\nby rank     loss = 1.8 to 2.2, mean 2\n" in out
     assert "loss@" not in out
     assert "loss=0.8 (0.8 to 1.2, mean 1)" in invoke("log", "ddp", "--oneline").out
+    assert "loss@" not in invoke("find", "branch = ddp").out
+    assert "loss@2" in invoke("find", "metrics.'loss@2' > 0").out.splitlines()[0]
     assert [part["run"] for part in invoke("show", job.whole[0], "--json").json["parts"]] == job.runs
     assert "waits for the parts of rank 2" in invoke("show", job.waits).err
 
