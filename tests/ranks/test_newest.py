@@ -42,6 +42,7 @@ def damage(folder: Path, uid: str, rank: int) -> None:
     pack.write_bytes(data)
 
 
+@pytest.mark.in_turn("jobs of several ranks")
 def test_ranks_pass_over_states_of_which_a_part_is_damaged_or_gone_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     uids = run(2, f"{HERE}:capture", folder=str(tmp_path), states=4)[0]
     damage(tmp_path, uids[3], 1)

@@ -38,6 +38,7 @@ def test_one_process_is_a_group_too(case: Callable[[Group], None]) -> None:
     case(SoloGroup())
 
 
+@pytest.mark.in_turn("conformance of groups")
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_the_others_learn_that_a_rank_is_gone(how: str) -> None:
     with job(4, f"{CASES}:one_dies", over="torch", how=how) as ranks:
