@@ -154,9 +154,9 @@ def test_a_wait_that_is_taken_out_is_noticed(
 ) -> None:
     lateness, name, line = planted
     without(monkeypatch, Stager, name, line)
+    late = LateDevices(lateness)
+    late.schedule.patience_s = 5
     with pytest.raises((AssertionError, Torn, Corrupt, Hazard)):
-        late = LateDevices(lateness)
-        late.schedule.patience_s = 5
         check_captures(repo, late, expected, is_eager=name == "_copy_all")
 
 
