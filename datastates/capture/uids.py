@@ -5,13 +5,12 @@ Ranks that capture one state give it one uid before anything is copied, and with
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import secrets
 from typing import Protocol
 
-__all__ = ["Agreed", "Drawn", "Uids", "agreed"]
+__all__ = ["Agreed", "Drawn", "Uids"]
 
 _DIGITS = 24
 
@@ -50,9 +49,3 @@ class Agreed:
         self._turns[branch] = turn, (step, micro_step)
         said = json.dumps(["datastates state uid 1", self._run, branch, turn, step, micro_step])
         return hashlib.sha256(said.encode()).hexdigest()[:_DIGITS]
-
-
-@functools.cache
-def agreed(job: str) -> Agreed:
-    """The uids of a job that this process is part of: the same for all its trackers."""
-    return Agreed(job)

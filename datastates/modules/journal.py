@@ -236,10 +236,6 @@ class Journal:
         """A state is to be durable: if it has several parts the other ranks are told, who write theirs. Never waits."""
         self._parts.want(uid)
 
-    def awaits(self, uid: str) -> bool:
-        """Whether a state waits for parts of other ranks."""
-        return uid in self._parts
-
     def ask(self, patience_s: float | None = None) -> None:
         """Hear what became of the parts that wait, and tell of those that there are not. What waited for longer is given up."""
         if (self._parts.is_idle and not self._parts.may_be_wanted) or self._away_since is not None:
