@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from lark import Token, Transformer, v_args
 from sqlalchemy import BigInteger, Select, bindparam, case, select
 
-from datastates.errors import NotFound, SyntaxProblem
+from datastates.errors import Ambiguous, NotFound, SyntaxProblem
 from datastates.lineage.lookup import id_by_prefix, id_of
 from datastates.lineage.schema import MetricRow, RefEventRow, RefRow, StateRow, from_us, table, to_us
 from datastates.lineage.states import State
@@ -248,6 +248,8 @@ def _base(session: Session, name: str) -> int:
     if _is_uid_like(name):
         try:
             return id_by_prefix(session, name)
+        except Ambiguous:
+            raise
         except NotFound as error:
             raise NotFound(why_none(session, name) or str(error)) from error
     raise NotFound(f"there is no branch, tag or uid {name!r}{_nearest(session, name)}")
