@@ -162,6 +162,12 @@ class LateDevices:
     def wait(self, stream: Any, mark: Any) -> None:
         self.schedule.put(Op(stream, "wait", needs=[mark.op]))
 
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        home = self.home(tensor)
+        assert home is not None
+        home.kept_for.add(stream)
+        self.schedule.put(Op(stream, "keep", held=[tensor.data]))
+
     def is_recording(self, device: torch.device) -> bool:
         return device.index in self.recording
 

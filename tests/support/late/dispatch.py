@@ -1,14 +1,14 @@
 """Operators on tensors of late devices: queued, with results that are poison until they have run.
 
 After the rules of CUDA: what the host reads without waiting is old or poison; memory that is freed while another stream still works with
-it, and that nobody holds, is somebody else's; a copy to or from pageable host memory holds the host.
+it, and was not kept for that stream, is somebody else's; a copy to or from pageable host memory holds the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,10 +33,11 @@ class Hazard(RuntimeError):
 
 @dataclass(slots=True)
 class Home:
-    """The memory of a tensor on a device, and which stream it was given out for."""
+    """The memory of a tensor on a device: which stream it was given out for, and which others it is kept for."""
 
     storage: StorageWeakRef
     stream: Stream
+    kept_for: set[Stream] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Loose:
     def look(self, name: str) -> torch.Tensor:
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None:
-            raise Hazard(f"{name} uses memory that was freed before it ran: hold it until it was used")
+            raise Hazard(f"{name} uses memory that was freed before it ran: keep it for that stream, or hold it until it was used")
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, tuple(self.size), tuple(self.stride))
 
 
@@ -118,7 +119,7 @@ class Operators(TorchDispatchMode):
             return given
         home = self._late.home(given)
         if home is not None:
-            is_safe = home.stream is stream or not given.untyped_storage().nbytes()
+            is_safe = home.stream is stream or stream in home.kept_for or not given.untyped_storage().nbytes()
             return given.data if is_safe else _Loose.of(given)
         return given.data if is_written or self._late.is_pinned(given) else given.data.clone()
 

@@ -27,12 +27,13 @@ class Lateness(Enum):
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """Something that a stream does in its turn, once what it ``needs`` is done."""
+    """Something that a stream does in its turn, once what it ``needs`` is done. ``held`` is kept until then."""
 
     stream: Stream
     name: str
     run: Callable[[], None] | None = None
     needs: list[Op] = field(default_factory=list)
+    held: list[object] = field(default_factory=list)
     is_done: bool = False
 
 
@@ -67,7 +68,6 @@ class Schedule:
 
     def __init__(self, lateness: Lateness, seed: int) -> None:
         self._lateness, self._random = lateness, random.Random(seed)
-        self._has_caught_up = False
         self._changed = threading.Condition(threading.RLock())
         self.patience_s = 0.1
         """So long a thread of ours waits for what is put off, while nobody else wants it; then the device has caught up."""
@@ -108,9 +108,8 @@ class Schedule:
         self.wait(self.put(Op(stream, "everything")))
 
     def catch_up(self) -> None:
-        """Everything is done, and whatever comes is done at once. Raises what went wrong on the way."""
+        """Everything is done. Raises what went wrong on the way."""
         with self._changed:
-            self._has_caught_up = True
             for stream in self.streams:
                 while stream.ops:
                     self._force(stream.ops[-1])
@@ -121,8 +120,6 @@ class Schedule:
             raise self.errors[0]
 
     def _is_late(self, stream: Stream) -> bool:
-        if self._has_caught_up:
-            return False
         match self._lateness:
             case Lateness.COPIES:
                 return stream.is_side
@@ -160,5 +157,6 @@ class Schedule:
         except BaseException as exc:  # a device says later what went wrong
             self.errors.append(exc)
         op.is_done, op.run = True, None
+        op.held.clear()
         assert op.stream.ops.popleft() is op
         self._changed.notify_all()
