@@ -307,7 +307,7 @@ class Tally:
 
     def judge(self, act: Callable[[], object], keep: Callable[[], str]) -> bool:
         """Do it; whether it was answered. ``keep`` puts a case away that is found, and names it."""
-        before, began, wall = _resident(reset=True), time.process_time(), time.perf_counter()
+        before, began, wall = _resident(reset=True), time.thread_time(), time.perf_counter()
         error: BaseException | None = None
         try:
             act()
@@ -318,7 +318,7 @@ class Tally:
         else:
             self.answered += 1
         # The machine may be busy: what counts is the work. Who waits for something for ever works on nothing.
-        took, grown = max(time.process_time() - began, (time.perf_counter() - wall) / _BUSY), _resident() - before
+        took, grown = max(time.thread_time() - began, (time.perf_counter() - wall) / _BUSY), _resident() - before
         self.slowest_s, self.largest_bytes = max(self.slowest_s, took), max(self.largest_bytes, grown)
         if error is not None or took > MOST_S or grown > MOST_BYTES:
             self.found.append(f"{keep()}: {error!r}, {took:.2f} s, {grown >> 20} MiB")
