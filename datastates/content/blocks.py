@@ -1,0 +1,114 @@
+"""Chunks where they lie, cut into blocks of 1 KiB: which bytes of which tensor a device reads to digest them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from datastates.system.devices import devices
+
+from .xxh3 import BLOCK_BYTES, SHORTEST, STRIPE_BYTES, blocks_before_last, stripes_of_last
+
+__all__ = ["LANES", "Blocks", "Part", "Run", "brought", "can_digest"]
+
+_ALIGNED = 16
+"""Bytes to which a device's memory is aligned for the widest read."""
+
+LANES = BLOCK_BYTES // STRIPE_BYTES, STRIPE_BYTES // 8
+"""A block as words: its stripes, and the lanes to which they are added."""
+
+Part = tuple[int, torch.Tensor]
+"""Where in a chunk some of its bytes begin, and these: flat, ``uint8``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Whole blocks of a chunk that lie in one tensor: which chunk, the number of the first, and the bytes."""
+
+    chunk: int
+    block: int
+    data: torch.Tensor
+
+
+def can_digest(length: int, parts: Sequence[Part]) -> bool:
+    """Whether a device can digest a chunk of so many bytes where its parts lie: aligned, on one device, at whole KiB of the chunk.
+
+    They follow each other, with less than 1 KiB of zeros between them and behind the last.
+    """
+    end = 0
+    for start, data in parts:
+        if start != -(-end // BLOCK_BYTES) * BLOCK_BYTES or data.data_ptr() % _ALIGNED or data.storage_offset() % _ALIGNED:
+            return False
+        end = start + data.numel()
+    return length >= SHORTEST and end <= length < end + BLOCK_BYTES and len({devices().of(data) for _, data in parts}) == 1
+
+
+class Blocks:
+    """The blocks of chunks that lie on one device, each of so many bytes, as parts in order. ``can_digest`` holds for each.
+
+    Chunks are counted in ``order``, the longest first: those that are not done after n blocks are then the first of all. ``counts`` are
+    the blocks of each before its last, ``stripes`` the whole stripes of that one. ``runs`` are blocks that lie in one tensor, ``rests``
+    those that do not, as chunk and number. Tensors are kept as long as this is, and read when they are asked for.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[int, Sequence[Part]]]) -> None:
+        self.lengths = tuple(length for length, _ in chunks)
+        self.order = sorted(range(len(chunks)), key=lambda index: -self.lengths[index])
+        self.counts = [blocks_before_last(self.lengths[index]) for index in self.order]
+        self.stripes = [stripes_of_last(self.lengths[index]) for index in self.order]
+        self.like = chunks[0][1][0][1]
+        self.runs: list[Run] = []
+        self.rests: list[tuple[int, int]] = []
+        self._copies: list[Part] = []
+        for chunk, index in enumerate(self.order):
+            for start, data in chunks[index][1]:
+                self._cut(chunk, start, data)
+        for chunk, index in enumerate(self.order):
+            for start, data in chunks[index][1]:
+                self._take_last(chunk, self.lengths[index], start, data)
+
+    def gathered(self) -> torch.Tensor:
+        """The blocks that no run has, on the device: those of ``rests``, then the last of each chunk; (blocks, 16, 8), ``int64``.
+
+        The last 64 bytes of a chunk are the sixteenth stripe of its last block. What lies between parts is zeros.
+        """
+        found = self.like.new_zeros((len(self.rests) + len(self.lengths)) * BLOCK_BYTES)
+        targets = [found[at : at + data.numel()] for at, data in self._copies]
+        torch._foreach_copy_(targets, [data for _, data in self._copies])
+        return found.view(torch.int64).view(-1, *LANES)
+
+    def _cut(self, chunk: int, start: int, data: torch.Tensor) -> None:
+        """The blocks of a part that come before the last of its chunk: whole ones, and what is left over."""
+        first = start // BLOCK_BYTES
+        count = min(data.numel() // BLOCK_BYTES, self.counts[chunk] - first)
+        if count > 0:
+            self.runs.append(Run(chunk, first, data[: count * BLOCK_BYTES]))
+        if first + count < self.counts[chunk] and data.numel() > count * BLOCK_BYTES:
+            self._copies.append((len(self.rests) * BLOCK_BYTES, data[count * BLOCK_BYTES :]))
+            self.rests.append((chunk, first + count))
+
+    def _take_last(self, chunk: int, length: int, start: int, data: torch.Tensor) -> None:
+        """What a part has of the last block of its chunk: the whole stripes, and the last 64 bytes as the sixteenth."""
+        row = (len(self.rests) + chunk) * BLOCK_BYTES
+        begin = self.counts[chunk] * BLOCK_BYTES
+        for low, high, at in (
+            (begin, begin + self.stripes[chunk] * STRIPE_BYTES, row),
+            (length - STRIPE_BYTES, length, row + BLOCK_BYTES - STRIPE_BYTES),
+        ):
+            first, last = max(low, start), min(high, start + data.numel())
+            if first < last:
+                self._copies.append((at + first - low, data[first - start : last - start]))
+
+
+def brought(words: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:
+    """Numbers as ``int64`` where a tensor lies. The host does not wait until they are there."""
+    there = torch.from_numpy(np.ascontiguousarray(words).view(np.int64))
+    if not devices().is_on(like):
+        return there
+    pinned = devices().pinned(there.shape, there.dtype).copy_(there)
+    return like.new_empty(there.shape, dtype=there.dtype).copy_(pinned, non_blocking=True)

@@ -1,0 +1,124 @@
+"""Digests of chunks where their tensors lie: worked out by the device that has them, equal to ``chunk_digest`` bit for bit.
+
+By Triton's kernels (``kernels``) where it is installed and the device is one of its, by torch's operators elsewhere. Those are some
+thousands for the longest chunk, however many chunks there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .blocks import LANES, Blocks, Part, brought
+from .xxh3 import INITIAL, INNER, LAST, SCRAMBLE
+
+__all__ = ["Digester"]
+
+_LOW = (1 << 32) - 1
+_SHIFTED = (1 << 17) - 1
+_PRIME = 0x9E3779B1
+
+
+class Digester:
+    """Digests chunks that lie on one device, each of so many bytes, as parts in order. Any thread, one at a time.
+
+    ``can_digest`` holds for each. The tensors are read where they lie, whenever ``lanes`` is called; they are kept as long as this is.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[int, Sequence[Part]]]) -> None:
+        self._blocks = Blocks(chunks)
+        self.lengths = self._blocks.lengths
+        self._is_in_order = self._blocks.order == sorted(self._blocks.order)
+        self._constants: dict[str, torch.Tensor] = {}
+        self._launch: Any = None
+
+    def lanes(self) -> torch.Tensor:
+        """What the bytes make of the lanes: (chunks, 8), ``int64``, on the device, once what this queues on the current stream has run.
+
+        ``digests_of`` takes them, with ``lengths``. Copies nothing to the host, and waits for nothing.
+        """
+        blocks = self._blocks
+        found: torch.Tensor
+        with torch.no_grad():
+            edges = blocks.gathered()
+            if _has_kernels(blocks.like):
+                if self._launch is None:
+                    from .kernels import Launch  # Triton, which may not be there
+
+                    self._launch = Launch(blocks)
+                found = self._launch(edges)
+            else:
+                found = self._by_operators(edges)
+            return found if self._is_in_order else found[self._constant("places", np.argsort(blocks.order))]
+
+    def _by_operators(self, edges: torch.Tensor) -> torch.Tensor:
+        blocks, secret = self._blocks, self._constant("inner", INNER)
+        sums = edges.new_empty(len(blocks.counts), max(blocks.counts), LANES[1])
+        for run in blocks.runs:
+            found = _added(run.data.view(torch.int64).view(-1, *LANES), secret).sum(1)
+            sums[run.chunk, run.block : run.block + len(found)] = found
+        if blocks.rests:
+            found = _added(edges[: len(blocks.rests)], secret).sum(1)
+            for row, (chunk, block) in enumerate(blocks.rests):
+                sums[chunk, block] = found[row]
+        return self._ended(self._chained(sums), edges[len(blocks.rests) :])
+
+    def _chained(self, sums: torch.Tensor) -> torch.Tensor:
+        scramble = self._constant("scramble", SCRAMBLE)
+        lanes = self._constant("initial", INITIAL).repeat(len(sums), 1)
+        for left, each in zip(_left(self._blocks.counts), sums.unbind(1), strict=True):
+            going, added = (lanes, each) if left == len(lanes) else (lanes[:left], each[:left])
+            going += added
+            going ^= (going >> 47) & _SHIFTED
+            going ^= scramble
+            going *= _PRIME
+        return lanes
+
+    def _ended(self, lanes: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        added = _added(last, self._constant("last", LAST))
+        if min(self._blocks.stripes) < 15:
+            stripes = np.array(self._blocks.stripes)[:, None] > np.arange(16)
+            stripes[:, 15] = True
+            added *= self._constant("stripes", stripes[:, :, None].astype(np.int64))
+        return lanes + added.sum(1)
+
+    def _constant(self, name: str, words: npt.NDArray[Any]) -> torch.Tensor:
+        found = self._constants.get(name)
+        if found is None:
+            found = self._constants[name] = brought(words, self._blocks.like)
+        return found
+
+
+def _left(counts: Sequence[int]) -> Iterator[int]:
+    """How many chunks have a block of that number before their last, for each number; the longest come first."""
+    left = len(counts)
+    for block in range(counts[0]):
+        while counts[left - 1] <= block:
+            left -= 1
+        yield left
+
+
+def _added(blocks: torch.Tensor, secret: torch.Tensor) -> torch.Tensor:
+    """What each stripe adds to the lanes: (blocks, 16, 8). What overflows goes, signed or not."""
+    low = blocks ^ secret
+    high = low >> 32
+    high &= _LOW
+    low &= _LOW
+    low *= high
+    low += blocks.unflatten(-1, (4, 2)).flip(-1).flatten(-2)
+    return low
+
+
+def _has_kernels(tensor: torch.Tensor) -> bool:
+    return tensor.device.type in ("cuda", "xpu") and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,21 @@
+"""Chunks from stdin digested by Triton's kernels, in its interpreter: ``TRITON_INTERPRET=1 python -m tests.content.interpreted``."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import datastates.content.digester as digester
+from tests.content.test_digester import check
+
+
+def main() -> None:
+    """Check each list of chunks."""
+    setattr(digester, "_has_kernels", lambda _: True)  # noqa: B010  # for a type checker it is a function for good
+    for chunks in json.load(sys.stdin):
+        check(chunks)
+        print("ok")  # noqa: T201  # the test reads it
+
+
+if __name__ == "__main__":
+    main()
