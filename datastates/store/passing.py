@@ -6,8 +6,8 @@ alike who reads what for whom. Whoever uses a chunk has checked it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
@@ -16,63 +16,16 @@ import numpy as np
 from datastates.content.digest import chunk_digest, decode, encode
 from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.content.parts import first_chunks
-from datastates.errors import Corrupt, DatastatesError, NotFound, Unavailable
-from datastates.transport.clone.groups import Group
-from datastates.transport.failures import revive
-from datastates.transport.protocol import Failure
+from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.transport.clone.meeting import Meeting
 
 from .parts import PartsReader
 from .staging import Stage
 from .tier import Reader
 
-__all__ = ["Meeting", "Passage", "SharedReader", "open_shared", "passages"]
+__all__ = ["Passage", "SharedReader", "open_shared", "passages"]
 
 _NOT_HERE = 255
-_CHARACTERS = 4 << 10
-
-
-class _Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: that it failed, or what they ask each other."""
-
-    failure: Failure | None = None
-    body: bytes = b""
-
-
-class Meeting:
-    """Ranks that do one thing together: whoever fails says so where the others meet it next, and all raise."""
-
-    def __init__(self, group: Group, what: str) -> None:
-        self.group, self._what = group, what
-        self._is_over = False
-
-    @contextmanager
-    def united(self) -> Iterator[None]:
-        """The block that all go through; it ends once all have.
-
-        :raises DatastatesError: this rank's own error, as it is; or that of the first rank that failed, with its number.
-        """
-        try:
-            yield
-        except Exception as exc:
-            if not self._is_over:
-                self._is_over = True
-                self.group.exchange(msgspec.msgpack.encode(_Said(_described(exc))))
-            raise
-        self.meet()
-
-    def meet(self, body: bytes = b"") -> list[bytes]:
-        """What every rank says, once all are here and none has failed."""
-        try:
-            said = [msgspec.msgpack.decode(each, type=_Said) for each in self.group.exchange(msgspec.msgpack.encode(_Said(body=body)))]
-        except BaseException:
-            self._is_over = True  # nobody is there to be told
-            raise
-        for rank, each in enumerate(said):
-            if each.failure is not None:
-                self._is_over = True
-                message = f"rank {rank} of {self.group.size} could not {self._what}: {each.failure.message}"
-                raise revive(msgspec.structs.replace(each.failure, message=message))
-        return [each.body for each in said]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +232,3 @@ def _manifests(meeting: Meeting, uid: str, parts: Mapping[int, Reader], places: 
         number: decode(memoryview(data), source=f"part {number} of state {uid} from rank {nearest[number]}")
         for number, data in received.items()
     }
-
-
-def _described(error: Exception) -> Failure:
-    """An error for the other ranks, which are of the same job: they may read all of it."""
-    if isinstance(error, DatastatesError):
-        return Failure(error.kind, str(error)[:_CHARACTERS])
-    return Failure(DatastatesError.kind, f"{type(error).__name__}: {error}"[:_CHARACTERS])

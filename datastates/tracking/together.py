@@ -11,22 +11,13 @@ from typing import TypeVar
 
 import msgspec
 
-from datastates.errors import DatastatesError, InvalidInput
+from datastates.errors import InvalidInput
 from datastates.transport.clone.groups import EXCHANGE_BYTES, Group
-from datastates.transport.failures import revive
-from datastates.transport.protocol import Failure
+from datastates.transport.clone.meeting import Meeting
 
 __all__ = ["Together"]
 
 T = TypeVar("T")
-_CHARACTERS = 4 << 10
-
-
-class _Said(msgspec.Struct, frozen=True):
-    """What a rank tells the others: that it failed, or what it found."""
-
-    failure: Failure | None = None
-    found: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
 class Together:
@@ -50,12 +41,8 @@ class Together:
         if self.size == 1:
             yield
             return
-        try:
+        with Meeting(self.group, what).united():
             yield
-        except Exception as exc:
-            self._tell(_Said(_described(exc)))
-            raise
-        self._heed(what, self._tell(_Said()))
 
     def first(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
         """Rank 0 does the work, and all get what it found, a ``kind``.
@@ -64,17 +51,13 @@ class Together:
         """
         if self.size == 1:
             return work()
-        if self.is_first:
-            try:
-                found = work()
-            except Exception as exc:
-                self._tell(_Said(_described(exc)))
-                raise
-            self._tell(_Said(found=msgspec.Raw(msgspec.msgpack.encode(found))))
-            return found
-        everyone = self._tell(_Said())
-        self._heed(what, everyone)
-        return msgspec.msgpack.decode(everyone[0].found, type=kind)
+        meeting = Meeting(self.group, what)
+        if not self.is_first:
+            return msgspec.msgpack.decode(meeting.meet()[0], type=kind)
+        with meeting.telling():
+            found = work()
+        meeting.meet(msgspec.msgpack.encode(found))
+        return found
 
     def same(self, what: Mapping[str, object]) -> None:
         """Raise unless all ranks say the same under each name.
@@ -92,22 +75,6 @@ class Together:
                         f"the ranks of this job do not track the same training: {name} is {everyone[0].get(name)} on rank 0 and"
                         f" {said.get(name)} on rank {rank}; let all ranks call track with the same arguments"
                     )
-
-    def _tell(self, own: _Said) -> list[_Said]:
-        return [msgspec.msgpack.decode(said, type=_Said) for said in self.group.exchange(msgspec.msgpack.encode(own))]
-
-    def _heed(self, what: str, everyone: list[_Said]) -> None:
-        for rank, said in enumerate(everyone):
-            if said.failure is not None and rank != self.rank:
-                message = f"rank {rank} of {self.size} could not {what}: {said.failure.message}"
-                raise revive(msgspec.structs.replace(said.failure, message=message))
-
-
-def _described(error: Exception) -> Failure:
-    """An error for the other ranks, which are of the same job: they may read all of it."""
-    if isinstance(error, DatastatesError):
-        return Failure(error.kind, str(error)[:_CHARACTERS])
-    return Failure(DatastatesError.kind, f"{type(error).__name__}: {error}"[:_CHARACTERS])
 
 
 def _fit(said: Mapping[str, str]) -> bytes:

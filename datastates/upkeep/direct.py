@@ -22,12 +22,13 @@ from datastates.objects.homes import Home, live_homes, wait_for_copies
 from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
-from datastates.store.passing import Meeting, SharedReader
+from datastates.store.passing import SharedReader
 from datastates.store.pouring import SupportsPouring, cut
 from datastates.store.reading import read_tree, sketch_tree, specs_of
 from datastates.store.regions import chunks_of
 from datastates.store.tier import Reader
 from datastates.system.devices import devices
+from datastates.transport.clone.meeting import Meeting
 
 from .spreading import Boxes, has_spread
 

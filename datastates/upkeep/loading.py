@@ -13,11 +13,12 @@ from datastates.lineage.states import State
 from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Selection
 from datastates.opening.core import Core
-from datastates.store.passing import Meeting, open_shared
+from datastates.store.passing import open_shared
 from datastates.store.reading import of_state, read_tree
 from datastates.store.seal import SealedChunks
 from datastates.system.interrupts import undisturbed
 from datastates.transport.clone.groups import Group
+from datastates.transport.clone.meeting import Meeting
 
 from .direct import restore_from
 from .salvage import naming_a_way_on

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from datastates.errors import Corrupt, InvalidInput, NotFound
 from datastates.objects.redivision import Redivision
-from datastates.store.passing import Meeting, open_shared, passages
+from datastates.store.passing import open_shared, passages
 from datastates.store.tier import Payload, Reader
+from datastates.transport.clone.meeting import Meeting
 from datastates.upkeep.direct import restore_from
 from tests.support.effort import examples
 from tests.support.sharding import Opened, rows, sharded

@@ -21,9 +21,10 @@ from datastates.objects.adapters import Adapted
 from datastates.objects.placements import holdings_of
 from datastates.objects.redivision import Redivision
 from datastates.store.parts import PartsReader
-from datastates.store.passing import Meeting, open_shared
+from datastates.store.passing import open_shared
 from datastates.store.reading import read_tree
 from datastates.store.tier import Reader
+from datastates.transport.clone.meeting import Meeting
 from datastates.transport.clone.torch_groups import TorchGroup
 from datastates.upkeep.direct import restore_from
 from tests.capture.parts import InMemory, part_of
