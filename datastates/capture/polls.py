@@ -7,9 +7,14 @@ ranks wait the database is asked little. While somebody here waits for a state i
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
-__all__ = ["Polls"]
+from datastates.modules.journal import Journal
+
+from .rounds import Rounds
+
+__all__ = ["Polling", "Polls"]
 
 FIRST_S, MOST_S = 0.25, 4.0
 """From a round to the first question, and between two questions at most: twice as long after each of them."""
@@ -59,3 +64,36 @@ class Polls:
     def delay(self, now: float) -> float:
         """How long it is to the next question; infinite where there is none to be put."""
         return max(0.0, self._at - now)
+
+
+class Polling:
+    """Asks the lineage, when it is time. ``look`` and ``delay`` belong to the engine thread."""
+
+    def __init__(self, journal: Journal, rounds: Rounds, patience_s: float) -> None:
+        self._journal, self._rounds, self._patience_s = journal, rounds, patience_s
+        self._polls = Polls()
+        rounds.on_hurry = self._hurry
+
+    def delay(self) -> float:
+        """How long it is to the next question; infinite where there is none to be put."""
+        return self._polls.delay(time.monotonic())
+
+    def look(self, *, has_told: bool) -> None:
+        """Hear what became of the parts that wait for those of other ranks, if it is time; ``has_told``: a round was told just now."""
+        now, journal = time.monotonic(), self._journal
+        if not self._is_wanted:
+            self._polls.end()
+        elif journal.has_news or (not has_told and not self._polls.delay(now)):
+            journal.ask(self._patience_s)
+            self._polls.asked(now)
+        elif has_told or self._polls.is_off:
+            self._polls.begin(now)
+
+    def _hurry(self) -> None:
+        if self._is_wanted:
+            self._polls.hurry(time.monotonic())
+            self._rounds.wake()
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._journal.is_waiting_for_others or self._journal.may_be_wanted

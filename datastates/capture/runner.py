@@ -2,7 +2,7 @@
 
     stage thread    (stage.py)    copies; hands each capture on, in order
     engine thread   (rounds.py)   each round of captures into memory and into the lineage (commit.py); then room is made ahead
-    writer thread   (pipeline.py) to disk; marked as durable
+    writer thread   (writer.py)   to disk; marked as durable
     arena thread    (warming.py)  memory made warm ahead of need
     modules thread  (modules/own.py) the user's modules, where there are any
     copies thread   (modules/copies.py) onto the user's tiers, where there are any
@@ -13,7 +13,6 @@ One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 import weakref
@@ -35,9 +34,7 @@ from datastates.store.arena import Arena
 from datastates.store.roles import CaptureTier, DurableTier
 from datastates.store.tier import Tier
 from datastates.system.bell import Bell
-from datastates.system.deeds import deed
 from datastates.system.interrupts import Mutex, undisturbed
-from datastates.system.priority import yield_disk
 from datastates.system.recorder import Recorder
 
 from .commit import Coming, Commits
@@ -54,29 +51,26 @@ from .events import (
     LineOpened,
     Paced,
     PassOn,
-    Retry,
-    Stalled,
     Tick,
     Wanted,
     Withdrawn,
     Write,
-    WriteFailed,
-    Written,
 )
 from .handle import Progress
 from .line import Line, Staged
 from .named import Named
 from .paces import Paces
 from .pipeline import Pipeline
-from .polls import Polls
+from .polls import Polling
 from .pulse import Pulse
 from .register import Books, Locked, Register
 from .room import Questions, Room
 from .rounds import Rounds
 from .stage import CopyJob, Stager
-from .trouble import CLOSING_S, Trouble, is_full
+from .trouble import Trouble
 from .warming import Warmer
 from .watch import Watch
+from .writer import Writer
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -93,9 +87,6 @@ _LEAST_HELD = 64
 
 _REFS_POLL_S = 1.0
 """How often refs that other processes made are looked for."""
-
-_RETRY_S = 1.0
-"""How often what cannot be written is tried while somebody waits for it to close."""
 
 
 class Runner:
@@ -135,8 +126,12 @@ class Runner:
         self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local, recorder=self.recorder)
         self._commits = Commits(books, self._register, self._pipeline, memory, adopt=self._adopt, post=self._post, recorder=self.recorder)
         self.stager = Stager(arena)
-        self._rounds, self._polls = Rounds(), Polls()
-        self._rounds.on_hurry = self._hurry_others
+        self._rounds = Rounds()
+        self._polling = Polling(self._register.journal, self._rounds, config.group_patience_s)
+        self._engine_thread = threading.Thread(target=self._run_engine, name="datastates-engine", daemon=True)
+        self._writer = Writer(self._pipeline, self._register, locked, self._trouble, self._copies, self.recorder)
+        self._threads = [self._engine_thread, self._writer.thread]
+        self._watch = Watch(self._trouble, self._register, locked, recording=self._engine_thread, writing=self._writer.thread)
         self._warmer = Warmer(arena, is_given=config.memory_bytes is not None)
         self._room = Room(
             arena,
@@ -145,24 +140,17 @@ class Runner:
             rounds=self._rounds,
             register=self._register,
             locked=locked,
-            questions=Questions(self._post, self._raise_if_closed, self._backlog, self._is_stuck, self._trouble.note_skipped),
+            questions=Questions(self._post, self._raise_if_closed, self._backlog, self._watch.is_stuck, self._trouble.note_skipped),
         )
         self._memory = memory
         memory.on_let_go = self._changed.ring
         self._asked = weakref.WeakValueDictionary[str, Progress]()
         self._on_durable: Callable[[int], None] = lambda added: None
-        self._on_full: Callable[[], None] = lambda: None
         self._named = Named(books.database, self._register.journal)
         self._looked_at = 0.0
         self._look_failed: str | None = None
-        self._writes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._retried_at = 0.0
         self._is_closed = False
         self._is_abandoned = self._has_lost = False
-        self._engine_thread = threading.Thread(target=self._run_engine, name="datastates-engine", daemon=True)
-        self._writer_thread = threading.Thread(target=self._run_writer, name="datastates-writer", daemon=True)
-        self._threads = [self._engine_thread, self._writer_thread]
-        self._watch = Watch(self._trouble, recording=self._engine_thread, writing=self._writer_thread)
         for thread in self._threads:
             thread.start()
 
@@ -269,7 +257,7 @@ class Runner:
 
     def when_full(self, listener: Callable[[], None]) -> None:
         """See ``Host.when_full``."""
-        self._on_full = listener
+        self._writer.on_full = listener
 
     def _adopt(self, uid: str, base: Manifest | None = None) -> None:
         """A state that no line captured is in the memory tier and in the lineage; ``base`` is the manifest of a relative on disk.
@@ -323,7 +311,7 @@ class Runner:
         so_far = self._rounds.begun
         self._rounds.hurry()
         while not self._changed.wait_for(lambda: self._rounds.has_ended(so_far), _SAY_AGAIN_S * 5):
-            self._raise_if_mute()
+            self._watch.raise_if_stuck()
         self._register.journal.settle()
         if self._register.journal.is_waiting_for_others:
             self._register.journal.ask()
@@ -385,7 +373,7 @@ class Runner:
         failures = self._trouble.failures
         try:
             while (pending := self.pending_writes) and not self._is_abandoned:
-                overdue = self._register.journal.overdue() or self._hopeless(failures)
+                overdue = self._register.journal.overdue() or self._watch.hopeless(failures)
                 if overdue is not None:
                     raise overdue
                 if on_wait is not None:
@@ -440,9 +428,9 @@ class Runner:
                 self._register.journal.tell_evictions()
         with self._lock:
             self._is_closed = True
+        self._writer.close()
         self._register.give_up_all("state {uid} was in memory only when its repository was closed: wait for it before that, or tag it")
         self._rounds.close()
-        self._writes.put(None)
         self._own.close(is_giving_up=self._is_abandoned)
         self._copies.close()
         self._warmer.close()
@@ -453,7 +441,7 @@ class Runner:
     @property
     def trouble(self) -> str | None:
         """See ``Host.trouble``."""
-        self._look()
+        self._watch.look()
         with self._lock:
             return self._trouble.describe(self._engine.pending_writes)
 
@@ -461,42 +449,6 @@ class Runner:
     def is_held_up(self) -> bool:
         """Whether a thread is in the middle of a call to the system that may never return."""
         return self._watch.is_held_up
-
-    def _is_stuck(self) -> bool:
-        self._look()
-        return self._watch.is_stuck()
-
-    def _raise_if_mute(self) -> None:
-        if self._is_stuck():
-            raise Unavailable(f"captures are not recorded: {self._trouble.why}", trouble="lineage")
-
-    def _look(self) -> None:
-        """See whether the write that is under way goes on. Any thread."""
-        is_stalled = self._watch.is_writing_stalled()
-        if is_stalled != self._engine.is_stalled:
-            self._post(Stalled(is_stalled))
-
-    def _hopeless(self, failures: int) -> Unavailable | None:
-        """The error for callers that wait for what is to be durable, once the disk has been in trouble for too long.
-
-        Each of them sees it tried at least once more: ``failures`` were all when it began to wait.
-        """
-        self._look()
-        now, trouble = time.monotonic(), self._trouble
-        if trouble.why is None or not self._engine.is_in_trouble:
-            return None
-        if trouble.closing_since is None:
-            trouble.closing_since = now
-        if now - trouble.closing_since < CLOSING_S or (trouble.failures == failures and not self._engine.is_stalled):
-            if now - self._retried_at >= _RETRY_S:
-                self._retried_at = now
-                self._post(Retry())
-            return None
-        with self._lock:
-            names = self._register.named(self._engine.unwritten())
-        if not names:
-            return None
-        return Unavailable(trouble.describe_lost(names), trouble=f"unwritten: {self._register.folder}")
 
     # --- the engine thread ---------------------------------------------------------------------------------------------
 
@@ -507,7 +459,7 @@ class Runner:
                     self._finish(captures)
                 else:
                     self._tick()
-                self._ask_others(has_told=bool(captures))
+                self._polling.look(has_told=bool(captures))
             except BaseException as exc:  # whatever it is, the log says it and the lines raise it, and the thread goes on
                 _logger.exception("the engine failed; it goes on")
                 for staged in captures:
@@ -533,29 +485,12 @@ class Runner:
     def _tick_delay(self) -> float:
         with self._lock:
             due = self._engine.next_tick()
-        now = time.monotonic()
-        delay = min(_REFS_POLL_S, self._polls.delay(now))
-        return delay if due is None else min(delay, max(0.01, due - now))
+        delay = min(_REFS_POLL_S, self._polling.delay())
+        return delay if due is None else min(delay, max(0.01, due - time.monotonic()))
 
     def _backlog(self) -> int:
         """States that keep their memory, whatever the engine says: modules have not seen them, or they wait for parts of other ranks."""
         return self._own.backlog + self._register.awaited
-
-    def _hurry_others(self) -> None:
-        if self._register.journal.is_waiting_for_others or self._register.journal.may_be_wanted:
-            self._polls.hurry(time.monotonic())
-            self._rounds.wake()
-
-    def _ask_others(self, *, has_told: bool) -> None:
-        """Hear what became of the parts that wait for those of other ranks, if it is time."""
-        now, journal = time.monotonic(), self._register.journal
-        if not journal.is_waiting_for_others and not journal.may_be_wanted:
-            self._polls.end()
-        elif journal.has_news or (not has_told and not self._polls.delay(now)):
-            journal.ask(self._config.group_patience_s)
-            self._polls.asked(now)
-        elif has_told or self._polls.is_off:
-            self._polls.begin(now)
 
     def _tick(self) -> None:
         self._post(Tick(time.monotonic()))
@@ -566,7 +501,7 @@ class Runner:
         if time.monotonic() - self._looked_at < _REFS_POLL_S:
             return
         self._pulse.beat()
-        self._look()
+        self._watch.look()
         self._warmer.look()
         self._trouble.remind(self._engine.pending_writes)
         try:
@@ -588,41 +523,12 @@ class Runner:
         if changed is not None:
             self._post(changed)
 
-    # --- the writer thread ---------------------------------------------------------------------------------------------
-
-    def _run_writer(self) -> None:
-        yield_disk()  # the training may be reading its data
-        while (uid := self._writes.get()) is not None:
-            began = time.monotonic()
-            try:
-                with deed(f"writing state {uid}"):
-                    self._pipeline.write(uid)
-            except BaseException as exc:  # whatever it is, the handle raises it, and the thread goes on
-                _logger.debug("writing %s failed", uid, exc_info=exc)
-                if not self._is_closed:  # else nobody waited for it, its handle was told, and its tier may be closed by now
-                    self._on_write_failed(uid, exc)
-            else:
-                self._post(Written(uid, began, time.monotonic(), self._copies.took_s))
-                self._trouble.end(self._engine.pending_writes)
-
-    def _on_write_failed(self, uid: str, error: BaseException) -> None:
-        is_passing = isinstance(error, Unavailable) and self._register.is_patient(uid)
-        if is_passing:
-            self._trouble.failures += 1
-            self.recorder.count("retries")
-            self._trouble.begin(str(error))
-            if is_full(error):
-                self._on_full()
-        else:
-            self._register.fail_write(uid, error)
-        self._post(WriteFailed(uid, time.monotonic(), is_passing))
+    # --- carrying out decisions, any thread ------------------------------------------------------------------------------
 
     def _on_marked(self, added: int) -> None:
         self._on_durable(added)
         if self._config.on_step is not None:
             self._config.on_step("marked-durable")
-
-    # --- carrying out decisions, any thread ------------------------------------------------------------------------------
 
     def _post(self, *events: Event) -> list[Action]:
         done = []
@@ -642,7 +548,7 @@ class Runner:
                 self._register.journal.want(uid)
                 if self._register.journal.has_news:
                     self._rounds.wake()
-                self._writes.put(uid)
+                self._writer.put(uid)
             case Evict(uids, until):
                 self._evict(uids, until)
             case Paced():

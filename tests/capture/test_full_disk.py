@@ -27,7 +27,7 @@ WORDS = CHUNK_BYTES // 4
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(engine, "LAST_RETRY_S", 0.01)
-    monkeypatch.setattr(runner, "CLOSING_S", 0.0)
+    monkeypatch.setattr(watch, "CLOSING_S", 0.0)
     monkeypatch.setattr(runner, "_SAY_AGAIN_S", 0.01)
 
 
@@ -181,7 +181,7 @@ def test_a_full_disk_makes_no_new_repository_and_says_so(tmp_path: Path, disk: F
 
 
 def test_closing_writes_what_can_be_written_by_then(tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "CLOSING_S", 60.0)
+    monkeypatch.setattr(watch, "CLOSING_S", 60.0)
     with opened(tmp_path) as repo:
         run, words = begin(repo)
         disk.fail()
@@ -229,7 +229,7 @@ def test_closing_does_not_wait_for_a_write_that_stalls(tmp_path: Path, disk: Fau
         run.close()
     with pytest.raises(Unavailable, match="has made no progress"):
         repo.close()
-    writer = repo.core.engage().runner._writer_thread
+    writer = repo.core.engage().runner._writer.thread
     assert writer.is_alive()
     disk.mend()
     writer.join(60)
