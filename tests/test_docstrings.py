@@ -18,6 +18,7 @@ import datastates.api
 import datastates.testing
 import datastates.workflows
 from datastates import Config
+from datastates.integrations import kept
 from tests.support.entries import own_members
 
 FIRST = {
@@ -108,6 +109,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
         given = {"repo": repo, "model": model, "optimizer": optimizer, "loader": loader, "inputs": inputs, "targets": targets}
         workflows = {name: getattr(datastates.workflows, name) for name in datastates.workflows.__all__}
         yield {**workflows, **given, "build": build, "train_step": train_step, "losses_of": losses_of, "datastates": datastates}
+    kept.let_go()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
