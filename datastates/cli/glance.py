@@ -13,6 +13,7 @@ from rich.text import Text
 
 from datastates.api.models import RunInfo, Stats
 from datastates.lineage.show.branches import Branch, Branches, Life, Point
+from datastates.lineage.show.by_rank import ranks_of
 from datastates.lineage.show.colours import colour_of
 
 from .render import age_text, clean, facts_table, short, size_text, table, time_text
@@ -94,7 +95,12 @@ def stats_table(found: Stats) -> Table:
         *(("tier", f"{held.tier}, {held.node}: {held.replicas:,} replicas, {size_text(held.bytes)}") for held in found.tiers),
         ("newest", "" if found.newest is None else f"{short(found.newest.uid)}, {age_text(found.newest.created_at)}"),
     ]
-    facts += [("metric", f"{key.key}: {_range(key.least, key.most)}, {key.count:,} states") for key in found.metrics]
+    ranks = ranks_of(key.key for key in found.metrics)
+    of_ranks = {f"{name}@{rank}" for name, those in ranks.items() for rank in those}
+    for key in found.metrics:
+        if key.key not in of_ranks:
+            own = f", and {len(ranks[key.key]):,} ranks have their own" if key.key in ranks else ""
+            facts.append(("metric", f"{key.key}: {_range(key.least, key.most)}, {key.count:,} states{own}"))
     facts += [("attributes", ", ".join(found.attributes)), ("settings", ", ".join(found.config))]
     return facts_table(facts)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 
-__all__ = ["by_rank", "spread_text"]
+__all__ = ["by_rank", "ranks_of", "spread_text"]
 
 _OF_RANK = re.compile(r"(.+)@(0|[1-9][0-9]*)", re.DOTALL)
 
@@ -19,13 +19,27 @@ def by_rank(metrics: Mapping[str, float], world_size: int) -> tuple[dict[str, fl
     whole: dict[str, float] = {}
     ranks: dict[str, dict[int, float]] = {}
     for key, value in metrics.items():
-        found = _OF_RANK.fullmatch(key) if world_size > 1 else None
-        name, rank = ("", 0) if found is None else (found[1], int(found[2]))
-        if found is None or name not in metrics or f"{name}@0" not in metrics or rank >= world_size:
+        found = _split(key, metrics) if world_size > 1 else None
+        if found is None or found[1] >= world_size:
             whole[key] = value
         else:
-            ranks.setdefault(name, {})[rank] = value
+            ranks.setdefault(found[0], {})[found[1]] = value
     return whole, {name: dict(sorted(values.items())) for name, values in ranks.items()}
+
+
+def ranks_of(keys: Iterable[str]) -> dict[str, list[int]]:
+    """Of the metrics of many states: which ranks had one for themselves, by its name; of none that only one rank had."""
+    known = set(keys)
+    ranks: dict[str, list[int]] = {}
+    for name, rank in filter(None, (_split(key, known) for key in known)):
+        ranks.setdefault(name, []).append(rank)
+    return {name: sorted(found) for name, found in ranks.items() if len(found) > 1}
+
+
+def _split(key: str, known: Container[str]) -> tuple[str, int] | None:
+    """The name and the rank in the key of a metric of one rank, which stands beside that of all and that of rank 0."""
+    found = _OF_RANK.fullmatch(key)
+    return None if found is None or found[1] not in known or f"{found[1]}@0" not in known else (found[1], int(found[2]))
 
 
 def spread_text(values: Mapping[int, float], digits: int) -> str:

@@ -58,6 +58,13 @@ def test_show_lists_the_parts_by_rank(root: Path, invoke: Invoke) -> None:
     assert "waits for the parts of rank 2" in invoke("show", job.waits).err
 
 
+def test_stats_say_in_one_line_what_each_rank_measured(root: Path, invoke: Invoke) -> None:
+    job_of(root)
+    lines = [line.split(maxsplit=1)[1] for line in invoke("stats").out.splitlines() if line.startswith("metric")]
+    assert lines == ["loss: 0.142857 to 1.8, 14 states, and 3 ranks have their own", "val_loss: 0.333333 to 1, 3 states"]
+    assert {"loss@0", "loss@1", "loss@2"} < {each["key"] for each in invoke("stats", "--json").json["metrics"]}
+
+
 def test_show_lists_the_parts_of_many_ranks_by_place(root: Path, invoke: Invoke) -> None:
     job = job_of(root, size=20)
     parts = [line.split(maxsplit=1)[1] for line in invoke("show", job.whole[0]).out.splitlines() if line.startswith("parts ")]
