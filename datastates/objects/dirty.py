@@ -29,7 +29,7 @@ class _Mark:
 
 
 _marked: dict[int, _Mark] = {}
-_lock = threading.RLock()  # a tensor may be collected, and its mark with it, while the lock is held
+_lock = threading.Lock()
 
 
 def is_any() -> bool:
@@ -77,14 +77,14 @@ def check(tensors: Iterable[torch.Tensor]) -> None:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.RLock()  # whichever thread held it is not here
+    _lock = threading.Lock()  # whichever thread held it is not here
 
 
-def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
-    with _lock:
-        mark = _marked.get(key)
-        if mark is not None and mark.tensor is gone:
-            del _marked[key]
+def _forget(key: int, gone: weakref.ref[torch.Tensor], marked: dict[int, _Mark] = _marked) -> None:
+    """For tensors that are collected: nobody marks one of them any more. Names no globals, which a module loses as the interpreter ends."""
+    mark = marked.get(key)
+    if mark is not None and mark.tensor is gone:
+        marked.pop(key, None)
 
 
 os.register_at_fork(after_in_child=_after_fork)

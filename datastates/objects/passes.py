@@ -56,6 +56,7 @@ class Pass:
         keepers = [part for part in self._parts if is_tracked(part)]
         self._kind = _kind_of(source, keepers, self._loader)
         self._sampler = next((part for part in keepers if isinstance(part, PermutationSampler)), None)
+        self._told = self._sampler if self._kind is _Kind.AHEAD else None
         self._is_torchdata = any(type(part).__module__.startswith("torchdata.stateful_dataloader") for part in keepers)
         self._length = _length_of(source, self._parts)
         self._prepared = next((part for part in self._parts if is_prepared(part)), None)
@@ -174,10 +175,10 @@ class Pass:
         self._begin = self._snapshot()
 
     def leave(self) -> None:
-        """The loop over this pass ended, or was left."""
+        """The loop over this pass ended, or was left: maybe at the end of the interpreter, when no module has its globals any more."""
         self.is_over = True
-        if self._kind is _Kind.AHEAD and self._sampler is not None:
-            self._sampler.let_go(is_over=not self.is_left)
+        if self._told is not None:
+            self._told.let_go(is_over=not self.is_left)
 
     def is_same(self, other: Pass) -> bool:
         """Whether both are over the same source."""
@@ -235,12 +236,12 @@ class Pass:
         return {"rng": RngState().state_dict(), "tracked": [state_of(found) for found in self._tracked if is_generator(found)]}
 
     def _hand_out(self) -> None:
-        if self._kind is _Kind.AHEAD and self._sampler is not None:
-            self._sampler.hand_out(_batch_size(self._loader))
+        if self._told is not None:
+            self._told.hand_out(_batch_size(self._loader))
 
     def _held(self) -> Iterator[Any]:
-        if self._kind is _Kind.AHEAD and self._sampler is not None:
-            self._sampler.hold()
+        if self._told is not None:
+            self._told.hold()
         return iter(self._source)
 
     def _resumed(self) -> Iterator[Any]:

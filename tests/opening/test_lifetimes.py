@@ -134,6 +134,35 @@ def test_a_script_without_with_in_a_function_loses_no_head(tmp_path: Path, how: 
         assert repo.load("main")["weight"].tolist() == [3.0] * 300
 
 
+LEFT_OPEN = """
+    import sys, torch, datastates
+    from datastates.objects import dirty
+    sampler = datastates.PermutationSampler(6)
+    loader = torch.utils.data.DataLoader(torch.arange(6), batch_size=2, sampler=sampler)
+    repo = datastates.open(sys.argv[1], memory_bytes=64 << 20)
+    run = repo.track(weight=torch.zeros(300), sampler=sampler)
+    epochs = run.epochs(2)
+    next(epochs)
+    steps = run.steps(loader)
+    next(steps)
+    run.capture()
+    class Writing:
+        half = None
+    writing = Writing()
+    writing.half = torch.zeros(3)
+    dirty.mark([("half", writing.half)], writing)
+    del writing
+    # What a module of others keeps is collected late, once ours have lost their globals.
+    torch.late = epochs, steps
+"""
+
+
+def test_a_loop_and_a_restore_that_did_not_end_make_no_noise_at_the_exit(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(LEFT_OPEN), str(tmp_path)]
+    done = subprocess.run(command, timeout=300, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 CELL = """
 import datastates, torch
 repo = datastates.open(folder, config=config)
