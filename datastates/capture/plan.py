@@ -22,6 +22,7 @@ from datastates.content.tree import Flat, Leaf, encode_skeleton
 from datastates.errors import InvalidInput
 from datastates.system.devices import devices
 
+from .routes import HOST, Route, routes_of
 from .shares import Shares, bytes_at, shares_of, tie_of
 from .tripwire import SAMPLES, STATE_SAMPLES, Tripwire, Watched
 
@@ -102,7 +103,7 @@ class CopyPlan:
     """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
 
     ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when.
-    ``shares`` are this rank's where several hold the state, ``devices`` those that something lies on. ``is_taught``: some are copied
+    ``shares`` are this rank's where several hold the state, ``routes`` what lies where. ``is_taught``: some are copied
     at once because they tore.
     """
 
@@ -116,10 +117,15 @@ class CopyPlan:
     aliases: list[_Alias]
     shares: Shares | None
     tripwire: Tripwire
-    devices: tuple[torch.device, ...]
+    routes: dict[torch.device, Route]
     eager_bytes: int
     is_taught: bool = False
     _marks: _Marks | None = None
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Those that something lies on."""
+        return tuple(device for device in self.routes if device != HOST)
 
     @property
     def slot_count(self) -> int:
@@ -300,7 +306,7 @@ def _lay_out(
         aliases,
         shares,
         Tripwire(watched),
-        devices=tuple(dict.fromkeys(devices().of(source.flat) for source in sources if devices().is_on(source.flat))),
+        routes=routes_of(sources),
         eager_bytes=sum(source.flat.numel() for source in sources if not source.is_deferred),
     )
 

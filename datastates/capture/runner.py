@@ -1,5 +1,6 @@
 """The threads behind captures: they carry out what ``engine`` decides.
 
+    crossing thread (crossing.py) queues copies from devices, where there are any
     stage thread    (stage.py)    copies; hands each capture on, in order
     engine thread   (rounds.py)   each round of captures into memory and into the lineage (commit.py); then room is made ahead
     writer thread   (writer.py)   to disk; marked as durable

@@ -77,9 +77,6 @@ class Devices(Protocol):
     def wait(self, stream: Stream, mark: Mark) -> None:
         """Nothing of what is queued on the stream from now on begins before the mark is reached. The host goes on."""
 
-    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Give the tensor's memory to nobody else before what is queued on the stream by now is done, even if the tensor goes."""
-
     def is_recording(self, device: torch.device) -> bool:
         """Whether what this thread queues there becomes a graph, to be replayed, and does not happen now."""
 
@@ -158,9 +155,6 @@ class _Torch:
     def wait(self, stream: Any, mark: Any) -> None:
         with _selected(stream.device):
             stream.wait_event(mark.event)
-
-    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        tensor.record_stream(stream)
 
     def is_recording(self, device: torch.device) -> bool:
         is_recording = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import datastates
+from datastates.capture.handle import Capture
 from datastates.capture.plan import compile_plan
 from datastates.capture.stage import CopyJob, Stager
 from datastates.config import Config
@@ -59,6 +60,13 @@ def begin(arena: Arena, stager: Stager, *sources: torch.Tensor) -> tuple[CopyJob
     job = CopyJob(plan, slots, on_done=lambda _: done.set())
     stager.begin(job)
     return job, done
+
+
+def check(repo: Repository, captures: list[Capture], expected: list[dict[str, object]]) -> None:
+    for capture, value in zip(captures, expected, strict=True):
+        capture.wait(timeout_s=60)
+        on_host = {path: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in value.items()}
+        assert differing(on_host, repo.load(capture.uid)) == []
 
 
 def test_slots_are_pinned(arena: Arena) -> None:
@@ -135,13 +143,76 @@ def test_a_training_on_a_gpu_that_runs_ahead_is_captured_as_it_was(form: dict[st
             optimizer.step()
             expected.append(live(model, {"optimizer": optimizer}))
             captures.append(run.capture())
-        for capture, value in zip(captures[-8:], expected[-8:], strict=True):
-            capture.wait(timeout_s=60)
-            on_host = {path: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in value.items()}
-            assert differing(on_host, repo.load(capture.uid)) == []
+        check(repo, captures[-8:], expected[-8:])
     twin = Net().cuda()
     repo.restore("main", {"model": twin})
     assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
+
+
+def test_capture_synchronises_with_no_device(repo: Repository) -> None:
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with repo.track(model=model, optimizer=optimizer) as run:
+        for number in range(5):
+            loss = (model(torch.randn(16, 128, device="cuda")) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            torch.cuda.set_sync_debug_mode("error" if number else "default")  # pinned memory and streams are made once
+            try:
+                capture = run.capture(metrics={"loss": loss})
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            capture.wait(timeout_s=60)
+            assert repo.state(capture.uid).metrics == {"loss": pytest.approx(loss.item())}
+
+
+def test_a_recorded_step_that_is_replayed_behind_a_fence_is_captured_as_it_was(repo: Repository) -> None:
+    torch.manual_seed(0)
+    model, batch = Net().cuda(), torch.randn(16, 128, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    expected, captures = list[dict[str, object]](), list[Capture]()
+
+    def update() -> None:
+        optimizer.zero_grad()
+        (model(batch) ** 2).mean().backward()
+        optimizer.step()
+
+    with repo.track(model=model, optimizer=optimizer) as run:
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            for _ in range(3):
+                update()
+        torch.cuda.current_stream().wait_stream(warm)
+        run.capture()  # its copies go on while the graph is recorded
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            update()
+        for _ in range(20):
+            batch.normal_()
+            run.fence()
+            graph.replay()
+            expected.append(live(model, {"optimizer": optimizer}))
+            captures.append(run.capture())
+        check(repo, captures[-8:], expected[-8:])
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_captured_as_it_was(repo: Repository) -> None:
+    torch.manual_seed(0)
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    forward, step = torch.compile(model, mode="reduce-overhead"), torch.compile(optimizer.step, mode="reduce-overhead")
+    expected, captures = list[dict[str, object]](), list[Capture]()
+    with repo.track(model=model, optimizer=optimizer) as run:
+        for _ in range(20):
+            torch.compiler.cudagraph_mark_step_begin()
+            optimizer.zero_grad()
+            (forward(torch.randn(16, 128, device="cuda")) ** 2).mean().backward()
+            step()
+            expected.append(live(model, {"optimizer": optimizer}))
+            captures.append(run.capture())
+        check(repo, captures[-8:], expected[-8:])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device on this machine")

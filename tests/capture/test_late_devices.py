@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import datastates
-from datastates.capture.stage import Stager
+from datastates.capture.crossing import Crossings
+from datastates.capture.handle import Capture
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.errors import Corrupt, InvalidInput, Torn
+from datastates.errors import Corrupt, Torn
 from datastates.repository import Repository
 from datastates.tracking import guard
 from tests.support.late import Hazard, LateDevices, Lateness
 from tests.support.planting import without
+from tests.support.ranks import Rank, ranks_of
 
 STEPS = 4
 BUILDING = threading.Lock()
@@ -29,21 +33,24 @@ CONFIG = Config(memory_bytes=64 * CHUNK_BYTES, durable_interval_s=None)
 
 
 class Net(nn.Module):
-    """Weights of 256 KiB, which are copied behind the fence; biases and what batch norm counts are copied at once."""
+    """Weights of 256 KiB, which are copied behind the fence; biases, what batch norm counts and 2 MiB of a sum are copied at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_large: bool) -> None:
         super().__init__()
         self.a, self.norm, self.b = nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 256)
+        self.sum: torch.Tensor
+        self.register_buffer("sum", torch.zeros(2048 if is_large else 1, 256))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.b(torch.relu(self.norm(self.a(x))))
+        self.sum += found.detach().mean(0)
         return found
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(*, is_large: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     with BUILDING:
         torch.manual_seed(0)
-        model = Net()
+        model = Net(is_large=is_large)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -80,10 +87,10 @@ def one_processor() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def expected(one_processor: None) -> list[dict[str, torch.Tensor]]:
+@functools.cache
+def plain(*, is_large: bool) -> list[dict[str, torch.Tensor]]:
     """What a plain training has after each step."""
-    model, optimizer = build()
+    model, optimizer = build(is_large=is_large)
     found = []
     for number in range(STEPS):
         step(model, optimizer, number, lambda batch: batch)
@@ -100,18 +107,18 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 def check_captures(
     repo: Repository,
     late: LateDevices,
-    expected: list[dict[str, torch.Tensor]],
     *,
     index: int = 0,
     may_wait: bool = False,
     is_here: bool = False,
     is_eager: bool = False,
+    is_large: bool = False,
 ) -> None:
     """A training on a late device, captured after each step: each state holds what it is to hold, and no capture waited for the device.
 
     ``is_eager``: the first state is asked for before the device has caught up.
     """
-    model, optimizer = build()
+    (model, optimizer), expected = build(is_large=is_large), plain(is_large=is_large)
     late.put(model, index)
     with nullcontext() if is_here else late.running(), repo.track(model=model, optimizer=optimizer) as run:
         captures = []
@@ -131,33 +138,41 @@ def check_captures(
 
 
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
-def test_what_is_captured_is_what_the_training_had(lateness: Lateness, repo: Repository, expected: list[dict[str, torch.Tensor]]) -> None:
-    check_captures(repo, LateDevices(lateness), expected)
+def test_what_is_captured_is_what_the_training_had(lateness: Lateness, repo: Repository) -> None:
+    check_captures(repo, LateDevices(lateness), is_large=lateness in (Lateness.COPIES, Lateness.BOTH))
 
 
-PLANTED = {
-    "the copies do not wait for the training": (Lateness.COMPUTE, "_copy_from", "devices().wait(side, devices().mark(current))"),
-    "the training waits for no eager copy": (
-        Lateness.COPIES,
-        "_copy_from",
-        "devices().wait(current, devices().mark(side))",
+PLANTED: dict[str, tuple[Lateness, str, str, str]] = {
+    "the copies do not wait for the training": (Lateness.COMPUTE, "_cross", "devices().wait(crossing.side, crossing.begun)", "pass"),
+    "what is large does not wait for the training": (
+        Lateness.COMPUTE,
+        "_begin_on",
+        "devices().wait(side, devices().mark(current))",
+        "pass",
     ),
-    "the update does not wait for the copies": (Lateness.COPIES, "fence", "devices().wait(devices().current(device), event)"),
-    "the host does not wait for the copies": (Lateness.COPIES, "_copy_all", "event.synchronize()"),
-    "memory is not kept for the copies": (Lateness.COPIES, "_copy_from", "devices().keep(source, side)"),
+    "the training does not wait for what is large": (Lateness.COPIES, "_begin_on", "devices().wait(current, devices().mark(side))", "pass"),
+    "what is small is not put aside": (
+        *(Lateness.COPIES, "_begin_on", "aside_of(route.small)", "[(source.start, source.flat) for source in route.small]"),
+    ),
+    "the update does not wait for the copies": (
+        *(Lateness.COPIES, "fence", "devices().wait(devices().current(crossing.device), crossing.arrived)", "pass"),
+    ),
+    "the host does not wait for the copies": (Lateness.COPIES, "finish", "crossing.arrived.synchronize()", "pass"),
+    "what is copied is not held": (Lateness.COPIES, "_cross", "crossing.held += pairs[1]", "pass"),
+    "samples are not held": (Lateness.COPIES, "_cross", "crossing.held += _bring", "_bring"),
 }
 
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED.keys())
 def test_a_wait_that_is_taken_out_is_noticed(
-    planted: tuple[Lateness, str, str], repo: Repository, expected: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    planted: tuple[Lateness, str, str, str], repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lateness, name, line = planted
-    without(monkeypatch, Stager, name, line)
+    lateness, name, line, instead = planted
+    without(monkeypatch, Crossings, name, line, instead)
     late = LateDevices(lateness)
     late.schedule.patience_s = 5
     with pytest.raises((AssertionError, Torn, Corrupt, Hazard)):
-        check_captures(repo, late, expected, is_eager=name == "_copy_all")
+        check_captures(repo, late, is_eager=name == "finish", is_large=name == "_begin_on")
 
 
 def test_a_fence_waits_on_the_host_for_host_memory_only(repo: Repository) -> None:
@@ -202,9 +217,9 @@ def test_numbers_on_a_device_arrive_with_the_state(repo: Repository) -> None:
             assert found == {**torch.amp.GradScaler("cpu").state_dict(), "scale": 1 + number * 2.0, "_growth_tracker": number}
 
 
-def test_a_device_that_is_not_used_is_not_reached(repo: Repository, expected: list[dict[str, torch.Tensor]]) -> None:
+def test_a_device_that_is_not_used_is_not_reached(repo: Repository) -> None:
     late = LateDevices(Lateness.COPIES)
-    check_captures(repo, late, expected, index=1)
+    check_captures(repo, late, index=1)
     assert late.reached == {1}
     assert len(repo.load("main")["rng"]["cuda"]) == 2
     assert repo.load("main")["rng"]["cuda"][0] is None
@@ -219,51 +234,67 @@ def test_a_training_on_the_cpu_pins_nothing_and_reaches_no_device(repo: Reposito
     assert not late.registered
 
 
-def test_memory_that_cannot_be_pinned_slows_captures_and_fails_none(
-    repo: Repository, expected: list[dict[str, torch.Tensor]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_cannot_be_pinned_slows_captures_and_fails_none(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
     late = LateDevices(Lateness.COPIES)
     late.most_registered = 0
-    check_captures(repo, late, expected, may_wait=True)
+    check_captures(repo, late, may_wait=True)
     assert sum("pageable" in message for message in caplog.messages) == 1
 
 
-def test_a_graph_that_is_recorded_is_left_alone(repo: Repository) -> None:
+def launches_of_a_capture(repo: Repository, layers: int) -> int:
+    """What the training thread queues for a capture of as many weights, with biases, statistics and the state of their optimizer."""
     late = LateDevices(Lateness.COPIES)
-    model = late.put(nn.Linear(256, 256))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with late.running(), repo.track(model=model, optimizer=optimizer) as run:
-        run.capture()
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        late.recording.add(0)
-        queued = sum(len(stream.ops) for stream in late.schedule.streams)
-        run.fence()
-        assert sum(len(stream.ops) for stream in late.schedule.streams) == queued
-        with pytest.raises(InvalidInput, match="a graph is being recorded"):
-            run.capture()
-        late.recording.clear()
-        run.fence()
+    model = late.put(nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128)) for _ in range(layers))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with late.running(), repo.track(branch=f"of-{layers}", model=model, optimizer=optimizer) as run:
+        model(late.put(torch.ones(4, 128))).sum().backward()
         optimizer.step()
+        before = late.schedule.launches_of_this_thread()
+        run.capture()
+        found = late.schedule.launches_of_this_thread() - before
         late.schedule.catch_up()
+    return found
 
 
-def test_two_trainings_on_two_devices_do_not_disturb_each_other(tmp_path: Path, expected: list[dict[str, torch.Tensor]]) -> None:
+def test_a_capture_launches_no_more_for_many_tensors_than_for_few(repo: Repository) -> None:
+    few, many = (launches_of_a_capture(repo, layers) for layers in (1, 12))
+    assert few == many
+    assert many < 10
+
+
+def test_two_trainings_on_two_devices_do_not_disturb_each_other(tmp_path: Path) -> None:
     late = LateDevices(Lateness.RANDOM, seed=3)
 
     def train(index: int) -> None:
         with datastates.open(tmp_path / str(index), config=CONFIG) as repo, late.active():
-            check_captures(repo, late, expected, index=index, is_here=True)
+            check_captures(repo, late, index=index, is_here=True)
 
     with late.running(), ThreadPoolExecutor(2) as pool:
         assert [*pool.map(train, range(2))] == [None, None]
     assert late.reached == {0, 1}
 
 
+@pytest.mark.parametrize("used", [{1}, {0, 1}], ids=["a rank on device 1", "a rank on each"])
+def test_a_job_reaches_the_devices_that_its_ranks_use_and_no_other(used: set[int], tmp_path: Path) -> None:
+    late = LateDevices(Lateness.BOTH)
+
+    def train(rank: Rank) -> list[Capture]:
+        with late.active():
+            return [rank.capture() for _ in range(STEPS)]
+
+    with late.running(), ranks_of(tmp_path, None, 2) as ranks, ThreadPoolExecutor(2) as pool:
+        for index in used:
+            late.put(ranks[index].rows, index)
+        captures = [*pool.map(train, ranks)]
+        late.schedule.catch_up()
+        for number, pair in enumerate(zip(*captures, strict=True), 1):
+            assert len({capture.wait("durable", timeout_s=60).uid for capture in pair}) == 1
+            assert torch.equal(ranks[0].repo.load(pair[0].uid)["rows"], torch.arange(27.0).reshape(9, 3) + 10 * number)
+    assert late.reached == used
+
+
 @pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
-def test_a_restore_is_in_order_with_what_the_training_queues(
-    lateness: Lateness, repo: Repository, expected: list[dict[str, torch.Tensor]]
-) -> None:
+def test_a_restore_is_in_order_with_what_the_training_queues(lateness: Lateness, repo: Repository) -> None:
     late = LateDevices(lateness)
     model, optimizer = build()
     late.put(model)
@@ -277,7 +308,17 @@ def test_a_restore_is_in_order_with_what_the_training_queues(
             run.capture()
         late.schedule.catch_up()
     found = loaded(repo, "main")
-    assert all(torch.equal(value, found[path]) for path, value in expected[-1].items())
+    assert all(torch.equal(value, found[path]) for path, value in plain(is_large=False)[-1].items())
+
+
+def test_pinned_memory_is_poison_until_something_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, empty = LateDevices(Lateness.BOTH), torch.empty
+
+    def used_before(*size: Any, dtype: torch.dtype) -> torch.Tensor:
+        return empty(*size, dtype=dtype).fill_(math.nan if dtype.is_floating_point else 0)
+
+    monkeypatch.setattr(torch, "empty", used_before)
+    assert math.isfinite(late.pinned((), torch.float32).item()), "a guard that does not wait for a loss would go back, and wait"
 
 
 @pytest.mark.parametrize("is_planted", [False, True], ids=["as it is", "the loss is not waited for"])
@@ -299,4 +340,4 @@ def test_a_guard_reads_a_late_loss_and_goes_back(is_planted: bool, repo: Reposit
             assert late.schedule.waits_of_this_thread() == waits
         late.schedule.catch_up()
         found = [(rewind.step, rewind.good.step) for rewind in watched.rewinds]
-    assert (found == [(6, 4)]) is not is_planted
+    assert found == ([] if is_planted else [(6, 4)])

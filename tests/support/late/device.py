@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from datastates.system.devices import swapped
 
-from .dispatch import Home, Operators
+from .dispatch import Hazard, Home, Operators, poison
 from .streams import Event, Lateness, Op, Schedule, Stream
 
-__all__ = ["LateDevices", "Lateness"]
+__all__ = ["Graph", "LateDevices", "Lateness"]
 
 Placed = TypeVar("Placed", bound=torch.Tensor | nn.Module)
 
@@ -27,6 +27,20 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.streams: dict[torch.device, Stream] = {}
         self.depth = 0
+        self.graph: Graph | None = None
+
+
+class Graph:
+    """What a thread queued on a device while it was ``recorded``. It holds the memory that was given out meanwhile."""
+
+    def __init__(self, late: LateDevices, device: torch.device) -> None:
+        self.device, self.ops = device, list[Op]()
+        self._late = late
+
+    def replay(self) -> None:
+        """Queue all of it on this thread's stream: no version is bumped, and no hook runs."""
+        for op in self.ops:
+            self._late.queue(Op(self._late.current_for(self.device), op.name, op.run))
 
 
 class LateDevices:
@@ -45,7 +59,6 @@ class LateDevices:
     def __init__(self, lateness: Lateness, seed: int = 0, count: int = 2) -> None:
         self.schedule = Schedule(lateness, seed)
         self.reached: set[int] = set()
-        self.recording: set[int] = set()
         self.registered: dict[int, int] = {}
         self.most_registered = 1 << 30
         self.random = [torch.Generator().manual_seed(index) for index in range(count)]
@@ -77,6 +90,15 @@ class LateDevices:
         finally:
             self._local.depth -= 1
 
+    @contextmanager
+    def recorded(self, index: int = 0) -> Iterator[Graph]:
+        """What this thread queues on a device does not happen, and becomes a graph."""
+        graph = self._local.graph = Graph(self, torch.device("cuda", index))
+        try:
+            yield graph
+        finally:
+            self._local.graph = None
+
     def put(self, found: Placed, index: int = 0) -> Placed:
         """A tensor, or what a module has, is on a device from now on."""
         tensors = [found] if isinstance(found, torch.Tensor) else [*found.parameters(), *found.buffers()]
@@ -85,6 +107,26 @@ class LateDevices:
         return found
 
     # --- what the operators ask --------------------------------------------------------------------------------------------
+
+    def queue(self, op: Op) -> Op:
+        """Queue an op, or record it."""
+        graph = self._local.graph
+        if graph is None or graph.device != op.stream.device:
+            return self.schedule.put(op)
+        if op.run is None:
+            raise Hazard(f"{op.name!r} on a stream that is recorded: a graph neither waits for what is outside of it nor is waited for")
+        graph.ops.append(op)
+        return op
+
+    def hold_for(self, op: Op) -> None:
+        """Wait on the host until an op is done."""
+        if self._local.graph is not None:
+            raise Hazard(f"the host waits for {op.name!r} while a graph is recorded, in which nothing happens")
+        self.schedule.wait(op)
+
+    def finish(self, stream: Stream) -> None:
+        """Wait on the host until a stream has done everything."""
+        self.hold_for(self.queue(Op(stream, "everything")))
 
     def adopt(self, made: object, stream: Stream) -> object:
         """Memory that the device gave out for a stream."""
@@ -157,22 +199,16 @@ class LateDevices:
 
     def mark(self, stream: Any) -> Event:
         self.reached.add(stream.device.index)
-        return Event(self.schedule.put(Op(stream, "event")))
+        return Event(self.queue(Op(stream, "event")))
 
     def wait(self, stream: Any, mark: Any) -> None:
-        self.schedule.put(Op(stream, "wait", needs=[mark.op]))
-
-    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        home = self.home(tensor)
-        assert home is not None
-        home.kept_for.add(stream)
-        self.schedule.put(Op(stream, "keep", held=[tensor.data]))
+        self.queue(Op(stream, "wait", needs=[mark.op]))
 
     def is_recording(self, device: torch.device) -> bool:
-        return device.index in self.recording
+        return self._local.graph is not None and self._local.graph.device == device
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        made = torch.empty(tuple(shape), dtype=dtype)
+        made = poison(torch.empty(tuple(shape), dtype=dtype))
         self._pinned.append(made)
         return made
 

@@ -1,14 +1,14 @@
 """Operators on tensors of late devices: queued, with results that are poison until they have run.
 
 After the rules of CUDA: what the host reads without waiting is old or poison; memory that is freed while another stream still works with
-it, and was not kept for that stream, is somebody else's; a copy to or from pageable host memory holds the host.
+it, and that nobody holds, is somebody else's; a copy to or from pageable host memory holds the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from .streams import Op, Stream
 if TYPE_CHECKING:
     from .device import LateDevices
 
-__all__ = ["Hazard", "Home", "Operators"]
+__all__ = ["Hazard", "Home", "Operators", "poison"]
 
 _COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _METADATA = {f"aten::{name}" for name in ("is_set_to", "is_same_size", "stride", "size", "sym_size", "sym_stride", "sym_numel")}
@@ -33,11 +33,10 @@ class Hazard(RuntimeError):
 
 @dataclass(slots=True)
 class Home:
-    """The memory of a tensor on a device: which stream it was given out for, and which others it is kept for."""
+    """The memory of a tensor on a device, and which stream it was given out for."""
 
     storage: StorageWeakRef
     stream: Stream
-    kept_for: set[Stream] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class _Loose:
     def look(self, name: str) -> torch.Tensor:
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None:
-            raise Hazard(f"{name} uses memory that was freed before it ran: keep it for that stream, or hold it until it was used")
+            raise Hazard(f"{name} uses memory that was freed before it ran: hold it until it was used")
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, tuple(self.size), tuple(self.stride))
 
 
@@ -78,20 +77,20 @@ class Operators(TorchDispatchMode):
         stream = late.current_for(home.stream.device)
         writes = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
         if not writes and not any("Tensor" in str(each.type) for each in schema.returns):  # ``item``: the host wants to know
-            late.schedule.finish(stream)
+            late.finish(stream)
             return func(*args, **kwargs)
         if writes:
             bound = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
             written = [leaf for name in writes for leaf in tree_leaves(bound[name])]
             op = self._queue(func, args, kwargs, stream, None, written)
             if schema.name in _COPIES and self._holds_the_host(tensors, is_blocking=not bound.get("non_blocking")):
-                late.schedule.wait(op)
+                late.hold_for(op)
             outs = [bound[name] for name in writes]
             return None if not schema.returns else outs[0] if len(schema.returns) == 1 else tuple(outs)
         try:
             made = func(*tree_map(_outline, args), **{**tree_map(_outline, kwargs), **({"device": "meta"} if "device" in kwargs else {})})
         except (NotImplementedError, RuntimeError):  # the shape depends on the data
-            late.schedule.finish(stream)
+            late.finish(stream)
             made = func(*args, **kwargs)
             tree_map(lambda each: late.adopt(each, stream), made)
             return made
@@ -111,7 +110,7 @@ class Operators(TorchDispatchMode):
                 for result, value in zip(results, [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], strict=False):
                     result.copy_(value)
 
-        return self._late.schedule.put(Op(stream, name, run))
+        return self._late.queue(Op(stream, name, run, launches=max(1, len(written))))
 
     def _seen_by(self, stream: Stream, given: object, *, is_written: bool) -> object:
         """What an op holds of its argument until it runs. Versions count when it is queued, not when it runs."""
@@ -119,7 +118,7 @@ class Operators(TorchDispatchMode):
             return given
         home = self._late.home(given)
         if home is not None:
-            is_safe = home.stream is stream or stream in home.kept_for or not given.untyped_storage().nbytes()
+            is_safe = home.stream is stream or not given.untyped_storage().nbytes()
             return given.data if is_safe else _Loose.of(given)
         return given.data if is_written or self._late.is_pinned(given) else given.data.clone()
 
@@ -141,7 +140,11 @@ def _outline(given: object) -> object:
 def _poisoned(meta: Any) -> Any:
     if not isinstance(meta, torch.Tensor):
         return meta
-    made = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype)
+    return poison(torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype))
+
+
+def poison(made: torch.Tensor) -> torch.Tensor:
+    """The same tensor: what its memory was before shows nowhere, so that a fault is the same each time."""
     storage = made.untyped_storage()
     if storage.nbytes():
         torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xA5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,13 +27,13 @@ class Lateness(Enum):
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """Something that a stream does in its turn, once what it ``needs`` is done. ``held`` is kept until then."""
+    """Something that a stream does in its turn, once what it ``needs`` is done. ``launches``: what it costs the thread that queues it."""
 
     stream: Stream
     name: str
     run: Callable[[], None] | None = None
     needs: list[Op] = field(default_factory=list)
-    held: list[object] = field(default_factory=list)
+    launches: int = 1
     is_done: bool = False
 
 
@@ -68,6 +68,8 @@ class Schedule:
 
     def __init__(self, lateness: Lateness, seed: int) -> None:
         self._lateness, self._random = lateness, random.Random(seed)
+        self._has_caught_up = False
+        self._launched = Counter[int]()
         self._changed = threading.Condition(threading.RLock())
         self.patience_s = 0.1
         """So long a thread of ours waits for what is put off, while nobody else wants it; then the device has caught up."""
@@ -85,6 +87,7 @@ class Schedule:
     def put(self, op: Op) -> Op:
         """Queue an op, and let run what the adversary lets run."""
         with self._changed:
+            self._launched[threading.get_ident()] += op.launches
             op.stream.ops.append(op)
             self._advance()
         return op
@@ -103,13 +106,14 @@ class Schedule:
         """How often it waited for a device."""
         return sum(name == threading.current_thread().name for name, _ in self.host_waits)
 
-    def finish(self, stream: Stream) -> None:
-        """Wait on the host until a stream has done everything."""
-        self.wait(self.put(Op(stream, "everything")))
+    def launches_of_this_thread(self) -> int:
+        """How much it queued; a copy of many tensors in one call counts once for each."""
+        return self._launched[threading.get_ident()]
 
     def catch_up(self) -> None:
-        """Everything is done. Raises what went wrong on the way."""
+        """Everything is done, and whatever comes is done at once. Raises what went wrong on the way."""
         with self._changed:
+            self._has_caught_up = True
             for stream in self.streams:
                 while stream.ops:
                     self._force(stream.ops[-1])
@@ -120,6 +124,8 @@ class Schedule:
             raise self.errors[0]
 
     def _is_late(self, stream: Stream) -> bool:
+        if self._has_caught_up:
+            return False
         match self._lateness:
             case Lateness.COPIES:
                 return stream.is_side
@@ -157,6 +163,5 @@ class Schedule:
         except BaseException as exc:  # a device says later what went wrong
             self.errors.append(exc)
         op.is_done, op.run = True, None
-        op.held.clear()
         assert op.stream.ops.popleft() is op
         self._changed.notify_all()

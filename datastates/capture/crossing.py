@@ -1,0 +1,164 @@
+"""Copies from devices to the host: what may change next is put aside at once, and all of it crosses on streams of its own.
+
+``begin`` and ``fence`` run on the training thread, which launches a few operators and waits for no device. Everything else is queued by the
+thread ``datastates-crossing``, which waits for none either, so that no capture is queued later than it could be.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from datastates.store.arena import Arena
+from datastates.store.pinning import DeviceRegistrar
+from datastates.system.devices import Mark, Stream, devices
+
+from .job import CopyJob, Crossing
+from .routes import HOST, NOTHING, Pairs, aside_of, placed
+
+__all__ = ["Crossings", "copy", "host_pairs"]
+
+
+class Crossings:
+    """The streams of an arena's captures, and the thread that queues on them. ``then`` takes each job once it is queued, in order."""
+
+    def __init__(self, arena: Arena, then: Callable[[CopyJob | None], None]) -> None:
+        self._arena, self._then = arena, then
+        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._streams: dict[torch.device, Stream] = {}
+        self._thread: threading.Thread | None = None
+        self._is_pinned = False
+
+    def begin(self, job: CopyJob) -> None:
+        """Put aside what may change next, or copy it now; what else there is may change once a fence was waited for."""
+        plan = job.plan
+        if not self._is_pinned and plan.devices:  # not before: registering makes a context on the device
+            self._is_pinned = True
+            self._arena.pin(DeviceRegistrar(plan.devices[0]))
+        for device in dict.fromkeys((*plan.devices, *map(devices().of, job.numbers))):
+            self._begin_on(device, job)
+
+    def put(self, job: CopyJob | None) -> None:
+        """Have a job's copies queued, and hand it on; whatever job it is, so that they stay in order."""
+        if self._thread is None and (job is None or not job.crossings):
+            self._then(job)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="datastates-crossing", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def fence(self, job: CopyJob) -> None:
+        """The current streams wait for the copies; the host for their being queued."""
+        for crossing in job.crossings:
+            crossing.is_queued.wait()
+            # A graph that is being recorded waits for nothing outside of it: whoever replays it fences before.
+            if crossing.arrived is not None and not devices().is_recording(crossing.device):
+                devices().wait(devices().current(crossing.device), crossing.arrived)
+
+    def finish(self, job: CopyJob) -> None:
+        """Wait on the host until a job's copies are done, as far as they were queued."""
+        for crossing in job.crossings:
+            if crossing.arrived is not None:
+                crossing.arrived.synchronize()  # the one place where a capture waits for a device
+
+    def end(self, job: CopyJob) -> None:
+        """Hold nothing for a job any more: no copy reads or writes for it, whatever became of it. Raises nothing."""
+        try:
+            self.finish(job)
+        except BaseException as exc:  # a device that is lost: the handle raises it
+            job.error = job.error or exc
+        for crossing in job.crossings:
+            crossing.held.clear()
+
+    def close(self) -> None:
+        """End the thread, once everything is queued."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _begin_on(self, device: torch.device, job: CopyJob) -> None:
+        route, current = job.plan.routes.get(device, NOTHING), devices().current(device)
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = devices().stream(device)
+        aside, held = list[tuple[int, torch.Tensor]](), list[torch.Tensor]()
+        if route.small:
+            with torch.no_grad():
+                aside = aside_of(route.small)
+        if route.large:
+            pairs = placed(((source.start, source.flat) for source in route.large), job.slots, self._arena)
+            held += pairs[1]
+            devices().wait(side, devices().mark(current))
+            try:
+                with devices().on(side):
+                    copy(pairs, non_blocking=True)
+            except BaseException:
+                devices().mark(side).synchronize()  # what was queued writes to slots that are given back
+                raise
+            devices().wait(current, devices().mark(side))
+        job.crossings.append(Crossing(device, side, devices().mark(current), aside, held))
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._queue(job)
+            self._then(job)
+            del job  # or the last one's tensors would live until the next
+        self._then(None)
+
+    def _queue(self, job: CopyJob) -> None:
+        for crossing in job.crossings:
+            try:
+                if job.error is None:
+                    self._cross(crossing, job)
+            except BaseException as exc:  # whatever it is, the handle raises it, and the thread goes on
+                job.error = exc
+            finally:
+                crossing.aside = []
+                crossing.arrived = crossing.arrived or _reached(crossing)
+                crossing.is_queued.set()
+
+    def _cross(self, crossing: Crossing, job: CopyJob) -> None:
+        deferred = [(source.start, source.flat) for source in job.plan.routes.get(crossing.device, NOTHING).deferred]
+        pairs = placed([*crossing.aside, *deferred], job.slots, self._arena)
+        crossing.held += pairs[1]
+        devices().wait(crossing.side, crossing.begun)
+        with devices().on(crossing.side):
+            copy(pairs, non_blocking=True)
+            assert job.armed is not None
+            for found in (job.armed.samples, job.numbers):
+                crossing.held += _bring(found, crossing.device)
+        crossing.arrived = devices().mark(crossing.side)
+
+
+def host_pairs(job: CopyJob, arena: Arena, *, is_deferred: bool) -> Pairs:
+    """The copies from host memory of a state that lies on devices too."""
+    route = job.plan.routes.get(HOST, NOTHING)
+    sources = route.deferred if is_deferred else (*route.small, *route.large)
+    return placed(((source.start, source.flat) for source in sources), job.slots, arena)
+
+
+def copy(pairs: Pairs, *, non_blocking: bool = False) -> None:
+    """One call for all pieces: the GIL is let go once, not once a tensor."""
+    if pairs[0]:
+        with torch.no_grad():
+            torch._foreach_copy_(pairs[0], pairs[1], non_blocking)
+
+
+def _reached(crossing: Crossing) -> Mark | None:
+    """A mark behind whatever was queued; None where the device takes none any more."""
+    try:
+        return devices().mark(crossing.side)
+    except RuntimeError:
+        return None
+
+
+def _bring(found: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Replace what is there by copies on the host, once they have arrived; what it was."""
+    there = [index for index, each in enumerate(found) if devices().of(each) == device]
+    brought = [found[index] for index in there]
+    for index in there:
+        found[index] = devices().pinned(found[index].shape, found[index].dtype).copy_(found[index], non_blocking=True)
+    return brought

@@ -1,0 +1,59 @@
+"""One state on its way into the slots of an arena: what the threads that copy it hand on to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from datastates.system.bell import Latch
+from datastates.system.devices import Mark, Stream
+from datastates.system.interrupts import Mutex
+
+from .plan import CopyPlan
+from .tripwire import Armed
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CopyJob", "Crossing"]
+
+
+@dataclass(slots=True)
+class Crossing:
+    """What a job has on one device. ``begun`` is behind everything that the copies are to see; ``aside`` has its places in the stream.
+
+    ``held`` is what copies read, until they are done. ``arrived`` is the mark behind the last of them, once ``is_queued``.
+    """
+
+    device: torch.device
+    side: Stream
+    begun: Mark
+    aside: list[tuple[int, torch.Tensor]]
+    held: list[torch.Tensor]
+    arrived: Mark | None = None
+    is_queued: Latch = field(default_factory=Latch)
+
+
+@dataclass(slots=True)
+class CopyJob:
+    """One state on its way into ``slots``. ``is_copied`` is set once nothing reads the sources any more.
+
+    ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after it. ``versions`` are the tripwire's
+    as of the first fence, or of the end of the copy where that is earlier. ``began`` is when the stage thread took it. ``is_host_read`` is
+    set once no host memory is read any more. ``numbers`` lie on devices, and belong to the job; once it is copied they are on the host.
+    """
+
+    plan: CopyPlan
+    slots: list[int]
+    on_done: Callable[[CopyJob], None]
+    armed: Armed | None = None
+    error: BaseException | None = None
+    is_copied: Latch = field(default_factory=Latch)
+    eager_done: Latch = field(default_factory=Latch)
+    crossings: list[Crossing] = field(default_factory=list)
+    is_host_read: Latch = field(default_factory=Latch)
+    numbers: list[torch.Tensor] = field(default_factory=list)
+    versions: list[int] | None = None
+    seal: Mutex = field(default_factory=Mutex)
+    began: float | None = None

@@ -1,0 +1,112 @@
+"""What of a state lies where: the bytes of each device and of the host, and the stretches of the arena that they go to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from datastates.content.manifest import CHUNK_BYTES
+from datastates.store.arena import Arena
+from datastates.system.devices import devices
+
+__all__ = ["HOST", "NOTHING", "Pairs", "Route", "Source", "aside_of", "placed", "routes_of"]
+
+HOST = torch.device("cpu")
+
+Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Targets, and a source for each."""
+
+_SMALL_BYTES = 1 << 20
+"""Up to here what is copied at once is put aside on its device first: one launch for all of it, and the training waits for no copy."""
+
+_ASIDE_BYTES = 64 << 20
+"""So much is put aside at most."""
+
+
+class Source(Protocol):
+    """A tensor, or a part of one, that lies together in the stream of a state from ``start`` on."""
+
+    flat: torch.Tensor
+    start: int
+    is_deferred: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What lies in one place, in the order of the stream: what is put aside at once, what is copied at once, and what later."""
+
+    small: tuple[Source, ...] = ()
+    large: tuple[Source, ...] = ()
+    deferred: tuple[Source, ...] = ()
+
+
+NOTHING = Route()
+
+
+def routes_of(sources: Iterable[Source]) -> dict[torch.device, Route]:
+    """The places where something lies; all of the host is one."""
+    at: dict[torch.device, list[Source]] = {}
+    for source in sorted(sources, key=_start):
+        at.setdefault(devices().of(source.flat) if devices().is_on(source.flat) else HOST, []).append(source)
+    return {place: _route(found, is_host=place == HOST) for place, found in at.items()}
+
+
+def aside_of(small: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
+    """One copy of all small ones: its stretches that lie together in the stream, each with its start there."""
+    aside = torch.cat([source.flat for source in small])
+    return [(start, aside[first:last]) for start, first, last in _joined(small)]
+
+
+def placed(stretches: Iterable[tuple[int, torch.Tensor]], slots: Sequence[int], arena: Arena) -> Pairs:
+    """Where stretches of the stream go: each in as few pieces as the slots of the state lie together, and in one registration."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for start, flat in stretches:
+        done, total = 0, flat.numel()
+        while done < total:
+            chunk, offset = divmod(start + done, CHUNK_BYTES)
+            count = _together(chunk, offset, total - done, slots, arena)
+            at = slots[chunk] * CHUNK_BYTES + offset
+            targets.append(arena.flat[at : at + count])
+            sources.append(flat if count == total else flat[done : done + count])
+            done += count
+    return targets, sources
+
+
+def _together(chunk: int, offset: int, length: int, slots: Sequence[int], arena: Arena) -> int:
+    first, count = chunk, min(length, CHUNK_BYTES - offset)
+    while count < length and slots[chunk + 1] == slots[chunk] + 1 and arena.is_joint(slots[first], slots[chunk + 1]):
+        chunk, count = chunk + 1, min(length, count + CHUNK_BYTES)
+    return count
+
+
+def _joined(small: Sequence[Source]) -> Iterator[tuple[int, int, int]]:
+    """Start in the stream, and begin and end among all of them, of what lies together there."""
+    start, first, last = small[0].start, 0, 0
+    for source in small:
+        if source.start != start + last - first:
+            yield start, first, last
+            start, first = source.start, last
+        last += source.flat.numel()
+    yield start, first, last
+
+
+def _route(sources: list[Source], *, is_host: bool) -> Route:
+    small: list[Source] = []
+    large: list[Source] = []
+    left = 0 if is_host else _ASIDE_BYTES
+    for source in sources:
+        length = source.flat.numel()
+        if source.is_deferred or not length:
+            continue
+        is_small = length <= min(_SMALL_BYTES, left)
+        left -= length * is_small
+        (small if is_small else large).append(source)
+    return Route(tuple(small), tuple(large), tuple(source for source in sources if source.is_deferred))
+
+
+def _start(source: Source) -> int:
+    return source.start
