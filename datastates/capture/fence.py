@@ -91,7 +91,9 @@ class Fence:
         own = [name for name in ("eval", "train") if callable(getattr(optimizer, name, None))]
         if not has_hooks(optimizer):
             return [self._waiting(optimizer, name) for name in ("step", "load_state_dict", *own)]
-        hooks = [optimizer.register_step_pre_hook(self._on_step), optimizer.register_load_state_dict_pre_hook(self._on_load)]
+        # Compiled steps run it as it is, each time: traced, it is a reason to compile again, and a warning.
+        on_step = torch.compiler.disable(self._on_step)
+        hooks = [optimizer.register_step_pre_hook(on_step), optimizer.register_load_state_dict_pre_hook(self._on_load)]
         return [*hooks, *(self._waiting(optimizer, name) for name in own)]
 
     def _hooks_of_module(self, module: torch.nn.Module) -> list[_Handle]:

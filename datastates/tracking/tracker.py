@@ -302,7 +302,11 @@ class Tracker:
         return differing(self._training)
 
     def fence(self) -> None:
-        """Wait until no copy reads the tracked tensors any more; call it before changing them by hand."""
+        """Wait until no copy reads the tracked tensors any more; call it before changing them by hand.
+
+        The host waits for what lies in its memory, and each device's current stream for what lies there. Call it before each replay of
+        a step that was recorded (``torch.cuda.CUDAGraph``), on the stream of the replay: no hook runs then. Compiled steps need none.
+        """
         self._training.fence()
 
     @checks.takes(rev=checks.revision, only=checks.patterns, strict=checks.flag)

@@ -1,9 +1,9 @@
-"""Steps that are recorded as a graph and replayed: what is captured between them is what the training had."""
+"""Steps that are recorded as a graph and replayed, and compiled ones: what is captured between them is what the training had."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import InvalidInput, Torn
 from datastates.repository import Repository
 from tests.support.late import Hazard, LateDevices, Lateness
+
+from .build import held_back
 
 WARM_UP, STEPS = 2, 4
 
@@ -149,3 +151,44 @@ def test_a_recording_takes_no_wait_of_the_host_and_none_of_a_stream() -> None:
         graph.replay()
     late.schedule.catch_up()
     assert value.item() == 3
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+    return torch.compile(functools.partial(update, model, optimizer), backend="eager")
+
+
+def parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+    forward, step = torch.compile(model, backend="eager"), torch.compile(optimizer.step, backend="eager")
+
+    def update_in_parts(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (forward(batch) ** 2).mean().backward()
+        step()
+
+    return update_in_parts
+
+
+@pytest.mark.in_turn
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of what torch imports to compile an optimizer
+@pytest.mark.parametrize("compiled", [whole, parts])
+def test_a_compiled_step_waits_for_the_copy(
+    compiled: Callable[[nn.Module, torch.optim.Optimizer], Callable[[torch.Tensor], None]],
+    repo: Repository,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = build()
+    step = compiled(model, optimizer)
+    with held_back(monkeypatch) as gate, repo.track(model=model, optimizer=optimizer) as run:
+        gate.open()
+        for number in range(WARM_UP):
+            step(batch_of(number))
+            run.capture()
+        captures = []
+        for number in range(WARM_UP, WARM_UP + STEPS):
+            step(batch_of(number))
+            gate.hold()  # until a fence is waited for
+            captures.append(run.capture())
+        gate.open()
+        for number, capture in enumerate(captures):
+            capture.wait(timeout_s=60)
+            assert is_right(repo.load(capture.uid)["model"], number)
