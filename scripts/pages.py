@@ -34,8 +34,9 @@ PACKAGES = {
 
 
 def on_config(config: Any) -> Any:
-    """Add every design note to the site's list of pages, in its last section."""
+    """Add every design note and every report of a run on a GPU to the site's list of pages, in its last section."""
     (section,) = config.nav[-1].values()
+    section += [f"gpu/{path.name}" for path in sorted((ROOT / "docs" / "gpu").glob("*.md"))]
     section += [f"design/{path.name}" for path in sorted((ROOT / "docs" / "design").glob("*.md"))]
     return config
 

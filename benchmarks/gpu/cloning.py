@@ -1,0 +1,83 @@
+"""What a clone costs between two processes of one machine, into live tensors on the device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import torch
+
+import datastates
+
+from .case import Case, Found, NotBuilt
+from .place import Place
+from .state import Model, not_late, opened
+from .where import Where
+
+__all__ = ["cases"]
+
+TOKEN = "a token of this benchmark"
+
+
+def cases(place: Place) -> Sequence[Case]:
+    """What there is to measure."""
+    return [Case("by the host", _by_host, limit_s=80), Case("from device to device", _between_devices)]
+
+
+def _by_host(place: Place) -> Found:
+    """Another process serves what it captured on the same device."""
+    not_late(place)
+    context = multiprocessing.get_context("spawn" if place.is_accelerator else "fork")  # a device is reached by one process alone
+    ours, theirs = context.Pipe()
+    child = context.Process(target=serve, args=(place.where, theirs))  # type: ignore[attr-defined]  # both have it
+    child.start()
+    theirs.close()
+    model = Model.make(place)
+    try:
+        url, expected = ours.recv()
+        samples: dict[str, list[float]] = {"cloned_ms": [], "GB_per_s": []}
+        with datastates.connect(url, token=TOKEN) as peer:
+            for index in range(2 if place.is_quick else 6):
+                for tensor in model.tensors:
+                    tensor.zero_()
+                place.finish()
+                start = time.perf_counter()
+                peer.clone("main", into=model.objects, atomic=False)
+                place.finish()
+                seconds = time.perf_counter() - start
+                if totals(model) != expected:
+                    raise AssertionError("what was cloned is not what was captured")
+                if index:
+                    samples["cloned_ms"].append(1e3 * seconds)
+                    samples["GB_per_s"].append(model.size / seconds / 1e9)
+        ours.send("enough")
+    finally:
+        ours.close()
+        child.join(10)
+        child.kill()
+    return {"bytes": model.size, **samples}
+
+
+def serve(where: Where, wire: Connection) -> None:
+    """The other process."""
+    torch.manual_seed(1)
+    place = Place(where)
+    model = Model.make(place)
+    model.backward(1)
+    model.optimizer.step()
+    with opened(model.size, states=1.1) as repo, repo.track(**model.objects) as run:
+        run.capture().wait(timeout_s=50)
+        with repo.serve(token=TOKEN) as server:
+            wire.send((server.url, totals(model)))
+            wire.poll(60)
+
+
+def totals(model: Model) -> list[int]:
+    """A sum over each tensor's bytes."""
+    return [int(tensor.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64)) for tensor in model.tensors]
+
+
+def _between_devices(place: Place) -> Found:
+    raise NotBuilt("clones go by the host's memory, from one device to another of the same machine, too")

@@ -1,0 +1,115 @@
+"""Every step of a training is captured, and each state is what the training had then, bit for bit; over optimizers and ways to step."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+import datastates
+from datastates.config import Config
+from datastates.content.manifest import CHUNK_BYTES
+from tests.capture.build import differing
+from tests.capture.optimizers import FORMS, Form
+
+from .case import Case, Found, Skip
+from .place import Place
+from .trainings import ACCELERATED, WAYS, Training, by_form
+
+__all__ = ["cases", "check"]
+
+STEPS, QUICK_STEPS = 8, 3
+
+BUSY_S = 0.005
+"""So long the device is kept busy before each step: the host is then several steps ahead of it."""
+
+QUICK = {"AdamW-lr=0.01-foreach", "SparseAdam-lr=0.01", "layers that are frozen at first"}
+LATE_QUICK = {"AdamW-lr=0.01-foreach"}
+
+Make = Callable[[Place], Training]
+
+
+def cases(place: Place) -> Sequence[Case]:
+    """Each stock optimizer in each of its forms, and then other ways to step."""
+    made: dict[str, Make] = {form.id: partial(by_form, form) for form in _forms(place)}
+    chosen = set(made | WAYS) if not place.is_quick else LATE_QUICK if place.where.kind == "late" else QUICK
+    return [
+        *(Case(name, partial(check, make), limit_s=30) for name, make in (made | WAYS).items() if name in chosen),
+        *(Case(name, partial(_accelerated, make), limit_s=60) for name, make in ACCELERATED.items()),
+    ]
+
+
+def _forms(place: Place) -> Iterator[Form]:
+    yield from FORMS
+    if place.is_accelerator:
+        for form in FORMS:
+            if form.options.get("foreach") and "capturable" in inspect.signature(form.make).parameters:
+                yield replace(form, options={**form.options, "capturable": True})
+
+
+def _accelerated(make: Make, place: Place) -> Found:
+    if not place.is_accelerator:
+        raise Skip("needs an accelerator")
+    return check(make, place)
+
+
+def check(make: Make, place: Place) -> Found:
+    """Capture each of some steps; look at none before the last, as looking waits for the device. Then restore the last.
+
+    :raises AssertionError: a state holds something else than what was live.
+    """
+    steps = QUICK_STEPS if place.is_quick else STEPS
+    with place.running():
+        _try_alone(make, place)
+        training = make(place)
+        with (
+            tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder,
+            datastates.open(folder, config=Config(memory_bytes=96 * CHUNK_BYTES, durable_interval_s=None)) as repo,
+        ):
+            with repo.track(rng=False, **training.objects) as run, training.inside():
+                expected, captures = [], []
+                for number in range(steps):
+                    place.keep_busy(BUSY_S)
+                    training.before(run)
+                    training.step(number)
+                    expected.append(training.copies())
+                    captures.append(run.capture())
+                place.finish()
+                for capture in captures:
+                    capture.wait(timeout_s=20)
+                wrong = [differing(training.on_host(each), repo.load(it.uid)) for each, it in zip(expected, captures, strict=True)]
+            if any(wrong):
+                paths = next(filter(None, wrong))
+                raise AssertionError(
+                    f"{sum(map(bool, wrong))} of {steps} states are wrong; in the first {len(paths)} leaves, {paths[0]} among them"
+                )
+            other = make(place)
+            torch.manual_seed(1)
+            with other.inside():
+                for number in range(steps):
+                    other.step(number)
+                repo.restore("main", into=other.objects)
+                found = other.copies()
+                place.finish()
+            odd = differing(training.on_host(expected[-1]), other.tree(found))
+            if odd:
+                raise AssertionError(f"restored otherwise than captured: {len(odd)} leaves, {odd[0]} among them")
+    return {"states": steps, "leaves": len(expected[-1])}
+
+
+def _try_alone(make: Make, place: Place) -> None:
+    """:raises Skip: torch alone refuses this."""
+    try:
+        training = make(place)
+        with training.inside():
+            for number in range(3):
+                training.step(number)
+        place.finish()
+    except (RuntimeError, TypeError, ValueError, AssertionError) as exc:
+        if "CUDA error" in str(exc):
+            raise
+        raise Skip(f"torch alone refuses it: {(str(exc).splitlines() or [''])[0][:160]}") from exc

@@ -1,0 +1,108 @@
+"""What the machine is: versions, host, device, and the link between the two, idle and at work."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import threading
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from datastates.system import devices
+
+from .case import Case, Found, Skip
+from .place import Place
+
+__all__ = ["cases"]
+
+PACKAGES = ("torch", "triton", "numpy", "msgspec", "xxhash", "blake3", "sqlalchemy", "cuda-bindings", "ucxx-cu12", "ucxx-cu13")
+ASKED = ("clocks.sm", "clocks.mem", "clocks.max.sm", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current")
+FIXED = ("name", "driver_version", "memory.total", "power.limit", "mig.mode.current", "persistence_mode")
+
+
+def cases(place: Place) -> Sequence[Case]:
+    """What there is to say."""
+    return [Case("software", _software), Case("host", _host), Case("device", _device), Case("clocks and link", _link)]
+
+
+def _software(place: Place) -> Found:
+    found: Found = {"python": platform.python_version(), "built for": devices.built_for() or "no accelerator"}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not here"
+    return found
+
+
+def _host(place: Place) -> Found:
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {
+        "kernel": platform.release(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+        "huge pages": huge.read_text().strip() if huge.exists() else "not said",
+        "memory that may be locked": "unlimited" if soft == resource.RLIM_INFINITY else soft,
+        "shm_free_GiB": round(shutil.disk_usage("/dev/shm").free / (1 << 30), 1),
+        "temporary_free_GiB": round(shutil.disk_usage(os.environ.get("TMPDIR", "/tmp")).free / (1 << 30), 1),
+    }
+
+
+def _device(place: Place) -> Found:
+    if not place.is_accelerator:
+        raise Skip("no accelerator is used")
+    properties = torch.cuda.get_device_properties(place.device)
+    free, total = torch.cuda.mem_get_info(place.device)
+    return {
+        "name": properties.name,
+        "count": torch.cuda.device_count(),
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_GiB": round(total / (1 << 30), 1),
+        "free_GiB": round(free / (1 << 30), 1),
+        **_asked(FIXED),
+    }
+
+
+def _link(place: Place) -> Found:
+    """An idle link sleeps: it is asked while it works, too."""
+    if not place.is_accelerator:
+        raise Skip("no accelerator is used")
+    place.finish()
+    idle = _asked(ASKED)
+    here, there = place.pinned(256 << 20), torch.empty(256 << 20, dtype=torch.uint8, device=place.device)
+    factor, stop = torch.randn(4096, 4096, device=place.device), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            here.copy_(there, non_blocking=True)
+            factor @ factor
+            torch.cuda.synchronize()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        stop.wait(1.0)
+        busy = _asked(ASKED)
+    finally:
+        stop.set()
+        thread.join()
+    return {"idle": idle, "busy": busy}
+
+
+def _asked(fields: Sequence[str]) -> Found:
+    """What nvidia-smi says of the first device. It changes nothing there."""
+    if shutil.which("nvidia-smi") is None:
+        return {"nvidia-smi": "not here"}
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode:
+        return {"nvidia-smi": (done.stdout + done.stderr).strip()[:200]}
+    return dict(zip(fields, map(str.strip, done.stdout.strip().split(",")), strict=False))

@@ -1,0 +1,75 @@
+"""The tests that are marked ``gpu``, file by file, with what passed, failed and was skipped, and why."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+from .case import Case, Found, Skip
+from .place import Place
+
+__all__ = ["cases", "counted"]
+
+ROOT = Path(__file__).parents[2]
+MARK = re.compile(r"\bpytest\.mark\.gpu\b")
+
+
+def cases(place: Place) -> Sequence[Case]:
+    """A case a file."""
+    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if MARK.search(path.read_text()))
+    return [_case(path.relative_to(ROOT)) for path in files]
+
+
+def _case(path: Path) -> Case:
+    return Case(str(path), lambda place: _run(path, place), limit_s=90)
+
+
+def _run(path: Path, place: Place) -> Found:
+    """Warnings of another torch than the gate's are no errors here."""
+    if place.is_quick and path.name != "test_rng.py":
+        raise Skip("a quick run tries tests/objects/test_rng.py only")
+    with tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder:
+        xml = Path(folder) / "report.xml"
+        options = ["-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp", f"--junitxml={xml}"]
+        unset = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "DATASTATES_REQUIRE_POSTGRESQL", "DATASTATES_REQUIRE_CHROMIUM")
+        environ = {name: value for name, value in os.environ.items() if name not in unset}
+        command = [sys.executable, "-m", "pytest", str(path), *options]
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+        if not xml.exists():
+            raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
+        found, failures = counted(xml.read_text())
+    if failures:
+        raise AssertionError(f"{found['failed']} of {sum(map(int, _numbers(found)))} failed: {'; '.join(failures)}"[:1500])
+    if not found["passed"]:
+        raise Skip(f"none ran: {'; '.join(found['reasons']) or 'none was found'}")
+    return found
+
+
+def counted(xml: str) -> tuple[Found, list[str]]:
+    """How many tests of a JUnit report passed, failed and were skipped, with the reasons; and what failed."""
+    counts, reasons, failures = Counter[str](), Counter[str](), []
+    for test in ElementTree.fromstring(xml).iter("testcase"):  # pytest's own, of a moment ago
+        broken = [*test.iter("failure"), *test.iter("error")]
+        skipped = test.find("skipped")
+        if broken:
+            counts["failed"] += 1
+            message = (broken[0].get("message") or "").strip().splitlines() or ["no message"]
+            failures.append(f"{test.get('name')}: {message[0]}")
+        elif skipped is not None:
+            counts["skipped"] += 1
+            reasons[skipped.get("message") or "no reason given"] += 1
+        else:
+            counts["passed"] += 1
+    said = [f"{count} times: {reason}" for reason, count in reasons.items()]
+    return {"passed": counts["passed"], "failed": counts["failed"], "skipped": counts["skipped"], "reasons": said}, failures
+
+
+def _numbers(found: Found) -> list[int]:
+    return [found["passed"], found["failed"], found["skipped"]]

@@ -1,0 +1,98 @@
+"""Where a run happens: on a CUDA or ROCm device, on the CPU, or on late devices, which are for tests of the order of things."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .where import Where
+
+if TYPE_CHECKING:
+    from tests.support.late import LateDevices
+
+__all__ = ["Place", "timed"]
+
+Placed = TypeVar("Placed", Tensor, nn.Module)
+
+
+@dataclass(slots=True)
+class Place:
+    """A device as cases use it. It belongs to one process, and touches the device when it is first asked to."""
+
+    where: Where
+    _late: LateDevices | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.is_accelerator:
+            torch.set_num_threads(1)  # several wait for each other in loops where cores are few and busy
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether what is found here is true of an accelerator."""
+        return self.where.is_accelerator
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether everything is to be tiny."""
+        return self.where.is_quick
+
+    @property
+    def device(self) -> torch.device:
+        """What operators are told."""
+        return torch.device("cuda", 0) if self.is_accelerator else torch.device("cpu")
+
+    def put(self, found: Placed) -> Placed:
+        """A tensor, or a module in place, on the device."""
+        if self._late is not None:
+            return self._late.put(found)
+        return found.to(self.device)
+
+    def draw(self, *shape: int) -> Tensor:
+        """Random numbers on the device."""
+        return self.put(torch.randn(*shape, device=self.device))
+
+    def finish(self) -> None:
+        """Wait until the device has done everything."""
+        if self.is_accelerator:
+            torch.cuda.synchronize()
+        elif self._late is not None:
+            self._late.schedule.catch_up()
+
+    def keep_busy(self, seconds: float) -> None:
+        """What is queued on the device from now on begins so much later; elsewhere nothing."""
+        if self.is_accelerator:
+            torch.cuda._sleep(int(seconds * 1.5e9))  # cycles; about 1.5 GHz or more
+
+    def pinned(self, count: int) -> Tensor:
+        """So many bytes of touched host memory, pinned for an accelerator."""
+        return torch.empty(count, dtype=torch.uint8, pin_memory=self.is_accelerator).fill_(1)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """On late devices: this thread's operators are queued there. They are made anew."""
+        if self.where.kind != "late":
+            yield
+            return
+        from tests.support.late import LateDevices, Lateness
+
+        self._late = LateDevices(Lateness.RANDOM)
+        try:
+            with self._late.running():
+                yield
+        finally:
+            self._late = None
+
+
+def timed(place: Place, call: Callable[[], Any]) -> float:
+    """The seconds from an idle device until it is idle again."""
+    place.finish()
+    start = time.perf_counter()
+    call()
+    place.finish()
+    return time.perf_counter() - start

@@ -1,0 +1,167 @@
+"""Runs parts, each in processes of its own, within a budget; what hangs, dies or fails stops nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from .case import Outcome, Status
+from .division import limit_s
+from .parts import Part
+from .where import Where
+from .worker import work
+
+__all__ = ["Run", "run"]
+
+START = "(start)"
+"""Stands for a case where a process ended before it had named any."""
+
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "datastates.capture.runner",
+    "datastates.clone.peer",
+    "datastates.clone.serving",
+]
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run of a part has come to. ``note``: why it ended before its end; "" where it did not."""
+
+    part: Part
+    limit_s: float
+    took_s: float
+    outcomes: list[Outcome]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    process: BaseProcess
+    wire: Connection
+    log: Path
+
+    def receive(self, until: float) -> object:
+        """What the process tells next; None: nothing until then.
+
+        :raises EOFError: it ended.
+        """
+        return self.wire.recv() if self.wire.poll(max(0.0, until - time.monotonic())) else None
+
+    def end(self) -> str:
+        """End it and all that it started; how it ended."""
+        self.process.join(0.5)
+        code = self.process.exitcode
+        for kill in (os.killpg, os.kill):  # it may not be the head of its group yet
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.process.pid or 0, signal.SIGKILL)
+        self.process.join()
+        self.wire.close()
+        said = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+        return f"its process ended with {code}" + "".join(f": {line[:300]}" for line in said)
+
+
+def run(parts: Sequence[Part], where: Where, until: float, tell: Callable[[Run], None]) -> Iterator[Run]:
+    """Run parts until a time of ``time.monotonic``; ``tell`` is called after each case.
+
+    :raises KeyboardInterrupt: somebody interrupted; ``tell`` has been told what was done.
+    """
+    for index, part in enumerate(parts):
+        began = time.monotonic()
+        found = Run(part, limit_s(until - began, [each.weight for each in parts[index:]]), 0.0, [])
+        try:
+            _run_part(found, where, began, tell)
+        except KeyboardInterrupt:
+            found.note = "interrupted"
+            raise
+        finally:
+            found.took_s = time.monotonic() - began
+            tell(found)
+        yield found
+
+
+def _run_part(found: Run, where: Where, began: float, tell: Callable[[Run], None]) -> None:
+    until, names = began + found.limit_s, list[str]()
+    try:
+        while not names or len(found.outcomes) < len(names):
+            if time.monotonic() >= until:
+                found.note = "its time was spent"
+                return
+            with _begin(found, where) as begun:
+                if not _follow(begun, found, names, until, tell):
+                    return
+    finally:
+        done = {outcome.case for outcome in found.outcomes}
+        found.outcomes += [Outcome(name, Status.NOT_REACHED, why=found.note or "interrupted") for name in names if name not in done]
+
+
+def _follow(begun: _Begun, found: Run, names: list[str], until: float, tell: Callable[[Run], None]) -> bool:
+    """Hear how cases end; whether another process may go on behind it."""
+    case, began = "", time.monotonic()
+    try:
+        listed = begun.receive(until)
+        if listed is None:
+            found.outcomes.append(Outcome(START, Status.TIMED_OUT, found.limit_s, f"nothing began within {found.limit_s:.0f} s"))
+            return False
+        assert isinstance(listed, list)
+        limits = dict(listed)
+        names[:] = limits
+        while True:
+            case, began = "", time.monotonic()
+            heard = begun.receive(until)
+            if heard is None:
+                return True
+            case = str(heard)
+            outcome = begun.receive(min(until, began + limits[case]))
+            took = time.monotonic() - began
+            if outcome is None:
+                which = "of its own" if time.monotonic() < until else "of its part"
+                outcome = Outcome(case, Status.TIMED_OUT, took, f"the time {which} was spent after {took:.0f} s")
+            assert isinstance(outcome, Outcome)
+            found.outcomes.append(outcome)
+            tell(found)
+            if outcome.status in (Status.TIMED_OUT, Status.FAILED):
+                return True
+    except (EOFError, OSError):
+        how = begun.end()
+        if len(found.outcomes) < len(names) and not case:
+            found.note = how
+            return False
+        if case:
+            found.outcomes.append(Outcome(case, Status.FAILED, time.monotonic() - began, how))
+            tell(found)
+        elif not names:
+            found.outcomes.append(Outcome(START, Status.FAILED, time.monotonic() - began, how))
+            return False
+        return True
+
+
+@contextmanager
+def _begin(found: Run, where: Where) -> Iterator[_Begun]:
+    # Where there is a device each process is new; elsewhere it is forked from one that has imported torch.
+    context = multiprocessing.get_context("spawn" if where.is_accelerator else "forkserver")
+    if not where.is_accelerator:
+        context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder:
+        log, done = Path(folder) / "log", [outcome.case for outcome in found.outcomes]
+        log.touch()
+        process = context.Process(target=work, args=(found.part, where, done, theirs, log), daemon=False)  # type: ignore[attr-defined]
+        process.start()
+        theirs.close()
+        begun = _Begun(process, ours, log)
+        try:
+            yield begun
+        finally:
+            if not ours.closed:
+                begun.end()

@@ -1,0 +1,115 @@
+"""The state whose figures are taken: that of a GPT with fused AdamW, 592 tensors and 1.25 GB, or a tiny one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from capture_peers import state_bytes, state_tensors
+from gpt import LARGE, TINY
+from torch import Tensor
+from torch.optim import AdamW
+
+import datastates
+from datastates.config import Config
+from datastates.demo.model import GPT, Shape
+
+from .case import Skip
+from .place import Place, timed
+
+__all__ = ["Floor", "Model", "not_late", "opened"]
+
+
+@dataclass(slots=True)
+class Model:
+    """A GPT on the device after its first step."""
+
+    model: GPT
+    optimizer: AdamW
+    shape: Shape
+    place: Place
+
+    @classmethod
+    def make(cls, place: Place) -> Model:
+        """The large one, or in a quick run the tiny one."""
+        not_late(place)
+        torch.manual_seed(0)
+        shape = TINY if place.is_quick else LARGE
+        model = GPT(shape)
+        place.put(model)
+        made = cls(model, AdamW(model.parameters(), lr=1e-4, fused=True), shape, place)
+        made.backward(1)
+        made.optimizer.step()
+        return made
+
+    def backward(self, windows: int) -> None:
+        """Forward and backward on so many windows of random tokens."""
+        self.optimizer.zero_grad()
+        size = (windows, min(self.shape.context, 512) + 1)
+        self.model(torch.randint(0, self.shape.vocabulary, size, device=self.place.device)).backward()
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """What is captured."""
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Each tensor once."""
+        return state_tensors(self.objects)
+
+    @property
+    def warm_up(self) -> int:
+        """Captures that are not counted: all memory was touched then."""
+        return 1 if self.place.is_quick else 5
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return state_bytes(self.objects)
+
+
+def not_late(place: Place) -> None:
+    """:raises Skip: this is about speed."""
+    if place.where.kind == "late":
+        raise Skip("late devices have no speed")
+
+
+@contextmanager
+def opened(size: int, states: float = 3.2) -> Iterator[datastates.Repository]:
+    """A repository that holds so many states of a size in memory, and writes none unless it is told to."""
+    with TemporaryDirectory(prefix="datastates-gpu-") as folder:
+        config = Config(memory_bytes=int(states * size) + (64 << 20), durable_interval_s=None)
+        with datastates.open(Path(folder) / "repository", config=config) as repo:
+            yield repo
+
+
+@dataclass(slots=True)
+class Floor:
+    """One copy of one piece of so many bytes, either way between the device and pinned memory."""
+
+    place: Place
+    here: Tensor
+    there: Tensor
+
+    @classmethod
+    def make(cls, place: Place, size: int) -> Floor:
+        """With memory that was touched."""
+        there = torch.randint(0, 255, (size,), dtype=torch.uint8, device=place.device)
+        made = cls(place, place.pinned(size), there)
+        made.to_host()
+        made.to_device()
+        return made
+
+    def to_host(self) -> float:
+        """Seconds."""
+        return timed(self.place, lambda: self.here.copy_(self.there, non_blocking=True))
+
+    def to_device(self) -> float:
+        """Seconds."""
+        return timed(self.place, lambda: self.there.copy_(self.here, non_blocking=True))

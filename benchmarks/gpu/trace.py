@@ -1,0 +1,57 @@
+"""What torch's profiler saw of a call: where the host waited for the device, and how many bytes crossed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from .place import Place
+
+__all__ = ["crossed", "traced", "waits"]
+
+MARKED = "what is looked at"
+Event = dict[str, Any]
+
+
+def traced(place: Place, call: Callable[[], object]) -> list[Event]:
+    """Every event of the profiler while the call ran, and until the device was idle after it."""
+    place.finish()
+    with tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder:
+        path = Path(folder) / "trace.json"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.is_accelerator else [])]
+        with profile(activities=activities) as profiler:
+            with record_function(MARKED):
+                call()
+            place.finish()
+        profiler.export_chrome_trace(str(path))
+        listed: list[Event] = json.loads(path.read_text())["traceEvents"]
+    return listed
+
+
+def waits(events: Sequence[Event]) -> list[str]:
+    """The driver's calls by which the thread of the call waited within it."""
+    (marked,) = (event for event in events if event.get("name") == MARKED and event.get("cat") == "user_annotation")
+    start, end = marked["ts"], marked["ts"] + marked["dur"]
+    return [
+        str(event["name"])
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+        and "Synchronize" in event["name"]
+        and event["tid"] == marked["tid"]
+        and start <= event["ts"] <= end
+    ]
+
+
+def crossed(events: Sequence[Event]) -> dict[str, int]:
+    """Bytes that were copied to the host, by the kind of memory there."""
+    found: dict[str, int] = {}
+    for event in events:
+        if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"]:
+            kind = "pageable" if "Pageable" in event["name"] else "pinned"
+            found[kind] = found.get(kind, 0) + int(event["args"]["bytes"])
+    return found

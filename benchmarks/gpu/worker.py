@@ -1,0 +1,70 @@
+"""The process of a part: does its cases one after the other and tells how each ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Collection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .case import Case, NotBuilt, Outcome, Skip, Status
+from .parts import Part
+from .where import Where
+
+if TYPE_CHECKING:
+    from .place import Place
+
+__all__ = ["work"]
+
+
+def work(part: Part, where: Where, done: Collection[str], wire: Connection, log: Path) -> None:
+    """Tell the names of a part's cases with their limits in seconds; then, for each that is not done, its name and its outcome.
+
+    The process is the head of a group of its own. It ends behind a case that failed: an error of a device would spoil what follows.
+    """
+    os.setsid()
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    warnings.simplefilter("ignore")  # the peers' own
+    from .place import Place  # imports torch, which the process that writes the report does without
+
+    place = Place(where)
+    cases = part.cases(place)
+    wire.send([(case.name, case.limit_s) for case in cases])
+    for case in cases:
+        if case.name not in done:
+            wire.send(case.name)
+            outcome = _attempt(case, place)
+            wire.send(outcome)
+            if outcome.status is Status.FAILED:
+                break
+    wire.close()
+    sys.stderr.flush()
+    os._exit(0)  # no thread and no context of a device holds it up
+
+
+def _attempt(case: Case, place: Place) -> Outcome:
+    start = time.perf_counter()
+    status, why, found = Status.PASSED, "", {}
+    try:
+        found = case.run(place)
+    except Skip as exc:
+        status, why = Status.SKIPPED, str(exc)
+    except NotBuilt as exc:
+        status, why = Status.NOT_BUILT, str(exc)
+    except Exception as exc:  # whatever it is, the others go on
+        traceback.print_exc()
+        at = traceback.extract_tb(exc.__traceback__)[-1]
+        status, why = Status.FAILED, f"{type(exc).__name__}: {_first(exc)} ({Path(at.filename).name}:{at.lineno})"
+    return Outcome(case.name, status, time.perf_counter() - start, why, found)
+
+
+def _first(exc: BaseException) -> str:
+    lines = str(exc).strip().splitlines()
+    return lines[0][:1000] if lines else ""
