@@ -30,6 +30,8 @@ class _Handle(Protocol):
     def remove(self) -> None: ...
 
 
+_UNTRACED = "it waits for a copy of what the step changes: compile optimizer.step() without fullgraph=True"
+
 _fences: weakref.WeakSet[Fence] = weakref.WeakSet()
 
 
@@ -92,7 +94,7 @@ class Fence:
         if not has_hooks(optimizer):
             return [self._waiting(optimizer, name) for name in ("step", "load_state_dict", *own)]
         # Compiled steps run it as it is, each time: traced, it is a reason to compile again, and a warning.
-        on_step = torch.compiler.disable(self._on_step)
+        on_step = torch.compiler.disable(self._on_step, reason=_UNTRACED)
         hooks = [optimizer.register_step_pre_hook(on_step), optimizer.register_load_state_dict_pre_hook(self._on_load)]
         return [*hooks, *(self._waiting(optimizer, name) for name in own)]
 

@@ -192,3 +192,12 @@ def test_a_compiled_step_waits_for_the_copy(
         for number, capture in enumerate(captures):
             capture.wait(timeout_s=60)
             assert is_right(repo.load(capture.uid)["model"], number)
+
+
+@pytest.mark.in_turn
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_step_that_is_to_be_one_graph_is_told_why_it_cannot(repo: Repository) -> None:
+    model, optimizer = build()
+    step = torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)
+    with repo.track(model=model, optimizer=optimizer), pytest.raises(Exception, match=r"compile optimizer.step\(\) without fullgraph=True"):
+        step()
