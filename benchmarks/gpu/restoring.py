@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
-import datastates
+import torch
 
-from .case import Case, Found, NotBuilt
+import datastates
+from datastates.content.digest import chunk_digest
+from datastates.content.digester import Digester
+from datastates.content.manifest import CHUNK_BYTES
+from datastates.content.xxh3 import digests_of
+
+from .case import Case, Found
 from .place import Place, timed
-from .state import Floor, Model, opened
+from .state import Floor, Model, not_late, opened
 
 __all__ = ["cases"]
 
@@ -18,7 +25,7 @@ def cases(place: Place) -> Sequence[Case]:
     return [
         Case("restored from memory", _from_memory, limit_s=60),
         Case("restored from the page cache", _from_disk, limit_s=60),
-        Case("digests on the device", _digests),
+        Case("digests on the device", _digests, limit_s=60),
     ]
 
 
@@ -61,4 +68,23 @@ def _compare(model: Model, expected: Sequence[object]) -> None:
 
 
 def _digests(place: Place) -> Found:
-    raise NotBuilt("digests are computed by the host, from what was copied there")
+    """Digests of as many bytes as the state has, where they lie; equal to the host's, and how fast."""
+    not_late(place)
+    size = 2 * CHUNK_BYTES if place.is_quick else 300 * CHUNK_BYTES
+    value = torch.randint(0, 255, (size,), dtype=torch.uint8, device=place.device)
+    chunks = value.split(CHUNK_BYTES)
+    digester = Digester([(CHUNK_BYTES, [(0, chunk)]) for chunk in chunks])
+    start = time.perf_counter()
+    found = digests_of(digester.lanes().cpu().numpy(), digester.lengths)
+    first = time.perf_counter() - start
+    wrong = sum(digest != chunk_digest(memoryview(chunk.cpu().numpy())) for digest, chunk in zip(found, chunks, strict=True))
+    if wrong:
+        raise AssertionError(f"{wrong} of {len(chunks)} digests are not those of the host")
+    seconds = [timed(place, digester.lanes) for _ in range(2 if place.is_quick else 20)]
+    copies = [timed(place, lambda: value.clone()) for _ in seconds]
+    return {
+        "chunks": len(chunks),
+        "first_ms": 1e3 * first,
+        "TB_per_s": [size / each / 1e12 for each in seconds],
+        "read_and_written_by_a_copy_TB_per_s": [2 * size / each / 1e12 for each in copies],
+    }
