@@ -19,7 +19,7 @@ from tests.support.strategies import bits
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["Gate", "copied", "differing", "held_back", "leaves_of", "live"]
+__all__ = ["Gate", "copied", "differing", "held_back", "leaves_of", "live", "tensors_in"]
 
 
 def copied(plan: CopyPlan, arena: Arena, stager: Stager, *, is_deferring: bool = False) -> list[torch.Tensor]:
@@ -96,6 +96,11 @@ def leaves_of(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
             yield from leaves_of(child, f"{path}/{index}")
     else:
         yield path, tree
+
+
+def tensors_in(tree: object) -> dict[str, torch.Tensor]:
+    """Every tensor of nested containers by its path."""
+    return {path.removeprefix("/"): leaf for path, leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)}
 
 
 def live(model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], **others: object) -> dict[str, object]:

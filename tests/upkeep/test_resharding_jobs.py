@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from datastates.store.tier import Reader
 from datastates.transport.clone.meeting import Meeting
 from datastates.transport.clone.torch_groups import TorchGroup
 from datastates.upkeep.direct import restore_from
+from tests.capture.build import tensors_in
 from tests.capture.parts import InMemory, part_of
 from tests.objects.test_placements_jobs import Net, made_fsdp, made_tensor_parallel
 from tests.support.effort import IS_THOROUGH, SEED
@@ -102,7 +103,7 @@ def restore(folder: Path, source: str, was: int, target: str, group: TorchGroup,
     with meeting.united(), open_shared(meeting, "u", was, partial(opened, folder, source, was, is_alone), rank=own.source) as reader:
         assert restore_from(reader, objects, own=own, meeting=meeting)
     with PartsReader([part(folder, source, was, number) for number in range(was)]) as whole:
-        check(objects, dict(walk(read_tree(whole))))
+        check(objects, tensors_in(read_tree(whole)))
     train(objects, 12)
 
 
@@ -122,14 +123,6 @@ def check(objects: Objects, expected: dict[str, torch.Tensor]) -> None:
                 here = tuple(slice(at, at + side) for at, side in zip(held.place or [0] * local.dim(), held.local_shape, strict=True))
                 there = tuple(slice(at, at + side) for at, side in zip(held.offset, held.local_shape, strict=True))
                 assert torch.equal(local[here], expected[path][there]), path
-
-
-def walk(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, dict | list):
-        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from walk(child, f"{path}/{key}".lstrip("/"))
 
 
 def work(folder: str, captures: list[str], restores: str, say: Say) -> None:
@@ -160,7 +153,7 @@ def test_what_any_job_captured_any_other_goes_on_with(tmp_path: Path, source: st
     plain["optimizer"] = torch.optim.AdamW(plain["model"].parameters(), amsgrad=True, foreach=False)
     with PartsReader([part(tmp_path, source, 4, number) for number in range(4)]) as reader:
         assert restore_from(reader, plain)
-        expected = dict(walk(read_tree(reader)))
+        expected = tensors_in(read_tree(reader))
     check(plain, expected)
     train(plain, 3)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from datastates.store.local import LocalTier
 from datastates.store.parts import open_parts
 from datastates.store.tier import Reader
 from datastates.upkeep.direct import restore_from
+from tests.capture.build import tensors_in
 from tests.support.fake_ranks import as_rank
 from tests.support.sharding import opened, sharded, shares_of
 
@@ -114,7 +115,7 @@ def parts(tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Cal
 def assert_restored(objects: dict[str, Any], tree: dict[str, Any]) -> int:
     """Every tensor is bit by bit the stored one, or this rank's boxes of it; how many are DTensors."""
     wanted = {leaf.path: leaf.tensor for leaf in flatten(tree).tensors}
-    found = dict(walk(Adapted(objects).tree()))
+    found = tensors_in(Adapted(objects).tree())
     assert found.keys() == wanted.keys()
     count = 0
     for path, tensor in found.items():
@@ -134,14 +135,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     found = local_of(tensor)
     assert found is not None
     return found
-
-
-def walk(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, dict | list):
-        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from walk(child, f"{path}/{key}".lstrip("/"))
 
 
 @pytest.mark.parametrize(("lay_out", "mesh"), [each[1:] for each in LAYOUTS], ids=[each[0] for each in LAYOUTS])
