@@ -6,7 +6,6 @@ import asyncio
 import random
 import secrets
 import select
-import shutil
 import socket
 import ssl
 import threading
@@ -28,8 +27,8 @@ from datastates.transport.wire import joining, tcp
 from datastates.transport.wire.joining import HEADER_BYTES
 from datastates.transport.wire.lanes import LANES, MOST, Lanes
 from datastates.transport.wire.tcp_transport import TcpTransport
+from tests.transport.certificates import certificate
 from tests.transport.stores import CHUNK, UID, MemorySource, MemoryStore
-from tests.transport.test_tcp import _certificate
 from tests.transport.worlds import STATE, offer, opened, receive, until
 
 TOKEN = b"0123456789abcdef"
@@ -78,10 +77,7 @@ async def _refuse(channel: object) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed")
-    return _certificate(openssl, tmp_path_factory.mktemp("tls"), "IP:127.0.0.1,DNS:localhost")
+    return certificate(tmp_path_factory.mktemp("tls"))
 
 
 class TestLanes(TransportSuite):

@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import gc
 import os
-import shutil
 import signal
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -22,6 +20,7 @@ import pytest
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.transport.contract import Channel, Tls
 from datastates.transport.wire import tcp, visitors
+from tests.transport.certificates import certificate
 
 LIMIT = 1 << 20
 
@@ -382,10 +381,7 @@ def test_beyond_a_rate_connections_are_taken_in_batches_and_whoever_speaks_is_he
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """For 127.0.0.1 and localhost; signed by itself."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed")
-    return _certificate(openssl, tmp_path_factory.mktemp("tls"), "IP:127.0.0.1,DNS:localhost")
+    return certificate(tmp_path_factory.mktemp("tls"))
 
 
 def test_frames_travel_over_tls(certificates: Tls) -> None:
@@ -408,9 +404,7 @@ def test_frames_travel_over_tls(certificates: Tls) -> None:
 
 
 def test_a_certificate_that_is_not_trusted_or_of_another_host_is_refused(certificates: Tls, tmp_path: Path) -> None:
-    openssl = shutil.which("openssl")
-    assert openssl is not None
-    other = _certificate(openssl, tmp_path, "DNS:elsewhere.example")
+    other = certificate(tmp_path, "DNS:elsewhere.example")
 
     async def work() -> None:
         for server, client in [(certificates, Tls()), (certificates, other), (other, Tls(trusted=other.trusted))]:
@@ -452,14 +446,6 @@ def test_missing_files_for_tls_are_named(tmp_path: Path) -> None:
             await tcp.listen("ucx://127.0.0.1:0", _forget, tls=Tls())
 
     run(work())
-
-
-def _certificate(openssl: str, folder: Path, names: str) -> Tls:
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    command += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=test", "-addext", f"subjectAltName={names}"]
-    subprocess.run(command, check=True, capture_output=True)
-    return Tls(certificate=certificate, key=key, trusted=certificate)
 
 
 async def _send_for_ever(channel: Channel) -> None:

@@ -8,7 +8,6 @@ import fcntl
 import mmap
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,9 +31,9 @@ from datastates.transport.wire.staging import Region
 from datastates.transport.wire.ucx import UcxTransport
 from datastates.transport.wire.ucx_process import Helper
 from tests.support.effort import effort
+from tests.transport.certificates import certificate
 from tests.transport.intruder import children, listening, mangled, remote_write
 from tests.transport.stores import UID, MemorySink, MemoryStore, chunks
-from tests.transport.test_tcp import _certificate
 
 pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
 
@@ -143,10 +142,7 @@ class Victim:
 @pytest.mark.parametrize("way", ["ucx", "ucx with TLS", "auto", "near"])
 def test_a_remote_write_to_any_port_reaches_no_training(way: str, tmp_path: Path) -> None:
     """Every port that a server, a client or a process of theirs listens on, with and without TLS, near and far."""
-    openssl = shutil.which("openssl")
-    if "TLS" in way and openssl is None:
-        pytest.skip("openssl is not installed")
-    made = _certificate(str(openssl), tmp_path, "IP:127.0.0.1") if "TLS" in way else Tls()
+    made = certificate(tmp_path, "IP:127.0.0.1") if "TLS" in way else Tls()
     tls = [each for each in (made.certificate, made.key) if each is not None]
     trusted = [made.trusted] if made.trusted is not None else []
     data, near = way.split()[0] if way != "near" else "auto", "1" if way == "near" else "0"
