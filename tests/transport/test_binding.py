@@ -29,7 +29,7 @@ from datastates.transport.wire.registry import transport_for
 from datastates.transport.wire.tcp_transport import TcpTransport
 from datastates.transport.wire.ucx_link import UcxLink
 from tests.support.colliding import collide_somewhere
-from tests.transport.stores import UID, MemorySource, MemoryStore
+from tests.transport.stores import UID, MemorySink, MemorySource, MemoryStore, manifest_of
 from tests.transport.worlds import offer
 
 TOKEN = b"0123456789abcdef"
@@ -38,16 +38,11 @@ COUNT = 12
 HONEST = [random.Random(seed).randbytes(CHUNK - (seed == COUNT - 1)) for seed in range(COUNT)]
 
 
-class XxhSink:
+class XxhSink(MemorySink):
     """As those of repositories: a chunk is right if its xxh3 is."""
 
     def __init__(self) -> None:
-        self.lengths = tuple(map(len, HONEST))
-        self.memory = [bytearray(length) for length in self.lengths]
-        self.accepted: set[int] = set()
-
-    def missing(self) -> Sequence[int]:
-        return [index for index in range(COUNT) if index not in self.accepted]
+        super().__init__(manifest_of(HONEST))
 
     def buffers(self, index: int) -> Sequence[memoryview] | None:
         view = memoryview(self.memory[index])
@@ -58,12 +53,6 @@ class XxhSink:
             return False
         self.accepted.add(index)
         return True
-
-    def forget(self, index: int) -> None:
-        assert index not in self.accepted
-
-    def pieces(self, index: int) -> Sequence[memoryview] | None:
-        return [memoryview(self.memory[index])]
 
     def has_lies(self) -> bool:
         return any(self.memory[index] != HONEST[index] for index in self.accepted)

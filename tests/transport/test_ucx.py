@@ -18,7 +18,7 @@ import pytest
 from datastates.errors import Disconnected
 from datastates.testing import TransportSuite
 from datastates.transport import loop
-from datastates.transport.contract import Transport
+from datastates.transport.contract import Channel, Link, Transport
 from datastates.transport.wire.registry import transport_for
 from tests.support import warm
 
@@ -71,6 +71,14 @@ def peer(how: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stdout.close()
 
 
+async def linked(url: str) -> tuple[Channel, Link]:
+    """The channel and the link to a peer."""
+    transport = transport_for(url)
+    channel = await transport.dial(url, timeout_s=5)
+    await channel.send(await transport.address())
+    return channel, await transport.link(await channel.receive(8192))
+
+
 class TestUcx(TransportSuite):
     @pytest.fixture
     def transport(self) -> Transport:
@@ -85,10 +93,7 @@ def test_a_message_from_another_process_arrives_and_both_end_at_once() -> None:
     with peer("end") as (process, url):
 
         async def work() -> None:
-            transport = transport_for(url)
-            channel = await transport.dial(url, timeout_s=5)
-            await channel.send(await transport.address())
-            link = await transport.link(await channel.receive(8192))
+            channel, link = await linked(url)
             memory = bytearray(4 << 20)
             await link.receive(1, memoryview(memory))
             assert memory == bytes(range(256)) * (1 << 14)
@@ -107,10 +112,7 @@ def test_a_peer_that_is_killed_or_stopped_lets_go_of_our_memory(how: signal.Sign
     with peer("stay") as (process, url):
 
         async def work() -> None:
-            transport = transport_for(url)
-            channel = await transport.dial(url, timeout_s=5)
-            await channel.send(await transport.address())
-            link = await transport.link(await channel.receive(8192))
+            channel, link = await linked(url)
             await link.receive(1, memoryview(bytearray(4 << 20)))
             memory = bytearray(4 << 20)
             waiting = asyncio.ensure_future(link.receive(2, memoryview(memory)))
@@ -137,10 +139,7 @@ def test_a_message_that_breaks_off_half_way_is_written_no_further_after_the_abor
     with peer("stream") as (process, url):
 
         async def work() -> None:
-            transport = transport_for(url)
-            channel = await transport.dial(url, timeout_s=5)
-            await channel.send(await transport.address())
-            link = await transport.link(await channel.receive(8192))
+            channel, link = await linked(url)
             await link.receive(1, memoryview(bytearray(4 << 20)))
             memory = bytearray(256 << 20)
             waiting = asyncio.ensure_future(link.receive(2, memoryview(memory)))
