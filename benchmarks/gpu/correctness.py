@@ -58,47 +58,61 @@ def _accelerated(make: Make, place: Place) -> Found:
 
 
 def check(make: Make, place: Place) -> Found:
-    """Capture each of some steps; look at none before the last, as looking waits for the device. Then restore the last.
+    """Capture each of some steps, restore the last, and compare; on late devices once for each way to be late.
 
     :raises AssertionError: a state holds something else than what was live.
     """
-    steps = QUICK_STEPS if place.is_quick else STEPS
-    with place.running():
-        _try_alone(make, place)
-        training = make(place)
+    found: Found = {}
+    for way in place.ways():
+        with place.running(way):
+            _try_alone(make, place)
         with (
+            place.running(way),
             tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder,
             datastates.open(folder, config=Config(memory_bytes=96 * CHUNK_BYTES, durable_interval_s=None)) as repo,
         ):
-            with repo.track(rng=False, **training.objects) as run, training.inside():
-                expected, captures = [], []
-                for number in range(steps):
-                    place.keep_busy(BUSY_S)
-                    training.before(run)
-                    training.step(number)
-                    expected.append(training.copies())
-                    captures.append(run.capture())
-                place.finish()
-                for capture in captures:
-                    capture.wait(timeout_s=20)
-                wrong = [differing(training.on_host(each), repo.load(it.uid)) for each, it in zip(expected, captures, strict=True)]
-            if any(wrong):
-                paths = next(filter(None, wrong))
-                raise AssertionError(
-                    f"{sum(map(bool, wrong))} of {steps} states are wrong; in the first {len(paths)} leaves, {paths[0]} among them"
-                )
-            other = make(place)
-            torch.manual_seed(1)
-            with other.inside():
-                for number in range(steps):
-                    other.step(number)
-                repo.restore("main", into=other.objects)
-                found = other.copies()
-                place.finish()
-            odd = differing(training.on_host(expected[-1]), other.tree(found))
-            if odd:
-                raise AssertionError(f"restored otherwise than captured: {len(odd)} leaves, {odd[0]} among them")
-    return {"states": steps, "leaves": len(expected[-1])}
+            steps = QUICK_STEPS if place.is_quick else STEPS
+            newest = _captured(make(place), place, repo, steps)
+            _restore(make(place), place, repo, steps, newest)
+            found = {"states": steps, "leaves": len(newest)}
+    return found
+
+
+def _captured(training: Training, place: Place, repo: datastates.Repository, steps: int) -> dict[str, object]:
+    """Capture each step, and look at none before the last, as looking waits for the device; what the last one holds."""
+    with repo.track(rng=False, **training.objects) as run, training.inside():
+        expected, captures = [], []
+        for _ in range(steps):
+            place.keep_busy(BUSY_S)
+            training.before(run)
+            training.step(len(captures))
+            expected.append(training.copies())
+            captures.append(run.capture())
+        place.finish()
+        for capture in captures:
+            capture.wait(timeout_s=20)
+        lived = [training.on_host(each) for each in expected]
+        wrong = [differing(each, repo.load(capture.uid)) for each, capture in zip(lived, captures, strict=True)]
+    if any(wrong):
+        paths = next(filter(None, wrong))
+        raise AssertionError(
+            f"{sum(map(bool, wrong))} of {steps} states are wrong; in the first {len(paths)} leaves, {paths[0]} among them"
+        )
+    return lived[-1]
+
+
+def _restore(training: Training, place: Place, repo: datastates.Repository, steps: int, newest: dict[str, object]) -> None:
+    """The newest state, put into a training that went elsewhere."""
+    torch.manual_seed(1)
+    with training.inside():
+        for number in range(steps):
+            training.step(number)
+        repo.restore("main", into=training.objects)
+        found = training.copies()
+        place.finish()
+    odd = differing(newest, training.tree(found))
+    if odd:
+        raise AssertionError(f"restored otherwise than captured: {len(odd)} leaves, {odd[0]} among them")
 
 
 def _try_alone(make: Make, place: Place) -> None:

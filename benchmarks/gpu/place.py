@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -73,15 +73,19 @@ class Place:
         """So many bytes of touched host memory, pinned for an accelerator."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=self.is_accelerator).fill_(1)
 
+    def ways(self) -> Sequence[str]:
+        """What is to be late, by name: on late devices a fault in the order is seen by one of them. Elsewhere devices are as they are."""
+        return ("COPIES", "COMPUTE") if self.where.kind == "late" else ("",)
+
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """On late devices: this thread's operators are queued there. They are made anew."""
+    def running(self, way: str) -> Iterator[None]:
+        """On late devices: they are made anew, late in this way, and this thread's operators are queued there."""
         if self.where.kind != "late":
             yield
             return
         from tests.support.late import LateDevices, Lateness
 
-        self._late = LateDevices(Lateness.RANDOM)
+        self._late = LateDevices(Lateness[way])
         try:
             with self._late.running():
                 yield
