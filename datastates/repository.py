@@ -6,9 +6,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack
 
 from . import values
 from .capture.shutdown import settle
@@ -31,7 +32,7 @@ from .tracking.configuration import configuration
 from .tracking.start import Terms, follow, together
 from .tracking.together import Together
 from .tracking.tracker import Tracker
-from .transport.clone.groups import Group
+from .transport.clone.groups import Group, group_of
 from .upkeep.loading import device_of, load, restore
 
 if TYPE_CHECKING:
@@ -80,16 +81,25 @@ def open(
         return Repository(location, config)
 
 
+class ServeOptions(TypedDict, total=False):
+    """What ``Repository.serve`` takes; see there."""
+
+    token: str | bytes | None
+    token_file: str | os.PathLike[str] | None
+    tls: Tls | None
+    is_writable: bool
+    timeout_s: float
+    data: str | None
+    pictures: Callable[[int], object] | None
+
+
+_SERVED = ServeOptions(token=None, token_file=None, tls=None, is_writable=False, timeout_s=10.0, data=None, pictures=None)
+
+
 def _tls(value: object, what: str) -> Tls:
     from .transport.contract import tls_of  # the transport takes a while to import, and few serve
 
     return tls_of(value, what)
-
-
-def _group(given: object) -> Group:
-    if not isinstance(given, Group):
-        raise InvalidInput(f"group is {values.shown(given)}: give a datastates.ranks.TorchGroup, MPIGroup or SoloGroup")
-    return given
 
 
 def _own(given: object, names: set[str]) -> frozenset[str]:
@@ -191,7 +201,7 @@ class Repository(Upkeep, Names, History, Algebra):
         :raises Unavailable: the repository can only be read, or another process or folder holds the branch's bytes.
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with ``strict``).
         """
-        ranks = Together(find() if group is None else _group(group))
+        ranks = Together(find() if group is None else group_of(group, "group"))
         with ranks.united("begin to track"):
             self.core.check_open()
             self.core.home.check_writable()
@@ -263,12 +273,15 @@ class Repository(Upkeep, Names, History, Algebra):
             gets its own things back. Without it this process restores alone, and gets those of rank 0.
         :raises InvalidInput: names, shapes or types do not fit; lists them.
         """
-        return restore(self.core, self.state(rev), into, only=only, strict=strict, group=None if group is None else _group(group))
+        return restore(
+            self.core, self.state(rev), into, only=only, strict=strict, group=None if group is None else group_of(group, "group")
+        )
 
     # --- other processes ---------------------------------------------------------------------------------------------------
 
     @values.takes(
         url=values.string,
+        group=values.optional(group_of),
         token=values.optional(values.token),
         token_file=values.optional(values.path),
         tls=values.optional(_tls),
@@ -277,18 +290,8 @@ class Repository(Upkeep, Names, History, Algebra):
         data=values.optional(data_plane),
         pictures=values.optional(values.callback),
     )
-    def serve(
-        self,
-        url: str = "tcp://127.0.0.1:0",
-        *,
-        token: str | bytes | None = None,
-        token_file: str | os.PathLike[str] | None = None,
-        tls: Tls | None = None,
-        is_writable: bool = False,
-        timeout_s: float = 10.0,
-        data: str | None = None,
-        pictures: Callable[[int], object] | None = None,
-    ) -> Server:
+    @values.unpacks(ServeOptions, **_SERVED)
+    def serve(self, url: str = "tcp://127.0.0.1:0", *, group: Group | None = None, **options: Unpack[ServeOptions]) -> Server:
         """Let other processes browse this lineage and clone its states, from memory where they are there, while training goes on.
 
             with repo.serve("tcp://127.0.0.1:0") as server:
@@ -308,15 +311,22 @@ class Repository(Upkeep, Names, History, Algebra):
             UCX where both sides found RDMA, ours otherwise. None: as configured (``DATASTATES_DATA``).
         :param pictures: with ``http://``: gives the picture of a sample for its index, for the page's outliers: an array, or bytes of a
             PNG, JPEG, GIF or WebP of at most 1 MiB.
+        :param group: the ranks of a job that all serve, each at an address of its own and with one token, which is collective: whoever
+            clones a state from one of them finds the others, which have its other parts.
         :raises InvalidInput: other machines can reach it, or it is writable, and there is no token.
         :raises Unavailable: the address is taken.
         :raises Unsupported: ``data="ucx"``, and UCXX is not installed.
         """
         from .clone.serving import PeerServer  # the transport takes a while to import, and few serve
+        from .clone.siblings import serve_together
+
+        if group is not None and group.size > 1:
+            return serve_together(group, partial(self.serve, url, **options))
+        tls, is_writable, data, pictures = options["tls"], options["is_writable"], options["data"], options["pictures"]
         from .transport.session.handshake import check_writers, read_token
 
         self.core.check_open()
-        secret = read_token(token, token_file)
+        secret = read_token(options["token"], options["token_file"])
         if is_writable:
             check_writers(url, secret)
         if url.startswith("http:"):
@@ -327,6 +337,7 @@ class Repository(Upkeep, Names, History, Algebra):
             raise InvalidInput(f"{url} shows no pictures: give pictures= with an http:// address, or leave it out")
         else:
             data = self.config.data if data is None else data
+            timeout_s = options["timeout_s"]
             server = PeerServer(self.core, url, token=secret, tls=tls, is_writable=is_writable, timeout_s=timeout_s, data=data)
         self.core.servers.append(server)
         return server

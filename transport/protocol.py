@@ -19,6 +19,8 @@ __all__ = [
     "FIRST_FRAME_BYTES",
     "FRAME_BYTES",
     "MAGIC",
+    "NOT_HERE",
+    "PARTS",
     "PART_BYTES",
     "PIECES",
     "PROTOCOL_VERSION",
@@ -46,6 +48,8 @@ __all__ = [
     "Proof",
     "Push",
     "Question",
+    "Reach",
+    "Reached",
     "Ready",
     "RefRecord",
     "Refs",
@@ -81,6 +85,12 @@ PIECES: Final = 64
 
 DIGESTS: Final = 64
 """The most chunks whose digests are asked for at once."""
+
+PARTS: Final = 1024
+"""The most parts that a state may have which is cloned part by part."""
+
+NOT_HERE: Final = 255
+"""How far away a part is that a process does not reach."""
 
 _Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+\\Z")]
 _Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]+\\Z")]
@@ -275,7 +285,8 @@ class Open(Struct, frozen=True, tag=True):
 
     ``relay`` is where the asking side will itself serve this state, when it joins a chain; ``failed`` are urls of the chain that did
     not answer it. ``here`` asks for this server's own copy, whatever chain there is. ``near``: the asking side has proved to
-    be a process of this host and user (see ``near``) and would like to know where the chunks lie.
+    be a process of this host and user (see ``near``) and would like to know where the chunks lie. ``part``: of a state of several parts
+    that of this rank, by itself.
     """
 
     uid: _Uid
@@ -283,6 +294,7 @@ class Open(Struct, frozen=True, tag=True):
     failed: Annotated[tuple[_Name, ...], Meta(max_length=100)] = ()
     here: bool = True
     near: bool = False
+    part: Annotated[int, Meta(ge=0, lt=PARTS)] | None = None
 
 
 class Opened(Struct, frozen=True):
@@ -297,6 +309,22 @@ class Opened(Struct, frozen=True):
     lengths: Annotated[tuple[_ChunkLength, ...], Meta(max_length=1 << 24)]
     upstream: _Name | None = None
     addresses: Annotated[tuple[_Address64, ...], Meta(max_length=1 << 24)] = ()
+
+
+class Reach(Struct, frozen=True, tag=True):
+    """Where the parts of a state are -> Reached."""
+
+    uid: _Uid
+
+
+class Reached(Struct, frozen=True):
+    """How far away each part of a state is from the process that answers, by rank: 0 its memory, 255 not there.
+
+    ``others`` are where further processes of its job serve.
+    """
+
+    places: Annotated[bytes, Meta(min_length=1, max_length=PARTS)]
+    others: Annotated[tuple[_Name, ...], Meta(max_length=PARTS)] = ()
 
 
 class Release(Struct, frozen=True, tag=True):
@@ -323,7 +351,7 @@ class Push(Struct, frozen=True, tag=True):
     bytes: Annotated[int, Meta(ge=1, le=BODY_BYTES)]
 
 
-Question = Refs | Find | Log | Resolve | Open | Release | Push | Digests
+Question = Refs | Find | Log | Resolve | Open | Reach | Release | Push | Digests
 
 
 class Ask(Struct, frozen=True, tag=True):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from .protocol import Identity, Offer, RefRecord, StatePage, StateRecord
+from .protocol import Identity, Offer, Reached, RefRecord, StatePage, StateRecord
 from .sink import Sink
 
-__all__ = ["Relays", "Source", "Store", "SupportsAddresses", "SupportsCheck", "SupportsRecall"]
+__all__ = ["Relays", "Source", "Store", "SupportsAddresses", "SupportsCheck", "SupportsParts", "SupportsRecall"]
 
 
 class Source(Protocol):
@@ -103,6 +103,20 @@ class Store(Protocol):
 
     def abandon(self, offer: Offer, sink: Sink) -> None:
         """A push ended without being recorded: let go of what ``receive`` made room for."""
+
+
+@runtime_checkable
+class SupportsParts(Protocol):
+    """A store of states that several ranks captured together, which gives out each part by itself. Both run in worker threads."""
+
+    def open_part(self, uid: str, rank: int) -> Source:
+        """Pin the part of one rank and open it.
+
+        :raises Unavailable: it is not here.
+        """
+
+    def reach(self, uid: str) -> Reached:
+        """How far away each part is, and where the other processes of this one's job serve."""
 
 
 class Relays(Protocol):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from datastates.capture.commit import Coming
 from datastates.config import BackPressure
+from datastates.content.parts import first_chunks
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from datastates.lineage.change import clones, refs
 from datastates.lineage.states import NewState, Ref, RefKind, State
@@ -92,7 +94,8 @@ def land(
 
     def record(session: Session, new: NewState) -> State:
         clones.import_ancestry(session, ancestry)
-        return clones.arrive(session, state, run=run, tier=new.tier, node=core.node, bytes_new=new.bytes_new, came=came)
+        parts = [(part.digest, sum(chunk.length for chunk in part.content.chunks)) for part in sink.parts]
+        return clones.arrive(session, state, run=run, tier=new.tier, node=core.node, bytes_new=new.bytes_new, came=came, parts=parts)
 
     with undisturbed():
         _check_on_disk(core, sink)
@@ -107,18 +110,17 @@ def _check_on_disk(core: Core, sink: StateSink) -> None:
 
     :raises Conflict: it is not.
     """
-    uid = sink.manifest.origin.uid
-    if not core.tiers.durable.has(uid):
-        return
-    try:
-        with core.tiers.durable.open(uid) as reader:
-            if reader.manifest.digest == sink.manifest.digest and all(
-                are_equal(reader.chunk(index), piece) for index in range(len(sink.lengths)) for piece in sink.pieces(index) or ()
+    uid, parts = sink.manifest.origin.uid, sink.parts or (sink.manifest,)
+    for rank, first in enumerate(first_chunks(parts)[:-1]):
+        with suppress(Corrupt, NotFound, Unavailable), core.tiers.durable.open_part(uid, rank) as reader:
+            if reader.manifest.digest != parts[rank].digest or not all(
+                are_equal(reader.chunk(index), piece)
+                for index in range(len(reader.manifest.content.chunks))
+                for piece in sink.pieces(first + index) or ()
             ):
-                return
-    except (Corrupt, NotFound, Unavailable):
-        return
-    raise Conflict(f"another state of the uid {uid} is on disk here, of other bytes: one of them is forged; drop the one that is")
+                raise Conflict(
+                    f"another state of the uid {uid} is on disk here, of other bytes: one of them is forged; drop the one that is"
+                )
 
 
 def make_tags(core: Core, tags: Sequence[Ref]) -> None:

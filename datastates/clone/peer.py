@@ -14,6 +14,7 @@ from datastates.errors import InvalidInput
 from datastates.lineage.states import Ref, State
 from datastates.opening.core import Opened, core_of
 from datastates.transport import loop
+from datastates.transport.clone.groups import Group, group_of
 from datastates.transport.contract import Tls, tls_of
 from datastates.transport.session.handshake import read_token
 from datastates.transport.session.session import Session
@@ -24,6 +25,7 @@ from .pull import Arrival, IntoObjects, IntoRepository, Pull
 from .push import Push
 from .records import ref_of, state_of
 from .sources import Sources
+from .together import clone_together
 from .transfer import Cloned, Progress, Transfer
 
 __all__ = ["Peer", "connect"]
@@ -90,10 +92,11 @@ class CloneOptions(TypedDict, total=False):
     tags: bool
     chain: bool
     on_progress: Progress | None
+    group: Group | None
 
 
 _CLONED = CloneOptions(
-    into=None, repo=None, only=None, strict=True, atomic=None, skip_equal=False, tags=False, chain=False, on_progress=None
+    into=None, repo=None, only=None, strict=True, atomic=None, skip_equal=False, tags=False, chain=False, on_progress=None, group=None
 )
 
 
@@ -155,14 +158,29 @@ class Peer:
         :param tags: whether the tags of the ancestry come along to ``repo``.
         :param chain: whether receivers of one state pass it on to each other, so that one copy leaves the source.
         :param on_progress: called with the bytes that are done, and all of them.
+        :param group: the ranks of a job that clone it together, each calling this with ``into`` and its own objects: each is sent what it
+            alone wants, and its share of what several want, which it passes on. All get the state that rank 0 finds, or all fail, and
+            then no object has changed.
         :raises NotFound: the revision names nothing there.
         :raises Unavailable: its bytes are nowhere any more (or Disconnected: no source is left).
         :raises InvalidInput: the state does not fit the objects; nothing was moved.
         :raises Corrupt: bytes came with a wrong digest twice.
         :raises Dirty: a clone in place failed; its cause says why.
         """
-        with self.begin_clone(rev, **options) as transfer:
-            return transfer.wait()
+        group = options["group"]
+        if group is None or group_of(group, "group").size == 1:
+            with self.begin_clone(rev, **options) as transfer:
+                return transfer.wait()
+        into = options["into"]
+        others = [name for name in ("repo", "skip_equal", "tags", "chain") if options[name]]
+        if into is None or others or options["atomic"] is False:
+            raise InvalidInput(
+                "a group clones into live objects, all at once: give into={...}, and leave repo=, atomic=False, skip_equal=, tags= and "
+                "chain= out; broadcast of a datastates.ranks group brings a state into the repository of each rank"
+            )
+        into, only = values.named(into, "into"), values.patterns(options["only"])
+        strict, on_progress = values.flag(options["strict"], "strict"), options["on_progress"]
+        return clone_together(self.sources, _revision(rev), into, group, only=only, strict=strict, on_progress=on_progress)
 
     @values.takes(
         into=values.optional(values.named),
@@ -175,6 +193,7 @@ class Peer:
         chain=values.flag,
         resumable=values.flag,
         on_progress=values.optional(values.callback),
+        group=values.optional(group_of),
     )
     @values.unpacks(CloneOptions, **_CLONED)
     def begin_clone(self, rev: str | State, *, resumable: bool = False, **options: Unpack[CloneOptions]) -> Transfer:
@@ -191,8 +210,13 @@ class Peer:
         :param chain: as for ``clone``.
         :param resumable: keep what came if it fails: ``Transfer.resume`` goes on, ``Transfer.close`` lets go.
         :param on_progress: as for ``clone``.
+        :param group: None, or a group of one: ranks that clone together do so in ``clone``.
         """
-        into, repo = options["into"], options["repo"]
+        into, repo, group = options["into"], options["repo"], options["group"]
+        if group is not None and group.size > 1:
+            raise InvalidInput(
+                "ranks clone together on their training threads: call clone(group=...), which returns once all have the state"
+            )
         if (into is None) == (repo is None):
             raise InvalidInput("a clone goes into live objects (into={...}) or into a repository (repo=...): give one of them")
         opened = loop.run(self.sources.open(_revision(rev), chain=options["chain"]))

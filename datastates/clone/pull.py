@@ -16,7 +16,7 @@ from datastates.opening.core import Core
 from datastates.system.logs import event
 from datastates.system.memory import available_memory_bytes
 from datastates.transport import loop
-from datastates.transport.clone.fetch import Fetched, fetch
+from datastates.transport.clone.fetch import Fetched
 from datastates.transport.session.session import Session
 from datastates.transport.sink import Sink
 from datastates.transport.wire.plane import surely
@@ -82,6 +82,7 @@ class IntoObjects(Arrival):
             skip_equal=skip_equal,
             keep=opened.forwarder is not None,
             shadows=shadows,
+            scratch=opened.scratch,
         )
 
     def land(self, opened: OpenState, fetched: Fetched) -> tuple[State, RestoreReport]:
@@ -150,13 +151,12 @@ class Pull(Move):
         self._timeout_s, self._is_kept = timeout_s, is_kept
 
     async def run(self, progress: Progress) -> Fetched:
-        sink, forwarder = self._arrival.sink, self._opened.forwarder
-        if forwarder is not None:
-            return await forwarder.fetch(sink, timeout_s=self._timeout_s, on_progress=progress)
+        opened = self._opened
         try:
-            return await fetch(sink, self._opened.feeds, timeout_s=self._timeout_s, on_progress=progress)
+            return await opened.fetch(self._arrival.sink, timeout_s=self._timeout_s, on_progress=progress)
         finally:  # a cancellation that comes now must not leave a connection behind
-            await surely(asyncio.create_task(self._opened.close()))
+            if opened.forwarder is None:  # else it passes the state on
+                await surely(asyncio.create_task(opened.close()))
 
     def land(self, fetched: Fetched) -> tuple[State, RestoreReport | None]:
         return self._arrival.land(self._opened, fetched)

@@ -17,7 +17,17 @@ import msgspec
 
 from datastates import values
 from datastates.content import digest
-from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, PeerFault
+from datastates.errors import (
+    Closed,
+    Corrupt,
+    DatastatesError,
+    Disconnected,
+    InvalidInput,
+    NotFound,
+    PeerFault,
+    Unavailable,
+    Unsupported,
+)
 from datastates.lineage import deadline
 from datastates.lineage.change import clones
 from datastates.lineage.change import refs as lineage_refs
@@ -31,7 +41,7 @@ from datastates.store.tier import Reader
 from datastates.transport import loop
 from datastates.transport.clone.chain import Chains
 from datastates.transport.contract import Tls
-from datastates.transport.protocol import Identity, Offer, RefRecord, StatePage, StateRecord
+from datastates.transport.protocol import NOT_HERE, PARTS, Identity, Offer, Reached, RefRecord, StatePage, StateRecord
 from datastates.transport.session import server as transport_server
 from datastates.transport.sink import Sink
 from datastates.transport.store import Source
@@ -107,6 +117,8 @@ class RepositoryStore:
 
     def __init__(self, core: Core, *, is_writable: bool = False, patience_s: float = 10.0) -> None:
         self._core, self._is_writable = core, is_writable
+        self.others: tuple[str, ...] = ()
+        """Where the other processes of this one's job serve."""
         self._room = PushRoom(core, patience_s)
         self._rooms: dict[Sink, Room] = {}
 
@@ -151,9 +163,36 @@ class RepositoryStore:
         """Pin a state: in memory if it is there, else on disk."""
         with deadline.within(ANSWER_S):
             state = self._core.state(uid)
-        refuse_parts(state, "a clone")
+        refuse_parts(state, "a clone as a whole")
         reopen = partial(self._core.tiers.reopen, state, verify=False)
         return StateSource(self._core.open_payload(state, verify=False), reopen)
+
+    def open_part(self, uid: str, rank: int) -> Source:
+        """Pin one rank's part of a state, in memory if it is there, else on disk."""
+        with deadline.within(ANSWER_S):
+            state = self._core.state(uid)
+        tiers = self._core.tiers
+        try:
+            reader, _ = tiers.open_part(state, rank, verify=False)
+        except NotFound as exc:
+            raise Unavailable(f"the part of rank {rank} of state {uid} is not here: ask the rank that has it") from exc
+        return StateSource(reader, partial(tiers.reopen_part, state, rank, verify=False))
+
+    def reach(self, uid: str) -> Reached:
+        """How far away the parts of a state are, and where the other ranks of this one's job serve."""
+        with deadline.within(ANSWER_S):
+            state = self._core.state(uid)
+        if state.world_size > PARTS:
+            raise Unsupported(f"state {uid} has {state.world_size} parts: at most {PARTS} are cloned part by part; clone it by its files")
+        return Reached(bytes(self._distance(state, rank) for rank in range(state.world_size)), self.others)
+
+    def _distance(self, state: State, rank: int) -> int:
+        try:
+            reader, far = self._core.tiers.open_part(state, rank, verify=False)
+        except (NotFound, Corrupt, Unavailable):
+            return NOT_HERE
+        reader.close()
+        return min(far, NOT_HERE - 1)
 
     def check_writable(self) -> None:
         """Refuse pushes unless they were allowed."""
@@ -255,7 +294,7 @@ class PeerServer:
     """
 
     def __init__(self, core: Core, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float, data: str) -> None:
-        store = RepositoryStore(core, is_writable=is_writable, patience_s=timeout_s)
+        self._store = store = RepositoryStore(core, is_writable=is_writable, patience_s=timeout_s)
         self._server = transport_server.Server(store, url, token=token, tls=tls, timeout_s=timeout_s, relays=Chains(), data=data)
         self._pid = os.getpid()
         self._is_closed = False
@@ -265,6 +304,10 @@ class PeerServer:
     def url(self) -> str:
         """Where to connect, with the port that was taken."""
         return self._server.url
+
+    def meet(self, urls: Sequence[str]) -> None:
+        """The other processes of this one's job serve here: whoever clones a state of all of them is told so."""
+        self._store.others = tuple(urls)
 
     def stats(self) -> ServerStats:
         """Counts of what the server has done so far."""

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from datastates.config import Data
-from datastates.errors import Closed, DatastatesError, Disconnected, PeerFault
+from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, PeerFault
 from datastates.lineage.states import State
+from datastates.transport.clone.fetch import Fetched, fetch
 from datastates.transport.clone.forward import Forwarder
 from datastates.transport.contract import Tls
 from datastates.transport.limits import LISTING_TIMEOUTS
 from datastates.transport.session.feed import Feed
 from datastates.transport.session.session import Session
+from datastates.transport.sink import Sink
 from datastates.transport.wire.registry import transport_for
 
 from .landing import CheckedManifest, read_manifest
+from .parts import OpenParts, fetch_parts, open_parts, scratch_for
 from .records import state_of
 
 __all__ = ["OpenState", "Sources"]
@@ -31,7 +34,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OpenState:
-    """A state that sources hold open for us: each by a feed of its own, or all by the chain that ``forwarder`` is a link of."""
+    """A state that sources hold open for us: each by a feed of its own, or all by the chain that ``forwarder`` is a link of, or one of
+    several ``parts`` by whoever has each of them."""
 
     state: State
     manifest: CheckedManifest
@@ -39,9 +43,25 @@ class OpenState:
     repository: str
     source: str
     forwarder: Forwarder | None = None
+    parts: OpenParts | None = None
+
+    async def fetch(self, sink: Sink, *, timeout_s: float, on_progress: Callable[[int, int], None] | None = None) -> Fetched:
+        """Bring what is missing in ``sink``, from whoever has it."""
+        if self.forwarder is not None:
+            return await self.forwarder.fetch(sink, timeout_s=timeout_s, on_progress=on_progress)
+        if self.parts is not None:
+            return await fetch_parts(sink, self.parts.parts, timeout_s=timeout_s, on_progress=on_progress)
+        return await fetch(sink, self.feeds, timeout_s=timeout_s, on_progress=on_progress)
+
+    @property
+    def scratch(self) -> int:
+        """How many chunks may be on their way at once, at least."""
+        return 16 if self.parts is None else max(16, scratch_for(self.parts.parts))
 
     async def close(self) -> None:
         """Let go of it."""
+        if self.parts is not None:
+            await self.parts.close()
         for feed in self.feeds:
             await feed.close()
         if self.forwarder is not None:
@@ -145,8 +165,10 @@ class Sources:
     async def open(self, rev: str, *, chain: bool = False) -> OpenState:
         """Open a state at every source that has it, each by a connection of its own; with ``chain`` as a link of the first one's chain."""
         states = await self._resolve(rev)
+        url, state = next(iter(states.items()))
+        if state.world_size > 1:
+            return await self._open_parts(state, tuple(states), is_chain=chain)
         if chain:
-            url, state = next(iter(states.items()))
             return await self._join_chain(url, state)
         opened = await asyncio.gather(*(self._open_at(url, state) for url, state in states.items()))
         found = [each for each in opened if isinstance(each, _Found)]
@@ -188,6 +210,16 @@ class Sources:
             if state.digest != first.digest:
                 _logger.warning("%s is another state at %s, which is left out", rev, url)
         return {url: state for url, state in states.items() if state.digest == first.digest}
+
+    async def _open_parts(self, state: State, urls: Sequence[str], *, is_chain: bool) -> OpenState:
+        if is_chain:
+            raise InvalidInput(
+                f"state {state.uid} has {state.world_size} parts, and a chain passes on states of one part: leave chain=True out; the "
+                "ranks of a job clone it together with group="
+            )
+        parts = await open_parts(state, urls, self.connected)
+        source = ", ".join(dict.fromkeys(holder.url for holder in parts.holders))
+        return OpenState(state, parts.manifest, [], parts.repository, source, parts=parts)
 
     async def _join_chain(self, url: str, state: State) -> OpenState:
         forwarder = await Forwarder.join(

@@ -85,7 +85,7 @@ class Journal:
         self._turn = Mutex()
         """Held during a transaction, so that what is told stays in order; never taken under another lock."""
         self._waiting: dict[str, Entry] = {}
-        self._marks: dict[str, Placed] = {}
+        self._marks: dict[str, tuple[Placed, ...]] = {}
         self._told: dict[str, Entry] = {}
         self._parts = Parts()
         self._gone: list[str] = []
@@ -180,8 +180,8 @@ class Journal:
             self._wait(entry)
             return True
 
-    def mark(self, uid: str, placed: Placed) -> None:
-        """A state is on this node's disk.
+    def mark(self, uid: str, *placed: Placed) -> None:
+        """A state is on this node's disk: each part of it that this process had.
 
         :raises NotFound: neither the lineage knows the state nor this process. Any other error of the lineage, too, but that the
             database is away.
@@ -199,7 +199,7 @@ class Journal:
                 del self._marks[uid]
                 raise
         if not self._parts.is_half(uid):
-            self._listener.durable(uid, own_bytes(placed.manifest))
+            self._listener.durable(uid, _added(placed))
 
     # --- states of several parts ---------------------------------------------------------------------------------------------
 
@@ -459,7 +459,7 @@ class Journal:
             self._listener.failed(entry.new.uid, error, entry)
         del self._waiting[entry.new.uid]
 
-    def _mark_or_recall(self, uid: str, placed: Placed) -> None:
+    def _mark_or_recall(self, uid: str, placed: Sequence[Placed]) -> None:
         try:
             self._tell_mark(uid, placed)
         except NotFound:
@@ -467,11 +467,11 @@ class Journal:
                 raise
             self._tell_mark(uid, placed)
 
-    def _tell_mark(self, uid: str, placed: Placed) -> None:
+    def _tell_mark(self, uid: str, placed: Sequence[Placed]) -> None:
         with self._database.write(durable=True) as session:
-            status = self._mark_in(session, uid, placed)
+            status = [self._mark_in(session, uid, part) for part in placed][-1]
         if status is Status.CAPTURED:  # it has parts that are not on the disks of their ranks
-            self._parts.await_durable(uid, own_bytes(placed.manifest))
+            self._parts.await_durable(uid, _added(placed))
         del self._marks[uid]
         self._forget_gone()
 
@@ -480,7 +480,7 @@ class Journal:
         rank, added = placed.manifest.origin.rank, own_bytes(placed.manifest)
         return lineage_record.mark(session, uid, tier.gives, tier=tier.name, node=self._folder, rank=rank, bytes=added)
 
-    def _mark_late(self, uid: str, placed: Placed) -> None:
+    def _mark_late(self, uid: str, placed: Sequence[Placed]) -> None:
         try:
             self._mark_or_recall(uid, placed)
         except Unavailable:
@@ -490,7 +490,7 @@ class Journal:
             self._listener.failed(uid, error, None)
         else:
             if not self._parts.is_half(uid):
-                self._listener.durable(uid, own_bytes(placed.manifest))
+                self._listener.durable(uid, _added(placed))
 
     def _tell_evictions(self, session: Session) -> list[str]:
         with self._evicting:
@@ -569,3 +569,8 @@ def _has_run(session: Session, run: Run) -> bool:
     except NotFound:
         return False
     return True
+
+
+def _added(placed: Sequence[Placed]) -> int:
+    """The bytes that parts added to the disk."""
+    return sum(own_bytes(part.manifest) for part in placed)

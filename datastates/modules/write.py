@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from datastates.store.roles import CaptureTier, DurableTier
 from datastates.store.tier import Payload, Placed
@@ -30,25 +31,30 @@ class Write:
     def process(self, writing: Writing) -> None:
         """The digests were made from this very memory: reading verifies them, writing need not."""
         began = time.monotonic()
-        with self._memory.open(writing.uid, verify=False) as reader:
-            chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
-            placed = self._local.put(Payload(reader.manifest, chunks), base=writing.base, is_of_base=writing.is_of_base)
-            del chunks
+        each = [self._put(writing, rank) for rank in self._memory.ranks(writing.uid)]
+        placed = each[0]
         put, step = time.monotonic(), placed.manifest.origin.step
         self._recorder.span("put", began, put, writing.uid, step)
-        self._count(placed)  # before anybody hears that it is durable
-        self._journal.mark(writing.uid, placed)
+        self._count(each)  # before anybody hears that it is durable
+        self._journal.mark(writing.uid, *each)
         writing.manifest = placed.manifest
         ended = time.monotonic()
         self._recorder.span("mark", put, ended, writing.uid, step)
         self._recorder.span("write", began, ended, writing.uid, step)
         if _logger.isEnabledFor(logging.DEBUG):
-            durable = event("state.durable", state=writing.uid, step=step, bytes=placed.bytes_new, seconds=ended - began)
+            added = sum(part.bytes_new for part in each)
+            durable = event("state.durable", state=writing.uid, step=step, bytes=added, seconds=ended - began)
             _logger.debug("state %s, step %d, is durable after %.3f s", writing.uid, step, ended - began, extra=durable)
 
-    def _count(self, placed: Placed) -> None:
-        manifest = placed.manifest
-        is_shared = [not pack.name.startswith(manifest.origin.uid) for pack in manifest.packs]
+    def _put(self, writing: Writing, rank: int) -> Placed:
+        with self._memory.open_part(writing.uid, rank, verify=False) as reader:
+            chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
+            return self._local.put(Payload(reader.manifest, chunks), base=writing.base, is_of_base=writing.is_of_base)
+
+    def _count(self, each: Sequence[Placed]) -> None:
         self._recorder.count("written")
-        self._recorder.count("bytes_written", placed.bytes_new)
-        self._recorder.count("chunks_shared", sum(is_shared[ref.pack] for ref in manifest.refs))
+        for placed in each:
+            manifest = placed.manifest
+            is_shared = [not pack.name.startswith(manifest.origin.uid) for pack in manifest.packs]
+            self._recorder.count("bytes_written", placed.bytes_new)
+            self._recorder.count("chunks_shared", sum(is_shared[ref.pack] for ref in manifest.refs))

@@ -10,10 +10,12 @@ from typing import Protocol
 import msgspec
 
 from datastates.clone.peer import connect
+from datastates.clone.siblings import own_address
 from datastates.clone.transfer import Cloned
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.states import State
 from datastates.opening.core import Opened
+from datastates.store.parts import refuse_parts
 from datastates.transport.clone import groups as meeting
 from datastates.transport.clone import torch_groups as torch_meeting
 from datastates.transport.failures import describe, revive
@@ -83,8 +85,9 @@ class _Broadcasting(meeting.Group):
     def _give(self, repo: Serving, rev: str | State, *, is_one_host: bool, root: int, timeout_s: float, data: str | None) -> None:
         token, server = secrets.token_urlsafe(32), None
         try:
-            uid = repo.core.state(rev).uid
-            host = _LOOPBACK if is_one_host else _address()
+            state = repo.core.state(rev)
+            refuse_parts(state, "broadcast")
+            uid, host = state.uid, _LOOPBACK if is_one_host else own_address()
             server = repo.serve(f"ucx://{host}:0", token=token, timeout_s=timeout_s, data=data) if self.size > 1 else None
             invitation = _Invitation(server.url if server is not None else "", token, uid)
         except Exception as exc:  # whatever it is, the others must not wait for ever
@@ -137,13 +140,3 @@ class TorchGroup(_Broadcasting, torch_meeting.TorchGroup):
 
     :raises InvalidInput: torch.distributed is not initialised, or this process is not in ``of``.
     """
-
-
-def _address() -> str:
-    """This machine's address towards the others, as far as its name and routes tell."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("198.51.100.1", 9))  # nothing is sent: the kernel only picks the interface
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())

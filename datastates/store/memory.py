@@ -20,6 +20,7 @@ import numpy as np
 
 from datastates.content.digest import chunk_digest
 from datastates.content.manifest import CHUNK_BYTES, Manifest
+from datastates.content.parts import first_chunks
 from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound, OverBudget
 from datastates.lineage.states import Status
 from datastates.system.interrupts import Mutex, checkpoint, undisturbed
@@ -44,11 +45,13 @@ _STATE_BYTES, _CHUNK_ENTRY_BYTES = 4096, 256
 
 @dataclass(slots=True)
 class _State:
-    """A state that is held. ``readers`` keep its slots when it is removed; ``yielding`` are those that can be told to let go."""
+    """A state that is held. ``readers`` keep its slots when it is removed; ``yielding`` are those that can be told to let go. Of a state
+    that came with all its ``parts``, one a rank, ``manifest`` is what they make together, and ``chunks`` are those of all."""
 
     manifest: Manifest
     chunks: tuple[Held, ...]
     weight: int
+    parts: tuple[Manifest, ...] = ()
     readers: int = 0
     yielding: dict[_MemoryReader, Callable[[], None]] = field(default_factory=dict)
     is_removed: bool = False
@@ -123,6 +126,7 @@ class MemoryTier(CaptureTier):
         held: dict[tuple[bytes, int], Held],
         filled: dict[tuple[bytes, int], int],
         party: str = OURS,
+        parts: Sequence[Manifest] = (),
     ) -> Placed:
         """See ``CaptureTier.settle``."""
         keys = _keys(manifest)
@@ -132,7 +136,7 @@ class MemoryTier(CaptureTier):
         with self._lock:
             self._check_open()
             with self._wholly(manifest, held, filled):
-                placed = self._settle(manifest, keys, held, filled, party)
+                placed = self._settle(manifest, keys, held, filled, party, tuple(parts))
             self._arena.take_back(filled)
             return placed
 
@@ -162,14 +166,30 @@ class MemoryTier(CaptureTier):
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
         """Open a state; its slots stay while the reader is open."""
+        return self._open(uid, None, verify=verify)
+
+    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
+        """``open`` for one rank's part, of a state that came with all its parts or of which this is the only one here."""
+        return self._open(uid, rank, verify=verify)
+
+    def ranks(self, uid: str) -> Sequence[int]:
+        """See ``CaptureTier.ranks``."""
+        with self._lock:
+            return _ranks(self._find_held(uid))
+
+    def _open(self, uid: str, rank: int | None, *, verify: bool) -> Reader:
         with self._lock:
             self._check_open()
-            state = self._states.get(uid)
-            if state is None:
-                raise NotFound(f"state {uid} is not in memory, {len(self._states)} others are")
+            state = self._find_held(uid)
+            if rank is not None and rank not in _ranks(state):
+                raise NotFound(f"rank {rank} of state {uid} is not in memory, rank {', '.join(map(str, _ranks(state)))} is")
+            manifest, chunks = state.manifest, state.chunks
+            if rank is not None and state.parts:
+                first = first_chunks(state.parts)
+                manifest, chunks = state.parts[rank], chunks[first[rank] : first[rank + 1]]
             state.readers += 1
-            slots = [chunk.slot for chunk in state.chunks]
-        return _MemoryReader(self, self._arena, state, slots, verify=verify)
+            slots = [chunk.slot for chunk in chunks]
+        return _MemoryReader(self, self._arena, state, manifest, slots, verify=verify)
 
     def has(self, uid: str) -> bool:
         """Whether a state is held."""
@@ -254,6 +274,12 @@ class MemoryTier(CaptureTier):
         if self._is_closed:
             raise Closed("the memory tier is closed: open the repository again")
 
+    def _find_held(self, uid: str) -> _State:
+        state = self._states.get(uid)
+        if state is None:
+            raise NotFound(f"state {uid} is not in memory, {len(self._states)} others are")
+        return state
+
     def _find(self, manifest: Manifest) -> Placed | None:
         state = self._states.get(manifest.origin.uid)
         return None if state is None else Placed(state.manifest, 0)
@@ -291,7 +317,15 @@ class MemoryTier(CaptureTier):
                 each.update(copy)
             raise
 
-    def _settle(self, manifest: Manifest, keys: tuple[_Key, ...], held: dict[_Key, Held], filled: dict[_Key, int], party: str) -> Placed:
+    def _settle(
+        self,
+        manifest: Manifest,
+        keys: tuple[_Key, ...],
+        held: dict[_Key, Held],
+        filled: dict[_Key, int],
+        party: str,
+        parts: tuple[Manifest, ...],
+    ) -> Placed:
         """Enter a state whose chunks are ``held`` already or were ``filled``; others may have brought the same meanwhile.
 
         What is left in ``filled`` is to go back to the arena.
@@ -299,6 +333,12 @@ class MemoryTier(CaptureTier):
         here = self._states.get(manifest.origin.uid)
         if here is not None:
             slots = {**{key: chunk.slot for key, chunk in held.items()}, **filled}
+            if parts and not here.parts:
+                rank, uid = here.manifest.origin.rank, manifest.origin.uid
+                raise Conflict(
+                    f"this process holds the part of rank {rank} of state {uid}, which it captured: restore the state, or clone it into "
+                    "live objects; another process can take in all parts"
+                )
             self._check_same(here, manifest, slots)
             filled.update((chunk.key, chunk.slot) for chunk in self._unused(held.values()))
             held.clear()
@@ -306,7 +346,7 @@ class MemoryTier(CaptureTier):
         distinct = {**held, **{key: self._place(key, slot, party) for key, slot in filled.items()}}
         for key, count in Counter(keys).items():
             distinct[key].uses += count - 1
-        placed = self._enter(manifest, tuple(distinct[key] for key in keys), filled.values())
+        placed = self._enter(manifest, tuple(distinct[key] for key in keys), filled.values(), parts)
         for key in [key for key, slot in filled.items() if distinct[key].slot == slot]:
             del filled[key]
         held.clear()
@@ -323,13 +363,14 @@ class MemoryTier(CaptureTier):
                 "one of them is forged; drop the one that is not to be trusted"
             )
 
-    def _enter(self, manifest: Manifest, chunks: tuple[Held, ...], slots: Iterable[int]) -> Placed:
+    def _enter(self, manifest: Manifest, chunks: tuple[Held, ...], slots: Iterable[int], parts: tuple[Manifest, ...] = ()) -> Placed:
         """Know a state; ``slots`` are what was brought for it, of which it keeps those of its chunks."""
         kept = {chunk.slot: chunk.key[1] for chunk in chunks}
         bytes_new = sum(kept[slot] for slot in kept.keys() & slots)
         manifest = msgspec.structs.replace(manifest, packs=(), refs=())
-        weight = _weight(manifest)
-        self._states[manifest.origin.uid] = _State(manifest, chunks, weight)
+        weight = _weight(manifest) + sum(_weight(part) + sum(map(_length, _shared_parts(part))) for part in parts)
+        own = tuple(msgspec.structs.replace(part, packs=(), refs=()) for part in parts)
+        self._states[manifest.origin.uid] = _State(manifest, chunks, weight, own)
         self._beside += weight
         for part in _shared_parts(manifest):
             self._shared[id(part)] += 1
@@ -391,8 +432,8 @@ class MemoryTier(CaptureTier):
 class _MemoryReader(Reader):
     """A state in memory, opened. Its views are the slots themselves, read-only."""
 
-    def __init__(self, tier: MemoryTier, arena: Arena, state: _State, slots: list[int], *, verify: bool) -> None:
-        self.manifest = state.manifest
+    def __init__(self, tier: MemoryTier, arena: Arena, state: _State, manifest: Manifest, slots: list[int], *, verify: bool) -> None:
+        self.manifest = manifest
         self._tier, self._arena, self._state, self._slots = tier, arena, state, slots
         self._unverified = set(range(len(slots))) if verify else set[int]()
         self._is_closed = False
@@ -461,6 +502,10 @@ class _MemoryReader(Reader):
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed(f"the reader of state {self.manifest.origin.uid} is closed: open the state again")
+
+
+def _ranks(state: _State) -> Sequence[int]:
+    return range(len(state.parts)) if state.parts else (state.manifest.origin.rank,)
 
 
 def _keys(manifest: Manifest) -> tuple[_Key, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -18,14 +19,13 @@ from datastates.content.manifest import CHUNK_BYTES, Manifest
 from datastates.content.parts import first_chunks
 from datastates.errors import Corrupt, NotFound, Unavailable
 from datastates.transport.clone.meeting import Meeting
+from datastates.transport.protocol import NOT_HERE
 
 from .parts import PartsReader
 from .staging import Stage
 from .tier import Reader
 
-__all__ = ["Passage", "SharedReader", "open_shared", "passages"]
-
-_NOT_HERE = 255
+__all__ = ["Passage", "SharedReader", "SupportsAhead", "open_shared", "passages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,21 @@ def passages(wants: Sequence[Sequence[int]], places: Sequence[Sequence[int]], st
         while chunk >= starts[part + 1]:
             part += 1
         ranks = wanting[chunk]
-        near = [rank for rank in ranks if places[rank][part] < _NOT_HERE] or range(len(wants))
+        near = [rank for rank in ranks if places[rank][part] < NOT_HERE] or range(len(wants))
         root = min(near, key=lambda rank: (places[rank][part], loads[rank], rank))
         loads[root] += 1
         to = tuple(rank for rank in ranks if rank != root)
         if to:
             found.append(Passage(chunk, root, to))
     return found
+
+
+@runtime_checkable
+class SupportsAhead(Protocol):
+    """A reader whose chunks come from afar."""
+
+    def ahead(self, chunks: Sequence[int]) -> None:
+        """These are going to be read, in this order: begin to bring them; never waits."""
 
 
 class SharedReader(PartsReader):
@@ -72,6 +80,12 @@ class SharedReader(PartsReader):
         self._meeting, self._places = meeting, places
         self._first = first_chunks([part.manifest for part in parts])
         self._passed: Stage | None = None
+
+    def ahead(self, chunks: Sequence[int]) -> None:
+        """Tell each part that can use it which of its chunks this rank is going to read."""
+        for part, first, end in zip(self._parts, self._first, self._first[1:], strict=False):
+            if isinstance(part, SupportsAhead):
+                part.ahead([chunk - first for chunk in chunks if first <= chunk < end])
 
     def fetch(self, chunks: Sequence[int]) -> None:
         """Have these chunks at hand; collective, each rank with its own.
@@ -86,6 +100,8 @@ class SharedReader(PartsReader):
         error: Exception | None = None
         bad: list[Passage] = []
         planned = passages(wants, self._places, self._first)
+        given = {each.chunk for each in planned if rank in each.to}
+        self.ahead([*sorted(each.chunk for each in planned if each.root == rank), *sorted(set(wants[rank]) - given)])
         shared = {each.chunk for each in planned}.intersection(wants[rank])
         if shared:  # what follows each other in the stream does so there: tensors over several chunks are views
             self._passed = Stage(sorted(shared), self.manifest.content.chunks[max(shared)].length)
@@ -189,13 +205,13 @@ def open_shared(meeting: Meeting, uid: str, size: int, open_part: Callable[[int]
     """
     with ExitStack() as stack:
         parts: dict[int, Reader] = {}
-        near = bytearray([_NOT_HERE]) * size
+        near = bytearray([NOT_HERE]) * size
         for number in range(size):
             try:
                 part, far = open_part(number)
             except NotFound:
                 continue
-            parts[number], near[number] = stack.enter_context(part), min(far, _NOT_HERE - 1)
+            parts[number], near[number] = stack.enter_context(part), min(far, NOT_HERE - 1)
         places = meeting.meet(bytes(near))
         parts |= {number: _Elsewhere(found) for number, found in _manifests(meeting, uid, parts, places).items()}
         reader = SharedReader(meeting, [parts[number] for number in range(size)], places, rank=rank)
@@ -207,7 +223,7 @@ def _manifests(meeting: Meeting, uid: str, parts: Mapping[int, Reader], places: 
     """The manifests of the parts that this rank does not reach, from those that do."""
     group, size = meeting.group, len(places[0])
     nearest = [min(range(group.size), key=lambda rank: places[rank][number]) for number in range(size)]
-    lacking = [tuple(rank for rank in range(group.size) if places[rank][number] == _NOT_HERE) for number in range(size)]
+    lacking = [tuple(rank for rank in range(group.size) if places[rank][number] == NOT_HERE) for number in range(size)]
     missing = [str(number) for number in range(size) if len(lacking[number]) == group.size]
     if missing:
         raise Unavailable(

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +76,14 @@ class CaptureTier(Tier):
         held: dict[tuple[bytes, int], Held],
         filled: dict[tuple[bytes, int], int],
         party: str = OURS,
+        parts: Sequence[Manifest] = (),
     ) -> Placed:
         """Take over a state whose distinct chunks are ``held``, or in slots that were acquired and filled, which are not written again.
 
         Both are empty afterwards, as the list of ``adopt``.
         ``party`` is the source of the filled ones. Those that are equal, byte by byte, to what somebody else brought give their
-        slots back.
+        slots back. ``parts`` are the manifests, by rank, of a state of several ranks, all of which come at once: ``manifest`` is what they
+        make together, and each can be opened by itself.
 
         :raises InvalidInput: a chunk is neither held nor filled; all of them then stay the caller's.
         :raises Conflict: a state of this uid is here, of other bytes; likewise.
@@ -95,6 +97,13 @@ class CaptureTier(Tier):
     def recall(self, count: int) -> bool:
         """Tell readers that memory is wanted back, until ``count`` slots come of it: readers that give way, of states that were removed,
         the one that read least recently first. Returns whether anybody was told."""
+
+    @abstractmethod
+    def ranks(self, uid: str) -> Sequence[int]:
+        """The ranks whose parts of a state are held; of a state of one part that is 0.
+
+        :raises NotFound: it is not here.
+        """
 
     @abstractmethod
     def slots_of(self, uids: Iterable[str]) -> int:

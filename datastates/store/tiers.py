@@ -99,6 +99,10 @@ class Tiers:
         """``open`` from the tiers that outlive this process, when its memory is wanted back."""
         return _open(iter(self.lasting), state, verify=verify)
 
+    def reopen_part(self, state: State, rank: int, *, verify: bool = True) -> Reader:
+        """``reopen`` for the part of one rank."""
+        return _open_part(self.lasting, state.uid, rank, verify)
+
     def placed(self, uid: str) -> Manifest | None:
         """The manifest of a state that is durable here, for another one to refer to what they share; None if there is none."""
         try:

@@ -18,6 +18,7 @@ from datastates.lineage.search.holders import holder
 from datastates.lineage.states import NewState, Ref, State, Status
 
 from . import carried, refs
+from .parts import arrive_parts
 from .record import check, mark, record, record_all
 
 if TYPE_CHECKING:
@@ -158,20 +159,25 @@ def arrive(
     node: str,
     bytes_new: int,
     came: Provenance,
+    parts: Sequence[tuple[str, int]] = (),
 ) -> State:
     """A state's bytes came onto a tier of this process: record it, or its new replica, and where it came from; the state as it is now.
 
+    ``parts``: of a state of several ranks, all of which came, the digest of each part and its bytes.
     ``run`` is the process that holds the bytes: when it dies, a state that nobody else holds is lost. It is not the run that captured
     the state, which another lineage knows: here a state that was cloned has none, but the configuration of that.
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
     here = _check_same(known(session, [state.uid, *state.parents]), [state])
-    if state.uid in here:
-        mark(session, state.uid, Status.CAPTURED, tier=tier, node=holder(node, run), bytes=bytes_new)
-    else:
+    place = holder(node, run)
+    if state.uid not in here:
         new = _new(state, here, status=Status.CAPTURED, run=carried.carry(session, [state]).get(state.uid))
-        record(session, replace(new, tier=tier, node=holder(node, run), bytes_new=bytes_new))
+        record(session, replace(new, tier=tier, node=place, bytes_new=bytes_new))
+    if parts:
+        arrive_parts(session, state.uid, parts, tier=tier, node=place)
+    if state.uid in here:
+        mark(session, state.uid, Status.CAPTURED, tier=tier, node=place, bytes=parts[0][1] if parts else bytes_new)
     row = {"held": state.uid, "run": run, "source": came.source, "source_repository": came.repository, "node": node}
     session.execute(_INSERT, {**row, "bytes_moved": came.bytes_moved, "created_at": to_us(None)})
     return load(session, [state.uid])[0]

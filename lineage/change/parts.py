@@ -37,7 +37,7 @@ from datastates.lineage.states import Edge, EdgeKind, NewState, State, StateFact
 from .awaited import WHYS, Waiting, waiting
 from .record import check, record
 from .reduction import FIRST, Reduce, check_metrics, check_reduce, reduced
-from .replicas import SAFETY
+from .replicas import SAFETY, hold
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -46,6 +46,7 @@ __all__ = [
     "Telling",
     "Waiting",
     "abandon",
+    "arrive_parts",
     "drop_waiting",
     "give_up",
     "part_digest",
@@ -152,6 +153,33 @@ def want_parts(session: Session, uids: Collection[str], *, rank: int) -> None:
 def wanted_parts(session: Session, uids: Collection[str]) -> list[str]:
     """Those of these whole states that some rank makes durable."""
     return sorted(session.execute(_WANTED, {"uids": sorted(uids)}).scalars()) if uids else []
+
+
+def arrive_parts(session: Session, uid: str, parts: Sequence[tuple[str, int]], *, tier: str, node: str) -> None:
+    """All parts of a whole state came onto one tier: by rank the digest of each, and its bytes. What is known of them stays.
+
+    :raises Conflict: a part is known with another digest.
+    """
+    state_id, row = id_of(session, uid), state(session, uid)
+    known = dict(enumerate(session.execute(_DIGESTS, {"uid": uid}).scalars()))
+    for rank, (digest, size) in enumerate(parts):
+        if known.get(rank, digest) != digest:
+            raise Conflict(
+                f"rank {rank} of state {uid} is here with the digest {known[rank][:16]}, not {digest[:16]}: one of them is forged"
+            )
+        hold(session, state_id, rank=rank, tier=tier, node=node, bytes=size)
+    told: dict[str, Any] = {
+        "state_uid": uid,
+        "world_size": len(parts),
+        "run_id": None,
+        "status": row.status.value,
+        "tier": tier,
+        "node": node,
+    }
+    told |= {"told_at": to_us(row.created_at), "place": None, "said": None}
+    rows = [{**told, "rank": rank, "digest": digest, "bytes_total": size, "bytes_new": size} for rank, (digest, size) in enumerate(parts)]
+    if not known:
+        session.execute(_INSERT, rows)
 
 
 def part_digests(session: Session, uid: str) -> tuple[str, ...]:

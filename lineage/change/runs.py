@@ -183,16 +183,17 @@ def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[
 
 
 def parts_in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[tuple[str, int], str]:
-    """The parts of whole states of several that a process told, and that are in memory only as far as the lineage knows: uid and rank,
-    each with the digest of the part.
+    """The parts of whole states of several that a process told, or that it cloned, and that are in memory only as far as the lineage knows:
+    uid and rank, each with the digest of the part.
     """
     uids = _with_trainings(session, [uid])
+    told = or_(_run.c.uid.in_(uids), _state.c.id.in_(_cloned(uids)))
     its = (_replica.c.state_id == _state.c.id, _replica.c.rank == _part.c.rank)
     query = (
         select(_part.c.state_uid, _part.c.rank, _part.c.digest)
-        .join_from(_part, _run, _run.c.id == _part.c.run_id)
-        .join(_state, _state.c.uid == _part.c.state_uid)
-        .where(_run.c.uid.in_(uids), _state.c.status.not_in(_GONE))
+        .join_from(_part, _state, _state.c.uid == _part.c.state_uid)
+        .outerjoin(_run, _run.c.id == _part.c.run_id)
+        .where(told, _state.c.status.not_in(_GONE))
         .where(~exists().where(*its, _replica.c.tier.not_in(_VOLATILE)))
         .order_by(_state.c.id, _part.c.rank)
     )

@@ -25,7 +25,10 @@ from datastates.transport.session import server as transport_server
 from datastates.transport.store import Source
 from tests.cli.conftest import Invoke
 from tests.cli.serving import TERMINAL, environment, serving
+from tests.clone import test_groups as groups
+from tests.clone.processes import make, same
 from tests.support import warm
+from tests.support.jobs import job
 from tests.support.secrets_kept import keep
 
 pytest.importorskip("ucxx", reason="UCXX is not installed: pip install 'datastates[cu12]'")
@@ -284,3 +287,20 @@ def test_doctor_says_why_ucx_does_not_start(monkeypatch: pytest.MonkeyPatch) -> 
     assert "does not start" in check.detail
     assert check.next is not None
     assert "UCX_TLS" in check.next
+
+
+@pytest.mark.in_turn("clones of several ranks")
+def test_clone_of_a_state_that_ranks_hold_takes_all_its_parts_and_makes_them_durable(
+    tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATASTATES_TOKEN", groups.TOKEN)
+    with job(2, f"{groups.HERE}:serve", folder=str(tmp_path / "job"), environ=groups.WIRE) as ranks:
+        urls, uid = groups.served(ranks)
+        said = invoke("clone", f"{urls[1]}/main", "--into", tmp_path / "mine", "--json").json
+        assert (said["state"], said["bytes_moved"]) == (uid, said["bytes"])
+        assert set(said["sources"]) == {url.removeprefix("tcp://") for url in urls}
+        again = invoke("clone", f"{urls[0]}/main", "--into", tmp_path / "mine", "--branch", "kept", "--json").json
+        assert again["bytes_moved"] == 0
+    with datastates.open(tmp_path / "mine") as repo:
+        assert repo.verify("kept").status is datastates.Status.DURABLE
+        assert same(repo.load("kept")["weights"], make(1, groups.CHUNKS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +13,14 @@ from sqlalchemy import text
 from datastates.errors import Conflict
 from datastates.lineage import Database, NewState, Run, State, Status
 from datastates.lineage.change import clones, record, refs, runs
+from datastates.lineage.change.parts import part_digests
 from datastates.lineage.search import revision, walk
-from datastates.lineage.search.holders import Replica, replicas_of
+from datastates.lineage.search.holders import Replica, holder, replicas_of
 from datastates.lineage.states import Edge, EdgeKind
 from datastates.store.tiers import CAPTURED, VOLATILE
 from tests.lineage.test_runs import new_run
 from tests.lineage.test_walk import counted
+from tests.support.parts import run_job
 
 Grow = Callable[..., State]
 SOURCE = "ucx://10.0.0.2:4711"
@@ -251,3 +253,31 @@ def test_ten_thousand_ancestors_take_a_few_statements_for_each_five_hundred(othe
     with other.read() as session:
         assert revision.resolve(session, f"{states[-1].uid}~9999").uid == states[0].uid
     assert len(statements) < 0.05 * 10_000
+
+
+def test_all_parts_of_a_state_arrive_at_once_and_go_with_their_holder(database: Database, other: Database) -> None:
+    uid = run_job(database).whole[-1]
+    with database.read() as session:
+        state, digests = walk.state(session, uid), part_digests(session, uid)
+    run = started(other)
+
+    def come(digests: Sequence[str]) -> State:
+        parts = [(digest, 5 + rank) for rank, digest in enumerate(digests)]
+        came = clones.Provenance(SOURCE, "c" * 24, bytes_moved=5)
+        with other.write() as session:
+            return clones.arrive(session, state, run=run.uid, tier=CAPTURED, node="here", bytes_new=7, came=came, parts=parts)
+
+    take(other, ancestry(database, state)[1:])
+    assert come(digests).status is Status.CAPTURED
+    with other.read() as session:
+        assert part_digests(session, uid) == digests
+        assert runs.parts_in_memory(session, run.uid, volatile=VOLATILE) == {(uid, rank): digest for rank, digest in enumerate(digests)}
+        assert [(held.rank, held.bytes) for held in replicas_of(session, uid)] == [(0, 5), (1, 6), (2, 7)]
+    with pytest.raises(Conflict, match="rank 1 of state"):
+        come([digests[0], digests[2], digests[2]])
+    with other.write() as session:
+        assert record.evict(session, [uid], tier=CAPTURED, node=holder("here", run.uid)) == [uid]
+    assert status(other, state) is Status.EVICTED
+    assert come(digests).status is Status.CAPTURED, "all parts are here again"
+    die(other, run)
+    assert status(other, state) is Status.LOST

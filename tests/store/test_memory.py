@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from datastates.content.manifest import CHUNK_BYTES
-from datastates.errors import Corrupt, InvalidInput, OverBudget
+from datastates.content.parts import join
+from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, OverBudget
 from datastates.store.arena import Arena
 from datastates.store.memory import MemoryTier
 from datastates.store.tier import Payload, Tier
 from datastates.testing import TierSuite
 from datastates.testing.states import chunks_of, numbers, payload, small, stream
+from tests.support.sharding import rows, sharded
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +194,42 @@ def test_fifty_versions_of_a_mostly_frozen_model_cost_little_more_than_one() -> 
         with tier.open(f"v{version}") as reader:
             reader.verify()
     arena.close()
+
+
+def test_all_parts_of_a_state_are_held_as_one_and_each_is_opened_by_itself(arena: Arena) -> None:
+    tree = {"w": torch.arange(3 * CHUNK_BYTES // 4, dtype=torch.float32), "b": torch.ones(7)}
+    parts = sharded("whole", tree, {"w": [[box] for box in rows((3 * CHUNK_BYTES // 4,), CHUNK_BYTES // 2, CHUNK_BYTES // 4)]}, 2)
+    manifests = [part.manifest for part in parts]
+    tier = MemoryTier(arena)
+
+    def filled() -> dict[tuple[bytes, int], int]:
+        slots = [slot for part in parts for slot in fill(arena, part)]
+        keys = [(chunk.digest, chunk.length) for part in manifests for chunk in part.content.chunks]
+        return dict(zip(keys, slots, strict=True))
+
+    came = filled()
+    tier.settle(join(manifests), {}, came, "a peer", manifests)
+    assert (came, list(tier.ranks("whole"))) == ({}, [0, 1])
+    with tier.open("whole") as reader:
+        assert reader.manifest.digest == join(manifests).digest
+        tier.remove("whole")
+        with pytest.raises(NotFound):
+            tier.open_part("whole", 0)
+    assert arena.available == arena.capacity
+
+    tier.settle(join(manifests), {}, filled(), "a peer", manifests)
+    for rank, part in enumerate(parts):
+        with tier.open_part("whole", rank) as reader:
+            assert reader.manifest.digest == part.manifest.digest
+            assert [reader.chunk(index) == chunk for index, chunk in enumerate(part.chunks)] == [True] * len(part.chunks)
+    with pytest.raises(NotFound, match="rank 2"):
+        tier.open_part("whole", 2)
+    tier.remove("whole")
+
+    tier.adopt(manifests[1], fill(arena, parts[1]))  # what a rank captured
+    assert list(tier.ranks("whole")) == [1]
+    came = filled()
+    with pytest.raises(Conflict, match="holds the part of rank 1"):
+        tier.settle(join(manifests), {}, came, "a peer", manifests)
+    assert len(came) == sum(len(part.chunks) for part in parts), "its slots stay the caller's"
+    tier.close()

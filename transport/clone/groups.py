@@ -11,12 +11,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from datastates.errors import Closed, InvalidInput, Unavailable, Unsupported
+from datastates.values import shown
 
 if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
-__all__ = ["EXCHANGE_BYTES", "PATIENCE_S", "Group", "MPIGroup", "SoloGroup", "bytes_of", "check"]
+__all__ = ["EXCHANGE_BYTES", "PATIENCE_S", "Group", "MPIGroup", "SoloGroup", "bytes_of", "check", "group_of"]
 
 EXCHANGE_BYTES: Final = 1 << 20
 """The most that one rank may give to an exchange."""
@@ -188,6 +189,16 @@ def _mpi() -> Any:
     except ImportError as exc:
         raise Unsupported("a group over MPI needs mpi4py: pip install 'datastates[mpi]'") from exc
     return MPI
+
+
+def group_of(value: object, what: str) -> Group:
+    """The group that a user gives.
+
+    :raises InvalidInput: it is none.
+    """
+    if not isinstance(value, Group):
+        raise InvalidInput(f"{what} is {shown(value)}: give a datastates.ranks.TorchGroup, MPIGroup or SoloGroup")
+    return value
 
 
 def check(value: bytes = b"", *, is_closed: bool) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -16,8 +17,8 @@ from datastates.errors import DatastatesError, InvalidInput, PeerFault, Unavaila
 from datastates.system.seldom import Seldom
 from datastates.transport.clone.fetch import fetch
 from datastates.transport.limits import Budget, Limits
-from datastates.transport.protocol import Find, Log, Offer, Open, Opened, Push, Question, Refs, Resolve
-from datastates.transport.store import Relays, Source, Store, SupportsAddresses
+from datastates.transport.protocol import Find, Log, Offer, Open, Opened, Push, Question, Reach, Refs, Resolve
+from datastates.transport.store import Relays, Source, Store, SupportsAddresses, SupportsParts
 
 from .ahead import is_at
 from .feed import Feed
@@ -75,6 +76,9 @@ class Answers:
                 return await self._run(lambda: _encode(store.resolve(rev)))
             case Open():
                 return await self._open(question)
+            case Reach(uid):
+                parts = self._parts()
+                return await self._run(lambda: _encode(parts.reach(uid)))
             case _:
                 raise PeerFault(f"{self._peer} asks {type(question).__name__} of a side that cannot answer it")
 
@@ -126,7 +130,7 @@ class Answers:
         self._joined.clear()
 
     async def _open(self, question: Open) -> bytes:
-        source = await self._run(lambda: self._service.store.open(question.uid), late=lambda opened: opened.close())
+        source = await self._run(self._opener(question), late=lambda opened: opened.close())
         try:
             manifest, lengths = bytes(source.manifest), tuple(source.lengths)
             addresses = await self._addresses(source) if question.near and self._is_near() else ()
@@ -136,6 +140,15 @@ class Answers:
             self._service.threads.submit(source.close)
             raise
         return _encode(Opened(handle, manifest, lengths, upstream, addresses if upstream is None else ()))
+
+    def _opener(self, question: Open) -> Callable[[], Source]:
+        uid, part = question.uid, question.part
+        return partial(self._service.store.open, uid) if part is None else partial(self._parts().open_part, uid, part)
+
+    def _parts(self) -> SupportsParts:
+        if not isinstance(self._service.store, SupportsParts):
+            raise InvalidInput("this process serves no parts of states of several ranks: ask the source")
+        return self._service.store
 
     async def _addresses(self, source: Source) -> tuple[int, ...]:
         if not isinstance(source, SupportsAddresses):

@@ -40,6 +40,8 @@ from datastates.transport.protocol import (
     Ping,
     Push,
     Question,
+    Reach,
+    Reached,
     RefRecord,
     Refs,
     Resolve,
@@ -236,15 +238,28 @@ class Session:
         """The state that a revision names there."""
         return await self._told(Resolve(rev), StateRecord)
 
+    async def reach(self, uid: str) -> Reached:
+        """How far away each part of a state is there, and where the other processes of its job serve."""
+        return await self._told(Reach(uid), Reached)
+
     async def open(
-        self, uid: str, *, relay: str | None = None, failed: Sequence[str] = (), here: bool = True, limit: int = BODY_BYTES
+        self,
+        uid: str,
+        *,
+        relay: str | None = None,
+        failed: Sequence[str] = (),
+        here: bool = True,
+        part: int | None = None,
+        limit: int = BODY_BYTES,
     ) -> tuple[Opened, Feed]:
         """Open a state, which stays pinned until the feed is closed. Where the answer names an ``upstream``, the chunks are to be taken
-        from there; what they should be, this feed says. More than ``limit`` bytes are not listened to.
+        from there; what they should be, this feed says. ``part``: that of this rank, by itself. More than ``limit`` bytes are not
+        listened to.
 
         :raises Unavailable: its bytes are not there.
         """
-        opening = self._life.spawn(self._open(Open(uid, relay, tuple(failed), here, near=self._begun.neighbour is not None), limit))
+        question = Open(uid, relay, tuple(failed), here, near=self._begun.neighbour is not None, part=part)
+        opening = self._life.spawn(self._open(question, limit))
         try:
             return await self._life.outcome(opening)
         except asyncio.CancelledError:

@@ -5,6 +5,6 @@ from __future__ import annotations
 from .objects import ObjectsSink
 from .shadow import Shadows
 from .states import StateSink
-from .untrusted import CheckedManifest, read_manifest
+from .untrusted import CheckedManifest, join_parts, read_manifest, read_part
 
-__all__ = ["CheckedManifest", "ObjectsSink", "Shadows", "StateSink", "read_manifest"]
+__all__ = ["CheckedManifest", "ObjectsSink", "Shadows", "StateSink", "join_parts", "read_manifest", "read_part"]

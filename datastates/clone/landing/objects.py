@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -16,6 +16,7 @@ from datastates.content.tree import unflatten
 from datastates.errors import Closed, Conflict, Corrupt, Unavailable
 from datastates.objects import dirty
 from datastates.objects.homes import Home, live_homes, wait_for_copies
+from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
 from datastates.system.devices import Mark, devices
@@ -75,8 +76,8 @@ class ObjectsSink:
         self.lengths = checked.lengths
         self._parts = checked
         self._objects, self._only, self._strict, self._keeps = objects, only, options["strict"], options["keep"]
-        wants = reads(objects, only)
-        self._wanted = holders(self._parts.specs, [wants(spec.path) for spec in self._parts.specs])
+        self._own, self._wants = Redivision(checked.manifest.origin.world_size, 0, 1), reads(objects, only)
+        self._wanted = holders(self._parts.specs, [self._wants(spec.path) for spec in self._parts.specs])
         self._shadows = shadows
         self._shadow = Shadow(len(self.lengths)) if shadows is None else shadows.take(len(self.lengths))
         with distrusting():
@@ -170,10 +171,11 @@ class ObjectsSink:
         tie(self._parts.specs, tensors, self._wanted)
         tree = unflatten(self._parts.skeleton, self._parts.values, tensors)
         extents = givable(self._parts.specs, tensors, self._wanted, self._homes)
+        tree = self._own(tree, self._objects, self._wants)
         findings = check_into(self._objects, tree, only=self._only, strict=self._strict, owned=extents)
         try:
             with distrusting():
-                report = write(findings)
+                report = replace(write(findings), notes=tuple(self._own.notes))
         except BaseException:
             dirty.mark(((target.path, target.live) for target in findings.targets), self._token)
             raise
@@ -208,6 +210,7 @@ class ObjectsSink:
             tree = unflatten(self._parts.skeleton, self._parts.values, self._tensors, is_sketch=True)
             if not isinstance(tree, dict):
                 raise Corrupt("the manifest that the peer sent is of a state without named objects")
+            tree = self._own(tree, self._objects, self._wants)
             return check_into(self._objects, tree, only=self._only, strict=self._strict, has_values=False).targets
 
     def _find_homes(self, targets: Sequence[Target]) -> dict[int, Home]:

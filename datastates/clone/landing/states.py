@@ -6,7 +6,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import count
 
 import numpy as np
 
@@ -52,6 +54,7 @@ class StateSink:
         relatives: Iterable[str] = (),
     ) -> None:
         self.manifest = manifest = checked.manifest
+        self.parts = checked.parts
         self.lengths = checked.lengths
         self._memory, self._arena = memory, arena
         first: dict[_Key, int] = {}
@@ -128,7 +131,7 @@ class StateSink:
                 raise Closed("the clone has ended: begin another one")
             if self._pending:
                 raise Unavailable(f"{len(self._pending)} chunks of state {self.manifest.origin.uid} are still missing: resume the clone")
-            placed = self._memory.settle(self.manifest, self._held, self._slots, self.party)
+            placed = self._memory.settle(self.manifest, self._held, self._slots, self.party, self.parts)
             self._is_ended = True
         return placed
 
@@ -151,11 +154,12 @@ class StateSink:
         for uid in relatives:
             if not self._missing:
                 return
-            try:
-                with lender.open(uid) as reader:
-                    self._read_from(reader, first)
-            except (NotFound, Corrupt, Unavailable):
-                continue
+            with suppress(NotFound, Corrupt, Unavailable):
+                for rank in count():
+                    with lender.open_part(uid, rank) as reader:
+                        self._read_from(reader, first)
+                        if rank + 1 == reader.manifest.origin.world_size:
+                            break
 
     def _read_from(self, reader: Reader, first: dict[_Key, int]) -> None:
         for place, chunk in enumerate(reader.manifest.content.chunks):

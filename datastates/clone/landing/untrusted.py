@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from math import prod
 from typing import Any
 
 from datastates.content.arrays import MAX_DEPTH
+from datastates.content.check import tensors_of
 from datastates.content.digest import Sound, decode_sound
 from datastates.content.encoding import Packed
 from datastates.content.geometry import dtype_of
 from datastates.content.manifest import Content, Manifest, TensorSpec
+from datastates.content.parts import join
 from datastates.content.skeleton import TENSOR, VALUE, path_lengths, paths
 from datastates.content.tree import Skeleton, decode_skeleton, decode_values
 from datastates.errors import Corrupt, DatastatesError, PeerFault
 
-__all__ = ["CheckedManifest", "check_manifest", "distrusting", "read_manifest"]
+__all__ = ["CheckedManifest", "check_manifest", "distrusting", "join_parts", "read_manifest", "read_part"]
 
 _SOURCE = "the manifest that the peer sent"
 
@@ -35,12 +37,14 @@ _FOREIGN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedManifest:
     """A manifest from outside that can be relied on, and its decoded parts: every tensor lies inside the stream, apart from others, under
-    one path. Made by ``read_manifest`` and ``check_manifest`` alone, so that whoever is given one checks nothing again."""
+    one path. Made by ``read_manifest``, ``check_manifest`` and ``join_parts`` alone, so that whoever is given one checks nothing again.
+    ``parts`` are the manifests, by rank, that a state of several ranks was joined of."""
 
     manifest: Manifest
     specs: tuple[TensorSpec, ...]
     skeleton: Skeleton
     values: list[Any]
+    parts: tuple[Manifest, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -64,17 +68,46 @@ def check_manifest(sound: Sound) -> CheckedManifest:
     :raises Corrupt: its tensors overlap, or its tree has others.
     :raises PeerFault: it asks for far more memory than it brings bytes, or is one part of a state of several ranks.
     """
-    manifest, specs = sound.manifest, sound.specs
     with distrusting():
-        if manifest.origin.world_size != 1:
-            raise PeerFault(f"{_SOURCE} is one of {manifest.origin.world_size} ranks' parts of a state: only whole states are cloned")
-        skeleton = decode_skeleton(manifest.content.skeleton, source=_SOURCE)
-        values = decode_values(manifest.content.values, source=_SOURCE)
-        _check_spread(manifest.content, skeleton, values)
-        _check_paths(specs, skeleton)
-        _check_shards(specs)
-        _check_expansion(manifest, specs)
-        return CheckedManifest(manifest, specs, skeleton, values)
+        if sound.manifest.origin.world_size != 1:
+            raise PeerFault(f"{_SOURCE} is one of {sound.manifest.origin.world_size} ranks' parts of a state where a whole one belongs")
+        return _checked(sound.manifest, sound.specs)
+
+
+def read_part(raw: bytes | memoryview, uid: str, rank: int, size: int, *, source: str) -> Manifest:
+    """The manifest of one rank's part of a state of ``size`` parts, in what a peer sent.
+
+    :raises Corrupt: as ``read_manifest``.
+    :raises PeerFault: it is that of another part, or of another state.
+    """
+    manifest = decode_sound(raw, source=source).manifest
+    origin = manifest.origin
+    if (origin.uid, origin.rank, origin.world_size) != (uid, rank, size):
+        found = f"rank {origin.rank} of {origin.world_size} of state {origin.uid[:10]}"
+        raise PeerFault(f"{source} is of {found}, where rank {rank} of {size} of {uid[:10]} was asked for")
+    return manifest
+
+
+def join_parts(parts: Sequence[Manifest], *, rank: int = 0) -> CheckedManifest:
+    """The whole state, from the manifests that ``read_part`` gave of all its parts, by rank. Values are those of ``rank``.
+
+    :raises Corrupt: they are not the parts of one state, or what they make is none.
+    :raises PeerFault: as ``check_manifest``.
+    """
+    with distrusting():
+        joined = join(parts, rank=rank)
+        specs = tuple(tensors_of(joined.content))
+        return replace(_checked(joined, specs), parts=tuple(parts))
+
+
+def _checked(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> CheckedManifest:
+    skeleton = decode_skeleton(manifest.content.skeleton, source=_SOURCE)
+    values = decode_values(manifest.content.values, source=_SOURCE)
+    _check_spread(manifest.content, skeleton, values)
+    _check_paths(specs, skeleton)
+    _check_shards(specs)
+    _check_expansion(manifest, specs)
+    return CheckedManifest(manifest, specs, skeleton, values)
 
 
 @contextmanager
