@@ -21,7 +21,7 @@ from datastates.capture.host import Host
 from datastates.config import BackPressure
 from datastates.content.digest import chunk_digest
 from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest
-from datastates.content.shards import cut
+from datastates.content.shards import cut, gaps
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, OverBudget, Unavailable
 from datastates.lineage.change import record
 from datastates.lineage.change import refs as lineage_refs
@@ -254,6 +254,8 @@ def _fill(arena: Arena, slots: Sequence[int], blend: Blend) -> None:
     for spec, flat in blend.tensors():
         for shard, data in cut(spec, flat):
             _put(arena, slots, shard.start, data.numpy())
+    for chunk, begin, end in gaps(blend.carved.specs, blend.carved.chunk_lengths):
+        arena.tensor(slots[chunk])[begin:end].zero_()  # a slot was another's before
 
 
 def _put(arena: Arena, slots: Sequence[int], start: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

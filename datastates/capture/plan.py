@@ -16,7 +16,7 @@ import torch
 
 from datastates.content.division import Box
 from datastates.content.geometry import compact, dense_view, spec_of
-from datastates.content.manifest import CHUNK_BYTES, Shard, TensorSpec
+from datastates.content.manifest import ALIGNED_BYTES, CHUNK_BYTES, LARGE_BYTES, Shard, TensorSpec
 from datastates.content.spread import is_spread, local_of
 from datastates.content.tree import Flat, Leaf, encode_skeleton
 from datastates.errors import InvalidInput
@@ -28,7 +28,7 @@ from .tripwire import SAMPLES, STATE_SAMPLES, Tripwire, Watched
 
 __all__ = ["DEFER_BYTES", "CopyPlan", "Layout", "Pieces", "compile_plan"]
 
-DEFER_BYTES = 64 << 10
+DEFER_BYTES = LARGE_BYTES
 """Smaller tensors are copied before ``capture`` returns: a deferred copy would gain nothing."""
 
 
@@ -102,7 +102,8 @@ _Alias = tuple[int, torch.Tensor, Hashable]
 class CopyPlan:
     """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
 
-    ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when.
+    ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when. ``gaps``
+    are of no tensor, and zeros: the chunk, and from which byte to which.
     ``shares`` are this rank's where several hold the state, ``routes`` what lies where. ``is_taught``: some are copied
     at once because they tore.
     """
@@ -113,6 +114,7 @@ class CopyPlan:
     sizes: list[list[int]]
     eager: list[Pieces]
     deferred: list[Pieces]
+    gaps: list[tuple[int, int, int]]
     sources: list[_Source]
     aliases: list[_Alias]
     shares: Shares | None
@@ -272,11 +274,14 @@ def _lay_out(
     sizes: list[list[int]] = []
     eager: list[Pieces] = []
     deferred: list[Pieces] = []
+    gaps: list[tuple[int, int, int]] = []
     for group in (still_small, still_large, small, large):
         # Falling item size keeps every tensor aligned to its item without padding.
         group.sort(key=lambda source: (-source.tensor.element_size(), source.leaf))
         position = len(sizes) * CHUNK_BYTES
         for source in group:
+            if source.flat.numel() >= LARGE_BYTES:
+                position = _align(position, sizes, gaps)
             position = _place(source, position, sizes, eager, deferred)
     for source in sources:
         spec = specs[source.leaf]
@@ -302,6 +307,7 @@ def _lay_out(
         sizes,
         eager,
         deferred,
+        gaps,
         sources,
         aliases,
         shares,
@@ -313,8 +319,18 @@ def _lay_out(
 
 def _by_size(sources: list[_Source]) -> tuple[list[_Source], list[_Source]]:
     """The small and the large ones."""
-    small = [source for source in sources if source.flat.numel() < DEFER_BYTES]
-    return small, [source for source in sources if source.flat.numel() >= DEFER_BYTES]
+    small = [source for source in sources if source.flat.numel() < LARGE_BYTES]
+    return small, [source for source in sources if source.flat.numel() >= LARGE_BYTES]
+
+
+def _align(position: int, sizes: list[list[int]], gaps: list[tuple[int, int, int]]) -> int:
+    """Where the next large tensor begins, behind what ends at ``position``; never more than a block on, so in the same chunk."""
+    chunk, offset = divmod(position, CHUNK_BYTES)
+    gap = -offset % ALIGNED_BYTES
+    if gap:
+        sizes[chunk].append(gap)
+        gaps.append((chunk, offset, offset + gap))
+    return position + gap
 
 
 def _place(

@@ -45,6 +45,8 @@ class Stager:
         With ``is_deferring=False`` nothing is read any more when this returns.
         """
         job.armed = job.plan.tripwire.arm()
+        for chunk, first, last in job.plan.gaps:
+            self._arena.tensor(job.slots[chunk])[first:last].zero_()  # a slot was another's before
         if job.plan.devices or job.numbers:
             self._crossings.begin(job)
             copy(host_pairs(job, self._arena, is_deferred=False))

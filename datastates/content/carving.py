@@ -13,7 +13,7 @@ from datastates.errors import InvalidInput
 from .check import tensors_of
 from .encoding import decode_values, encode_values
 from .geometry import dtype_of
-from .manifest import CHUNK_BYTES, Content, TensorSpec
+from .manifest import ALIGNED_BYTES, CHUNK_BYTES, LARGE_BYTES, Content, TensorSpec
 from .skeleton import TENSOR, VALUE, Node, Skeleton, decode_skeleton, paths
 
 __all__ = ["Carved", "carve"]
@@ -119,7 +119,7 @@ def _tie_again(specs: Sequence[TensorSpec], kept: Sequence[int]) -> tuple[list[T
 
 
 def _lay_out(specs: list[TensorSpec], lengths: Sequence[int]) -> tuple[list[TensorSpec], tuple[int, ...]]:
-    """Move every shard up as far as its group allows: a group ends with a chunk that is not full."""
+    """Move every shard up as far as its group allows: a group ends with a chunk that is not full. Large ones that were aligned stay so."""
     short = [index for index, length in enumerate(lengths) if length < CHUNK_BYTES]
     stored = [
         (bisect_left(short, shard.start // CHUNK_BYTES), shard.start, at, number)
@@ -131,10 +131,17 @@ def _lay_out(specs: list[TensorSpec], lengths: Sequence[int]) -> tuple[list[Tens
     group, position = -1, 0
     for its_group, _, at, number in sorted(stored):
         length = shards[at][number].length
+        if its_group == group and length >= LARGE_BYTES and not shards[at][number].start % ALIGNED_BYTES:
+            position = _extended(ends, position, -(-position // ALIGNED_BYTES) * ALIGNED_BYTES)
         if its_group != group or position % dtype_of(specs[at].dtype).itemsize:
             group, position = its_group, len(ends) * CHUNK_BYTES
         shards[at][number] = msgspec.structs.replace(shards[at][number], start=position)
-        for chunk in range(position // CHUNK_BYTES, -(-(position + length) // CHUNK_BYTES) if length else 0):
-            ends[chunk:] = [min(CHUNK_BYTES, position + length - chunk * CHUNK_BYTES)]
-        position += length
+        position = _extended(ends, position, position + length) if length else position
     return [msgspec.structs.replace(spec, shards=tuple(its)) for spec, its in zip(specs, shards, strict=True)], tuple(ends)
+
+
+def _extended(ends: list[int], start: int, end: int) -> int:
+    """``end``, up to which the chunks reach from now on, from ``start``."""
+    for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+        ends[chunk:] = [min(CHUNK_BYTES, end - chunk * CHUNK_BYTES)]
+    return end

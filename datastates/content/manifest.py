@@ -3,7 +3,9 @@
 A state's tensor bytes are one *stream* of chunks. Each chunk holds ``CHUNK_BYTES`` except the last of its group (what
 stays the same is grouped apart from what changes, so that an unchanged chunk keeps its digest). A tensor lies at
 ``start``: chunk ``start // CHUNK_BYTES``, offset ``start % CHUNK_BYTES``, going on in the chunks that follow. Within a
-group tensors are ordered by falling item size, so each is aligned to its item size without padding.
+group tensors are ordered by falling item size, so each is aligned to its item size without padding. Those of
+``LARGE_BYTES`` and more begin at a multiple of ``ALIGNED_BYTES``, so that a device can digest a chunk where they lie; what
+lies between them is zeros. States from before that have no such gaps, and readers know none: a shard says where it lies.
 
 ``Content`` says what a state is and nothing about where its bytes lie, so a state has the same digest in memory, on
 disk and on another node. ``Manifest`` adds where this tier holds each chunk, and the state's place in the lineage, so
@@ -15,7 +17,9 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "ALIGNED_BYTES",
     "CHUNK_BYTES",
+    "LARGE_BYTES",
     "VERSION",
     "Attribute",
     "Chunk",
@@ -30,6 +34,12 @@ __all__ = [
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a chunk, and of a slot of the arena."""
+
+LARGE_BYTES = 64 << 10
+"""Tensors of so many bytes are laid out apart from smaller ones, and aligned."""
+
+ALIGNED_BYTES = 1 << 10
+"""Bytes of a block of xxh3, to which large tensors are aligned in the stream."""
 
 VERSION = 1
 """The version of manifest that this code writes and reads."""

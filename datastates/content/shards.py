@@ -1,18 +1,19 @@
-"""A tensor's shards: whether they make up the whole of it, its bytes put together from theirs, and cut into theirs again."""
+"""A tensor's shards: whether they make up the whole of it, its bytes put together from theirs, and cut into theirs again; what lies
+between those of a state."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import msgspec
 import torch
 
 from .geometry import dense_strides, dtype_of, rebuild, stored_bytes
-from .manifest import Shard, TensorSpec
+from .manifest import CHUNK_BYTES, Shard, TensorSpec
 
-__all__ = ["MAX_CUT", "assemble", "bytes_of", "covers", "cut", "empty", "is_whole"]
+__all__ = ["MAX_CUT", "assemble", "bytes_of", "covers", "cut", "empty", "gaps", "is_whole"]
 
 MAX_CUT = 4
 """The most dimensions along which the shards of one tensor may be cut: a mesh cuts as many as it has itself."""
@@ -77,6 +78,23 @@ def cut(spec: TensorSpec, flat: torch.Tensor) -> Iterator[tuple[Shard, torch.Ten
             piece = torch.empty(shard.length, dtype=torch.uint8, device="cpu")
             _elements(piece, _spec_of(spec, shard)).copy_(_box(flat, spec, shard))
             yield shard, piece
+
+
+def gaps(specs: Sequence[TensorSpec], lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """What of the chunks of these lengths no shard has: which chunk, and from which byte to which."""
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for spec in specs:
+        for shard in spec.shards:
+            end = shard.start + shard.length
+            for chunk in range(shard.start // CHUNK_BYTES, -(-end // CHUNK_BYTES) if shard.length else 0):
+                begin = chunk * CHUNK_BYTES
+                taken.setdefault(chunk, []).append((max(0, shard.start - begin), min(CHUNK_BYTES, end - begin)))
+    for chunk, length in enumerate(lengths):
+        done = 0
+        for begin, end in [*sorted(taken.get(chunk, ())), (length, length)]:
+            if done < begin:
+                yield chunk, done, begin
+            done = max(done, end)
 
 
 def _add_corners(corners: Counter[tuple[int, ...]], sides: list[tuple[int, int]], count: int) -> None:

@@ -15,12 +15,13 @@ from datastates.content.carving import Carved, carve
 from datastates.content.check import check
 from datastates.content.digest import state_digest
 from datastates.content.encoding import encode_values
-from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
+from datastates.content.manifest import ALIGNED_BYTES, CHUNK_BYTES, LARGE_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+from datastates.content.shards import gaps
 from datastates.content.tree import decode_skeleton, decode_values, flatten, unflatten
 from datastates.errors import InvalidInput
 from tests.support.effort import examples
 
-SIZES = (0, 1, 3, 100, CHUNK_BYTES - 4, CHUNK_BYTES, CHUNK_BYTES + 1)
+SIZES = (0, 1, 3, 100, 100_001, CHUNK_BYTES - 4, CHUNK_BYTES, CHUNK_BYTES + 1)
 """In bytes."""
 
 tensors = st.tuples(st.sampled_from(SIZES), st.sampled_from([torch.uint8, torch.float32, torch.float64]), st.booleans())
@@ -38,7 +39,9 @@ def check_sound(carved: Carved) -> None:
     content = Content(carved.skeleton, carved.values, carved.tensors, chunks)
     origin = Origin("0" * 24, (), (), None, None, 0, 0, 0, None, {}, {})
     check(Manifest(1, state_digest(content, ()), origin, content), "the carved state")
-    assert sum(carved.chunk_lengths) == sum(shard.length for spec in carved.specs for shard in spec.shards)
+    between = [last - first for _, first, last in gaps(carved.specs, carved.chunk_lengths)]
+    assert sum(carved.chunk_lengths) == sum(shard.length for spec in carved.specs for shard in spec.shards) + sum(between)
+    assert all(length < ALIGNED_BYTES for length in between)
 
 
 @settings(max_examples=examples(80))
@@ -57,14 +60,34 @@ def test_what_is_left_is_a_sound_state(kept: list[tuple[int, torch.dtype, bool]]
     assert [(spec.path, spec.shape) for spec in carved.specs] == [
         (f"kept/{name}", tuple(each.shape)) for name, each in tree["kept"].items()
     ]
+    large = [shard for spec in carved.specs for shard in spec.shards if shard.length >= LARGE_BYTES]
+    assert all(shard.start % ALIGNED_BYTES == 0 for shard in large)
 
 
 def test_a_group_that_ended_unseen_leaves_nothing_unaligned() -> None:
     """What is frozen fills its chunk to the byte, so that nothing shows where the rest begins."""
-    odd, rest, weight = torch.empty(100_001, dtype=torch.uint8), torch.empty(CHUNK_BYTES - 100_001, dtype=torch.uint8), torch.empty(5)
-    content = content_of({"other": {"rest": rest}, "model": {"odd": odd, "weight": weight}}, {id(odd), id(rest)})
+    odd, weight = torch.empty(100_001, dtype=torch.uint8), torch.empty(5)
+    rest = torch.empty(CHUNK_BYTES - 98 * ALIGNED_BYTES, dtype=torch.uint8)
+    content = content_of({"model": {"odd": odd, "weight": weight}, "other": {"rest": rest}}, {id(odd), id(rest)})
     assert [chunk.length for chunk in content.chunks] == [CHUNK_BYTES, 20]
     check_sound(carve(content, lambda path: path.startswith("model/")))
+
+
+@pytest.mark.parametrize("step", [1, ALIGNED_BYTES], ids=["end to end, as older versions wrote", "aligned"])
+def test_what_lay_together_keeps_its_distances(step: int) -> None:
+    """So that its chunks keep their digests."""
+    lengths, start, shards = (100_001, 70_000, 200_003), 0, []
+    for length in lengths:
+        start = -(-start // step) * step
+        shards.append(Shard((0,), (length,), start, length))
+        start += length
+    specs = [TensorSpec(f"{'ab'[index > 0]}/{index}", "uint8", each.shape, (1,), None, False, (each,)) for index, each in enumerate(shards)]
+    encode = msgspec.msgpack.encode
+    skeleton = flatten({"a": {"0": torch.empty(1)}, "b": {"1": torch.empty(2), "2": torch.empty(3)}}).skeleton
+    content = Content(msgspec.Raw(skeleton.encoded), msgspec.Raw(encode([])), msgspec.Raw(encode(specs)), (Chunk(bytes(16), start),))
+    carved = carve(content, lambda path: path.startswith("b/"))
+    check_sound(carved)
+    assert [shard.start for spec in carved.specs for shard in spec.shards] == [0, shards[2].start - shards[1].start]
 
 
 def test_a_tie_to_what_is_left_out_is_tied_to_the_next_name() -> None:

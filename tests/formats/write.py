@@ -4,7 +4,7 @@
 
 makes a folder beside this file, called after the formats that this version writes: a repository, a bundle of it, and what a reader finds
 in them. It is written once and never changed; a version that writes another format writes another folder. ``lineage-3-bundle-1`` was
-written by this file with the code from before bundles had seals.
+written by this file with the code from before bundles had seals, ``…-layout-1`` with that from before large tensors were aligned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from datastates.lineage.chronicle import VERSION as CHRONICLE
 from datastates.lineage.migrations import KNOWN
 
 HERE = Path(__file__).parent
-NAME = f"lineage-{len(KNOWN)}-bundle-{VERSION}-chronicle-{CHRONICLE}"
+LAYOUT = 2
+"""1: tensors lie end to end in the stream; 2: large ones begin at whole KiB."""
+
+NAME = f"lineage-{len(KNOWN)}-bundle-{VERSION}-chronicle-{CHRONICLE}-layout-{LAYOUT}"
 """What this version writes."""
 
 
@@ -50,6 +53,8 @@ def box(step: int) -> dict[str, Any]:
         "scalar": torch.tensor(0.1),
         "turned": torch.arange(12.0).reshape(3, 4).t(),
         "zeros": torch.zeros(70_000),  # a chunk that every state shares
+        "odd": torch.arange(20_001, dtype=torch.int32),
+        "ones": torch.ones(25_003),
         "sparse": torch.tensor([[0.0, 2.0], [0.0, float(step)]]).to_sparse(),
         "array": np.arange(step + 3, dtype=np.int16),
         "plain": {"step": step, "names": ("a", "ü"), "big": 1 << 80, "none": None, "raw": b"\x00\xff", "nan": float("nan")},
