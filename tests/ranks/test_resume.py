@@ -1,15 +1,18 @@
-"""A job of two ranks under DistributedDataParallel loses every process to SIGKILL, and a fresh job goes on bit for bit."""
+"""A job of two ranks, replicated or sharded, loses every process to SIGKILL, and a fresh job goes on bit for bit."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import datastates
+from datastates.objects.placements import local_of
 from tests.support.jobs import Say, job, run
 
 HERE = "tests.ranks.test_resume"
@@ -26,13 +29,36 @@ class Items(Dataset[torch.Tensor]):
         return torch.cat([torch.tensor([float(index)]), torch.sin(torch.arange(31) * (index + 1) * 0.1)])
 
 
-def train(folder: str, say: Say, stop_after: int) -> None:
-    """Train with dropout, batch norm, gradient accumulation and workers; say each batch, and its loss exactly."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
+def replicated() -> nn.Module:
+    """Under DistributedDataParallel, with buffers that each forward pass sends to all."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 1))
+    return nn.parallel.DistributedDataParallel(model)
 
+
+def sharded() -> nn.Module:
+    """Under FSDP2, layer by layer; two ranks share 33 rows unevenly, and 1 row."""
+    model = nn.Sequential(nn.Linear(32, 33), nn.LayerNorm(33), nn.ReLU(), nn.Dropout(0.3), nn.Linear(33, 1))
+    fully_shard(model[0], reshard_after_forward=False)
+    fully_shard(model)
+    return model
+
+
+def step_of(model: nn.Module, batch: torch.Tensor, *, is_last: bool) -> torch.Tensor:
+    """The loss of a batch, whose gradients are added up; sharded ones are reduced with the last batch of a step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+    loss: torch.Tensor = model(batch).square().mean()
+    (loss / ACCUMULATE).backward()
+    return loss
+
+
+def train(folder: str, way: str, say: Say, stop_after: int) -> None:
+    """Train with dropout, gradient accumulation and workers; say each batch, and its loss exactly."""
+    import torch.distributed as dist
+
+    torch.manual_seed(100 + (dist.get_rank() if way == "replicated" else 0))
+    model = replicated() if way == "replicated" else sharded()
     torch.manual_seed(100 + dist.get_rank())
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sampler: DistributedSampler[torch.Tensor] = DistributedSampler(Items(), seed=5)
     loader = DataLoader(Items(), batch_size=BATCH, sampler=sampler, num_workers=1)
@@ -41,8 +67,7 @@ def train(folder: str, say: Say, stop_after: int) -> None:
         say("from", run.step, run.epoch)
         for _ in run.epochs(EPOCHS):
             for batch in run.steps(loader, accumulate=ACCUMULATE):
-                loss = model(batch).square().mean()
-                (loss / ACCUMULATE).backward()
+                loss = step_of(model, batch, is_last=not run.micro_step)
                 say("batch", run.step, run.micro_step, ",".join(str(int(item)) for item in batch[:, 0].tolist()), float(loss).hex())
                 if not run.micro_step:
                     optimizer.step()
@@ -51,20 +76,23 @@ def train(folder: str, say: Say, stop_after: int) -> None:
                     if run.step == stop_after:
                         taken.wait("durable")
                         say("reached", run.step)  # and goes on, until it is killed somewhere
-        weights = b"".join(value.detach().numpy().tobytes() for value in model.state_dict().values())
+        held = [local_of(value.detach()) for value in model.state_dict().values()]
+        weights = b"".join(each.numpy().tobytes() for each in held if each is not None)
         say("weights", hashlib.sha256(weights).hexdigest())
         run.close()
 
 
-def test_a_job_whose_ranks_were_all_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    whole = run(2, f"{HERE}:train", folder=str(tmp_path / "whole"), stop_after=0)
-    with job(2, f"{HERE}:train", folder=str(tmp_path / "killed"), stop_after=4) as ranks:
+@pytest.mark.in_turn
+@pytest.mark.parametrize("way", ["replicated", "sharded"])
+def test_a_job_whose_ranks_were_all_killed_goes_on_bit_for_bit(tmp_path: Path, way: str) -> None:
+    whole = run(2, f"{HERE}:train", folder=str(tmp_path / "whole"), way=way, stop_after=0)
+    with job(2, f"{HERE}:train", folder=str(tmp_path / "killed"), way=way, stop_after=4) as ranks:
         for rank in range(2):
             ranks.heard(rank, "reached")
         for rank in range(2):
             ranks.kill(rank)
         killed = ranks.lines()
-    rest = run(2, f"{HERE}:train", folder=str(tmp_path / "killed"), stop_after=0)
+    rest = run(2, f"{HERE}:train", folder=str(tmp_path / "killed"), way=way, stop_after=0)
     steps = [int(said[0].split()[1]) for said in rest]
     assert 4 <= steps[0] == steps[1]
     for rank in range(2):
