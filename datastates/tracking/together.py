@@ -59,6 +59,15 @@ class Together:
         meeting.meet(msgspec.msgpack.encode(found))
         return found
 
+    def ended(self, what: str, error: str | None) -> dict[int, str]:
+        """Wait until every rank has come to the end of ``what`` they did together; by rank, what those that failed say of it.
+
+        A rank that failed comes here before the others, and is heard wherever they meet until they are here too.
+        """
+        if self.size == 1:
+            return {} if error is None else {0: error}
+        return Meeting(self.group, what).end(error)
+
     def same(self, what: Mapping[str, object]) -> None:
         """Raise unless all ranks say the same under each name.
 

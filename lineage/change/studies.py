@@ -16,7 +16,7 @@ from datastates.system import masking
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["ERROR_CHARACTERS", "Planned", "begin", "end", "fail", "plan"]
+__all__ = ["ERROR_CHARACTERS", "Planned", "begin", "end", "fail", "failures", "plan"]
 
 ERROR_CHARACTERS = 20_000
 """So much of an error is kept: its first line, and the end, where stands where it was raised."""
@@ -58,6 +58,11 @@ def fail(session: Session, study: str, variant: str, error: str) -> None:
     session.execute(_FAIL, {"of": study, "variant": variant, "now": to_us(None), "why": _shortened(error)})
 
 
+def failures(session: Session, study: str, since: int) -> dict[str, str]:
+    """Why the last attempts at variants failed, of those that ended after ``since``, in microseconds."""
+    return {row.name: row.error for row in session.execute(_FAILURES, {"of": study, "since": since})}
+
+
 def _shortened(error: str) -> str:
     """The error without secrets, as a database takes it."""
     said = masking.text(error.replace("\0", "?").encode("utf-8", "replace").decode())
@@ -84,3 +89,6 @@ _PLAN_AGAIN = (
 _BEGIN = update(_variant).where(_is_it).values(began_at=bindparam("now"), ended_at=None, error=None, attempts=_variant.c.attempts + 1)
 _END = update(_variant).where(_is_it).values(ended_at=bindparam("now"), took_s=_variant.c.took_s + bindparam("more_s"))
 _FAIL = update(_variant).where(_is_it).values(ended_at=bindparam("now"), error=bindparam("why"))
+_FAILURES = select(_variant.c.name, _variant.c.error).where(
+    _variant.c.study == bindparam("of"), _variant.c.error.is_not(None), _variant.c.ended_at >= bindparam("since")
+)

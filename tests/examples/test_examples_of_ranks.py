@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.jobs import mpiexec, need_mpi, script, torchrun
+from tests.support.warm import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -40,3 +42,14 @@ def test_data_parallel_training_over_mpi_goes_on_with_fewer_ranks(tmp_path: Path
     name, folder = str(EXAMPLES / "mpi_data_parallel.py"), str(tmp_path)
     assert steps(mpiexec(2, name, folder, "2", timeout_s=100)) == [(1, 2), (2, 2)]
     assert steps(mpiexec(1, name, folder, "2", timeout_s=100)) == [(3, 1), (4, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("examples of ranks")
+def test_variants_of_two_ranks_fork_from_a_prefix_of_two(tmp_path: Path) -> None:
+    said = run([sys.executable, str(EXAMPLES / "parallel_variants.py"), str(tmp_path)], capture_output=True, timeout=110, check=True).stdout
+    assert re.findall(r"(.*): (\d) ranks, step (\d+), loss \d\.\d{4}\n", said) == [
+        ("prefix", "2", "17"),
+        ("lr=0.03", "2", "33"),
+        ("lr=0.001", "2", "33"),
+    ]

@@ -1,4 +1,4 @@
-"""An explorer in a process of its own, for tests that end it: ``python -m tests.workflows.exploring own|pool <url> [<packs>]``."""
+"""An explorer in a process of its own, for tests that end it: ``python -m tests.workflows.exploring own|pool|ranks <url> [<packs>]``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import datastates
-from datastates.workflows import explore
+from datastates.workflows import Plan, Variant, explore
+from tests.workflows import parallel
 from tests.workflows.studies import EVERY_STATE, train, tree
 
 
@@ -32,7 +33,11 @@ def main(kind: str, url: str, packs: str | None = None) -> None:
     if kind == "pool":
         executor = pool()
     with datastates.open(url, packs=packs, config=EVERY_STATE) as repo:
-        report = explore(repo, "main", tree(), train, executor, study="s")
+        if kind == "ranks":
+            plan = Plan(tuple(Variant(name, None, 2, {"lr": rate}) for name, rate in (("low", 1e-3), ("high", 3e-2))))
+            report = explore(repo, "main", plan, parallel.train, study="s", ranks=2)
+        else:
+            report = explore(repo, "main", tree(), train, executor, study="s")
     sys.exit(0 if report else 1)
 
 

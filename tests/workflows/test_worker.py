@@ -22,11 +22,13 @@ from datastates.opening.whereabouts import node_id
 from datastates.system import locks
 from datastates.tracking import succession
 from datastates.workflows import Job, Plan, Variant
-from datastates.workflows.running import worker
+from datastates.workflows.running import process, worker
 from datastates.workflows.running.claim import Claim, holder
 from datastates.workflows.running.job import Assignment
+from datastates.workflows.running.outcome import Outcome
+from datastates.workflows.running.process import close_repositories
 from datastates.workflows.running.record import claim_name, claims_folder, finished, make_durable
-from datastates.workflows.running.worker import Explorer, Outcome, Task, close_repositories, run
+from datastates.workflows.running.worker import Explorer, Task, run
 from tests.capture.build import held_back
 from tests.support import warm
 from tests.workflows.studies import CONFIG, build, counts, one_epoch, prefix, train
@@ -210,11 +212,11 @@ def test_a_claim_is_on_the_file_that_others_see(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.usefixtures("presence")
 def test_workers_share_the_memory_that_is_free(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "available_memory_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(process, "available_memory_bytes", lambda: 1 << 30)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     given = replace(task(repo, "a", "main"), config=replace(CONFIG, memory_bytes=None), threads=2)
     assert run(given).error is None
-    assert [opened.config.memory_bytes for opened in worker._repositories.values()] == [(1 << 30) // 4 // 4]
+    assert [opened.config.memory_bytes for opened in process._repositories.values()] == [(1 << 30) // 4 // 4]
 
 
 def test_what_a_task_shows_holds_no_secret(repo: Repository) -> None:

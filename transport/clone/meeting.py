@@ -16,6 +16,7 @@ from .groups import Group
 __all__ = ["Meeting"]
 
 _CHARACTERS = 4 << 10
+_END = b"at the end"
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
@@ -67,6 +68,17 @@ class Meeting:
                 raise revive(msgspec.structs.replace(each.failure, message=message))
         return [each.body for each in said]
 
+    def end(self, error: str | None = None) -> dict[int, str]:
+        """Wait until all are at the end of it; by rank, what those that failed say.
+
+        One that failed is here before the others: it says so wherever these meet, until all are here.
+        """
+        own = _Said(None if error is None else Failure(DatastatesError.kind, _shortened(error)), _END)
+        while True:
+            everyone = [_decoded(said) for said in self.group.exchange(msgspec.msgpack.encode(own))]
+            if all(each is not None and each.body == _END for each in everyone):
+                return {rank: each.failure.message for rank, each in enumerate(everyone) if each is not None and each.failure is not None}
+
     def _exchange(self, own: _Said) -> list[_Said]:
         return [msgspec.msgpack.decode(said, type=_Said) for said in self.group.exchange(msgspec.msgpack.encode(own))]
 
@@ -76,3 +88,17 @@ def _described(error: Exception) -> Failure:
     if isinstance(error, DatastatesError):
         return Failure(error.kind, str(error)[:_CHARACTERS])
     return Failure(DatastatesError.kind, f"{type(error).__name__}: {error}"[:_CHARACTERS])
+
+
+def _shortened(text: str) -> str:
+    """Its beginning, and its end, where a traceback says where it was raised."""
+    half = _CHARACTERS // 2
+    return text if len(text) <= _CHARACTERS else f"{text[:half]}\n…\n{text[-half:]}"
+
+
+def _decoded(said: bytes) -> _Said | None:
+    """What a rank says in a meeting; None of what is exchanged in another form."""
+    try:
+        return msgspec.msgpack.decode(said, type=_Said)
+    except msgspec.DecodeError:
+        return None

@@ -91,6 +91,7 @@ _USUAL = PopulationOptions(
     seed=arguments.seed,
     retries=values.count,
     threads=arguments.positive,
+    ranks=arguments.positive,
     share=values.optional(values.string),
     progress=values.flag,
 )
@@ -128,9 +129,10 @@ def population(
     :param exploit: which part of the members is replaced after a round (at least one; 0: nobody ever, for comparison).
     :param perturb: how a copy's configuration is changed; None: ``perturbed``.
     :param seed: of every draw.
-    :param executor: as in ``explore``, and so are the next four.
+    :param executor: as in ``explore``, and so are the next five.
     :param retries: how often a member that raises is tried again.
     :param threads: of each worker.
+    :param ranks: so many processes train each member together; see ``explore``.
     :param share: a url on which ``repo`` is served meanwhile.
     :param progress: whether progress is shown.
     :param data: the ``subsets``, and which of them members ``train`` on, as the builders of plans take them.
@@ -141,6 +143,7 @@ def population(
     members, rounds, mode, exploit = options["members"], options["rounds"], options["mode"], options["exploit"]
     config, executor, perturb, data = options["config"], options["executor"], options["perturb"], options["data"]
     retries, threads, share, progress = options["retries"], options["threads"], options["share"], options["progress"]
+    ranks = options["ranks"]
     _check(search, options["initial"], members=members, rounds=rounds, exploit=exploit, mode=mode)
     split = arguments.split({} if data is None else data, "data")
     has_seed = "seed" in {**(config or {}), **search}
@@ -148,7 +151,7 @@ def population(
     with ExitStack() as stack:
         if executor is None:
             check_pickles(train, None)
-            executor = stack.enter_context(Processes(max(1, min(members, len(os.sched_getaffinity(0)) // threads))))
+            executor = stack.enter_context(Processes(max(1, min(members, len(os.sched_getaffinity(0)) // (threads * ranks)))))
         trained: list[Member] = []
         for round_ in range(1, rounds + 1):
             begun = _begin(rule, members, options["initial"]) if round_ == 1 else rule.next(trained[-members:])
@@ -157,8 +160,8 @@ def population(
                 report = read_study(repo, study, plan, config=config)  # who failed then has failed for good: others went on from that
             else:
                 report = explore(
-                    repo, start, plan, train, executor, study=study, config=config, retries=retries, threads=threads, share=share,
-                    progress=progress,
+                    repo, start, plan, train, executor, study=study, config=config, retries=retries, threads=threads, ranks=ranks,
+                    share=share, progress=progress,
                 )  # fmt: skip
             trained += [rule.member(step, report) for step in begun]
             _check_alive(trained[-members:], study)

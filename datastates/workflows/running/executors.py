@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
 from datastates.errors import Closed
+
+from .process import PRELOADED, begin_worker
 
 __all__ = ["Processes", "RayExecutor", "SerialExecutor"]
 
@@ -46,7 +46,7 @@ class _Slot:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["datastates.workflows.running.worker", "torch._dynamo"])  # every optimizer imports the latter
+        context.set_forkserver_preload(PRELOADED)
         self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=begin_worker, initargs=(dict(os.environ),))
         self.pid = self.pool.submit(os.getpid)
 
@@ -146,20 +146,6 @@ class Processes(Executor):
                 self._free.append(slot)
             self._lock.notify_all()
         self._next()
-
-
-def begin_worker(environ: dict[str, str]) -> None:
-    """Set up a worker process: Ctrl-C is left to the explorer, which then asks us to stop; if it dies, we stop as well.
-
-    ``environ`` replaces the environment, and random numbers begin anew: a fork has those of the process that it is a fork of.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.clear()
-    os.environ.update(environ)
-    np.random.seed()
-    from .worker import end_with_parent  # imports torch, which every task needs
-
-    end_with_parent()
 
 
 class RayExecutor(Executor):

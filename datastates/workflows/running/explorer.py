@@ -19,19 +19,22 @@ from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.change import studies
 from datastates.lineage.states import State, Value
 from datastates.opening.whereabouts import node_id
+from datastates.transport.clone.groups import Group
 from datastates.workflows.plans import arguments
 from datastates.workflows.plans.plan import Plan, Variant, plan_of
 
 from . import record
+from .among import explore_among
 from .claim import Claim, holder
 from .describe import announce
-from .job import Assignment, Stop
+from .job import Stop
+from .outcome import Outcome
 from .pool import Pool, check_executor, check_pickles
 from .progress import Display, display_for
-from .result import Exploration, read_study, say_alike
-from .storage import storage
+from .result import Exploration
+from .study import Study
 from .work import prefix_epochs, work
-from .worker import Explorer, Outcome, Share, Task, Train
+from .worker import Explorer, Share, Task, Train
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
@@ -50,11 +53,12 @@ class RunOptions(TypedDict, total=False):
     config: Mapping[str, Value] | None
     retries: int
     threads: int
+    ranks: int
     share: str | None
     progress: bool
 
 
-USUAL = RunOptions(config=None, retries=1, threads=1, share=None, progress=True)
+USUAL = RunOptions(config=None, retries=1, threads=1, ranks=1, share=None, progress=True)
 """What is not said."""
 
 
@@ -66,6 +70,7 @@ USUAL = RunOptions(config=None, retries=1, threads=1, share=None, progress=True)
     config=values.optional(arguments.configuration),
     retries=values.integer,
     threads=values.integer,
+    ranks=values.integer,
     stop=values.optional(values.callback),
     share=values.optional(values.string),
     progress=values.flag,
@@ -80,6 +85,7 @@ def explore(
     *,
     study: str,
     stop: Stop | None = None,
+    group: Group | None = None,
     **options: Unpack[RunOptions],
 ) -> Exploration:
     """Train every variant of a plan, each on its own branch ``<study>/<variant>``; the same call again goes on where this one stopped.
@@ -106,6 +112,10 @@ def explore(
     :param config: what the variants' configurations change.
     :param retries: how often a variant that raises is tried again, before it is reported with its error and its descendants are skipped.
     :param threads: torch's threads in each worker.
+    :param ranks: so many processes train each variant together: its worker starts them on its machine, as torchrun would, with
+        torch.distributed initialised. When one fails or dies the variant is tried again.
+    :param group: this process is a rank of this group already, which trains variants where it is: every rank of a job calls this, each with
+        the group that it is in, and each group takes the next variant that no other has.
     :param stop: asked after each epoch whether a variant ends there.
     :param share: a url such as ``ucx://127.0.0.1:0`` on which ``repo`` is served meanwhile: workers then take starting states from its
         memory.
@@ -115,40 +125,27 @@ def explore(
     :raises InvalidInput: the executor, the train function or a name cannot be used; says why.
     :raises KeyboardInterrupt: the study was interrupted; what is there stays, and the same call goes on.
     """
-    config, threads, share = options["config"], options["threads"], options["share"]
-    _check(plan, study, train, executor, stop, retries=options["retries"], threads=threads)
+    config, threads, share, ranks = options["config"], options["threads"], options["share"], options["ranks"]
+    _check(plan, study, train, executor, stop, options, group)
+    of = Study(repo, study, plan, config)
+    if group is not None:
+        return explore_among(of, values.revision(start), train, group, stop=stop, retries=options["retries"])
     with ExitStack() as stack:
         presence = stack.enter_context(_Presence(repo, study))
         shared = None if share is None else _serve(repo, share, stack)
-        pool = stack.enter_context(Pool(executor, workers=_room(len(plan), threads)))
-        origin = record.tag_start(repo, study, values.revision(start))  # from here on there is a study
-        known = read_study(repo, study, plan, config=config)
-        with repo.core.writing() as session:
-            studies.plan(session, study, [studies.Planned(one.name, one.parent, one.epochs, one.config) for one in plan.variants])
+        pool = stack.enter_context(Pool(executor, workers=_room(len(plan), threads * ranks)))
+        origin, known = of.begin(values.revision(start))
         worker_config = replace(repo.config, on_step=None, trace=None)  # a trace is of one process
 
         def task(variant: Variant, parent: State) -> Task:
-            assignment = Assignment(
-                study,
-                variant,
-                plan.digest(variant.name, config),
-                plan.config(variant.name, config),
-                plan.rows(variant.train or ()),
-                plan.rows(variant.validation),
-                parent.uid,
-                plan.size,
-            )
-            return Task(repo.location, worker_config, assignment, train, stop, presence.explorer, shared, threads)
+            return Task(repo.location, worker_config, of.assign(variant, parent), train, stop, presence.explorer, shared, threads, ranks)
 
         if options["progress"]:
             announce(study, plan, work(plan, prefix_epochs=prefix_epochs(repo, origin.uid)))
         display = stack.enter_context(display_for(study, plan, progress=options["progress"]))
         run = _Run(repo, study, plan, origin, dict(known.done), pool, task, display, options["retries"], presence.close)
         run.until_done()
-        report = read_study(repo, study, plan, config=config, errors=run.errors, reused=run.reused)
-        for alike in report.alike:
-            _logger.warning("study %s: %s", study, say_alike(alike))
-        return replace(report, storage=storage(repo, study))
+        return of.report(run.errors, run.reused)
 
 
 @dataclass(slots=True)
@@ -226,6 +223,8 @@ class _Run:
         if error is not None:
             return self._failed(name, f"{type(error).__name__}: {error}", "")
         outcome = future.result()
+        if outcome.is_death:
+            return self._died(name, flight, outcome.error or "")
         if outcome.uid is None:
             return self._failed(name, outcome.error or "it failed", outcome.traceback)
         self.done[name] = self.repo.state(outcome.uid)
@@ -256,10 +255,13 @@ class _Run:
         )
         if not self.pool.mend():
             self._attempts[name] = self.retries + 1
-            what += "; the executor is broken: pass a function that makes one"
-        elif self._epochs_behind(name, flight.parent) > flight.epochs:
+            return self._failed(name, f"{what}; the executor is broken: pass a function that makes one: {error}", "")
+        return self._died(name, flight, f"{what}: {error}")
+
+    def _died(self, name: str, flight: _Flight, what: str) -> None:
+        if self._epochs_behind(name, flight.parent) > flight.epochs:
             self._attempts[name] -= 1
-        self._failed(name, f"{what}: {error}", "")
+        self._failed(name, what, "")
 
     def _repo_recovers(self) -> None:
         from datastates.opening.recovery import recover
@@ -334,23 +336,44 @@ class _Presence:
         self.close()
 
 
-def _check(plan: Plan, study: str, train: Train, executor: object, stop: Stop | None, *, retries: int, threads: int) -> None:
+def _check(plan: Plan, study: str, train: Train, executor: object, stop: Stop | None, options: RunOptions, group: Group | None) -> None:
     for variant in plan.variants:
         record.branch_of(study, variant.name)
         record.done_tag(study, variant.name)
     record.start_tag(study)
-    if retries < 0:
-        raise InvalidInput(f"retries is {retries}: it counts further attempts, from 0")
-    if threads < 1:
-        raise InvalidInput(f"threads is {threads}: a worker needs at least 1")
+    if options["retries"] < 0:
+        raise InvalidInput(f"retries is {options['retries']}: it counts further attempts, from 0")
+    if options["threads"] < 1:
+        raise InvalidInput(f"threads is {options['threads']}: a worker needs at least 1")
+    if options["ranks"] < 1:
+        raise InvalidInput(f"ranks is {options['ranks']}: a variant needs at least 1")
     if not callable(train):
         raise InvalidInput(f"train is {values.shown(train)}: pass a function that takes a Job")
-    if executor is None:
+    if group is not None:
+        return _check_group(group, executor, options)
+    if options["ranks"] > 1 and options["share"] is not None:
+        raise InvalidInput("share hands states over to single processes, and each variant has several ranks: leave it out, they read files")
+    if executor is None or options["ranks"] > 1:
         check_pickles(train, stop)
-    elif isinstance(executor, Executor):
+    if executor is None:
+        return None
+    if isinstance(executor, Executor):
         check_executor(executor)
     elif not callable(executor):
         raise InvalidInput(f"the executor is {values.shown(executor)}: pass a concurrent.futures.Executor, or a function that makes one")
+    return None
+
+
+def _check_group(group: object, executor: object, options: RunOptions) -> None:
+    if not isinstance(group, Group):
+        raise InvalidInput(f"group is {values.shown(group)}: give a datastates.ranks.MPIGroup, TorchGroup or SoloGroup")
+    for name, given in (
+        ("executor", executor),
+        ("share", options["share"]),
+        ("ranks", None if options["ranks"] == 1 else options["ranks"]),
+    ):
+        if given is not None:
+            raise InvalidInput(f"{name} is for variants in other processes, and group trains them in this one: give one of the two")
 
 
 def _room(variants: int, threads: int) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+import msgspec
 import numpy as np
 import torch
 
@@ -15,7 +18,9 @@ from datastates.capture.handle import Capture
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State, Value
 from datastates.tracking.configuration import configuration
+from datastates.tracking.together import Together
 from datastates.tracking.tracker import Tracker
+from datastates.transport.clone.groups import Group, SoloGroup
 from datastates.workflows.plans.plan import Variant
 
 from . import record
@@ -49,11 +54,19 @@ class Assignment:
     samples_all: int = 0
 
 
+class _Place(msgspec.Struct, frozen=True):
+    """Where a variant stands: the uid of the state that it goes on from, and those of its reports."""
+
+    at: str
+    reported: list[str]
+
+
 class Job:
     """One variant in the process that trains it. A train function calls ``track`` once, then loops over ``epochs``.
 
-    Every method belongs to the training thread. ``check`` is asked once an epoch and raises when the variant is not to go on;
-    ``fetch`` brings a state near before it is restored.
+    Where a group trains the variant, each of its ranks has a job, and calls the same of its methods in the same order: all but ``report``
+    are collective. Every method belongs to the training thread. ``check`` is asked once an epoch and raises when the variant is not to go
+    on; ``fetch`` brings a state near before it is restored.
     """
 
     def __init__(
@@ -64,15 +77,16 @@ class Job:
         stop: Stop | None = None,
         check: Callable[[], None] = lambda: None,
         fetch: Callable[[State], None] = lambda state: None,
+        group: Group | None = None,
     ) -> None:
         self._repository, self._assignment, self._stop = repository, assignment, stop
         self._check, self._fetch = check, fetch
+        self._ranks = Together(group or SoloGroup())
         self._branch = record.branch_of(assignment.study, assignment.variant.name)
         self._origin = repository.state(assignment.origin)
-        self._from = record.back_to_what_is_here(repository, self._branch, self._origin)
-        self._history = record.reports(repository, assignment.study, assignment.variant.name, self._origin)
-        if self._history:
-            record.check_digest(self._history[-1], assignment.study, assignment.variant.name, assignment.digest)
+        place = self._ranks.first("find where the variant stands", self._stand, _Place)
+        self._from = repository.state(place.at)
+        self._history = [repository.state(uid) for uid in place.reported]
         self._done = len(self._history)
         self._captures: list[Capture] = []
         self._tracker: Tracker | None = None
@@ -83,6 +97,11 @@ class Job:
     def variant(self) -> Variant:
         """The variant, as the plan has it."""
         return self._assignment.variant
+
+    @property
+    def group(self) -> Group:
+        """The ranks that train the variant together; a group of one, unless ``explore`` was given ``ranks`` or a ``group``."""
+        return self._ranks.group
 
     @property
     def config(self) -> Mapping[str, Value]:
@@ -109,23 +128,25 @@ class Job:
     @property
     def is_over(self) -> bool:
         """Whether no epoch is left: all are done, or the study's stop rule says so."""
-        return self._done >= self.variant.epochs or (self._stop is not None and self._done > 0 and self._stop(self._reported()))
+        if self._done >= self.variant.epochs or self._stop is None or not self._done:
+            return self._done >= self.variant.epochs
+        return self._ranks.first("ask the stop rule", partial(self._is_stopped, self._stop), bool)
 
     def track(self, **objects: Any) -> Tracker:
         """Track on the variant's branch: restored from its newest state, or else from where it forks.
 
         What the variant's configuration sets wins over what is restored there, where it is an option of an optimizer: a learning rate
         stays the one with which the optimizer was built, and a scheduler goes on with it. The configuration is recorded, over a ``config``
-        that is given here. ``objects`` and options are those of ``Repository.track``, without branch, start and resume. ``only`` and
+        that is given here. ``objects`` and options are those of ``Repository.track``, without branch, start, resume and group. ``only`` and
         ``strict`` hold for the fork alone: what the variant itself captured is restored whole. A variant with a ``seed`` of its own is
-        seeded at the fork.
+        seeded at the fork, each rank of a group with another number that follows from it.
 
         :raises InvalidInput: it was called before, an object does not fit, or a scheduler cannot follow another learning rate.
         :raises Conflict: somebody else moved the branch.
         """
         if self._tracker is not None:
             raise InvalidInput(f"track was called twice for variant {self.variant.name!r}: track everything in one call")
-        if taken := sorted({"branch", "start", "resume"} & objects.keys()):
+        if taken := sorted({"branch", "start", "resume", "group"} & objects.keys()):
             raise InvalidInput(f"{', '.join(taken)}: the plan decides that; rename what you track, or leave it out")
         if not self.is_new:
             objects = {name: value for name, value in objects.items() if name not in ("only", "strict")}
@@ -133,14 +154,14 @@ class Job:
         named = objects.get("objects")
         built = Built({**objects, **(named if isinstance(named, Mapping) else {})})
         self._fetch(self._from)
-        self._tracker = self._repository.track(branch=self._branch, start=self._origin.uid, config=config, **objects)
+        self._tracker = self._repository.track(branch=self._branch, start=self._origin.uid, config=config, group=self.group, **objects)
         self._tracker.training.loops.begin_elsewhere(is_between=self.is_new or record.EPOCH in self._from.attributes)
         self._step = self._tracker.step
         if self.is_new:
             self._set_options(built)
         seed = self.variant.config.get("seed")
         if self.is_new and isinstance(seed, int):
-            seed_everything(seed)
+            seed_everything(_seed_of(seed, self._ranks.rank))
         return self._tracker
 
     def epochs(self) -> Iterator[int]:
@@ -149,7 +170,8 @@ class Job:
         :raises InvalidInput: an epoch went by that was not reported.
         """
         while not self.is_over:
-            self._check()
+            with self._ranks.united("go on to the next epoch"):
+                self._check()
             epoch = self._done
             yield epoch
             if self._done == epoch:
@@ -185,14 +207,26 @@ class Job:
 
         :raises InvalidInput: there is no report.
         """
-        name, study = self.variant.name, self._assignment.study
         if self._captures:
             state = self._captures[-1].wait("durable")
         elif self._history:
             state = record.make_durable(self._repository.core, self._history[-1].uid)
         else:
-            raise InvalidInput(f"variant {name!r} ended without a result: call job.report(...) at the end of each epoch")
-        return record.tag_done(self._repository, study, name, self._assignment.digest, state)
+            raise InvalidInput(f"variant {self.variant.name!r} ended without a result: call job.report(...) at the end of each epoch")
+        return self._repository.state(self._ranks.first("tag the result", lambda: self._tag(state), str))
+
+    def _tag(self, state: State) -> str:
+        assignment = self._assignment
+        return record.tag_done(self._repository, assignment.study, assignment.variant.name, assignment.digest, state).uid
+
+    def _stand(self) -> _Place:
+        """Where the variant stands: found by one rank, because the branch may have to be moved back."""
+        assignment = self._assignment
+        at = record.back_to_what_is_here(self._repository, self._branch, self._origin)
+        history = record.reports(self._repository, assignment.study, assignment.variant.name, self._origin)
+        if history:
+            record.check_digest(history[-1], assignment.study, assignment.variant.name, assignment.digest)
+        return _Place(at.uid, [state.uid for state in history])
 
     def _set_options(self, built: Built) -> None:
         """What the variant sets wins over what was restored where it forks."""
@@ -200,6 +234,9 @@ class Job:
         self._set = ", ".join(applied.options)
         if self.variant.config:
             _logger.info("variant %s of study %s sets %s", self.variant.name, self._assignment.study, applied)
+
+    def _is_stopped(self, stop: Stop) -> bool:
+        return bool(stop(self._reported()))
 
     def _reported(self) -> Sequence[State]:
         """Every report so far; waits until the last of them is recorded."""
@@ -218,6 +255,11 @@ class Job:
         if assignment.variant.train is not None:
             attributes |= {record.SAMPLES: len(assignment.train), record.SAMPLES_ALL: assignment.samples_all}
         return attributes
+
+
+def _seed_of(seed: int, rank: int) -> int:
+    """The seed of a rank: the variant's own on rank 0, so that no two ranks draw the same numbers."""
+    return int(hashlib.sha256(f"{seed}/{rank}".encode()).hexdigest()[:15], 16) if rank else seed
 
 
 def seed_everything(seed: int) -> None:

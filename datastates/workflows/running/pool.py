@@ -13,7 +13,9 @@ from datastates.errors import InvalidInput
 from . import worker
 from .executors import Processes
 from .job import Stop
-from .worker import Outcome, Task, Train
+from .outcome import Outcome
+from .process import close_repositories
+from .worker import Task, Train
 
 __all__ = ["Pool", "check_executor", "check_pickles"]
 
@@ -54,7 +56,7 @@ class Pool:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._make is not None:
             self._executor.shutdown(wait=kind is None, cancel_futures=True)
-        worker.close_repositories()  # of calls that ran in this process
+        close_repositories()  # of calls that ran in this process
 
 
 def check_executor(executor: object) -> Executor:

@@ -172,12 +172,13 @@ def claims_folder(repository: Repository) -> Path:
     return repository.location.packs / LEASES
 
 
-def claim_name(repository: Repository, study: str, variant: str = "") -> str:
-    """The file name of the claim on a study, or on one of its variants."""
+def claim_name(repository: Repository, study: str, variant: str = "", rank: int | None = None) -> str:
+    """The file name of the claim on a study, on one of its variants, or on what one rank of that does."""
     with repository.core.database.read() as session:
         lineage = clones.repository_uid(session)
     kind = "variant" if variant else "study"
-    return f"{kind}-{hashlib.sha256(chr(0).join((lineage, study, variant)).encode()).hexdigest()[:32]}"
+    name = f"{kind}-{hashlib.sha256(chr(0).join((lineage, study, variant)).encode()).hexdigest()[:32]}"
+    return name if rank is None else f"{name}-{rank}"
 
 
 def back_to_what_is_here(repository: Repository, branch: str, origin: State) -> State:

@@ -1,28 +1,20 @@
-"""What runs in the executor's process: one variant, from where it stands to its result.
-
-A process keeps the repositories that it opened, so that a variant whose parent was trained here finds that state in memory.
-"""
+"""What runs in the executor's process: one variant, from where it stands to its result."""
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait as wait_for
-from multiprocessing.util import Finalize
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from datastates.config import Config
-from datastates.content.manifest import CHUNK_BYTES
-from datastates.errors import Cancelled, Closed, Conflict, DatastatesError, InvalidInput, Unavailable
+from datastates.errors import Cancelled, Conflict, DatastatesError, InvalidInput, Unavailable
 from datastates.lineage.change import studies
 from datastates.lineage.states import State
 from datastates.opening.location import Location
@@ -30,15 +22,26 @@ from datastates.opening.recovery import recover
 from datastates.opening.whereabouts import node_id
 from datastates.repository import Repository
 from datastates.store.tiers import CAPTURED
-from datastates.system.memory import available_memory_bytes
-from datastates.tracking.belonging import using
-from datastates.transport.clone.groups import SoloGroup
+from datastates.tracking.belonging import find, using
+from datastates.transport.clone.groups import Group, SoloGroup
 
 from . import record
 from .claim import Claim, holder
 from .job import Assignment, Job, Stop, seed_everything
+from .launch import launch
+from .outcome import Outcome, failed
+from .process import busy, end_with_parent, repository_at
 
-__all__ = ["Explorer", "Outcome", "Share", "Task", "Train", "close_repositories", "end_with_parent", "run"]
+__all__ = [
+    "Explorer",
+    "Share",
+    "Task",
+    "Train",
+    "noted",
+    "run",
+    "run_as_rank",
+    "train_variant",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -47,12 +50,6 @@ Train = Callable[[Job], None]
 
 _PATIENCE_S = 60.0
 _LOOK_S = 0.5
-_GRACE_S = 10.0
-_FREE_SHARE = 4
-
-_busy = threading.Lock()
-_watching: int | None = None
-_repositories: dict[tuple[int, Location], Repository] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +81,7 @@ class Task:
     explorer: Explorer
     share: Share | None
     threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a task: the uid of the result, or an error with its traceback. ``source`` is where the starting state came from."""
-
-    variant: str
-    uid: str | None
-    error: str | None = None
-    traceback: str = ""
-    source: str | None = None
+    ranks: int = 1
 
 
 def run(task: Task) -> Outcome:
@@ -102,7 +89,7 @@ def run(task: Task) -> Outcome:
 
     :raises InvalidInput: this process is training another variant already: they would draw from the same random number generators.
     """
-    if not _busy.acquire(blocking=False):
+    if not busy.acquire(blocking=False):
         raise InvalidInput(
             "two variants at once in one process would draw from the same random number generators: give the executor processes of"
             " one thread each, such as dask's LocalCluster(threads_per_worker=1)"
@@ -114,34 +101,68 @@ def run(task: Task) -> Outcome:
         with using(SoloGroup()):  # the processes of an executor may be ranks to MPI, but each trains a variant of its own
             return _run(task)
     except Exception as exc:  # the user's function may raise anything: the variant failed, and the report says how
-        return Outcome(task.assignment.variant.name, None, f"{type(exc).__name__}: {exc}", traceback.format_exc())
+        return failed(task.assignment.variant.name, exc)
     finally:
         torch.set_num_threads(before)
-        _busy.release()
+        busy.release()
+
+
+def run_as_rank(task: Task) -> Outcome:
+    """Train one variant as a rank of the processes that ``run`` launched for it, which have met."""
+    with busy:
+        torch.set_num_threads(task.threads)
+        name, group = task.assignment.variant.name, find()
+        repository = repository_at(task.location, task.config, task.threads)
+        try:
+            with _claimed(repository, task.assignment, lambda: None, rank=group.rank):  # the ranks of an attempt before may still be ending
+                return Outcome(name, train_variant(repository, task.assignment, task.train, stop=task.stop, group=group).uid, source="disk")
+        except Exception as exc:  # likewise
+            return failed(name, exc)
+
+
+def train_variant(
+    repository: Repository,
+    assignment: Assignment,
+    train: Train,
+    *,
+    stop: Stop | None,
+    group: Group,
+    check: Callable[[], None] = lambda: None,
+    fetch: Callable[[State], None] = lambda state: None,
+) -> State:
+    """Train one variant from where it stands; its result, tagged. Collective among the ranks of the group.
+
+    Everything is seeded alike on all ranks before ``train`` builds anything, so that what the start does not hold begins the same.
+    """
+    seed_everything(int(assignment.digest[:8], 16))
+    job = Job(repository, assignment, stop=stop, check=check, fetch=fetch, group=group)
+    try:
+        if not job.is_over:
+            train(job)
+    finally:
+        job.close()
+    return job.finish()
 
 
 def _run(task: Task) -> Outcome:
     assignment = task.assignment
-    repository = _repository(task)
+    repository = repository_at(task.location, task.config, task.threads)
     study, name = assignment.study, assignment.variant.name
     with _watched(repository, task.explorer) as check, _claimed(repository, assignment, check):
         if (state := record.finished(repository, study, name, assignment.digest)) is not None:
             return Outcome(name, state.uid)
-        recover(repository.core.database, repository.core.tiers.durable, repository.core.home)  # who held the claim before may have died
-        seed_everything(int(assignment.digest[:8], 16))
-        near = _Near(repository, task.share)
-        with _noted(repository, study, name):
-            job = Job(repository, assignment, stop=task.stop, check=check, fetch=near.fetch)
-            try:
-                if not job.is_over:
-                    task.train(job)
-            finally:
-                job.close()
-            return Outcome(name, job.finish().uid, source=near.source)
+        settle = partial(recover, repository.core.database, repository.core.tiers.durable, repository.core.home)
+        settle()  # who held the claim before may have died
+        with noted(repository, study, name):
+            if task.ranks > 1:
+                return launch(task.ranks, run_as_rank, task, name, look=check, settle=settle)
+            near, group = _Near(repository, task.share), SoloGroup()
+            done = train_variant(repository, assignment, task.train, stop=task.stop, group=group, check=check, fetch=near.fetch)
+            return Outcome(name, done.uid, source=near.source)
 
 
 @contextmanager
-def _noted(repository: Repository, study: str, variant: str) -> Iterator[None]:
+def noted(repository: Repository, study: str, variant: str) -> Iterator[None]:
     """Note in the lineage that the variant is being trained, and what that took, however it ends."""
     began = time.monotonic()
     with repository.core.database.write() as session:
@@ -179,12 +200,12 @@ class _Near:
 
 
 @contextmanager
-def _claimed(repository: Repository, assignment: Assignment, check: Callable[[], None]) -> Iterator[None]:
-    """Hold the variant's claim. A worker whose explorer died is waited for: it stops at its next epoch.
+def _claimed(repository: Repository, assignment: Assignment, check: Callable[[], None], *, rank: int | None = None) -> Iterator[None]:
+    """Hold the variant's claim, or that of one of its ranks. A worker whose explorer died is waited for: it stops at its next epoch.
 
     :raises Conflict: it did not.
     """
-    folder, name = record.claims_folder(repository), record.claim_name(repository, assignment.study, assignment.variant.name)
+    folder, name = record.claims_folder(repository), record.claim_name(repository, assignment.study, assignment.variant.name, rank)
     deadline = time.monotonic() + _PATIENCE_S
     while (claim := Claim.take(folder, name, f"process {os.getpid()} on {repository.node}")) is None:
         check()
@@ -236,49 +257,3 @@ def _watched(repository: Repository, explorer: Explorer) -> Iterator[Callable[[]
     finally:
         over.set()
         thread.join()
-
-
-def _repository(task: Task) -> Repository:
-    """The process's own, kept open; the memory that is free is shared with as many workers as the machine has room for."""
-    key = (os.getpid(), task.location)
-    repository = _repositories.get(key)
-    if repository is not None and not repository.core.is_closed:
-        return repository
-    config = task.config
-    if config.memory_bytes is None:
-        workers = max(1, len(os.sched_getaffinity(0)) // task.threads)
-        config = replace(config, memory_bytes=max(2 * CHUNK_BYTES, available_memory_bytes() // (_FREE_SHARE * workers)))
-    if not any(pid == os.getpid() for pid, _ in _repositories):
-        Finalize(None, close_repositories, exitpriority=10)  # processes of multiprocessing may end without atexit
-    repository = _repositories[key] = Repository(task.location, config)
-    return repository
-
-
-def close_repositories() -> None:
-    """Close what this process opened for its tasks; idempotent."""
-    for key in [key for key in _repositories if key[0] == os.getpid()]:
-        with suppress(Closed):
-            _repositories.pop(key).close()
-
-
-def end_with_parent() -> None:
-    """End this process of multiprocessing when the one that made it has died. Idempotent.
-
-    A pool's own loop would wait for calls for ever: it holds both ends of its queues.
-    """
-    global _watching
-    parent = multiprocessing.parent_process()
-    if parent is not None and _watching != os.getpid():
-        _watching = os.getpid()
-        threading.Thread(target=_end_with, args=(parent.sentinel,), name="datastates-parent-watch", daemon=True).start()
-
-
-def _end_with(sentinel: int) -> None:
-    """Wait until the parent is dead; then let the task end in an orderly way, but not for long, and end the process."""
-    wait_for([sentinel])
-    if not _busy.acquire(blocking=False):  # and no task begins after this
-        os.kill(os.getpid(), signal.SIGTERM)
-        if not _busy.acquire(timeout=_GRACE_S):
-            os._exit(1)
-    close_repositories()
-    os._exit(1)
