@@ -81,7 +81,7 @@ def check(make: Make, place: Place) -> Found:
 def _captured(training: Training, place: Place, repo: datastates.Repository, steps: int) -> dict[str, object]:
     """Capture each step, and look at none before the last, as looking waits for the device; what the last one holds."""
     with repo.track(rng=False, **training.objects) as run, training.inside():
-        expected, captures = [], []
+        expected, captures = [], list[datastates.Capture]()
         for _ in range(steps):
             place.keep_busy(BUSY_S)
             training.before(run)

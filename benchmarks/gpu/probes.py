@@ -108,7 +108,7 @@ def _crossing(place: Place) -> Found:
 
 def _copies(place: Place) -> Found:
     """GB/s both ways, by the size of a piece: pinned, pageable, and many pieces by one call."""
-    total = 4 * MIB if place.is_quick else 1024 * MIB
+    total = 4 * MIB if place.where.is_tiny else 1024 * MIB
     there = torch.randint(0, 255, (total,), dtype=torch.uint8, device=place.device)
     homes = {"pinned": place.pinned(total), "pageable": torch.ones(total, dtype=torch.uint8)}
     found: Found = {}

@@ -14,6 +14,7 @@ from common import short, spread, table
 
 from .case import Outcome, Status
 from .goals import GOALS, judged
+from .where import Where
 
 __all__ = ["PartReport", "Report", "headline", "markdown", "written"]
 
@@ -87,7 +88,7 @@ def headline(report: Report) -> str:
 
 def markdown(report: Report) -> str:
     """All of it, figures as ``median [least .. greatest]``."""
-    size = "tiny sizes" if report.is_quick else "full sizes"
+    size = "tiny sizes" if Where(report.kind, report.is_quick).is_tiny else "full sizes"
     lines = [
         f"# A run of {report.began[:16].replace('T', ' ')} UTC on {report.device}",
         "",

@@ -70,7 +70,7 @@ def _compare(model: Model, expected: Sequence[object]) -> None:
 def _digests(place: Place) -> Found:
     """Digests of as many bytes as the state has, where they lie; equal to the host's, and how fast."""
     not_late(place)
-    size = 2 * CHUNK_BYTES if place.is_quick else 300 * CHUNK_BYTES
+    size = 2 * CHUNK_BYTES if place.where.is_tiny else 300 * CHUNK_BYTES
     value = torch.randint(0, 255, (size,), dtype=torch.uint8, device=place.device)
     chunks = value.split(CHUNK_BYTES)
     digester = Digester([(CHUNK_BYTES, [(0, chunk)]) for chunk in chunks])

@@ -36,12 +36,12 @@ class Model:
 
     @classmethod
     def make(cls, place: Place) -> Model:
-        """The large one, or in a quick run the tiny one."""
+        """The large one, or a tiny one."""
         not_late(place)
         torch.manual_seed(0)
-        shape = TINY if place.is_quick else LARGE
-        model = GPT(shape)
-        place.put(model)
+        shape = TINY if place.where.is_tiny else LARGE
+        with place.device:
+            model = GPT(shape)
         made = cls(model, AdamW(model.parameters(), lr=1e-4, fused=True), shape, place)
         made.backward(1)
         made.optimizer.step()

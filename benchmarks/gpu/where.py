@@ -21,3 +21,8 @@ class Where:
     def is_accelerator(self) -> bool:
         """Whether what is found there is true of an accelerator."""
         return self.kind == "cuda"
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether what is measured is tiny: without an accelerator figures show that they can be taken, and no more."""
+        return self.is_quick or not self.is_accelerator
