@@ -18,9 +18,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--states", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="parts told in one transaction")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 64], help="ranks a node, of which the first tells for all")
     given = parser.parse_args()
-    groups_commit.main(given.folder, ranks=given.ranks, states=given.states, processes=given.processes, batches=given.batch)
+    groups_commit.main(given.folder, ranks=given.ranks, states=given.states, processes=given.processes, nodes=given.nodes)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from datastates.content.manifest import Manifest
 from datastates.errors import Closed, DatastatesError, Torn
 from datastates.lineage.database import Database
 from datastates.lineage.states import NewState, State, StateFacts, Why
-from datastates.modules.parts import Skip
 from datastates.modules.record import Record
+from datastates.modules.telling import Skip
 from datastates.store.roles import CaptureTier
 from datastates.store.tier import Placed
 from datastates.system.interrupts import Mutex

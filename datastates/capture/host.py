@@ -14,6 +14,7 @@ from datastates.lineage.states import NewState, Run, State, StateFacts, Why
 from datastates.policy.contract import Policy
 from datastates.policy.rules import Best
 from datastates.system.recorder import Recorder
+from datastates.transport.session.desk import Place
 
 from .commit import Coming
 from .line import Line, Staged
@@ -82,6 +83,9 @@ class Capturing(Protocol):
 
     def skip(self, line: Line, facts: StateFacts, why: Why, reason: str) -> None:
         """This rank has no part of a state, which the other ranks are to hear; nothing for a line that is no part. Any thread."""
+
+    def join(self, place: Place, *, seats: int, is_first: bool) -> None:
+        """Parts are told together with the other processes of this node from now on, ``seats`` of them: by the one that ``is_first``."""
 
     def missing(self, uid: str) -> str | None:
         """Which ranks a state waits for, for people; None where it waits for none."""

@@ -27,7 +27,7 @@ from datastates.errors import Closed, Conflict, Torn, Unavailable
 from datastates.lineage.states import NewState, Run, State, StateFacts, Why
 from datastates.modules.copies import Copies
 from datastates.modules.own import Own
-from datastates.modules.parts import Skip
+from datastates.modules.telling import Skip
 from datastates.policy.cadence import Cadence
 from datastates.policy.contract import Policy
 from datastates.policy.rules import Best
@@ -37,6 +37,7 @@ from datastates.store.tier import Tier
 from datastates.system.bell import Bell
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.recorder import Recorder
+from datastates.transport.session.desk import Place
 
 from .commit import Coming, Commits
 from .engine import MOST_HELD, Engine
@@ -338,6 +339,10 @@ class Runner:
             self._register.journal.skip(Skip(facts, line.part.rank, why, reason))
             self._rounds.wake()
 
+    def join(self, place: Place, *, seats: int, is_first: bool) -> None:
+        """See ``Host.join``."""
+        self._register.journal.join(place, seats=seats, is_first=is_first)
+
     def missing(self, uid: str) -> str | None:
         """See ``Host.missing``."""
         return self._register.journal.missing(uid)
@@ -427,6 +432,7 @@ class Runner:
         if not self.is_held_up:
             with suppress(Unavailable):  # whoever opens the repository next finds out
                 self._register.journal.tell_evictions()
+            self._register.journal.leave()
         with self._lock:
             self._is_closed = True
         self._writer.close()

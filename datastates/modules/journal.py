@@ -38,9 +38,11 @@ from datastates.store.tier import Placed
 from datastates.store.tiers import CAPTURED
 from datastates.system.interrupts import Mutex
 from datastates.system.logs import event
+from datastates.transport.session.desk import Place
 
 from .entry import Entry
-from .parts import Heard, Parts, Skip
+from .parts import Parts
+from .telling import Heard, Mark, Said, Skip, Teller, tell
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -87,7 +89,7 @@ class Journal:
         self._waiting: dict[str, Entry] = {}
         self._marks: dict[str, tuple[Placed, ...]] = {}
         self._told: dict[str, Entry] = {}
-        self._parts = Parts()
+        self._parts, self._teller = Parts(), Teller(database)
         self._gone: list[str] = []
         self._evicted: list[str] = []
         self._evicting = Mutex()
@@ -242,20 +244,23 @@ class Journal:
             return
         with self._turn:
             try:
-                is_late = patience_s is not None and bool(self._parts.late(patience_s))
-                heard, is_forgotten = Heard({}), False
-                if not is_late and not self._parts.is_to_tell:
-                    with self._database.read() as session:
-                        heard, is_forgotten = self._parts.ask(session)
-                if is_late or is_forgotten or self._parts.is_to_tell:
-                    with self._database.write() as session:
-                        if patience_s is not None:
-                            self._parts.give_up_late(session, patience_s)
-                        heard = self._parts.tell(session)
+                late = [] if patience_s is None else self._parts.late(patience_s)
+                said = self._parts.said(late=late, patience_s=patience_s)
+                heard = self._teller.tell(said)
             except Unavailable as error:
                 self._note_away(error)
                 return
-            self._heed(heard)
+            self._heed(said, heard)
+
+    def join(self, place: Place, *, seats: int, is_first: bool) -> None:
+        """Tell of parts together with the other processes of this node from now on, ``seats`` of them, of which one ``is_first``."""
+        with self._turn:
+            self._teller.join(place, seats=seats, is_first=is_first)
+
+    def leave(self) -> None:
+        """Tell by itself again, and for nobody else; idempotent."""
+        with self._turn:
+            self._teller.leave()
 
     def begin(self, run: Run) -> None:
         """A training of this process begins, which the database may forget as it may forget states."""
@@ -392,23 +397,30 @@ class Journal:
     def _tell(self, entries: Sequence[Entry]) -> dict[str, State | None]:
         """The states that are recorded by that; None where a part was told, whose state may be whole by that, or not."""
         whole, told = [entry for entry in entries if entry.rank is None], [entry for entry in entries if entry.rank is not None]
-        is_durable, heard = len(self._gone) >= _MOST_GONE, Heard({})
-        with self._database.write(durable=is_durable) as session:
-            states = lineage_record.record_all(session, [entry.new for entry in whole])
-            if told or not self._parts.is_idle or self._parts.may_be_wanted:
-                heard = self._parts.tell(session, told)
-            evicted = self._tell_evictions(session)
+        is_durable, evicted = len(self._gone) >= _MOST_GONE, self._leaving()
+        said = replace(self._parts.said(told), evicted=tuple(evicted), tier=CAPTURED, holder=self._holder, is_durable=is_durable)
+        states: list[State] = []
+        if whole:
+            with self._database.write(durable=is_durable) as session:
+                states = lineage_record.record_all(session, [entry.new for entry in whole])
+                (heard,) = tell(session, [said])
+        else:
+            heard = self._teller.tell(said)
         self._told.update((entry.new.uid, entry) for entry in whole)
         self._note_evicted(evicted)
         if is_durable:
             self._forget_gone()
         self._parts.begin(told)
-        self._heed(heard)
+        self._heed(said, heard)
         return {**{state.uid: state for state in states}, **dict.fromkeys((entry.new.uid for entry in told), None)}
 
-    def _heed(self, heard: Heard) -> None:
-        """What was heard of parts; each of them waits until its listener knows."""
-        wanted = self._parts.heed(heard)
+    def _heed(self, said: Said, heard: Heard) -> None:
+        """What was heard of parts; each of them waits until its listener knows. What is not known there is told again."""
+        if heard.forgotten:
+            again = replace(said, parts=self._parts.said([self._parts.entry(uid) for uid in heard.forgotten]).parts)
+            with suppress(Unavailable):  # the next question finds out
+                heard = self._teller.tell(again)
+        wanted = self._parts.heed(said, heard)
         for uid, outcome in heard.outcomes.items():
             entry = self._parts.entry(uid)
             if outcome.given_up is not None:
@@ -468,17 +480,16 @@ class Journal:
             self._tell_mark(uid, placed)
 
     def _tell_mark(self, uid: str, placed: Sequence[Placed]) -> None:
-        with self._database.write(durable=True) as session:
-            status = [self._mark_in(session, uid, part) for part in placed][-1]
+        marks = tuple(self._mark_of(uid, part) for part in placed)
+        status = self._teller.tell(Said(marks=marks, is_durable=True)).marked[uid]
         if status is Status.CAPTURED:  # it has parts that are not on the disks of their ranks
             self._parts.await_durable(uid, _added(placed))
         del self._marks[uid]
         self._forget_gone()
 
-    def _mark_in(self, session: Session, uid: str, placed: Placed) -> Status:
+    def _mark_of(self, uid: str, placed: Placed) -> Mark:
         tier = self._local
-        rank, added = placed.manifest.origin.rank, own_bytes(placed.manifest)
-        return lineage_record.mark(session, uid, tier.gives, tier=tier.name, node=self._folder, rank=rank, bytes=added)
+        return Mark(uid, tier.gives, tier.name, self._folder, placed.manifest.origin.rank, own_bytes(placed.manifest))
 
     def _mark_late(self, uid: str, placed: Sequence[Placed]) -> None:
         try:
@@ -493,11 +504,15 @@ class Journal:
                 self._listener.durable(uid, _added(placed))
 
     def _tell_evictions(self, session: Session) -> list[str]:
-        with self._evicting:
-            evicted = [uid for uid in self._evicted if uid not in self._waiting and uid not in self._parts]
+        evicted = self._leaving()
         if evicted:
             lineage_record.evict(session, evicted, tier=CAPTURED, node=self._holder)
         return evicted
+
+    def _leaving(self) -> list[str]:
+        """What left memory, and is to be told: not before the state itself."""
+        with self._evicting:
+            return [uid for uid in self._evicted if uid not in self._waiting and uid not in self._parts]
 
     def _note_evicted(self, told: list[str]) -> None:
         """Note the evictions that were committed."""
@@ -528,8 +543,7 @@ class Journal:
                 runs.start(session, run)
             for entry in lost:
                 self._tell_again(session, entry)
-            for (uid, _), placed in whole.items():
-                self._mark_in(session, uid, placed)
+            tell(session, [Said(marks=tuple(self._mark_of(uid, placed) for (uid, _), placed in whole.items()))])
             gone = clones.known(session, self._gone)
             lineage_record.evict(session, gone, tier=CAPTURED, node=self._holder)
         self._parts.begin(entry for entry in lost if entry.rank is not None)  # the other ranks tell theirs again, too

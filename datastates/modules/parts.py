@@ -4,45 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from datastates.lineage.change.parts import Telling, give_up, record_parts, skip_part, want_parts, wanted_parts
-from datastates.lineage.search.outcomes import Outcome, outcomes, statuses_of
-from datastates.lineage.states import StateFacts, Status, Why
+from datastates.lineage.change.parts import Telling
+from datastates.lineage.states import Status
 
 from .entry import Entry
+from .telling import Heard, Said, Skip
 
-if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
-__all__ = ["Heard", "Parts", "Skip"]
+__all__ = ["Parts"]
 
 _MOST_ASKED = 100
 """Of so many of the newest states it is asked whether others make them durable."""
-
-
-@dataclass(frozen=True, slots=True)
-class Skip:
-    """A state of which this rank has no part, and why."""
-
-    facts: StateFacts
-    rank: int
-    why: Why
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """What a transaction said: what became of states, which of those that are whole other ranks make durable, and which skipped parts,
-    and wishes, it was told of; and what those are by now of which this rank has written its part. Heeded once it is committed.
-    """
-
-    outcomes: dict[str, Outcome]
-    skips: tuple[str, ...] = ()
-    wanted: tuple[str, ...] = ()
-    wishes: tuple[str, ...] = ()
-    statuses: dict[str, Status] = field(default_factory=dict)
 
 
 class Parts:
@@ -106,38 +78,21 @@ class Parts:
         """What was told of a part that is waited for."""
         return self._waiting[uid][0]
 
-    # --- in a transaction ---------------------------------------------------------------------------------------------------
+    # --- what is said -------------------------------------------------------------------------------------------------------
 
-    def tell(self, session: Session, entries: Sequence[Entry] = ()) -> Heard:
-        """Tell these parts, and of all that was skipped; what became of them, and of those told earlier."""
-        if entries:
-            record_parts(session, [_telling(entry) for entry in entries])
-        skips = list(self._skips.values())
-        for skip in skips:
-            skip_part(session, skip.facts, rank=skip.rank, why=skip.why, reason=skip.reason)
+    def said(self, entries: Sequence[Entry] = (), *, late: Sequence[str] = (), patience_s: float | None = None) -> Said:
+        """What is to be told besides these parts, and what is asked."""
         told = {entry.new.uid: entry for entry, _ in self._waiting.values()} | {entry.new.uid: entry for entry in entries}
-        found, forgotten = outcomes(session, {uid: _rank(entry) for uid, entry in told.items()})
-        if forgotten:
-            record_parts(session, [_telling(told[uid]) for uid in forgotten])
-            found, _ = outcomes(session, {uid: _rank(entry) for uid, entry in told.items()})
-        wishes = dict(self._wishes)
-        for rank in set(wishes.values()):
-            want_parts(session, [uid for uid, of in wishes.items() if of == rank], rank=rank)
-        wanted, statuses = tuple(wanted_parts(session, self._newest())), self._statuses(session)
-        return Heard(found, tuple(skip.facts.uid for skip in skips), wanted, tuple(wishes), statuses)
-
-    def ask(self, session: Session) -> tuple[Heard, bool]:
-        """What became of the parts that wait, without telling anything; and whether some are unknown there, and must be told again."""
-        found, forgotten = outcomes(session, {uid: _rank(entry) for uid, (entry, _) in self._waiting.items()})
-        wanted, statuses = tuple(wanted_parts(session, self._newest())), self._statuses(session)
-        return Heard(found, wanted=wanted, statuses=statuses), bool(forgotten)
-
-    def give_up_late(self, session: Session, patience_s: float) -> list[str]:
-        """Give up what has waited for longer; which."""
-        late = self.late(patience_s)
-        if late:
-            give_up(session, late, why=Why.LATE, reason=f"it told no part within {patience_s:g} s")
-        return late
+        return Said(
+            parts=tuple(Telling(entry.new, _rank(entry), entry.reduce) for entry in entries),
+            skips=tuple(self._skips.values()),
+            late=tuple(late),
+            patience_s=patience_s or 0.0,
+            wishes=dict(self._wishes),
+            asked={uid: _rank(entry) for uid, entry in told.items()},
+            wanted=tuple(list(self._unwritten)[-_MOST_ASKED:]),
+            halves=tuple(list(self._half)[-_MOST_ASKED:]),
+        )
 
     def late(self, patience_s: float) -> list[str]:
         """The states that have waited for longer."""
@@ -160,11 +115,11 @@ class Parts:
         """A state waits no longer."""
         self._waiting.pop(uid, None)
 
-    def heed(self, heard: Heard) -> list[str]:
-        """Of this it was told. The states that others make durable, and this one does not yet."""
-        for uid in heard.skips:
-            self._skips.pop(uid, None)
-        for uid in heard.wishes:
+    def heed(self, said: Said, heard: Heard) -> list[str]:
+        """This was told, and that was heard. The states that others make durable, and this one does not yet."""
+        for skip in said.skips:
+            self._skips.pop(skip.facts.uid, None)
+        for uid in said.wishes:
             self._wishes.pop(uid, None)
         return [uid for uid in heard.wanted if self._unwritten.pop(uid, None) is not None]
 
@@ -175,16 +130,6 @@ class Parts:
             if status is not Status.CAPTURED and uid in self._half:
                 found.append((uid, self._half.pop(uid), status.is_restorable))
         return found
-
-    def _statuses(self, session: Session) -> dict[str, Status]:
-        return statuses_of(session, list(self._half)[-_MOST_ASKED:])
-
-    def _newest(self) -> list[str]:
-        return list(self._unwritten)[-_MOST_ASKED:]
-
-
-def _telling(entry: Entry) -> Telling:
-    return Telling(entry.new, _rank(entry), entry.reduce)
 
 
 def _rank(entry: Entry) -> int:

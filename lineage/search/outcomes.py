@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from datastates.lineage.states import GivenUp, State, Status, Why
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Outcome", "outcomes", "statuses_of"]
+__all__ = ["Outcome", "outcomes", "outcomes_of", "statuses_of"]
 
 _BATCH = 500  # uids in one IN list
 
@@ -37,17 +37,27 @@ def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outc
 
     Those that wait are in neither.
     """
-    uids = list(asked)
+    found, forgotten = outcomes_of(session, asked.items())
+    return found, [uid for uid, _ in forgotten]
+
+
+def outcomes_of(session: Session, asked: Iterable[tuple[str, int]]) -> tuple[dict[str, Outcome], list[tuple[str, int]]]:
+    """``outcomes`` for several ranks at once: these are uids and ranks."""
+    ranks: dict[str, set[int]] = {}
+    for uid, rank in asked:
+        ranks.setdefault(uid, set()).add(rank)
+    uids = list(ranks)
     found: dict[str, Outcome] = {}
-    forgotten: list[str] = []
+    forgotten: list[tuple[str, int]] = []
     for start in range(0, len(uids), _BATCH):
         batch = uids[start : start + _BATCH]
         ids = {row.uid: row.id for row in session.execute(_IDS, {"uids": batch})}
         whole = dict(zip(ids, states(session, list(ids.values())), strict=True)) if ids else {}
         digests = _digests(session, {parent for each in whole.values() for parent in each.parents})
-        own = _rows(session, _OWN, [uid for uid in batch if uid not in ids], ranks=set(asked.values()))
-        told = {uid for uid, row in own.items() if row.status not in WHYS}
-        ends = _rows(session, _ENDS, [uid for uid in batch if uid not in ids and uid not in told])
+        own = _rows(session, _OWN, [uid for uid in batch if uid not in ids], ranks=set().union(*(ranks[uid] for uid in batch)))
+        told = {(row.state_uid, row.rank) for row in own if row.status not in WHYS}
+        untold = {uid: [rank for rank in sorted(ranks[uid]) if (uid, rank) not in told] for uid in batch if uid not in ids}
+        ends = {row.state_uid: row for row in _rows(session, _ENDS, [uid for uid, missing in untold.items() if missing])}
         for uid in batch:
             ended = ends.get(uid)
             if uid in whole:
@@ -56,8 +66,8 @@ def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outc
             elif ended is not None:
                 reason = json.loads(ended.said)["reason"]
                 found[uid] = Outcome(uid, given_up=GivenUp(uid, ended.rank, Why(ended.status), reason))
-            elif uid not in told:
-                forgotten.append(uid)
+            else:
+                forgotten += [(uid, rank) for rank in untold[uid]]
     return found, forgotten
 
 
@@ -66,9 +76,8 @@ def statuses_of(session: Session, uids: Sequence[str]) -> dict[str, Status]:
     return {row.uid: Status(row.status) for row in session.execute(_STATUSES, {"uids": list(uids)})} if uids else {}
 
 
-def _rows(session: Session, query: Select[Any], uids: list[str], **bound: Collection[int]) -> dict[str, Any]:
-    rows = session.execute(query, {"uids": uids, **{name: list(values) for name, values in bound.items()}}) if uids else ()
-    return {row.state_uid: row for row in rows}
+def _rows(session: Session, query: Select[Any], uids: list[str], **bound: Collection[int]) -> list[Any]:
+    return list(session.execute(query, {"uids": uids, **{name: list(values) for name, values in bound.items()}})) if uids else []
 
 
 def _digests(session: Session, uids: Collection[str]) -> dict[str, str]:

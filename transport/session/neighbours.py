@@ -19,12 +19,11 @@ import re
 import secrets
 import socket
 import struct
-import sys
 from contextlib import suppress
 
 from datastates.transport.contract import Terms
 from datastates.transport.wire.near import Near, is_wanted, own_beacon
-from datastates.transport.wire.sockets import keep_from_children
+from datastates.transport.wire.sockets import keep_from_children, who
 
 __all__ = ["Neighbours", "meet"]
 
@@ -32,7 +31,6 @@ _NONCE_BYTES = _CODE_BYTES = 32
 _NAME = re.compile(r"datastates-[0-9a-f]{32}")
 _MEET_S = 2.0
 _AT_ONCE = 64
-_credentials = struct.Struct("3i")
 _place = struct.Struct(f">Q{_NONCE_BYTES}s")
 
 
@@ -84,7 +82,7 @@ class Neighbours:
 
     async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = writer.get_extra_info("socket")
-        _, user, _ = _who(connection)
+        _, user, _ = who(connection)
         if user != os.geteuid() or self._visitors >= _AT_ONCE:
             writer.close()
             return
@@ -142,7 +140,7 @@ async def meet(name: str, terms: Terms) -> Near | None:
 async def _met(connection: socket.socket, name: str, terms: Terms) -> Near | None:
     loop = asyncio.get_running_loop()
     await loop.sock_connect(connection, "\0" + name)
-    pid, user, _ = _who(connection)
+    pid, user, _ = who(connection)
     if user != os.geteuid() or pid in {0, os.getpid()}:
         return None
     hello = terms.name + secrets.token_bytes(_NONCE_BYTES)
@@ -165,14 +163,6 @@ async def _exactly(connection: socket.socket, count: int) -> bytes:
             raise EOFError
         found += more
     return found
-
-
-def _who(connection: socket.socket) -> tuple[int, int, int]:
-    """Pid, user and group of the other end, as the kernel knows them; for a listener, those of the process that made it listen."""
-    if sys.platform != "linux":
-        return 0, -1, -1
-    pid, user, group = _credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
-    return pid, user, group
 
 
 def _code(terms: Terms, role: bytes, said: bytes) -> bytes:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import struct
+import sys
 import weakref
 from typing import Any
 
-__all__ = ["keep_from_children", "let_go_by", "set_up"]
+__all__ = ["keep_from_children", "let_go_by", "set_up", "stop_listening", "who"]
+
+_credentials = struct.Struct("3i")
 
 
 def set_up(connection: Any) -> None:
@@ -27,6 +32,23 @@ def keep_from_children(owner: object, connection: Any) -> None:
 def let_go_by(owner: object) -> None:
     """The owner has closed it."""
     _open.pop(owner, None)
+
+
+def who(connection: Any) -> tuple[int, int, int]:
+    """Pid, user and group of a Unix socket's other end, as the kernel knows them; for a listener, those of the process that made it
+    listen. Nobody's where the kernel does not tell."""
+    if sys.platform != "linux":
+        return 0, -1, -1
+    pid, user, group = _credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
+    return pid, user, group
+
+
+async def stop_listening(server: asyncio.Server) -> None:
+    """Close a server of asyncio, once who was let in before has come: it fails for those that are half in, and leaves their sockets."""
+    for each in server.sockets:
+        asyncio.get_running_loop().remove_reader(each.fileno())
+    await asyncio.sleep(0)
+    server.close()
 
 
 _open: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
