@@ -35,7 +35,7 @@ _SESSIONS = 8
 
 _HEADER = (
     *("ranks a node", "all at once: first to visible, s", "last part to visible, ms", "transactions a state"),
-    *("server's CPU a state, s", "all processes' CPU, s", "a part alone, ms", "asking what became of it, ms"),
+    *("server's CPU a state, s", "all processes' CPU, s", "a node alone, ms", "asking what became of it, ms"),
 )
 
 
@@ -188,7 +188,7 @@ def _alone(url: str, ranks: int, size: int, parent: str | None) -> tuple[float, 
     facts = StateFacts(secrets.token_hex(12), parent, f"main-{size}", None, 10**6, world_size=ranks)
     took, asked = [], []
     with closing(Database(url)) as database, _node(database, size) as node, ThreadPoolExecutor(size) as pool:
-        for number in range(min(200, ranks // size - 1)):
+        for number in range(min(200, max(1, ranks // size - 1))):
             began = time.monotonic()
             node.tell(pool, facts, number)
             took.append(1e3 * (time.monotonic() - began))
