@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from datastates.lineage.lookup import states
+from datastates.lineage.lookup import states, uids_of
 from datastates.lineage.search.axis import Axis, along, began
-from datastates.lineage.search.order import uids_of
 from datastates.lineage.search.outline import Means, Outline, generation_of, means, names_of, outline
 from datastates.lineage.search.series import Curve, curve, partings
 from datastates.lineage.search.walk import first_meeting

@@ -16,9 +16,10 @@ from sqlalchemy import select
 
 from datastates.errors import NotFound
 from datastates.lineage import lookup
+from datastates.lineage.lookup import uids_of
 from datastates.lineage.schema import RefRow, table
 from datastates.lineage.search import revision
-from datastates.lineage.search.order import Topology, uids_of
+from datastates.lineage.search.order import Topology
 from datastates.lineage.show.drawing import Drawing, draw_history
 from datastates.lineage.show.names import Names, names
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, ColumnElement, Select, bindparam, case, select
 
 from datastates.errors import Ambiguous, InvalidInput, NotFound
 
 from . import settings
+from .batches import batches
 from .schema import AttributeRow, EdgeRow, MetricRow, RunRow, StateRow, from_us, table
 from .states import Edge, EdgeKind, State, Status, Value
 from .typed import value_of
@@ -21,9 +22,7 @@ from .typed import value_of
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["id_by_prefix", "id_of", "ids_of", "state", "states", "unknown"]
-
-T = TypeVar("T")
+__all__ = ["id_by_prefix", "id_of", "ids_of", "state", "states", "uids_of", "unknown"]
 
 _PREFIX = re.compile(r"[0-9a-f]{4,24}")
 _BATCH = 1000  # ids in one IN list
@@ -36,6 +35,7 @@ _COLUMNS = ("id", "uid", "digest", "step", "micro_step", "message", "created_at"
             "world_size")  # fmt: skip
 _ID_OF = select(_state.c.id).where(_state.c.uid == bindparam("uid"))
 _IDS_OF = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+_UIDS_OF = select(_state.c.id, _state.c.uid).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
 _BY_PREFIX = select(_state.c.id).where(_state.c.uid >= bindparam("low"), _state.c.uid < bindparam("high")).limit(_LISTED + 1)
 
 
@@ -93,12 +93,20 @@ def ids_of(session: Session, uids: Sequence[str]) -> list[int]:
     :raises NotFound: one of them is unknown; names it.
     """
     found: dict[str, int] = {}
-    for batch in _batches(list(uids)):
+    for batch in batches(list(uids), _BATCH):
         found.update((uid, id_) for uid, id_ in session.execute(_IDS_OF, {"uids": batch}))
     try:
         return [found[uid] for uid in uids]
     except KeyError as error:
         raise unknown(error.args[0]) from error
+
+
+def uids_of(session: Session, ids: Sequence[int]) -> list[str]:
+    """The uids of states by row id, in the order of ``ids``."""
+    found: dict[int, str] = {}
+    for batch in batches(ids, _BATCH):
+        found.update((row.id, row.uid) for row in session.execute(_UIDS_OF, {"ids": batch}))
+    return [found[id_] for id_ in ids]
 
 
 def state(session: Session, uid: str) -> State:
@@ -116,7 +124,7 @@ def states(session: Session, keys: Sequence[int] | Sequence[str]) -> list[State]
     """
     ids = ids_of(session, [str(key) for key in keys]) if keys and isinstance(keys[0], str) else [int(key) for key in keys]
     found: dict[int, State] = {}
-    for batch in _batches(list(dict.fromkeys(ids))):
+    for batch in batches(list(dict.fromkeys(ids)), _BATCH):
         found.update(_load(session, batch))
     try:
         return [found[id_] for id_ in ids]
@@ -185,7 +193,3 @@ def _load(session: Session, ids: list[int]) -> dict[int, State]:
             config=configs.get(run_id, {}),
         )
     return found
-
-
-def _batches(items: list[T]) -> Iterator[list[T]]:
-    return (items[start : start + _BATCH] for start in range(0, len(items), _BATCH))

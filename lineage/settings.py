@@ -10,6 +10,7 @@ from sqlalchemy import BigInteger, bindparam, insert, select
 
 from datastates.system import masking
 
+from .batches import batches
 from .schema import SettingRow, table
 from .states import OURS, Value
 from .typed import columns_of, value_of
@@ -37,9 +38,8 @@ def shown(config: Mapping[str, Value]) -> dict[str, Value]:
 def of_runs(connection: Connection, ids: Iterable[int]) -> dict[int, dict[str, Value]]:
     """The settings of runs by row id, each by the alphabet; runs without any are left out."""
     found: defaultdict[int, dict[str, Value]] = defaultdict(dict)
-    wanted = sorted(set(ids))
-    for start in range(0, len(wanted), _BATCH):
-        for id_, key, type_, number, text in connection.execute(_OF_RUNS, {"ids": wanted[start : start + _BATCH]}).all():
+    for some in batches(sorted(set(ids)), _BATCH):
+        for id_, key, type_, number, text in connection.execute(_OF_RUNS, {"ids": some}).all():
             found[id_][key] = value_of(type_, number, text)
     return {id_: masking.named(chosen) for id_, chosen in found.items()}
 

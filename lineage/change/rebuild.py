@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import BindParameter, bindparam, insert, select, update
 
 from datastates.lineage import settings
+from datastates.lineage.batches import batches
 from datastates.lineage.chronicle import EventLine, RemarkLine, RunLine, StateLine
 from datastates.lineage.lookup import ids_of
 from datastates.lineage.schema import NoteRow, PartRow, RefEventRow, RefRow, RepositoryRow, RunRow, StateRow, from_us, table
@@ -102,8 +103,8 @@ def put_parts(session: Session, parts: Iterable[tuple[str, int, int, str, int]],
         }
         for uid, rank, count, digest, told_at in parts
     ]
-    for start in range(0, len(rows), _BATCH):
-        session.execute(insert(_part), rows[start : start + _BATCH])
+    for some in batches(rows, _BATCH):
+        session.execute(insert(_part), some)
 
 
 def put_events(session: Session, events: Sequence[EventLine]) -> None:
@@ -120,8 +121,8 @@ def put_events(session: Session, events: Sequence[EventLine]) -> None:
         }
         for event in events
     ]
-    for start in range(0, len(rows), _BATCH):
-        session.execute(insert(_event), rows[start : start + _BATCH])
+    for some in batches(rows, _BATCH):
+        session.execute(insert(_event), some)
     standing: dict[str, dict[str, object]] = {}
     for event in events:
         at = None if event.new is None else ids.get(event.new)
@@ -155,10 +156,9 @@ def put_remarks(session: Session, remarks: Sequence[RemarkLine]) -> int:
 
 def _ids(session: Session, uids: set[str]) -> dict[str, int]:
     """The row ids of those states that are here."""
-    wanted = sorted(uids)
     here: list[str] = []
-    for start in range(0, len(wanted), _BATCH):
-        here += session.execute(_HERE, {"uids": wanted[start : start + _BATCH]}).scalars()
+    for some in batches(sorted(uids), _BATCH):
+        here += session.execute(_HERE, {"uids": some}).scalars()
     return dict(zip(here, ids_of(session, here), strict=True))
 
 

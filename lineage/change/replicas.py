@@ -9,6 +9,7 @@ from sqlalchemy import BigInteger, ColumnElement, and_, bindparam, delete, exist
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import InvalidInput
+from datastates.lineage.batches import batches
 from datastates.lineage.lookup import ids_of, unknown
 from datastates.lineage.schema import PartRow, ReplicaRow, StateRow, table
 from datastates.lineage.states import Status
@@ -92,8 +93,8 @@ def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> lis
     """
     evicted: list[str] = []
     ids = sorted(set(ids_of(session, list(uids))))
-    for start in range(0, len(ids), _BATCH):
-        batch = {"ids": ids[start : start + _BATCH]}
+    for some in batches(ids, _BATCH):
+        batch = {"ids": some}
         session.execute(_LOCK_STATES, batch)  # in id order, as everyone does
         session.execute(_DROP_REPLICAS, {**batch, "on_tier": tier, "on_node": node})
         gone = session.execute(_UNHELD, batch).all()

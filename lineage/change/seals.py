@@ -9,6 +9,7 @@ from sqlalchemy import bindparam, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import Corrupt
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import SealRow, StateRow, table
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ _BATCH = 500  # uids in one IN list
 
 def seals(session: Session, uids: Iterable[str]) -> dict[str, str]:
     """The seal of each of these states that has one."""
-    wanted, found = list(uids), dict[str, str]()
-    for start in range(0, len(wanted), _BATCH):
-        found.update((row.uid, row.digest) for row in session.execute(_SEALS, {"uids": wanted[start : start + _BATCH]}))
+    found = dict[str, str]()
+    for some in batches(list(uids), _BATCH):
+        found.update((row.uid, row.digest) for row in session.execute(_SEALS, {"uids": some}))
     return found
 
 

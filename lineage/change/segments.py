@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, Connection, Integer, bindparam, case, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import MetricRow, SegmentRow, StateRow, StretchRow, table
 from datastates.lineage.tally import PLACES, STATES, WHOLE, Tally, place_of
 
@@ -125,8 +126,8 @@ def _tallies(rows: Iterable[Any]) -> dict[str, Tally]:
 
 
 def _take(connection: Connection, segment: int, ids: list[int]) -> None:
-    for start in range(0, len(ids), _BATCH):
-        connection.execute(_TAKE, {"segment": segment, "ids": ids[start : start + _BATCH]})
+    for some in batches(ids, _BATCH):
+        connection.execute(_TAKE, {"segment": segment, "ids": some})
 
 
 def _summarise(connection: Connection, segment: int, states: list[Any], values: Iterable[Any]) -> None:

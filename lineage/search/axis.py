@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import BigInteger, bindparam, func, select
 
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import AttributeRow, MetricRow, SegmentRow, StateRow, table
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def along(session: Session, ids: Sequence[int], axis: Axis) -> list[float | None
         return []
     found: dict[int, float | None] = {}
     wanted = sorted(set(ids))
-    for start in range(0, len(wanted), _BATCH):
-        some = {"ids": wanted[start : start + _BATCH]}
+    for batch in batches(wanted, _BATCH):
+        some = {"ids": batch}
         if axis is Axis.TIME:
             found.update((row.id, row.created_at / 1e6) for row in session.execute(_TIMES, some))
         else:  # metrics last: what was measured counts before what was noted

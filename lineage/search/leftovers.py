@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BindParameter, bindparam, exists, select, union
 
+from datastates.lineage.batches import batches
 from datastates.lineage.change.awaited import WHYS
 from datastates.lineage.schema import PartRow, ReplicaRow, StateRow, table
 from datastates.lineage.states import Status
@@ -24,18 +25,17 @@ def given_up(session: Session, uids: Sequence[str], *, tier: str, node: str) -> 
     that never became whole.
     """
     found: list[str] = []
-    for start in range(0, len(uids), _BATCH):
-        asked = {"uids": uids[start : start + _BATCH], "on_tier": tier, "on_node": node}
-        found += session.execute(_GIVEN_UP, asked).scalars()
-        found += session.execute(_NEVER_WHOLE, {"uids": asked["uids"]}).scalars()
+    for some in batches(uids, _BATCH):
+        found += session.execute(_GIVEN_UP, {"uids": some, "on_tier": tier, "on_node": node}).scalars()
+        found += session.execute(_NEVER_WHOLE, {"uids": some}).scalars()
     return found
 
 
 def unheard_of(session: Session, uids: Iterable[str]) -> list[str]:
     """Those that are neither states here nor wait for their parts."""
     wanted, known = list(uids), set[str]()
-    for start in range(0, len(wanted), _BATCH):
-        known.update(session.execute(_KNOWN, {"uids": wanted[start : start + _BATCH]}).scalars())
+    for some in batches(wanted, _BATCH):
+        known.update(session.execute(_KNOWN, {"uids": some}).scalars())
     return [uid for uid in wanted if uid not in known]
 
 

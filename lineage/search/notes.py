@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import bindparam, select
 
 from datastates.errors import InvalidInput, NotFound
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import NoteRow, StateRow, from_us, table
 from datastates.lineage.states import Note
 
@@ -58,8 +59,8 @@ def notes(
 def of_states(session: Session, uids: Iterable[str]) -> list[Note]:
     """The notes on some states, oldest first."""
     wanted, found = sorted(set(uids)), list[Any]()
-    for start in range(0, len(wanted), _BATCH):
-        found += session.execute(_NOTES.where(_state.c.uid.in_(wanted[start : start + _BATCH]))).all()
+    for some in batches(wanted, _BATCH):
+        found += session.execute(_NOTES.where(_state.c.uid.in_(some))).all()
     return [_to_note(row) for row in sorted(found, key=lambda row: row.id)]
 
 

@@ -22,7 +22,7 @@ from datastates.lineage.schema import EdgeRow, StateRow, table
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Firsts", "Topology", "position", "starts", "uids_of"]
+__all__ = ["Firsts", "Topology", "position", "starts"]
 
 _PAGE = 50_000
 _UNREAD = -1
@@ -42,7 +42,6 @@ _PAGES = {  # one row for a whole page: a row of its own for each state takes fo
     for dialect, aggregate in _AGGREGATES.items()
 }
 _SOME = select(_state.c.id, _parent).where(_state.c.id.in_(_ids))
-_UIDS = select(_state.c.id, _state.c.uid).where(_state.c.id.in_(_ids))
 _EDGES = select(_edge.c.child_id, _edge.c.parent_id).order_by(_edge.c.child_id, _edge.c.position)
 _NEXT_EDGES = _EDGES.where(_edge.c.child_id > bindparam("last", type_=BigInteger), _edge.c.child_id <= bindparam("upto", type_=BigInteger))
 _SOME_EDGES = _EDGES.where(_edge.c.child_id.in_(_ids))
@@ -184,11 +183,3 @@ def position(order: array[int], id_: int) -> int | None:
     """The position of an id among rising ids."""
     index = bisect_left(order, id_)
     return index if index < len(order) and order[index] == id_ else None
-
-
-def uids_of(session: Session, ids: Sequence[int]) -> list[str]:
-    """The uids of states by row id, in the order of ``ids``."""
-    found: dict[int, str] = {}
-    for start in range(0, len(ids), 1000):
-        found.update((row.id, row.uid) for row in session.execute(_UIDS, {"ids": list(ids[start : start + 1000])}))
-    return [found[id_] for id_ in ids]

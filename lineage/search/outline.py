@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, Integer, bindparam, func, select
 
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import MetricRow, SegmentRow, StateRow, StretchRow, table
 from datastates.lineage.tally import STATES, Tally, place_of
 
@@ -103,8 +104,8 @@ def own_points(session: Session, head: int, segment: int, key: str, states: int)
 def names_of(session: Session, ids: Sequence[int]) -> list[tuple[str, int]]:
     """The uid and the step of states by row id, in the order of ``ids``."""
     found: dict[int, tuple[str, int]] = {}
-    for start in range(0, len(ids), 1000):
-        found.update((row.id, (row.uid, row.step)) for row in session.execute(_NAMES, {"ids": list(ids[start : start + 1000])}))
+    for some in batches(ids, 1000):
+        found.update((row.id, (row.uid, row.step)) for row in session.execute(_NAMES, {"ids": some}))
     return [found[id_] for id_ in ids]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, Select, bindparam, exists, func, select
 
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import MetricRow, RefRow, ReplicaRow, RunRow, SegmentRow, StateRow, table
 
 if TYPE_CHECKING:
@@ -76,10 +77,9 @@ def counted_on(session: Session, *, tier: str, node: str) -> dict[int, str]:
 
 def elsewhere(session: Session, ids: Collection[int], *, volatile: Collection[str], holder: str) -> set[int]:
     """Those of these row ids whose states other processes than ``holder`` have in their ``volatile`` tiers."""
-    given, found = sorted(ids), set[int]()
-    for start in range(0, len(given), _BATCH):
-        batch = {"ids": given[start : start + _BATCH], "volatile": list(volatile), "own": holder}
-        found.update(session.execute(_ELSEWHERE, batch).scalars())
+    found = set[int]()
+    for some in batches(sorted(ids), _BATCH):
+        found.update(session.execute(_ELSEWHERE, {"ids": some, "volatile": list(volatile), "own": holder}).scalars())
     return found
 
 

@@ -25,7 +25,7 @@ from lark import Token, Transformer, v_args
 from sqlalchemy import BigInteger, Select, bindparam, case, select
 
 from datastates.errors import Ambiguous, NotFound, SyntaxProblem
-from datastates.lineage.lookup import id_by_prefix, id_of
+from datastates.lineage.lookup import id_by_prefix, id_of, uids_of
 from datastates.lineage.schema import MetricRow, RefEventRow, RefRow, StateRow, from_us, table, to_us
 from datastates.lineage.states import State
 
@@ -87,7 +87,7 @@ def resolve_range(session: Session, text: str, *, now: datetime | None = None) -
     left, right = (_state_of(session, _resolve(session, side, now)) for side in (parsed.left, parsed.right))
     only_left, only_right = difference(session, id_of(session, left.uid), id_of(session, right.uid))
     between = sorted(only_left + only_right, reverse=True) if parsed.is_symmetric else only_right
-    return Range(left, right, parsed.is_symmetric, tuple(_uids(session, between)))
+    return Range(left, right, parsed.is_symmetric, tuple(uids_of(session, between)))
 
 
 # What a text means
@@ -329,13 +329,6 @@ def _nearest(session: Session, name: str) -> str:
     return f": did you mean {' or '.join(repr(each) for each in names)}?" if names else ""
 
 
-def _uids(session: Session, ids: list[int]) -> list[str]:
-    found: dict[int, str] = {}
-    for start in range(0, len(ids), 1000):
-        found.update((row.id, row.uid) for row in session.execute(_UIDS, {"ids": ids[start : start + 1000]}))
-    return [found[id_] for id_ in ids]
-
-
 # The statements
 
 _state, _metric, _ref, _event = table(StateRow), table(MetricRow), table(RefRow), table(RefEventRow)
@@ -346,7 +339,6 @@ _MOVED = _EVENTS.order_by(_event.c.id.desc()).limit(1).offset(bindparam("skip", 
 _STOOD = _EVENTS.where(_event.c.created_at <= bindparam("us", type_=BigInteger)).order_by(_event.c.id.desc()).limit(1)
 _FIRST_EVENT = _EVENTS.order_by(_event.c.id).limit(1)
 _KEYS = select(_metric.c.key).where(_metric.c.state_id == bindparam("state")).order_by(_metric.c.key)
-_UIDS = select(_state.c.id, _state.c.uid).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
 
 
 def _at_step_query() -> Select[Any]:

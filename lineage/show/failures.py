@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import bindparam, func, or_, select
 
+from datastates.lineage.batches import batches
 from datastates.lineage.change import runs
 from datastates.lineage.schema import RunRow, StateRow, from_us, table
 from datastates.lineage.states import DIED, Run
@@ -33,8 +34,8 @@ def failures(session: Session) -> Failures:
     """Of all processes that captured here. One that died, or goes on, ran until its newest state, as far as is known."""
     ids = list(session.execute(_PROCESSES).scalars())
     found: list[Run] = []
-    for start in range(0, len(ids), _BATCH):
-        found += runs.by_ids(session, ids[start : start + _BATCH]).values()
+    for some in batches(ids, _BATCH):
+        found += runs.by_ids(session, some).values()
     died = [run for run in found if run.config.get(DIED) is True]
     ran_s = 0.0
     for run in found:

@@ -9,6 +9,7 @@ from sqlalchemy import BigInteger, bindparam, select
 
 from datastates.errors import InvalidInput
 from datastates.lineage import settings
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import AttributeRow, StateRow, table
 from datastates.lineage.states import Value
 
@@ -45,8 +46,8 @@ def configs_of(session: Session, ids: Sequence[int]) -> dict[int, dict[str, Valu
 def attributes_of(session: Session, ids: Sequence[int], key: str) -> dict[int, Value]:
     """One attribute of states, by row id."""
     found: dict[int, Value] = {}
-    for start in range(0, len(ids), _BATCH):
-        rows = session.execute(_ATTRIBUTES, {"ids": list(ids[start : start + _BATCH]), "of": key})
+    for some in batches(ids, _BATCH):
+        rows = session.execute(_ATTRIBUTES, {"ids": some, "of": key})
         found.update({row.state_id: row.text if row.type == "str" else row.number for row in rows})
     return found
 
@@ -54,8 +55,8 @@ def attributes_of(session: Session, ids: Sequence[int], key: str) -> dict[int, V
 def runs_of(session: Session, ids: Sequence[int]) -> dict[int, int | None]:
     """The row ids of the runs that captured states."""
     found: dict[int, int | None] = {}
-    for start in range(0, len(ids), _BATCH):
-        found.update({row.id: row.run_id for row in session.execute(_RUNS, {"ids": list(ids[start : start + _BATCH])})})
+    for some in batches(ids, _BATCH):
+        found.update({row.id: row.run_id for row in session.execute(_RUNS, {"ids": some})})
     return found
 
 

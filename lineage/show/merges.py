@@ -12,6 +12,7 @@ import msgspec
 from sqlalchemy import bindparam, select
 
 from datastates.errors import InvalidInput
+from datastates.lineage.batches import batches
 from datastates.lineage.lookup import id_of, states
 from datastates.lineage.schema import EdgeRow, RefRow, StateRow, table
 from datastates.lineage.states import EdgeKind, State, Status
@@ -139,9 +140,8 @@ def _number(value: object) -> float | None:
 
 def _by_uid(session: Session, uids: Sequence[str]) -> list[State]:
     found: list[State] = []
-    for start in range(0, len(uids), _BATCH):
-        ids = list(session.execute(_IDS, {"uids": uids[start : start + _BATCH]}).scalars())
-        found += states(session, ids)
+    for some in batches(uids, _BATCH):
+        found += states(session, list(session.execute(_IDS, {"uids": some}).scalars()))
     return found
 
 

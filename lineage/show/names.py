@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import bindparam, func, select
 
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import RefEventRow, RefRow, StateRow, table
 from datastates.lineage.states import Ref, RefKind
 
@@ -73,6 +74,6 @@ def _births(session: Session, wanted: Mapping[str, int], known: Mapping[str, int
     """The first event of each branch; of those that are known it is not asked again."""
     found = {name: known[name] for name in wanted if name in known}
     missing = [name for name in wanted if name not in found]
-    for start in range(0, len(missing), 500):
-        found.update((name, int(id_)) for name, id_ in session.execute(_BIRTHS, {"names": missing[start : start + 500]}))
+    for some in batches(missing, 500):
+        found.update((name, int(id_)) for name, id_ in session.execute(_BIRTHS, {"names": some}))
     return found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import BigInteger, bindparam, func, select
 
+from datastates.lineage.batches import batches
 from datastates.lineage.lookup import states
 from datastates.lineage.schema import SegmentRow, StateRow, table
 from datastates.lineage.states import State
@@ -30,8 +31,8 @@ _SEGMENTS = (
 def branches_of(session: Session, uids: Sequence[str]) -> dict[str, str]:
     """The branch to which each of some states belongs, by uid: the one that captured it; nothing for states that none ever had."""
     found: dict[str, str] = {}
-    for start in range(0, len(uids), _BATCH):
-        found.update((row.uid, row.name) for row in session.execute(_SEGMENTS, {"uids": list(uids[start : start + _BATCH])}))
+    for some in batches(uids, _BATCH):
+        found.update((row.uid, row.name) for row in session.execute(_SEGMENTS, {"uids": some}))
     return found
 
 

@@ -18,6 +18,7 @@ from sqlalchemy import BigInteger, bindparam, select
 
 from datastates import values
 from datastates.errors import InvalidInput
+from datastates.lineage.batches import batches
 from datastates.lineage.change import runs
 from datastates.lineage.schema import MetricRow, RefRow, RunRow, SegmentRow, StateRow, StretchRow, from_us, table, to_us
 from datastates.lineage.search.conditions import Scope, condition
@@ -272,17 +273,15 @@ def _text(value: Value) -> str | None:
 
 def _states(session: Session, ids: Sequence[int]) -> dict[int, Any]:
     found: dict[int, Any] = {}
-    wanted = sorted(set(ids))
-    for start in range(0, len(wanted), _BATCH):
-        found.update((row.id, row) for row in session.execute(_SOME, {"ids": wanted[start : start + _BATCH]}))
+    for some in batches(sorted(set(ids)), _BATCH):
+        found.update((row.id, row) for row in session.execute(_SOME, {"ids": some}))
     return found
 
 
 def _runs(session: Session, ids: set[int]) -> dict[int, Run]:
-    wanted = sorted(ids)
     found: dict[int, Run] = {}
-    for start in range(0, len(wanted), _BATCH):
-        found.update(runs.by_ids(session, wanted[start : start + _BATCH]))
+    for some in batches(sorted(ids), _BATCH):
+        found.update(runs.by_ids(session, some))
     return found
 
 
@@ -293,9 +292,8 @@ def _rates(session: Session, rows: Sequence[Row]) -> dict[str, float]:
     for row in rows:
         if row.states > 1:
             ends[row.head_id].append(row)
-    wanted = sorted(ends)
-    for start in range(0, len(wanted), _BATCH):
-        for head, *before in session.execute(_BACK, {"ids": wanted[start : start + _BATCH]}):
+    for some in batches(sorted(ends), _BATCH):
+        for head, *before in session.execute(_BACK, {"ids": some}):
             back = list(zip(*[iter(before)] * 4, strict=True))  # the farthest first
             for row in ends[head]:
                 rate = _rate(row, back)

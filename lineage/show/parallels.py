@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, bindparam, select
 
 from datastates.errors import InvalidInput
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import RefRow, SegmentRow, StateRow, StretchRow, table
 from datastates.lineage.states import RefKind, Status, Value
 from datastates.lineage.tally import WHOLE
@@ -125,8 +126,8 @@ def _settings(configs: Sequence[Mapping[str, Value]]) -> list[Axis]:
 def _metrics(session: Session, rows: Sequence[Any], taken: Taken) -> list[Axis]:
     found: defaultdict[str, dict[int, float | None]] = defaultdict(dict)
     ids = [row.segment_id for row in rows if row.segment_id is not None]
-    for start in range(0, len(ids), _BATCH):
-        for tally in session.execute(_TALLIES, {"ids": ids[start : start + _BATCH]}):
+    for some in batches(ids, _BATCH):
+        for tally in session.execute(_TALLIES, {"ids": some}):
             found[tally.key][tally.segment_id] = _value(tally, taken)
     axes = []
     for key in by_relevance(found):

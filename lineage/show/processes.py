@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import bindparam, select
 
+from datastates.lineage.batches import batches
 from datastates.lineage.change import runs
 from datastates.lineage.schema import RunRow, table
 from datastates.lineage.states import Run
@@ -55,8 +56,8 @@ def processes(session: Session, living: Living, *, metric: str | None = None) ->
 def _trainings(session: Session, uids: Sequence[str]) -> dict[str, list[Run]]:
     """The trainings of processes that go on, by the uid of the process, the first begun first."""
     found: defaultdict[str, list[Run]] = defaultdict(list)
-    for start in range(0, len(uids), _BATCH):
-        ids = list(session.execute(_TRAININGS, {"uids": list(uids[start : start + _BATCH])}).scalars())
+    for some in batches(uids, _BATCH):
+        ids = list(session.execute(_TRAININGS, {"uids": some}).scalars())
         for run in sorted(runs.by_ids(session, ids).values(), key=lambda one: one.started_at):
             found[run.process or ""].append(run)
     return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, bindparam, func, select
 
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import RefRow, SegmentRow, StateRow, StretchRow, table
 from datastates.lineage.states import RefKind, Status, Value
 from datastates.lineage.tally import WHOLE
@@ -88,7 +89,7 @@ def count_states(session: Session, rows: Sequence[Row]) -> None:
     """How many states of each status, and bytes, these branches have to themselves; many at once are read along the index."""
     ids = [row.segment_id for row in rows if row.segment_id is not None]
     found: dict[int, list[int]] = {}
-    counts = [session.execute(_COUNTS_OF, {"ids": ids[start : start + _BATCH]}) for start in range(0, len(ids), _BATCH)]
+    counts = [session.execute(_COUNTS_OF, {"ids": some}) for some in batches(ids, _BATCH)]
     for each in counts:
         for segment_id, status, count, size in each:
             numbers = found.setdefault(segment_id, [0, 0, 0])

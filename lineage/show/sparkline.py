@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import BigInteger, bindparam, select
 
+from datastates.lineage.batches import batches
 from datastates.lineage.schema import StateRow, table
 from datastates.lineage.search.outline import own_points
 
@@ -34,8 +35,8 @@ def lines_of(
         found[head, segment] = thinned(own, points)
     steps: dict[int, int] = {}
     ids = sorted({id_ for line in found.values() for id_, _ in line})
-    for start in range(0, len(ids), _BATCH):
-        steps.update((row.id, row.step) for row in session.execute(_STEPS, {"ids": ids[start : start + _BATCH]}))
+    for some in batches(ids, _BATCH):
+        steps.update((row.id, row.step) for row in session.execute(_STEPS, {"ids": some}))
     return {
         at: Line(tuple(steps[id_] for id_, _ in line), tuple(None if math.isnan(value) else value for _, value in line))
         for at, line in found.items()

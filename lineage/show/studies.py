@@ -19,6 +19,7 @@ import msgspec
 from sqlalchemy import BigInteger, bindparam, func, select
 
 from datastates.errors import NotFound
+from datastates.lineage.batches import batches
 from datastates.lineage.change import runs
 from datastates.lineage.schema import AttributeRow, MetricRow, RefRow, RunRow, SegmentRow, StateRow, VariantRow, from_us, table
 from datastates.lineage.states import RefKind, Status, Value
@@ -239,7 +240,7 @@ def _heads(session: Session, prefix: str, kind: RefKind) -> list[Any]:
 
 def _read_attributes(session: Session, rows: Mapping[str, _Row]) -> None:
     found: defaultdict[int, dict[str, Value]] = defaultdict(dict)
-    for ids in _batches(_head_ids(rows)):
+    for ids in batches(_head_ids(rows), _BATCH):
         for row in session.execute(_VALUES, {"ids": ids, "keys": list(_ATTRIBUTES)}):
             found[row.state_id][row.key] = row.text if row.type == "str" else row.number
     for each in rows.values():
@@ -249,11 +250,11 @@ def _read_attributes(session: Session, rows: Mapping[str, _Row]) -> None:
 def _learn(session: Session, rows: Mapping[str, _Row], living: Living | None) -> None:
     """What else is told of each: metrics, what its branch holds, whether somebody trains it, and where it forked."""
     metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
-    for ids in _batches(_head_ids(rows)):
+    for ids in batches(_head_ids(rows), _BATCH):
         for state_id, key, value in session.execute(_METRICS, {"ids": ids}):
             metrics[state_id][key] = math.nan if value is None else value
     by_branch = {row.branch: row for row in rows.values()}
-    for names in _batches(list(by_branch)):
+    for names in batches(list(by_branch), _BATCH):
         for branch, count, size, fork in session.execute(_HELD, {"names": names}):
             row = by_branch[branch]
             row.states, row.bytes, row.fork_branch = count, int(size or 0), fork
@@ -272,10 +273,6 @@ def _learn(session: Session, rows: Mapping[str, _Row], living: Living | None) ->
 
 def _head_ids(rows: Mapping[str, _Row]) -> list[int]:
     return [row.head.id for row in rows.values() if row.head is not None]
-
-
-def _batches(values: Sequence[Any]) -> Iterable[Sequence[Any]]:
-    return (values[start : start + _BATCH] for start in range(0, len(values), _BATCH))
 
 
 # What is said
@@ -389,7 +386,7 @@ def _summaries(session: Session, names: Sequence[str]) -> list[Study]:
         planned[row.study][row.name] = row
     variants = {name: list(planned.get(name, ())) or _told_by_branches(refs, name) for name in names}
     branches = [f"{name}/{variant}" for name, found in variants.items() for variant in found if f"{name}/{variant}" in refs]
-    sizes = {row.branch: int(row.size or 0) for part in _batches(branches) for row in session.execute(_HELD, {"names": part})}
+    sizes = {row.branch: int(row.size or 0) for part in batches(branches, _BATCH) for row in session.execute(_HELD, {"names": part})}
     return [_summary(name, variants[name], planned.get(name, {}), refs, sizes) for name in names]
 
 

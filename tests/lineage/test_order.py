@@ -10,10 +10,10 @@ from sqlalchemy import insert
 
 from datastates.lineage import Database, Edge, EdgeKind, NewState
 from datastates.lineage.change import record
-from datastates.lineage.lookup import id_of, ids_of
+from datastates.lineage.lookup import id_of, ids_of, uids_of
 from datastates.lineage.schema import StateRow, table
 from datastates.lineage.search import order, walk
-from datastates.lineage.search.order import Topology, position, uids_of
+from datastates.lineage.search.order import Topology, position
 from tests.lineage.conftest import Grow
 
 
