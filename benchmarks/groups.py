@@ -1,10 +1,11 @@
-"""What groups of ranks cost: `python benchmarks/groups.py --part commit`."""
+"""What groups of ranks cost: `python benchmarks/groups.py --part commit`, or `clone`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+import groups_clone
 import groups_commit
 
 __all__ = ["main"]
@@ -13,13 +14,19 @@ __all__ = ["main"]
 def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=["commit"], default="commit")
+    parser.add_argument("--part", choices=["commit", "clone"], default="commit")
     parser.add_argument("--folder", type=Path, default=Path("/tmp"))
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--states", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 64], help="ranks a node, of which the first tells for all")
+    parser.add_argument("--mib", type=int, default=256, help="the size of the state that is cloned")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pace", type=float, nargs="+", default=[0, 100], help="what one source gives at most, in MB/s; 0: what it can")
     given = parser.parse_args()
+    if given.part == "clone":
+        groups_clone.main(given.folder, mib=given.mib, rounds=given.rounds, paces=given.pace)
+        return
     groups_commit.main(given.folder, ranks=given.ranks, states=given.states, processes=given.processes, nodes=given.nodes)
 
 
