@@ -119,9 +119,10 @@ class Holder:
 
     async def _session(self, *, opening: int = 0) -> Session:
         async with self._turn:
-            self._opened += opening
-            if self._opened > _HELD * len(self._sessions) or not self._sessions:
+            if not self._sessions or not self._sessions[-1].is_open or self._opened + opening > _HELD:
                 self._sessions.append(await self._connect(self.url))
+                self._opened = 0
+            self._opened += opening
             return self._sessions[-1]
 
 
@@ -224,7 +225,7 @@ async def _fetch_part(view: Sink, part: OpenPart, counted: _Counted, *, window: 
         attempt = counted.attempt()
         try:
             fetched = await fetch(view, feeds, window=window, timeout_s=timeout_s, on_progress=attempt)
-        except (Disconnected, Unavailable, Corrupt) as exc:
+        except (Disconnected, Unavailable, Corrupt, PeerFault) as exc:
             names = ", ".join(feed.name for feed in feeds)
             moved[names] += attempt.done
             lost[names] = exc

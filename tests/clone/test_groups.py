@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Mapping
@@ -55,12 +56,10 @@ def bits(model: nn.Module) -> list[bytes]:
 # --- what ranks do -----------------------------------------------------------------------------------------------------------
 
 
-def serve(folder: str, say: Say, *, wait: str = "captured", pace_s: float = 0.0, lies: str = "") -> None:
+def serve(folder: str, say: Say, *, wait: str = "captured", wrong: str = "") -> None:
     """Capture a state, and serve it until the end; say how much was sent whenever SIGUSR1 asks."""
-    if pace_s:
-        slow_down(pace_s)
-    if dist.get_rank() == 1 and lies:
-        {"chunk": lie_about_chunks, "part": lie_about_the_part}[lies]()
+    if dist.get_rank() == 1 and wrong:
+        {"killed": stall, "chunk": lie_about_chunks, "part": lie_about_the_part}[wrong]()
     model = a_model()
     fully_shard(model)
     with datastates.open(folder, config=config()) as repo:
@@ -74,18 +73,16 @@ def serve(folder: str, say: Say, *, wait: str = "captured", pace_s: float = 0.0,
         threading.Event().wait()  # the test ends it
 
 
-def slow_down(pace_s: float) -> None:
-    """Chunks leave one by one, each after its time."""
-    import asyncio
+def stall() -> None:
+    """The second chunk of this process, and those behind it, never leave: it is killed before."""
+    chunk = serving.StateSource.chunk
 
-    line, chunk = asyncio.Lock(), serving.StateSource.chunk
-
-    async def slow(self: serving.StateSource, index: int) -> Any:
-        async with line:
-            await asyncio.sleep(pace_s)
+    async def stalling(self: serving.StateSource, index: int) -> Any:
+        if index:
+            await asyncio.Event().wait()
         return await chunk(self, index)
 
-    serving.StateSource.chunk = slow  # type: ignore[method-assign]  # a machine that is slow
+    serving.StateSource.chunk = stalling  # type: ignore[method-assign]  # a process that hangs
 
 
 def lie_about_chunks() -> None:
@@ -186,6 +183,10 @@ def test_one_process_takes_each_part_from_the_rank_that_has_it(tmp_path: Path, s
                     assert same(fresh, make(1, CHUNKS))
                     assert len(moved.by_source) == 1
                 repo.tag("kept", uid)
+            with datastates.open(tmp_path / "job", memory_bytes=BUDGET) as shared:  # which knows the state already
+                assert peer.clone("main", repo=shared).bytes_moved > 0
+                assert same(shared.load(uid)["weights"], make(1, CHUNKS))
+                assert not shared.core.tiers.durable.has(uid), "it came into memory"
     with datastates.open(tmp_path / "mine") as repo:  # and it was made durable, every part of it
         assert repo.state("kept").status is Status.DURABLE
         assert same(repo.load("kept")["weights"], make(1, CHUNKS))
@@ -193,13 +194,13 @@ def test_one_process_takes_each_part_from_the_rank_that_has_it(tmp_path: Path, s
 
 
 @in_turn
-@pytest.mark.parametrize("lies", ["", "chunk"])
-def test_part_whose_rank_is_gone_or_lies_comes_from_another_one_that_reaches_it(tmp_path: Path, lies: str) -> None:
-    with job(2, f"{HERE}:serve", folder=str(tmp_path), wait="durable", pace_s=0.0 if lies else 0.1, lies=lies, environ=WIRE) as ranks:
+@pytest.mark.parametrize("wrong", ["killed", "chunk"])
+def test_part_whose_rank_is_gone_or_lies_comes_from_another_one_that_reaches_it(tmp_path: Path, wrong: str) -> None:
+    with job(2, f"{HERE}:serve", folder=str(tmp_path), wait="durable", wrong=wrong, environ=WIRE) as ranks:
         urls, _ = served(ranks)
 
         def on_progress(done: int, total: int) -> None:
-            if done >= 3 * 4 * MIB and not lies:
+            if done >= 2 * 4 * MIB and wrong == "killed":
                 ranks.kill(1)
 
         tensors = make(2, CHUNKS)
@@ -212,12 +213,11 @@ def test_part_whose_rank_is_gone_or_lies_comes_from_another_one_that_reaches_it(
 @in_turn
 @pytest.mark.parametrize("how", ["killed", "chunk", "part"])
 def test_clone_of_which_a_part_cannot_be_had_is_refused_by_name_and_leaves_nothing(tmp_path: Path, how: str) -> None:
-    lies = "" if how == "killed" else how
-    with job(2, f"{HERE}:serve", folder=str(tmp_path / "job"), pace_s=0.0 if lies else 0.1, lies=lies, environ=WIRE) as ranks:
+    with job(2, f"{HERE}:serve", folder=str(tmp_path / "job"), wrong=how, environ=WIRE) as ranks:
         urls, uid = served(ranks)
 
         def on_progress(done: int, total: int) -> None:
-            if done >= 2 * 4 * MIB and not lies:
+            if done >= 2 * 4 * MIB and how == "killed":
                 ranks.kill(1)
 
         tensors = make(2, CHUNKS)
