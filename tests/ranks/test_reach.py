@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sqlalchemy.engine import make_url
 
@@ -81,6 +82,7 @@ def ask(near: str, say: Say, far: str = "", query: str = "") -> None:
         say(type(error).__name__, error)
 
 
+@pytest.mark.in_turn("reach")
 def test_ranks_without_a_way_to_the_database_go_through_one_that_has_it(postgresql_url: str, tmp_path: Path) -> None:
     heads = []
     for turn in range(2):
@@ -93,6 +95,7 @@ def test_ranks_without_a_way_to_the_database_go_through_one_that_has_it(postgres
     assert [int(head[2]) for head in heads] == [3, 6]
 
 
+@pytest.mark.in_turn("reach")
 def test_the_next_rank_that_can_is_taken_when_the_first_is_killed(postgresql_url: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {**urls(postgresql_url, tmp_path), "packs": str(tmp_path / "packs")}
     with job(FAR + 1, f"{HERE}:lose", **given) as running:
@@ -104,12 +107,14 @@ def test_the_next_rank_that_can_is_taken_when_the_first_is_killed(postgresql_url
             assert running.heard(rank, "states") == "states True"
 
 
+@pytest.mark.in_turn("reach")
 def test_where_no_rank_reaches_the_database_all_hear_it(postgresql_url: str, tmp_path: Path) -> None:
     far = urls(postgresql_url, tmp_path)["far"]
     said = run(2, f"{HERE}:ask", near=far, far=far)
     assert all(lines[0].startswith("Unavailable no rank of this job reaches the database") for lines in said)
 
 
+@pytest.mark.in_turn("reach")
 def test_a_url_that_asks_for_tls_is_refused_where_it_would_not_be_kept(postgresql_url: str, tmp_path: Path) -> None:
     given: dict[str, Any] = urls(postgresql_url, tmp_path)
     said = run(2, f"{HERE}:ask", **given, query="&sslmode=verify-full")

@@ -85,6 +85,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.getfixturevalue("postgresql_url")) if request.param == "postgresql" else str(tmp_path / "runs")
 
 
+@pytest.mark.in_turn("telling")
 def test_one_rank_of_a_node_tells_for_all(url: str, tmp_path: Path) -> None:
     said = run(SIZE, f"{HERE}:train", url=url, packs=str(tmp_path / "packs"), steps=5)
     assert said[0][:5] == said[1][:5] == said[2][:5]
@@ -93,6 +94,7 @@ def test_one_rank_of_a_node_tells_for_all(url: str, tmp_path: Path) -> None:
     assert told[0][1] > 1, "several ranks in one transaction"
 
 
+@pytest.mark.in_turn("telling")
 @pytest.mark.parametrize("is_stopping", [False, True], ids=["killed", "stopped"])
 def test_without_the_one_that_tells_each_rank_tells_by_itself(url: str, tmp_path: Path, is_stopping: bool) -> None:
     given: dict[str, Any] = {
