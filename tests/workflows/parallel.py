@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import datastates
 from datastates import PermutationSampler, Repository
 from datastates.ranks import Group
 from datastates.workflows import Job
+from datastates.workflows.running.outcome import Outcome
 from tests.support.jobs import Say
 from tests.workflows.studies import EVERY_STATE, ROWS, meet, one_epoch
 
@@ -64,6 +66,13 @@ def train(job: Job) -> None:
         loss = one_epoch(model, optimizer, sampler, run)
         meet(f"{job.variant.name}@{job.group.rank}", epoch, run)
         job.report(loss=loss, rate=optimizer.param_groups[0]["lr"], draw=torch.rand(1).item())
+
+
+def hang(folder: str) -> Outcome:
+    """Say that this process is here, and do nothing more."""
+    (Path(folder) / str(os.getpid())).touch()
+    while True:
+        signal.pause()
 
 
 def mark(job: Job, what: str) -> None:

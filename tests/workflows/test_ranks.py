@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import datastates
-from datastates import InvalidInput, Repository
+from datastates import Cancelled, InvalidInput, Repository
 from datastates.lineage.show.studies import study
 from datastates.workflows import Plan, Progress, SerialExecutor, Variant, explore
+from datastates.workflows.running.launch import launch
 from tests.support import warm
 from tests.support.jobs import run
-from tests.workflows.parallel import RANKS, model_of, pids, train
+from tests.workflows.parallel import RANKS, hang, model_of, pids, train
 from tests.workflows.studies import EVERY_STATE, faults
 
 pytestmark = pytest.mark.slow
@@ -147,6 +148,17 @@ def test_with_the_explorer_all_ranks_end_and_the_next_call_goes_on(repo: Reposit
     report = explored(repo, PLAN, ranks=2)
     assert report, report.errors
     assert len(repo.log("s/low")) == len(repo.log("main")) + 2
+
+
+@pytest.mark.in_turn("variants of ranks")
+def test_ranks_end_when_whoever_waits_for_them_gives_up(tmp_path: Path) -> None:
+    def look() -> None:
+        if len([*tmp_path.iterdir()]) == 2:
+            raise Cancelled("the explorer has ended")
+
+    with pytest.raises(Cancelled):
+        launch(2, hang, str(tmp_path), "low", look=look, settle=lambda: None)
+    assert not any(is_running(int(path.name)) for path in tmp_path.iterdir())
 
 
 def test_what_does_not_go_together_is_refused(repo: Repository) -> None:
