@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from datastates.errors import InvalidInput
 from datastates.values import shown
@@ -97,6 +97,15 @@ class Link(ABC):
         :raises Disconnected: the peer is gone, or the link was aborted.
         """
 
+    def send_all(self, tag: int, data: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[Any]:
+        """Begin to ``send`` each piece, to the receivers of ``tag`` and of the tags behind it. ``moved`` is called when one has left,
+        on any thread. Errors come by the future."""
+        return asyncio.gather(*(_told(self.send(tag + n, piece), moved) for n, piece in enumerate(data)))
+
+    def receive_all(self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[Any]:
+        """Begin to ``receive`` into each piece, from the senders of ``tag`` and of the tags behind it, as ``send_all``."""
+        return asyncio.gather(*(_told(self.receive(tag + n, piece), moved) for n, piece in enumerate(into)))
+
     async def posted(self) -> None:
         """Wait until what is sent to the receives that were begun so far has a place to go to, or the link is over.
 
@@ -106,6 +115,11 @@ class Link(ABC):
     @abstractmethod
     async def abort(self) -> None:
         """Stop everything under way; idempotent. Once this returns no buffer is read or written any more."""
+
+
+async def _told(move: Coroutine[Any, Any, None], moved: Callable[[], None]) -> None:
+    await move
+    moved()
 
 
 class Listener(ABC):

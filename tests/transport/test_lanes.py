@@ -111,6 +111,46 @@ class TestLanes(TransportSuite):
 
         self.run(work())
 
+    @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+    def test_chunks_in_pieces_are_told_of_however_many_there_are(self, transport: PairedTransport, count: int) -> None:
+        """Some are told of together: none may wait for others that never come."""
+        sizes, moved = [1000, 300_000, 17], list[int]()
+
+        async def work() -> None:
+            async with linked(transport) as (here, there):
+                data = [[random.Random(size + n).randbytes(size) for size in sizes] for n in range(count)]
+                memory = [[bytearray(size) for size in sizes] for _ in range(count)]
+                tags = [3 * n for n in range(count)]
+                waiting = [
+                    there.receive_all(tag, [memoryview(piece) for piece in each], lambda: moved.append(1))
+                    for tag, each in zip(tags, memory, strict=True)
+                ]
+                await there.posted()
+                sends = [
+                    here.send_all(tag, [memoryview(piece) for piece in each], lambda: moved.append(1))
+                    for tag, each in zip(tags, data, strict=True)
+                ]
+                await asyncio.gather(*sends, *waiting)
+                assert memory == data
+                assert len(moved) == 2 * count * len(sizes)
+                with pytest.raises(PeerFault, match="used twice"):
+                    await asyncio.gather(*(there.receive_all(5, [memoryview(bytearray(1))], lambda: None) for _ in range(2)))
+
+        self.run(work())
+
+    def test_what_is_here_when_a_link_ends_is_told_of_and_the_rest_fails(self, transport: PairedTransport) -> None:
+        async def work() -> None:
+            async with linked(transport) as (here, there):
+                memory = [bytearray(100_000) for _ in range(8)]
+                waiting = [there.receive_all(tag, [memoryview(each)], lambda: None) for tag, each in enumerate(memory)]
+                await here.send_all(0, [memoryview(bytes(range(250)) * 400)], lambda: None)
+                await until(lambda: memory[0][-1] == 249)
+                await there.abort()
+                found = await asyncio.gather(*waiting, return_exceptions=True)
+                assert [type(each) for each in found[1:]] == [Disconnected] * 7
+
+        self.run(work())
+
 
 class TestLanesOverTls(TestLanes):
     @pytest.fixture

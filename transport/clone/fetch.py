@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,6 +47,7 @@ __all__ = ["Feed", "Fetched", "fetch"]
 
 _THREADS = 2
 _TICK_S = 0.1
+_AT_ONCE = 3  # verdicts that wake the loop together
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
 
@@ -160,6 +162,9 @@ class _Run:
         self._connecting: set[asyncio.Future[Feed]] = set()
         self._flying: dict[tuple[int, int], asyncio.Task[bool]] = {}
         self._checking: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._verdicts: list[tuple[int, tuple[Origin, bytes] | None, Future[_Verdict]]] = []
+        self._judging = 0
         self._buffers: dict[int, Sequence[memoryview]] = {}
         self._origin = origin
         self._binding = Binding(missing, self._origins)
@@ -283,8 +288,25 @@ class _Run:
         self._look()
 
     def _check(self, index: int, told: tuple[Origin, bytes] | None) -> None:
+        with self._lock:
+            self._judging += 1
         future = self._threads.submit(self._verify, index, None if told is None else told[1])
-        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._on_checked, index, told, done))
+        future.add_done_callback(lambda done: self._judged(index, told, done))
+
+    def _judged(self, index: int, told: tuple[Origin, bytes] | None, done: Future[_Verdict]) -> None:
+        """Tell the loop of some verdicts at once, unless no further one is to come; in a thread."""
+        with self._lock:
+            self._verdicts.append((index, told, done))
+            self._judging -= 1
+            is_due = len(self._verdicts) >= _AT_ONCE or not self._judging
+        if is_due:
+            self._loop.call_soon_threadsafe(self._on_judged)
+
+    def _on_judged(self) -> None:
+        with self._lock:
+            verdicts, self._verdicts = self._verdicts, []
+        for verdict in verdicts:
+            self._on_checked(*verdict)
 
     def _verify(self, index: int, wanted: bytes | None) -> _Verdict:
         """Verify in a thread: first the digest that cannot be forged, then the sink's own, which guards against rot."""

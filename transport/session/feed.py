@@ -84,15 +84,17 @@ class Receiving:
     def __init__(self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float]) -> None:
         self._plane, self._post, self._clock = plane, post, clock
         self._room = asyncio.Semaphore(WANTS)
-        self._wanted: dict[int, asyncio.Future[Gone]] = {}
+        self._wanted: dict[int, tuple[asyncio.Future[Any], asyncio.Future[Gone]]] = {}
         self._tags, self._count = secrets.randbits(31) << 32, 0
-        self._moved_at = clock()
+        self._moved_at, self._has_moved = clock(), False
         self._claimed = 0
         self.bytes_wanted = 0
 
     @property
     def stalled_s(self) -> float:
-        """The seconds for which nothing has come of what was asked for."""
+        """The seconds for which nothing has come of what was asked for, as of the last look."""
+        if self._has_moved:
+            self._moved_at, self._has_moved = self._clock(), False
         return self._clock() - self._moved_at if self._wanted else 0.0
 
     async def chunk(self, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
@@ -118,18 +120,18 @@ class Receiving:
     async def _receive(self, link: Link, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
         tag = self._take_tags(len(buffers))
         gone: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
-        posted = [asyncio.create_task(self._message(link, tag + n, buffer)) for n, buffer in enumerate(buffers)]
+        here = link.receive_all(tag, buffers, self._move)
         want = Want(handle, index, tag, tuple(buffer.nbytes for buffer in buffers), self._plane.generation)
         try:
             await link.posted()
             if not self._wanted:
                 self._moved_at = self._clock()
-            self._wanted[tag] = gone
+            self._wanted[tag] = here, gone
             self.bytes_wanted += sum(want.pieces)
             await self._post(want)
-            await _first_error(posted, gone)
+            await _outcome(here, gone)
         except BaseException:
-            await self._take_back(link, posted)
+            await self._take_back(link, here)
             raise
         finally:
             self._wanted.pop(tag, None)
@@ -137,9 +139,10 @@ class Receiving:
     def gone(self, message: Gone) -> None:
         """The peer will not send a chunk."""
         self._plane.follow(message.generation)
-        gone = self._wanted.get(message.tag)
-        if gone is not None and not gone.done():
+        here, gone = self._wanted.get(message.tag, (None, None))
+        if here is not None and gone is not None and not gone.done():
             gone.set_result(message)
+            here.cancel()
 
     def claim(self, sent: int) -> bool:
         """The peer says how much it has sent: False if it cannot be true. Progress is what arrives, not what is said."""
@@ -154,40 +157,34 @@ class Receiving:
         first, self._count = self._count, self._count + count
         return self._tags | first
 
-    async def _message(self, link: Link, tag: int, into: memoryview) -> None:
-        await link.receive(tag, into)
-        self._moved_at = self._clock()
+    def _move(self) -> None:
+        """A piece is here; on any thread."""
+        self._has_moved = True
 
-    async def _take_back(self, link: Link, posted: Sequence[asyncio.Task[None]]) -> None:
+    async def _take_back(self, link: Link, here: asyncio.Future[Any]) -> None:
         """The buffers are the caller's again: only a dropped link is sure not to write to them."""
         try:
             await self._plane.drop(link)
         finally:
-            for task in posted:
-                task.cancel()
-            await asyncio.gather(*posted, return_exceptions=True)
+            here.cancel()
+            await asyncio.gather(here, return_exceptions=True)
 
 
-async def _first_error(posted: Sequence[asyncio.Task[None]], gone: asyncio.Future[Gone]) -> None:
-    """Wait until every message is here, or one fails, or the peer says that they will not come."""
-    waiting: set[asyncio.Future[Any]] = {*posted, gone}
-    while not all(task.done() for task in posted):
-        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if gone not in done and any(future.exception() is not None for future in done):
-            await asyncio.wait({gone}, timeout=_WORD_S)  # the peer's own word says more than a broken link
-        if gone.done():
-            error = revive(gone.result().failure)
-            raise _Broken(error) if gone.result().is_link else error
-        for future in done:
-            _look(future)
-        waiting -= done
-    for task in posted:
-        _look(task)
-
-
-def _look(message: asyncio.Future[None]) -> None:
-    """Raise what became of a message."""
+async def _outcome(here: asyncio.Future[Any], gone: asyncio.Future[Gone]) -> None:
+    """Wait until every piece is here, or one fails, or the peer says that they will not come."""
     try:
-        message.result()
-    except Disconnected as exc:
-        raise _Broken(exc) from exc
+        await here
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if not gone.done() or (caller is not None and caller.cancelling()):
+            raise
+    except DatastatesError as exc:
+        await asyncio.wait({gone}, timeout=_WORD_S)  # the peer's own word says more than a broken link
+        if not gone.done():
+            if isinstance(exc, Disconnected):
+                raise _Broken(exc) from exc
+            raise
+    else:
+        return
+    error = revive(gone.result().failure)
+    raise _Broken(error) if gone.result().is_link else error

@@ -80,6 +80,7 @@ class Sending:
         self.end: Callable[[DatastatesError], None] = lambda error: None
         """Ends the session; for a state that the peer reads by itself there is no other way to take it back."""
         self._moving, self._moved_at, self._used_at = 0, clock(), clock()
+        self._has_moved = False
         self.bytes = 0
         self.is_draining = False
 
@@ -95,7 +96,9 @@ class Sending:
 
     @property
     def stalled_s(self) -> float:
-        """The seconds for which the peer has taken nothing of what is being sent."""
+        """The seconds for which the peer has taken nothing of what is being sent, as of the last look."""
+        if self._has_moved:
+            self._moved_at, self._has_moved = self._clock(), False
         return self._clock() - self._moved_at if self._moving else 0.0
 
     @property
@@ -277,20 +280,21 @@ class Sending:
 
     async def _hand_over(self, link: Link, want: Want, pieces: Sequence[memoryview]) -> None:
         """Hand over as many messages as the peer waits for."""
-        messages = cut(pieces, want.pieces)
-        await asyncio.gather(*(self._message(link.send(want.tag + n, data), data.nbytes) for n, data in enumerate(messages)))
-
-    async def _message(self, sending: Awaitable[None], size: int) -> None:
+        size = sum(want.pieces)
         if not self._moving:
             self._moved_at = self._clock()
         self._moving += 1
         try:
-            await sending
+            await link.send_all(want.tag, cut(pieces, want.pieces), self._move)
         finally:
             self._moving -= 1
         self._moved_at = self._used_at = self._clock()
         self.bytes += size
         self._sent.bytes += size
+
+    def _move(self) -> None:
+        """A piece has left; on any thread."""
+        self._has_moved = True
 
     async def _gone(self, want: Want, error: BaseException, *, is_link: bool = False) -> None:
         with suppress(DatastatesError):  # the session is over: nobody waits any more

@@ -33,6 +33,9 @@ LANES: Final = 2
 MOST: Final = 4
 """Connections that a peer may have in one direction: another version may find another number best."""
 
+_AT_ONCE = 3
+"""So many chunks that are over wake the loop together, while others are under way: the first one finds Python out of the caches."""
+
 _PLACE = b"lanes"
 _message = struct.Struct(">QQ")
 _FROM_DIALLER, _TO_DIALLER = b">", b"<"
@@ -116,22 +119,31 @@ class Lanes:
             await self._link.abort()
 
 
+class _Moving:
+    """The pieces of a chunk on their way; ``left`` is guarded by the link. ``is_alone``: whoever waits for it is told at once."""
+
+    __slots__ = ("done", "is_alone", "left", "moved")
+
+    def __init__(self, left: int, moved: Callable[[], None] | None, done: asyncio.Future[None]) -> None:
+        self.left, self.moved, self.done, self.is_alone = left, moved or _unheard, done, moved is None
+
+
 class _Slot:
-    """Memory that waits for a message, and the task that waits for it."""
+    """Memory that waits for a message."""
 
-    __slots__ = ("done", "into")
+    __slots__ = ("into", "moving")
 
-    def __init__(self, into: memoryview, done: asyncio.Future[None]) -> None:
-        self.into, self.done = into, done
+    def __init__(self, into: memoryview, moving: _Moving) -> None:
+        self.into, self.moving = into, moving
 
 
 class _Outgoing:
-    """A message that waits to be sent."""
+    """Messages that wait to be sent, with tags that follow each other."""
 
-    __slots__ = ("data", "done", "tag")
+    __slots__ = ("data", "moving", "tag")
 
-    def __init__(self, tag: int, data: memoryview, done: asyncio.Future[None]) -> None:
-        self.tag, self.data, self.done = tag, data, done
+    def __init__(self, tag: int, data: Sequence[memoryview], moving: _Moving) -> None:
+        self.tag, self.data, self.moving = tag, data, moving
 
 
 class _LanesLink(Link):
@@ -143,7 +155,9 @@ class _LanesLink(Link):
         self._changed = threading.Condition()
         self._slots: dict[int, _Slot] = {}
         self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._waiting: dict[asyncio.Future[None], None] = {}
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._over: list[asyncio.Future[None]] = []
+        self._under_way = 0
         self._lanes: set[_Lane] = set()
         self._dialled: set[Direction] = set()
         self._error: DatastatesError | None = None
@@ -154,21 +168,24 @@ class _LanesLink(Link):
 
     async def send(self, tag: int, data: memoryview) -> None:
         """Send to the receiver of the tag at the other end, straight from where the bytes are."""
-        done = self._begin(_FROM_DIALLER)
-        self._outgoing.put(_Outgoing(tag, _flat(data), done))
-        await asyncio.shield(done)
+        await self._send_all(tag, [data], None)
 
     async def receive(self, tag: int, into: memoryview) -> None:
         """Receive from the sender of the tag at the other end, straight to where the bytes belong."""
         if into.readonly:
             raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
-        done = self._begin(_TO_DIALLER)
-        with self._changed:
-            if tag in self._slots:
-                raise PeerFault(f"tag {tag} is used twice at once")
-            self._slots[tag] = _Slot(_flat(into), done)
-            self._changed.notify_all()
-        await asyncio.shield(done)
+        await self._receive_all(tag, [into], None)
+
+    def send_all(self, tag: int, data: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[None]:
+        """Have one lane send all of it. The link must be aborted when the future is cancelled."""
+        return self._send_all(tag, data, moved)
+
+    def receive_all(self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[None]:
+        """Have memory wait, for any lane. The link must be aborted when the future is cancelled."""
+        return self._receive_all(tag, into, moved)
+
+    async def posted(self) -> None:
+        """Nothing to wait for: memory that waits here waits for anyone's bytes."""
 
     async def abort(self) -> None:
         """Shut every lane down, and wait until none of them is at anybody's memory."""
@@ -191,17 +208,39 @@ class _LanesLink(Link):
             lane.cut()
         return len(self._lanes)
 
-    def _begin(self, direction: Direction) -> asyncio.Future[None]:
+    def _send_all(self, tag: int, data: Sequence[memoryview], moved: Callable[[], None] | None) -> asyncio.Future[None]:
+        moving = _Moving(len(data), moved, self._loop.create_future())
+        if self._begin(_FROM_DIALLER, moving):
+            with self._changed:
+                self._wait_for(moving)
+            self._outgoing.put(_Outgoing(tag, [_flat(piece) for piece in data], moving))
+        return moving.done
+
+    def _receive_all(self, tag: int, into: Sequence[memoryview], moved: Callable[[], None] | None) -> asyncio.Future[None]:
+        moving = _Moving(len(into), moved, self._loop.create_future())
+        if self._begin(_TO_DIALLER, moving):
+            with self._changed:
+                if any(tag + n in self._slots for n in range(len(into))):
+                    _fail(moving.done, PeerFault(f"tag {tag} is used twice at once"))
+                    return moving.done
+                self._wait_for(moving)
+                self._slots.update((tag + n, _Slot(_flat(piece), moving)) for n, piece in enumerate(into))
+                self._changed.notify_all()
+        return moving.done
+
+    def _begin(self, direction: Direction, moving: _Moving) -> bool:
         if self._error is not None:
-            raise Disconnected(str(self._error))
+            _fail(moving.done, self._error)
+            return False
         if self._terms.where is not None and direction not in self._dialled:
             self._dialled.add(direction)
             for _ in range(LANES):
                 self._dial(self._terms.where, direction)
-        done: asyncio.Future[None] = self._loop.create_future()
-        self._waiting[done] = None
-        done.add_done_callback(self._settled)
-        return done
+        return True
+
+    def _wait_for(self, moving: _Moving) -> None:
+        self._waiting.add(moving.done)
+        self._under_way += not moving.is_alone
 
     def _dial(self, where: tuple[str, int], direction: Direction) -> None:
         terms = self._terms
@@ -229,12 +268,13 @@ class _LanesLink(Link):
                 self._error = error
             self._slots.clear()
             self._changed.notify_all()
+        self._finish()
         for lane in self._lanes:
             lane.end()
             self._outgoing.put(None)
-        for done in list(self._waiting):
-            if not done.done():
-                done.set_exception(Disconnected(str(self._error)))
+        for done in self._waiting:
+            _fail(done, self._error)
+        self._waiting.clear()
 
     async def _abort(self) -> None:
         self.fail(Disconnected("the link was aborted"))
@@ -242,10 +282,13 @@ class _LanesLink(Link):
             self._idle.clear()
             await self._idle.wait()
 
-    def _settled(self, done: asyncio.Future[None]) -> None:
-        self._waiting.pop(done, None)
-        if not done.cancelled():
-            done.exception()  # looked at: who began it may wait no more
+    def _finish(self) -> None:
+        with self._changed:
+            over, self._over = self._over, []
+        for done in over:
+            self._waiting.discard(done)
+            if not done.done():
+                done.set_result(None)
 
     def _look(self) -> None:
         self._idle.set()
@@ -276,10 +319,18 @@ class _LanesLink(Link):
             lane.is_busy = True
             return outgoing
 
-    def moved(self, lane: _Lane, done: asyncio.Future[None]) -> None:
-        """A message is over."""
+    def moved(self, lane: _Lane, moving: _Moving, count: int = 1) -> None:
+        """So many messages are over."""
         lane.is_busy = False
-        self._call(_set, done)
+        with self._changed:
+            moving.left -= count
+            if moving.left:
+                return
+            self._over.append(moving.done)
+            self._under_way -= not moving.is_alone
+            is_due = moving.is_alone or len(self._over) >= _AT_ONCE or self._under_way < _AT_ONCE
+        if is_due:
+            self._call(self._finish)
 
     def ended(self, lane: _Lane, error: str) -> None:
         """A lane is no more."""
@@ -293,8 +344,7 @@ class _LanesLink(Link):
         self._look()
 
     def _refuse(self, slot: _Slot, fault: PeerFault) -> None:
-        if not slot.done.done():
-            slot.done.set_exception(fault)
+        _fail(slot.moving.done, fault)
         self.fail(Disconnected(str(fault)))
 
     def _call(self, work: Callable[..., object], *arguments: Any) -> None:
@@ -372,15 +422,20 @@ class _Lane:
 
     def _send(self, link: _LanesLink) -> None:
         while (outgoing := link.next_outgoing(self)) is not None:
-            left = [memoryview(_message.pack(outgoing.tag, outgoing.data.nbytes)), outgoing.data]
-            if isinstance(self._connection, ssl.SSLSocket):
-                for part in left:
-                    self._connection.sendall(part)
-            else:
-                while left:
-                    left = _rest(left, self._connection.sendmsg(left))
-            link.moved(self, outgoing.done)
-            del outgoing, left
+            for n, data in enumerate(outgoing.data):
+                self._put(memoryview(_message.pack(outgoing.tag + n, data.nbytes)), data)
+                outgoing.moving.moved()
+            link.moved(self, outgoing.moving, len(outgoing.data))
+            del outgoing, data
+
+    def _put(self, header: memoryview, data: memoryview) -> None:
+        left = [header, data]
+        if isinstance(self._connection, ssl.SSLSocket):
+            for part in left:
+                self._connection.sendall(part)
+            return
+        while left:
+            left = _rest(left, self._connection.sendmsg(left))
 
     def _receive(self, link: _LanesLink) -> None:
         header = memoryview(bytearray(_message.size))
@@ -389,7 +444,8 @@ class _Lane:
             slot = link.next_slot(self, tag, length)
             if slot is None or not self._fill(slot.into):
                 return
-            link.moved(self, slot.done)
+            slot.moving.moved()
+            link.moved(self, slot.moving)
             del slot
 
     def _fill(self, memory: memoryview) -> bool:
@@ -417,6 +473,11 @@ def _flat(memory: memoryview) -> memoryview:
     return memory if memory.format == "B" and memory.ndim == 1 else memory.cast("B")
 
 
-def _set(done: asyncio.Future[None]) -> None:
+def _fail(done: asyncio.Future[None], error: DatastatesError) -> None:
     if not done.done():
-        done.set_result(None)
+        done.set_exception(error if isinstance(error, PeerFault) else Disconnected(str(error)))
+        done.exception()  # looked at: who began it may wait no more
+
+
+def _unheard() -> None:
+    pass
