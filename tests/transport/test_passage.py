@@ -109,7 +109,7 @@ def test_nobody_else_may_look_into_the_folder_of_the_socket(echo: Echo, stack: E
 def test_a_stranger_does_not_reach_the_server(echo: Echo, stack: ExitStack) -> None:
     gate = gate_to(echo, secrets.token_bytes(32), stack)
     assert not passage_by([gate], secrets.token_bytes(32), stack).is_open()
-    for said in (b"", b"\0" * 64, secrets.token_bytes(1 << 16)):
+    for said in (b"", b"\0" * 64, secrets.token_bytes(1 << 16), b"dsPass1\n" + b"\0" * 64):
         with socket.create_connection(("127.0.0.1", gate.port), timeout=20) as stranger:
             heard = b""
             with suppress(OSError):
@@ -119,6 +119,22 @@ def test_a_stranger_does_not_reach_the_server(echo: Echo, stack: ExitStack) -> N
                     heard += more
             assert len(heard) in {0, 32}
     assert echo.visits == 0
+
+
+def test_strangers_who_say_nothing_or_half_of_it_keep_nobody_out(echo: Echo, stack: ExitStack) -> None:
+    key = secrets.token_bytes(32)
+    gate = gate_to(echo, key, stack)
+    passage = passage_by([gate], key, stack)
+    with through(passage) as early:
+        assert exchanged(early, b"early") == b"EARLY"
+        for number in range(200):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", gate.port), timeout=20))
+            with suppress(ConnectionError):
+                stranger.sendall([b"", b"dsPass1\n", b"dsPass1\n" + secrets.token_bytes(32)][number % 3])
+        with through(passage) as late:
+            assert exchanged(late, b"late") == b"LATE"
+        assert exchanged(early, b"still") == b"STILL"
+    assert echo.visits == 2
 
 
 def test_an_impostor_at_the_gate_gets_no_word_of_what_is_said(stack: ExitStack) -> None:
@@ -135,7 +151,7 @@ def test_an_impostor_at_the_gate_gets_no_word_of_what_is_said(stack: ExitStack) 
                 connection.sendall(os.urandom(64))
                 while more := connection.recv(1 << 16):
                     heard += more
-    assert len(heard) == 64
+    assert len(heard) == 72
     assert b"secret" not in heard
 
 

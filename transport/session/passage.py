@@ -2,13 +2,13 @@
 
     a program -> Passage: a Unix socket in a folder of this user -> Gate: a port of the other process -> the server
 
-    passage -> nonce
+    passage -> "dsPass1\n", nonce
     gate    -> nonce
     passage -> HMAC(key, "passage", both nonces)
     gate    -> HMAC(key, "gate", both nonces)
     both    -> the bytes of the server's own protocol, as they are
 
-A gate leads to the one server that it was made for. Whoever knows the key passes; a stranger costs a connection for some seconds. The
+A gate leads to the one server that it was made for. Whoever knows the key passes; strangers give way to newcomers (``admission``). The
 passage encrypts nothing: what passes is as safe on the network as it would be on the way to the server without TLS.
 """
 
@@ -27,14 +27,19 @@ from pathlib import Path
 from typing import Any
 
 from datastates.errors import Closed
+from datastates.system.admission import Admission, Limits
 from datastates.transport import loop
-from datastates.transport.wire.sockets import keep_from_children, set_up, stop_listening, who
+from datastates.transport.wire.arrival import Arrival, Door
+from datastates.transport.wire.sockets import keep_from_children, let_go_by, set_up, stop_listening, who
+from datastates.transport.wire.visitors import Visitors
 
 __all__ = ["Gate", "Passage"]
 
+_HELLO = b"dsPass1\n"
 _NONCE_BYTES = _CODE_BYTES = 32
 _MEET_S = 5.0
 _MOST_STRANGERS = 64
+_BACKLOG = 128
 _BUFFER_BYTES = 1 << 18
 
 
@@ -46,10 +51,11 @@ class Gate:
 
     def __init__(self, server: tuple[str, int] | str, key: bytes, *, most: int) -> None:
         self._server, self._key, self._most = server, key, most
-        self._strangers = 0
-        self._visits: set[asyncio.Task[None]] = set()
+        places = most + _MOST_STRANGERS
+        self._door = Door(Admission(Limits(connections=places, per_address=places, proof_s=_MEET_S)))
+        self._visits: dict[asyncio.Task[None], socket.socket] = {}
         self._passing: set[asyncio.StreamWriter] = set()
-        self._listening: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
         self.port = loop.run(self._open())
 
     @property
@@ -60,42 +66,57 @@ class Gate:
     def close(self) -> None:
         """Let nobody through any more; idempotent."""
         with suppress(Closed):  # the process is ending, and has closed all its connections
-            loop.run(_closed(self._listening, self._passing))
+            loop.run(self._close())
 
     async def _open(self) -> int:
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        listening = socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
-        keep_from_children(self, listening)
-        self._listening = await asyncio.start_server(self._come, sock=listening, limit=_BUFFER_BYTES)
-        return int(listening.getsockname()[1])
+        self._listening = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=family == socket.AF_INET6)
+        self._listening.setblocking(False)
+        keep_from_children(self, self._listening)
+        port = int(self._listening.getsockname()[1])
+        self._visitors = Visitors(self._listening, self._door, word=_word, arrived=self._come, name=f"port {port}")
+        return port
 
-    def _come(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        visit = asyncio.create_task(self._visit(reader, writer))
-        self._visits.add(visit)  # the loop itself keeps no task
-        visit.add_done_callback(self._visits.discard)
-
-    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._strangers >= _MOST_STRANGERS or len(self._passing) >= self._most:
-            writer.close()
+    async def _close(self) -> None:
+        if self._listening is None:
             return
-        keep_from_children(writer, writer.get_extra_info("socket"))
-        is_ours = False
-        self._strangers += 1
+        self._visitors.close()
+        self._listening.close()
+        self._listening = None
+        let_go_by(self)
+        visits = dict(self._visits)
+        for visit in visits:
+            visit.cancel()
+        if visits:
+            await asyncio.wait(visits)
+        for connection in visits.values():  # a task that was cancelled before it began has closed nothing
+            connection.close()
+
+    def _come(self, connection: socket.socket, arrival: Arrival, _: bytes) -> None:
+        visit = asyncio.create_task(self._visit(connection, arrival))
+        self._visits[visit] = connection
+        visit.add_done_callback(self._visits.pop)
+        visit.add_done_callback(lambda _: arrival.release())
+
+    async def _visit(self, connection: socket.socket, arrival: Arrival) -> None:
         try:
-            async with asyncio.timeout(_MEET_S):
-                is_ours = await self._greet(reader, writer)
-        except (OSError, EOFError, TimeoutError):
+            reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER_BYTES)
+        except OSError:  # it left at once
+            connection.close()
+            return
+        try:
+            is_ours = len(self._passing) < self._most and await self._greet(reader, writer)
+            if is_ours:
+                arrival.hold()
+                await _joined(reader, writer, self._dial, self._passing)
+        except (OSError, EOFError):
             pass
         finally:
-            self._strangers -= 1
-        if is_ours:
-            await _joined(reader, writer, self._dial, self._passing)
-        else:
             writer.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         set_up(writer.get_extra_info("socket"))
-        theirs, ours = await reader.readexactly(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+        theirs, ours = (await reader.readexactly(len(_HELLO) + _NONCE_BYTES))[len(_HELLO) :], secrets.token_bytes(_NONCE_BYTES)
         writer.write(ours)
         if not hmac.compare_digest(await reader.readexactly(_CODE_BYTES), _code(self._key, b"passage", theirs + ours)):
             return False
@@ -129,8 +150,14 @@ class Passage:
     def close(self) -> None:
         """Close the socket and take it away; idempotent."""
         with suppress(Closed):  # the process is ending, and has closed all its connections
-            loop.run(_closed(self._listening, self._passing))
+            loop.run(self._close())
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def _close(self) -> None:
+        if self._listening is not None:
+            await stop_listening(self._listening)
+        for writer in list(self._passing):
+            writer.close()
 
     async def _open(self, name: str) -> None:
         self._listening = await asyncio.start_unix_server(self._come, self.folder / name, limit=_BUFFER_BYTES)
@@ -174,7 +201,7 @@ class Passage:
 
     async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         ours = secrets.token_bytes(_NONCE_BYTES)
-        writer.write(ours)
+        writer.write(_HELLO + ours)
         both = ours + await reader.readexactly(_NONCE_BYTES)
         writer.write(_code(self._key, b"passage", both))
         return hmac.compare_digest(await reader.readexactly(_CODE_BYTES), _code(self._key, b"gate", both))
@@ -209,11 +236,8 @@ async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
-async def _closed(listening: asyncio.Server | None, passing: set[asyncio.StreamWriter]) -> None:
-    if listening is not None:
-        await stop_listening(listening)
-    for writer in list(passing):
-        writer.close()
+def _word(said: bytes) -> int:
+    return len(_HELLO) + _NONCE_BYTES if _HELLO.startswith(said[: len(_HELLO)]) else 0
 
 
 def _code(key: bytes, role: bytes, nonces: bytes) -> bytes:
