@@ -11,6 +11,7 @@ from sqlalchemy import bindparam, case, insert, select
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput
+from datastates.lineage.batches import batches
 from datastates.lineage.lookup import id_of
 from datastates.lineage.lookup import states as load
 from datastates.lineage.schema import CloneRow, RepositoryRow, RunRow, StateRow, from_us, table, to_us
@@ -72,8 +73,8 @@ def repository_uid(session: Session) -> str:
 def known(session: Session, uids: Iterable[str]) -> dict[str, str]:
     """The digest of each of these states that is here."""
     wanted, found = list(uids), dict[str, str]()
-    for start in range(0, len(wanted), _BATCH):
-        rows = session.execute(_DIGESTS, {"uids": wanted[start : start + _BATCH]})
+    for batch in batches(wanted, _BATCH):
+        rows = session.execute(_DIGESTS, {"uids": batch})
         found.update((row.uid, row.digest) for row in rows)
     return found
 
@@ -120,8 +121,8 @@ def note(session: Session, uid: str, *, node: str, source: str, bytes_moved: int
 def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
     """Those of these states whose bytes can be relied on as much as the party: captured here, or never from anyone else."""
     wanted, parties = list(uids), dict[str, set[str]]()
-    for start in range(0, len(wanted), _BATCH):
-        for row in session.execute(_PARTIES, {"uids": wanted[start : start + _BATCH]}):
+    for batch in batches(wanted, _BATCH):
+        for row in session.execute(_PARTIES, {"uids": batch}):
             others = parties.setdefault(row.uid, set())
             if row.source != party and not (row.source is None and row.run_id is not None):
                 others.add(row.source or "unknown")
@@ -145,8 +146,8 @@ def import_ancestry(session: Session, states: Sequence[State]) -> int:
         if state.uid not in here:
             news.append(_new(state, here, status=Status.EVICTED, run=runs.get(state.uid)))
             here[state.uid] = state.digest
-    for start in range(0, len(news), _BATCH):
-        record_all(session, news[start : start + _BATCH])
+    for batch in batches(news, _BATCH):
+        record_all(session, batch)
     return len(news)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BindParameter, Select, bindparam, select
 
+from datastates.lineage.batches import batches
 from datastates.lineage.change.awaited import WHYS
 from datastates.lineage.lookup import states
 from datastates.lineage.schema import PartRow, StateRow, table
@@ -49,8 +50,7 @@ def outcomes_of(session: Session, asked: Iterable[tuple[str, int]]) -> tuple[dic
     uids = list(ranks)
     found: dict[str, Outcome] = {}
     forgotten: list[tuple[str, int]] = []
-    for start in range(0, len(uids), _BATCH):
-        batch = uids[start : start + _BATCH]
+    for batch in batches(uids, _BATCH):
         ids = {row.uid: row.id for row in session.execute(_IDS, {"uids": batch})}
         whole = dict(zip(ids, states(session, list(ids.values())), strict=True)) if ids else {}
         digests = _digests(session, {parent for each in whole.values() for parent in each.parents})

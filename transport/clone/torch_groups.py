@@ -43,6 +43,8 @@ class TorchGroup(Group):
         self._rank: int = dist.get_rank(self._group)
         self._size = len(self._ranks)
         self._is_closed, self._is_broken = False, False
+        # its name since torch 2.13, where the older one warns
+        self._gather: Any = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
     @property
     def rank(self) -> int:
@@ -57,14 +59,14 @@ class TorchGroup(Group):
 
         check(value, is_closed=self._is_closed)
         lengths = torch.zeros(self._size, dtype=torch.int64)
-        self._wait(self._dist.all_gather_into_tensor, lengths, torch.tensor([len(value)]))
+        self._wait(self._gather, lengths, torch.tensor([len(value)]))
         longest = int(lengths.max())
         if not longest:
             return [b""] * self._size
         given, got = torch.zeros(longest, dtype=torch.uint8), torch.empty(self._size * longest, dtype=torch.uint8)
         if value:
             given[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        self._wait(self._dist.all_gather_into_tensor, got, given)
+        self._wait(self._gather, got, given)
         return [row[: int(length)].numpy().tobytes() for row, length in zip(got.view(-1, longest), lengths, strict=True)]
 
     def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
