@@ -87,6 +87,7 @@ def test_every_example_is_run_by_a_test() -> None:
         "mpi_data_parallel.py",  # test_examples_of_ranks
         "own_module.py",
         "own_tier.py",
+        "parallel_variants.py",  # test_examples_of_ranks
         "pbt.py",
         "resume.py",
         "rewind.py",
