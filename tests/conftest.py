@@ -27,7 +27,8 @@ from datastates.lineage import Database
 from datastates.lineage.migrations import HEAD, upgrade
 from datastates.lineage.schema import Base
 from datastates.opening import environment
-from tests.support import effort, ready
+from tests.support import costs, effort, ready
+from tests.support.costs import pytest_runtest_protocol as pytest_runtest_protocol
 
 try:
     import psycopg
@@ -62,10 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def group_of(item: pytest.Item) -> str | None:
-    """Within which a test takes turns: the marker's, or the cases of one test; None for a test that runs always."""
+    """Within which a test takes turns: the marker's, the cases of one test, or the costly ones of a folder; None: it runs always."""
     marker = item.get_closest_marker("in_turn")
     if marker is None:
-        return None
+        return costs.group_of(item)
     return str(marker.args[0]) if marker.args else item.nodeid.partition("[")[0]
 
 
