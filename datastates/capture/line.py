@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,8 @@ class Line:
     return at once and raise nothing. Owned by the engine thread while captures are in flight.
 
     ``part`` says that it captures one rank's part of each state, ``reduce`` how the metrics of all ranks go together. Its ``tip`` is then
-    the newest state that is whole, and ``named`` what it captured, or skipped, last: what the next part names as its parent.
+    the newest state that is whole, and ``named`` what it captured, or skipped, last: what the next part names as its parent. ``arrived``
+    are the ranks whose parts came with a state that no line captured.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Line:
     choice: CadenceChoice | None = field(default=None, repr=False)
     listeners: list[Callable[[State], None]] = field(default_factory=list, repr=False)
     part: Part | None = None
+    arrived: Sequence[int] = (0,)
     reduce: Reduce = FIRST
     named: str | None = field(init=False, default=None)
 
@@ -75,6 +77,11 @@ class Line:
     def size(self) -> int:
         """How many parts its states have."""
         return 1 if self.part is None else self.part.size
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Whose parts of its states this process has."""
+        return self.arrived if self.part is None else (self.part.rank,)
 
     def follow(self, uid: str) -> str | None:
         """The uid that a part names as its parent, and that the next one names this; None where a state is no part: it hangs on the tip."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,6 +88,8 @@ class Register:
         self._lines: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
         self._left: dict[str, str] = {}
+        self._near: dict[str, Sequence[int]] = {}
+        """Of each durable state that stays off the further tiers, whose parts this process has."""
         self._write_error: BaseException | None = None
         listener = Listener(
             self._on_recorded, self._on_durable, self._on_untold, self._on_whole, self._on_given_up, self._on_wanted, self._on_lost
@@ -125,8 +127,9 @@ class Register:
 
     def adopt(self, uid: str, base: Manifest | None) -> None:
         """A state that no line captured is in memory."""
+        ranks = self._memory.ranks(uid)
         with self._lock:
-            self._lines.setdefault(uid, Line(f"clone of {uid}", "", None, base))
+            self._lines.setdefault(uid, Line(f"clone of {uid}", "", None, base, arrived=ranks))
 
     def progress_of(self, uid: str) -> Progress | None:
         """How far a capture has come that is on its way or in memory."""
@@ -321,15 +324,19 @@ class Register:
             is_part = progress.state.world_size > 1
             progress.advance(replace(progress.state, status=Status.DURABLE, bytes_new=progress.state.bytes_new if is_part else added))
         with self._lock:
+            line = self._lines.get(uid)
+            ranks = (0,) if line is None else line.ranks
             is_near = self._engine.keeps_near(uid)
+            if is_near:
+                self._near[uid] = ranks
         if not is_near:
-            self._copies.put(uid, progress)
+            self._copies.put(uid, ranks, progress)
         self._forget_left(uid)
 
     def pass_on(self, uids: Iterable[str]) -> None:
         """Durable states that were kept near go on to the further tiers. Runs under the lock."""
         for uid in uids:
-            self._copies.put(uid, self._progress.get(uid))
+            self._copies.put(uid, self._near.pop(uid, (0,)), self._progress.get(uid))
 
     def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
         """Late, the lineage refused a state (then it leaves, and its line goes on from the one before), or its replica on disk."""

@@ -113,7 +113,7 @@ class Runner:
         self._engine = Engine(most_held=min(MOST_HELD, max(arena.capacity, _LEAST_HELD)))
         self._paces = Paces(books.database)
         self._own = Own(config.modules, memory, self._changed.ring)
-        self._copies = Copies(local, further, books.database, self._changed.ring)
+        self._copies = Copies(local, further, books.database, self._changed.ring, config.group_patience_s)
         locked = Locked(self._engine, self._lock, self._changed, self._post)
         self._register = Register(
             books,

@@ -2,6 +2,9 @@
 
 Each state that becomes durable is put onto each further tier, in that order. A tier that fails is tried again with the next state,
 and once more at the end; until then its states wait. What waits is bytes on disk and a uid here, so it costs nothing.
+
+Of a state of several parts each rank puts its own. Who waits for the state is told once the parts of the others are there too: the lineage
+is asked for that, after 0.25 s and then half as often each time.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from datastates.content.manifest import Manifest
-from datastates.errors import Corrupt, NotFound, Unavailable
-from datastates.lineage.change.replicas import mark
+from datastates.errors import Corrupt, DatastatesError, NotFound, Unavailable, Unsupported
+from datastates.lineage.change.replicas import SAFETY, mark
 from datastates.lineage.database import Database
-from datastates.lineage.states import State
+from datastates.lineage.search import walk
+from datastates.lineage.states import State, Status
 from datastates.store.tier import SupportsManifests, Tier
 from datastates.store.tiers import payload_of
 from datastates.system.logs import event
@@ -29,6 +33,8 @@ from datastates.system.priority import yield_disk
 __all__ = ["Copies", "Told"]
 
 _logger = logging.getLogger(__name__)
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.25, 4.0
 
 
 class Told(Protocol):
@@ -49,15 +55,30 @@ class Told(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Turn:
     uid: str
+    ranks: Sequence[int]
     tier: Tier
     told: Told | None
 
+    def tell(self, status: Status) -> None:
+        if self.told is not None and self.told.state is not None:
+            self.told.advance(replace(self.told.state, status=status))
+
+    def give_up(self, why: str) -> None:
+        if self.told is not None:
+            self.told.give_up(why)
+
 
 class Copies:
-    """Without further tiers it has no thread and costs nothing. ``on_done`` is called after each attempt."""
+    """Without further tiers it has no thread and costs nothing. ``on_done`` is called after each attempt. Who waits for the parts of
+    other ranks is told after ``patience_s`` that they are missing.
+    """
 
-    def __init__(self, durable: Tier, further: Sequence[Tier], database: Database, on_done: Callable[[], None]) -> None:
+    def __init__(self, durable: Tier, further: Sequence[Tier], database: Database, on_done: Callable[[], None], patience_s: float) -> None:
         self._durable, self._further, self._database, self._on_done = durable, further, database, on_done
+        self._patience_s = patience_s
+        self._halves: list[tuple[_Turn, float]] = []
+        """What waits for the parts of other ranks, and since when."""
+        self._look_at = self._look_every_s = 0.0
         self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
         self._late: dict[str, deque[_Turn]] = {tier.name: deque() for tier in further}
         self._put = self._done = 0  # each is written by one thread at a time
@@ -84,13 +105,13 @@ class Copies:
         with self._lock:
             return uid in self._waiting
 
-    def put(self, uid: str, told: Told | None) -> None:
-        """A state became durable. Any thread; never waits."""
+    def put(self, uid: str, ranks: Sequence[int], told: Told | None) -> None:
+        """A state became durable, of which this process has the parts of these ranks. Any thread; never waits."""
         with self._lock:
             for tier in self._further:
                 self._waiting[uid] += 1
                 self._put += 1
-                self._turns.put(_Turn(uid, tier, told))
+                self._turns.put(_Turn(uid, ranks, tier, told))
 
     def close(self) -> None:
         """End the thread, once it has tried what waits; ``join`` waits for it. Idempotent."""
@@ -103,7 +124,7 @@ class Copies:
 
     def _run(self) -> None:
         yield_disk()
-        while (turn := self._turns.get()) is not None:
+        while (turn := self._next()) is not None:
             late = self._late[turn.tier.name]
             late.append(turn)
             self._work_off(late)
@@ -111,6 +132,23 @@ class Copies:
             self._on_done()
         for tier in self._further:
             self._give_up(tier, self._late[tier.name])
+        self._look()
+        for turn, _ in self._halves:
+            turn.give_up(
+                f"state {turn.uid} is durable, and not all of its parts were on the {turn.tier.name} tier when its repository was closed"
+            )
+            self._forget(turn)
+
+    def _next(self) -> _Turn | None:
+        while self._halves:
+            left = self._look_at - time.monotonic()
+            if left > 0:
+                with suppress(queue.Empty):
+                    return self._turns.get(timeout=left)
+            self._look()
+            self._look_every_s = min(2 * self._look_every_s, _LAST_LOOK_S)
+            self._look_at = time.monotonic() + self._look_every_s
+        return self._turns.get()
 
     def _work_off(self, late: deque[_Turn]) -> None:
         """Copy what waits for one tier, in order, until it fails."""
@@ -118,11 +156,11 @@ class Copies:
         while late:
             turn = late[0]
             try:
-                self._copy(turn)
-            except Corrupt as exc:
+                is_whole = self._copy(turn)
+            except (Corrupt, Unsupported) as exc:
                 _logger.warning("state %s is not put onto the %s tier: %s", turn.uid, turn.tier.name, exc)
-                if turn.told is not None:
-                    turn.told.give_up(f"state {turn.uid} is not put onto the {turn.tier.name} tier: {exc}")
+                turn.give_up(f"state {turn.uid} is not put onto the {turn.tier.name} tier: {exc}")
+                is_whole = True  # as far as it goes
             except Exception as exc:  # a tier of the user's may raise anything; it is tried again
                 newest = late[-1]  # those before it were told when they came
                 said = f"state {newest.uid} is durable and not on the {turn.tier.name} tier: {exc}; it is tried again with the next"
@@ -133,24 +171,66 @@ class Copies:
                         "%s", said, exc_info=exc, extra=event("tier.away", tier=turn.tier.name, state=newest.uid, reason=str(exc))
                     )
                 return
-            self._forget(late.popleft())
+            late.popleft()
+            if is_whole:
+                self._forget(turn)
+            else:
+                self._await_others(turn)
             if was_late:
                 _logger.warning("the %s tier takes states again", turn.tier.name, extra=event("tier.back", tier=turn.tier.name))
                 was_late = False
 
-    def _copy(self, turn: _Turn) -> None:
-        try:
-            reader = self._durable.open(turn.uid)
-        except NotFound:
-            return  # it was dropped meanwhile
-        began = time.monotonic()
-        with reader:
-            placed = turn.tier.put(payload_of(reader), base=_relative(turn.tier, reader.manifest))
-        with self._database.write(durable=True) as session:
-            now = mark(session, turn.uid, turn.tier.gives, tier=turn.tier.name, node=turn.tier.node, bytes=placed.bytes_new)
-        self._took_s[turn.tier.name] = time.monotonic() - began
-        if turn.told is not None and turn.told.state is not None:
-            turn.told.advance(replace(turn.told.state, status=now))
+    def _copy(self, turn: _Turn) -> bool:
+        """Put what this process has of a state; whether the whole state is on the tier now, or will not be."""
+        tier, began, now = turn.tier, time.monotonic(), None
+        for rank in turn.ranks:
+            try:
+                reader = self._durable.open_part(turn.uid, rank)
+            except NotFound:
+                return True  # it was dropped meanwhile
+            with reader:
+                size = reader.manifest.origin.world_size
+                if size > 1 and not tier.holds_parts:
+                    raise Unsupported(f"it has {size} parts, and that tier holds states of one: load it, and capture that")
+                placed = tier.put(payload_of(reader), base=_relative(tier, reader.manifest))
+            with self._database.write(durable=True) as session:
+                now = mark(session, turn.uid, tier.gives, tier=tier.name, node=tier.node, rank=rank, bytes=placed.bytes_new)
+        self._took_s[tier.name] = time.monotonic() - began
+        if now is None or not _is_as_safe(now, tier):
+            return False
+        turn.tell(now)
+        return True
+
+    def _await_others(self, turn: _Turn) -> None:
+        self._halves.append((turn, time.monotonic()))
+        self._look_every_s = _FIRST_LOOK_S
+        self._look_at = time.monotonic() + _FIRST_LOOK_S
+
+    def _look(self) -> None:
+        """Ask the lineage which states have come to be whole on their tiers."""
+        halves, self._halves = self._halves, []
+        for turn, since in halves:
+            try:
+                with self._database.read() as session:
+                    now = walk.state(session, turn.uid).status
+            except NotFound:
+                now = Status.EVICTED
+            except DatastatesError:
+                now = Status.DURABLE  # the lineage is away: it is asked again
+            if _is_as_safe(now, turn.tier):
+                turn.tell(now)
+            elif not now.is_restorable:
+                turn.give_up(f"state {turn.uid} was dropped before all of its parts were on the {turn.tier.name} tier")
+            else:
+                self._halves.append((turn, since))
+                self._hold_up(turn, time.monotonic() - since)
+                continue
+            self._forget(turn)
+
+    def _hold_up(self, turn: _Turn, waited_s: float) -> None:
+        if waited_s > self._patience_s and turn.told is not None:
+            said = f"state {turn.uid} is durable, and parts of other ranks are not on the {turn.tier.name} tier after {waited_s:.0f} s"
+            turn.told.hold_up(Unavailable(f"{said}: see in the logs of those ranks why, or wait again"))
 
     def _give_up(self, tier: Tier, late: deque[_Turn]) -> None:
         self._work_off(late)
@@ -158,14 +238,17 @@ class Copies:
             _logger.warning("%d states are durable, and not on the %s tier, the last of them %s", len(late), tier.name, late[-1].uid)
         for turn in late:
             self._forget(turn)
-            if turn.told is not None:
-                turn.told.give_up(f"state {turn.uid} is durable, and not on the {tier.name} tier, as its repository was closed")
+            turn.give_up(f"state {turn.uid} is durable, and not on the {tier.name} tier, as its repository was closed")
 
     def _forget(self, turn: _Turn) -> None:
         with self._lock:
             self._waiting[turn.uid] -= 1
             if not self._waiting[turn.uid]:
                 del self._waiting[turn.uid]
+
+
+def _is_as_safe(now: Status, tier: Tier) -> bool:
+    return SAFETY[now] >= SAFETY[tier.gives]
 
 
 def _relative(tier: Tier, manifest: Manifest) -> Manifest | None:

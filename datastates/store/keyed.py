@@ -19,7 +19,7 @@ from .tier import Payload, Placed, Reader, Tier
 
 __all__ = ["KeyedTier"]
 
-_STATE, _CHUNK = "state/", "chunk/"
+_STATE, _PART, _CHUNK = "state/", "part/", "chunk/"
 _UID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
@@ -27,8 +27,11 @@ class KeyedTier(Tier):
     """A tier that keeps each state as objects under keys; a subclass says how one of them is read, written and listed.
 
     A chunk lies under its BLAKE3 digest, so that states share what is equal. The object that makes a state visible is written last. A
-    state is fetched whole when it is opened, and nothing is ever removed.
+    state is fetched whole when it is opened, and nothing is ever removed. Each rank of a job puts its part under a key of its own, which
+    looks like any other to the subclass.
     """
+
+    holds_parts = True
 
     def __init__(self) -> None:
         self._lock, self._is_closed = Lock(), False
@@ -51,38 +54,43 @@ class KeyedTier(Tier):
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
         """Write the chunks that are not there yet, then the state."""
         payload.check()
-        uid, keys, bytes_new = payload.manifest.origin.uid, list[str](), 0
+        origin, keys, bytes_new = payload.manifest.origin, list[str](), 0
         with self._lock:  # or two threads would write, and count, the same chunk
-            if not self.has(uid):
+            if not self._has(origin.uid, origin.rank):
                 for view in payload.chunks:
                     keys.append(f"{_CHUNK}{blake3(view).hexdigest()}")
                     if not self._holds(keys[-1]):
                         self.write(keys[-1], bytes(view))
                         bytes_new += view.nbytes
-                self.write(f"{_STATE}{uid}", msgspec.msgpack.encode([encode(payload.manifest), keys]))
+                self.write(_key(origin.uid, origin.rank), msgspec.msgpack.encode([encode(payload.manifest), keys]))
         return Placed(payload.manifest, bytes_new)
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
-        """Fetch a state.
+        """Fetch a state; of one of several parts, that of rank 0.
 
         :raises NotFound: it is not here.
         :raises Corrupt: a chunk of it is gone, or what lists them is damaged.
         """
-        place = f"the {self.name} tier"
-        if not self.has(uid):
-            raise NotFound(f"state {uid} is not on {place}")
+        return self.open_part(uid, 0, verify=verify)
+
+    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
+        """Fetch the part of one rank."""
+        place, what = f"the {self.name} tier", f"rank {rank} of state {uid}" if rank else f"state {uid}"
+        if not self._has(uid, rank):
+            raise NotFound(f"{what} is not on {place}")
         try:
-            manifest, keys = msgspec.msgpack.decode(self.read(f"{_STATE}{uid}"), type=tuple[bytes, list[str]])
+            encoded, keys = msgspec.msgpack.decode(self.read(_key(uid, rank)), type=tuple[bytes, list[str]])
             chunks = [self.read(key) for key in keys]
         except (KeyError, msgspec.DecodeError) as exc:
-            raise Corrupt(f"state {uid} is damaged on {place} ({exc}): restore another state") from exc
-        return HeldReader(decode(manifest, source=place), chunks, source=place, verify=verify)
+            raise Corrupt(f"{what} is damaged on {place} ({exc}): restore another state") from exc
+        manifest = decode(encoded, source=place)
+        if (manifest.origin.uid, manifest.origin.rank) != (uid, rank):
+            raise Corrupt(f"{what} is damaged on {place}, which has another one under its key: restore another state")
+        return HeldReader(manifest, chunks, source=place, verify=verify)
 
     def has(self, uid: str) -> bool:
-        """Whether a state is here."""
-        if self._is_closed:
-            raise Closed(f"the {self.name} tier is closed: make another one")
-        return _UID.fullmatch(uid) is not None and self._holds(f"{_STATE}{uid}")
+        """Whether a state is here; of one of several parts, that of rank 0."""
+        return self._has(uid, 0)
 
     def uids(self) -> Iterator[str]:
         """The uid of every state that is here."""
@@ -92,5 +100,15 @@ class KeyedTier(Tier):
         """Use it no more; what a subclass opened it closes itself."""
         self._is_closed = True
 
+    def _has(self, uid: str, rank: int) -> bool:
+        if self._is_closed:
+            raise Closed(f"the {self.name} tier is closed: make another one")
+        return _UID.fullmatch(uid) is not None and self._holds(_key(uid, rank))
+
     def _holds(self, key: str) -> bool:
         return key in self.keys(key)
+
+
+def _key(uid: str, rank: int) -> str:
+    """Where a part is listed. No key has a dot, or is another one's folder: a subclass may make files of them."""
+    return f"{_PART}{uid}/{rank}" if rank else f"{_STATE}{uid}"

@@ -74,6 +74,7 @@ class LocalTier(DurableTier):
 
     name = "local"
     gives = Status.DURABLE
+    holds_parts = True
 
     def __init__(
         self,
@@ -207,12 +208,9 @@ class LocalTier(DurableTier):
     def remove(self, uid: str) -> int:
         """See ``DurableTier.remove``."""
         self._check_open()
-        name = manifest_name(uid, self._rank)
-        if uid_of(name, "manifest") is None:
-            return 0
         try:
             with locked(self.root, is_shared=False):
-                return self._remove(name)
+                return self._remove(self._names_of([uid]))
         except OSError as exc:
             raise Unavailable(f"state {uid} was not removed from {self.root} ({exc})") from exc
 
@@ -380,12 +378,13 @@ class LocalTier(DurableTier):
             why = f"is damaged ({exc})"
         raise Conflict(f"state {uid} was not written: {here} {why}; drop that one, or delete the file, and bring this state again")
 
-    def _remove(self, name: str) -> int:
+    def _remove(self, names: list[str]) -> int:
         """Runs under the exclusive lock."""
-        here, unneeded = self._references.freed([name])
+        here, unneeded = self._references.freed(names)
         if not here:
             return 0
-        (self.root / name).unlink(missing_ok=True)
+        for name in here:
+            (self.root / name).unlink(missing_ok=True)
         sync_folder(self.root)
         self._on_step("manifest-removed")
         freed = 0

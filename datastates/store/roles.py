@@ -181,7 +181,9 @@ class DurableTier(Tier):
 
     @abstractmethod
     def remove(self, uid: str) -> int:
-        """Delete a state's manifest, then the packs that no other manifest in the folder needs. The payload bytes set free."""
+        """Delete a state's manifests, those of all its parts, then the packs that no other manifest in the folder needs. The payload
+        bytes set free.
+        """
 
     @abstractmethod
     def discard(self, packs: Iterable[str]) -> None:

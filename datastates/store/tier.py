@@ -155,11 +155,14 @@ class Tier(ABC):
 
     ``name`` is what the lineage calls it, in at most twelve letters; ``gives`` is the status of a state that is whole here, which says
     what it survives; ``node`` names the process, folder or machine that the tier is lost with, and is empty where there is none.
+    ``holds_parts`` says that the ranks of a job may put their parts of one state, each by itself (``manifest.origin.rank``), and that
+    ``open_part`` gives any of them; ``open`` and ``has`` are then about the part of rank 0, and removing is of all parts.
     """
 
     name: ClassVar[str]
     gives: ClassVar[Status] = Status.EXTERNAL
     node: str = ""
+    holds_parts: bool = False
 
     @abstractmethod
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:

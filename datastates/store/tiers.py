@@ -20,7 +20,7 @@ import msgspec
 
 from datastates import values
 from datastates.content.manifest import Manifest
-from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.lineage.states import State, Status
 
 from .arena import Arena
@@ -63,6 +63,18 @@ class Tiers:
     def lasting(self) -> tuple[Tier, ...]:
         """The tiers that outlive this process, nearest first."""
         return (self.durable, *self.further)
+
+    def check_parts(self, size: int) -> None:
+        """Raise unless each of the user's tiers can take the parts of a job of so many ranks.
+
+        :raises Unsupported: one cannot.
+        """
+        refused = [tier.name for tier in self.further if size > 1 and not tier.holds_parts]
+        if refused:
+            raise Unsupported(
+                f"the {refused[0]} tier holds states of one process, and this training has {size} ranks: open the repository without it, or"
+                " let its class inherit datastates.store.KeyedTier, or hold the part of each rank by itself and say holds_parts = True"
+            )
 
     def has(self, uid: str) -> bool:
         """Whether one of them has a state, as far as they answer."""

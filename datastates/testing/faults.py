@@ -196,7 +196,7 @@ class WrappedTier(Tier):
     name = "wrapped"
 
     def __init__(self, inner: Tier) -> None:
-        self.inner = inner
+        self.inner, self.holds_parts = inner, inner.holds_parts
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
         """Calls the inner tier."""
@@ -205,6 +205,10 @@ class WrappedTier(Tier):
     def open(self, uid: str, *, verify: bool = True) -> Reader:
         """Calls the inner tier."""
         return self.inner.open(uid, verify=verify)
+
+    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
+        """Calls the inner tier."""
+        return self.inner.open_part(uid, rank, verify=verify)
 
     def uids(self) -> Iterator[str]:
         """Calls the inner tier."""

@@ -13,7 +13,7 @@ from datastates.content.geometry import dense_view, spec_of
 from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin, Shard, TensorSpec
 from datastates.store.tier import Payload, Reader
 
-__all__ = ["Group", "aligned", "chunks_of", "lengths", "numbers", "payload", "small", "stream"]
+__all__ = ["Group", "aligned", "chunks_of", "lengths", "numbers", "part", "payload", "small", "stream"]
 
 Group = dict[str, torch.Tensor]
 
@@ -57,6 +57,13 @@ def numbers(count: int, seed: int = 0) -> torch.Tensor:
 def small(uid: str, *seeds: int) -> Payload:
     """A state of one small chunk for each seed; equal seeds give equal chunks."""
     return payload(uid, *({f"model/{number}": numbers(25, seed)} for number, seed in enumerate(seeds)))
+
+
+def part(uid: str, rank: int, *seeds: int) -> Payload:
+    """What a rank of a job of two has of a state: one small chunk for each seed."""
+    made = small(uid, *seeds)
+    origin = msgspec.structs.replace(made.manifest.origin, rank=rank, world_size=2)
+    return Payload(msgspec.structs.replace(made.manifest, origin=origin), made.chunks)
 
 
 def stream(reader: Reader) -> list[bytes]:

@@ -12,7 +12,7 @@ from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Closed, Corrupt, InvalidInput, NotFound
 from datastates.store.tier import Payload, SupportsRemoval, Tier
 
-from .states import chunks_of, lengths, numbers, payload, small, stream
+from .states import chunks_of, lengths, numbers, part, payload, small, stream
 
 __all__ = ["TierSuite"]
 
@@ -282,6 +282,32 @@ class TierSuite(ABC):
             thread.join()
         assert sorted(news) == [0, 0, 0, 2000]
         assert not isinstance(tier, SupportsRemoval) or tier.remove("same") == 2000
+
+    def test_the_parts_of_ranks_stand_beside_each_other(self, tier: Tier) -> None:
+        if not tier.holds_parts:
+            pytest.skip("this tier holds states of one process")
+        first, second = part("both", 0, 1, 2), part("both", 1, 3, 4)
+        assert tier.put(second).bytes_new == 200
+        assert not tier.has("both"), "that of rank 0 stands for the state"
+        assert list(tier.uids()) == []
+        assert tier.put(first).bytes_new == 200
+        assert [tier.put(each).bytes_new for each in (first, second)] == [0, 0]
+        tier.put(small("one", 5))
+        assert sorted(tier.uids()) == ["both", "one"]
+        for rank, state in enumerate((first, second)):
+            with tier.open_part("both", rank) as reader:
+                assert (reader.manifest.origin, reader.manifest.digest) == (state.manifest.origin, state.manifest.digest)
+                assert stream(reader) == chunks_of(state)
+        with tier.open("both") as reader:
+            assert stream(reader) == chunks_of(first)
+        for uid, rank in (("both", 2), ("one", 1), ("nobody", 0)):
+            with pytest.raises(NotFound):
+                tier.open_part(uid, rank)
+        assert remove(tier, "both") == 400, "all parts at once"
+        for rank in range(2):
+            with pytest.raises(NotFound):
+                tier.open_part("both", rank)
+        assert list(tier.uids()) == ["one"]
 
     def test_closing_twice_is_fine_and_use_after_it_is_refused(self, tier: Tier) -> None:
         tier.put(small("late", 1))

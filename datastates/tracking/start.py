@@ -110,6 +110,7 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
     settle()
     ranks.same(terms.said({*objects, *plain}))
     with ranks.united("begin on this branch"):
+        core.tiers.check_parts(ranks.size)
         cadence = _informed(core, terms.cadence)
         take_over(core, branch, partial(check_origin, core, branch, start, resume=terms.resume))
     with undisturbed():

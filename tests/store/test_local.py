@@ -21,7 +21,7 @@ from datastates.store.local import LocalTier
 from datastates.store.tier import Payload, Tier
 from datastates.system.deeds import hindered
 from datastates.testing import TierSuite, fail_at
-from datastates.testing.states import chunks_of, numbers, payload, small, stream
+from datastates.testing.states import chunks_of, numbers, part, payload, small, stream
 
 MIB = 1 << 20
 STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed"]
@@ -334,22 +334,17 @@ def test_another_process_that_replaced_a_state_is_noticed(tmp_path: Path) -> Non
 
 
 def test_ranks_share_a_folder(tmp_path: Path) -> None:
-    import msgspec
-
-    def part(rank: int) -> object:
-        state = small("s", rank)
-        origin = msgspec.structs.replace(state.manifest.origin, rank=rank, world_size=2)
-        return type(state)(msgspec.structs.replace(state.manifest, origin=origin), state.chunks)
-
     tiers = [LocalTier(tmp_path, rank=rank) for rank in (0, 1)]
     for rank, tier in enumerate(tiers):
-        tier.put(part(rank))  # type: ignore[arg-type]
-    assert tiers[0].put(part(1)).bytes_new == 0, "it is here already"  # type: ignore[arg-type]
-    tiers[0].remove("s")
-    with pytest.raises(NotFound):
-        tiers[0].open("s")
+        tier.put(part("s", rank, rank))
+    assert tiers[0].put(part("s", 1, 1)).bytes_new == 0, "it is here already"
     with tiers[1].open("s") as reader:
         assert stream(reader) == chunks_of(small("s", 1))
+    assert tiers[0].remove("s") == 200, "all parts of it"
+    for tier in tiers:
+        with pytest.raises(NotFound):
+            tier.open("s")
+    assert list(tmp_path.glob("*.safetensors")) == []
 
 
 def test_a_span_over_chunks_of_one_pack_is_private_and_whole(tmp_path: Path) -> None:
