@@ -169,6 +169,21 @@ def test_a_state_of_which_a_part_is_missing_names_its_rank(tmp_path: Path, tree:
         repo.load("main")
 
 
+def test_the_parts_of_a_state_are_verified_and_counted_as_one(tmp_path: Path, tree: dict[str, Any]) -> None:
+    for branch in ("main", "other"):
+        deposit(tmp_path, sharded(secrets.token_hex(12), tree, shares_of(tree, 3), 3), branch=branch)
+    with datastates.open(tmp_path, memory_bytes=32 << 20) as repo:
+        found = repo.verify()
+        packs = sorted((tmp_path / "packs").glob("*.2.safetensors"))
+        with packs[0].open("r+b") as pack:
+            pack.seek(-1, 2)
+            pack.write(b"\xa5")
+        again = repo.verify()
+    assert (found.states, found.damage) == (2, ())
+    assert again.states == 2
+    assert [each.rank for each in again.damage] == [2]
+
+
 def test_a_state_of_several_parts_is_cloned_whole_and_is_not_bundled(tmp_path: Path, tree: dict[str, Any]) -> None:
     deposit(tmp_path / "ours", sharded(secrets.token_hex(12), tree, shares_of(tree, 3), 3), branch="main")
     into = {key: torch.zeros_like(value) for key, value in tree.items() if key != "step"}

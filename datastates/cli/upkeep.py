@@ -123,7 +123,8 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
 
     for each in found.damage:
         what = "manifest" if each.chunk is None else f"chunk {each.chunk} ({', '.join(each.tensors[:5]) or 'no tensor'})"
-        shell.write(f"state {each.state}: {what}: {each.problem}")
+        whose = f", rank {each.rank}" if each.rank else ""
+        shell.write(f"state {each.state}{whose}: {what}: {each.problem}")
     for text in found.unread:
         shell.write(f"not read: {text}")
     for text in found.partial:

@@ -49,7 +49,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a check of everything found. ``states`` counts manifests, ``bytes`` those of payload that were read.
+    """What a check of everything found. ``states`` counts those of which a manifest was read, ``bytes`` those of payload.
 
     ``unread`` is what may be sound and cannot be read here: manifests of a newer version, files that are forbidden, or no files.
     ``mark`` is the uid to go on from (``since``) where it was ended before it was through; None where it was. ``partial`` is what waits for
@@ -115,7 +115,7 @@ class _Run:
         self._bad: dict[_Place, str] = {}
         self._damage: list[Damage] = []
         self._unread: list[str] = []
-        self._states = 0
+        self._states, self._counted = 0, ""
 
     def run(self) -> VerifyReport:
         """Every state of the folder, and every one that the lineage says is here."""
@@ -164,7 +164,8 @@ class _Run:
         except Unavailable as exc:
             self._unread.append(str(exc))
             return task
-        self._states += 1
+        self._states += uid != self._counted  # the parts of a state follow each other
+        self._counted = uid
         self._compare(task, manifest)
         wanted: list[int] = []
         for index, ref in enumerate(manifest.refs):
