@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -69,8 +69,8 @@ class _Turn:
 
 
 class Copies:
-    """Without further tiers it has no thread and costs nothing. ``on_done`` is called after each attempt. Who waits for the parts of
-    other ranks is told after ``patience_s`` that they are missing.
+    """Without further tiers it has no thread and costs nothing. ``on_done`` is called after each attempt. The parts of other ranks are
+    waited for as long as ``patience_s``.
     """
 
     def __init__(self, durable: Tier, further: Sequence[Tier], database: Database, on_done: Callable[[], None], patience_s: float) -> None:
@@ -208,29 +208,32 @@ class Copies:
 
     def _look(self) -> None:
         """Ask the lineage which states have come to be whole on their tiers."""
+        statuses = self._statuses({turn.uid for turn, _ in self._halves})
         halves, self._halves = self._halves, []
         for turn, since in halves:
-            try:
-                with self._database.read() as session:
-                    now = walk.state(session, turn.uid).status
-            except NotFound:
-                now = Status.EVICTED
-            except DatastatesError:
-                now = Status.DURABLE  # the lineage is away: it is asked again
-            if _is_as_safe(now, turn.tier):
+            now, waited_s = statuses.get(turn.uid), time.monotonic() - since
+            if now is not None and _is_as_safe(now, turn.tier):
                 turn.tell(now)
-            elif not now.is_restorable:
+            elif now is not None and not now.is_restorable:
                 turn.give_up(f"state {turn.uid} was dropped before all of its parts were on the {turn.tier.name} tier")
+            elif waited_s > self._patience_s:
+                said = f"state {turn.uid} is durable, and parts of other ranks are not on the {turn.tier.name} tier after {waited_s:.0f} s"
+                turn.give_up(f"{said}: the logs of those ranks may say why")
             else:
                 self._halves.append((turn, since))
-                self._hold_up(turn, time.monotonic() - since)
                 continue
             self._forget(turn)
 
-    def _hold_up(self, turn: _Turn, waited_s: float) -> None:
-        if waited_s > self._patience_s and turn.told is not None:
-            said = f"state {turn.uid} is durable, and parts of other ranks are not on the {turn.tier.name} tier after {waited_s:.0f} s"
-            turn.told.hold_up(Unavailable(f"{said}: see in the logs of those ranks why, or wait again"))
+    def _statuses(self, uids: Iterable[str]) -> dict[str, Status]:
+        """Of each state, as far as the lineage answers."""
+        found = dict[str, Status]()
+        with suppress(DatastatesError), self._database.read() as session:
+            for uid in uids:
+                try:
+                    found[uid] = walk.state(session, uid).status
+                except NotFound:
+                    found[uid] = Status.EVICTED
+        return found
 
     def _give_up(self, tier: Tier, late: deque[_Turn]) -> None:
         self._work_off(late)

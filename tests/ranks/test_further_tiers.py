@@ -125,7 +125,6 @@ class Waiting:
 
     def __init__(self, state: State) -> None:
         self.state: State | None = state
-        self.held_up: Unavailable | None = None
         self.given_up = ""
         self.changed = Bell()
 
@@ -134,8 +133,7 @@ class Waiting:
         self.changed.ring()
 
     def hold_up(self, why: Unavailable) -> None:
-        self.held_up = why
-        self.changed.ring()
+        raise AssertionError("the tier is never away") from why
 
     def give_up(self, why: str) -> None:
         self.given_up = why
@@ -171,15 +169,13 @@ def deposited(tmp_path: Path) -> Iterator[Deposited]:
         yield made
 
 
-def test_a_rank_hears_of_the_last_part_and_meanwhile_that_it_is_missing(deposited: Deposited, tmp_path: Path) -> None:
-    each = [deposited.copies(Shelf(tmp_path / "shelf"), patience_s=0.1) for _ in range(2)]
+def test_a_rank_hears_of_the_last_part(deposited: Deposited, tmp_path: Path) -> None:
+    each = [deposited.copies(Shelf(tmp_path / "shelf")) for _ in range(2)]
     waiting = [Waiting(deposited.state) for _ in range(2)]
-    each[0].put(deposited.state.uid, (0,), waiting[0])
-    assert waiting[0].changed.wait_for(lambda: waiting[0].held_up is not None, 30)
-    assert "parts of other ranks are not on the shelf tier" in str(waiting[0].held_up)
-    assert (waiting[0].status, deposited.held) == (Status.DURABLE, [("shelf", 0)])
-    assert each[0].is_pending(deposited.state.uid)
-    each[1].put(deposited.state.uid, (1,), waiting[1])
+    for rank, (copies, one) in enumerate(zip(each, waiting, strict=True)):
+        assert (waiting[0].status, deposited.held) == (Status.DURABLE, [("shelf", 0)][:rank])
+        copies.put(deposited.state.uid, (rank,), one)
+        assert one.changed.wait_for(lambda rank=rank: len(deposited.held) > rank, 30)  # type: ignore[misc]  # bound now
     for one in waiting:
         assert one.changed.wait_for(lambda one=one: one.status is Status.EXTERNAL, 30)  # type: ignore[misc]  # bound now
     assert deposited.held == [("shelf", 0), ("shelf", 1)]
@@ -187,6 +183,16 @@ def test_a_rank_hears_of_the_last_part_and_meanwhile_that_it_is_missing(deposite
         copies.close()
         copies.join()
         assert not copies.is_pending(deposited.state.uid)
+
+
+def test_a_rank_waits_for_the_others_as_long_as_the_group_is_patient(deposited: Deposited, tmp_path: Path) -> None:
+    copies, waiting = deposited.copies(Shelf(tmp_path / "shelf"), patience_s=0.1), Waiting(deposited.state)
+    copies.put(deposited.state.uid, (0,), waiting)
+    assert waiting.changed.wait_for(lambda: bool(waiting.given_up), 30)
+    assert "parts of other ranks are not on the shelf tier after" in waiting.given_up
+    copies.close()
+    copies.join()
+    assert (copies.is_pending(deposited.state.uid), deposited.held) == (False, [("shelf", 0)])
 
 
 def test_a_rank_that_closes_before_the_others_have_put_their_parts_says_so(deposited: Deposited, tmp_path: Path) -> None:
