@@ -1,45 +1,59 @@
 """Copies from devices to the host: what may change next is put aside at once, and all of it crosses on streams of its own.
 
 ``begin`` and ``fence`` run on the training thread, which launches a few operators and waits for no device. Everything else is queued by the
-thread ``datastates-crossing``, which waits for none either, so that no capture is queued later than it could be.
+thread ``datastates-crossing``. Where chunks may be still it waits until the device has told whether they are, and elsewhere for none: so no
+capture is queued later than it could be.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from datastates.content.digest import chunk_digest
 from datastates.store.arena import Arena
 from datastates.store.pinning import DeviceRegistrar
+from datastates.store.roles import Held
 from datastates.system.devices import Mark, Stream, devices
 
 from .job import CopyJob, Crossing
 from .routes import HOST, NOTHING, Pairs, aside_of, placed
+from .stills import Look, beside, is_within
 
-__all__ = ["Crossings", "copy", "host_pairs"]
+__all__ = ["Crossings", "Hold", "copy", "host_pairs"]
+
+Hold = Callable[[Iterable[tuple[bytes, int]]], dict[tuple[bytes, int], Held]]
+"""As ``CaptureTier.hold``."""
 
 
 class Crossings:
-    """The streams of an arena's captures, and the thread that queues on them. ``then`` takes each job once it is queued, in order."""
+    """The streams of an arena's captures, and the thread that queues on them. ``then`` takes each job once it is queued, in order.
 
-    def __init__(self, arena: Arena, then: Callable[[CopyJob | None], None]) -> None:
-        self._arena, self._then = arena, then
+    ``hold`` finds chunks in memory, which still ones are then; without it everything is copied.
+    """
+
+    def __init__(self, arena: Arena, then: Callable[[CopyJob | None], None], hold: Hold | None) -> None:
+        self._arena, self._then, self._hold = arena, then, hold
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._streams: dict[torch.device, Stream] = {}
         self._thread: threading.Thread | None = None
         self._is_pinned = False
 
-    def begin(self, job: CopyJob) -> None:
-        """Put aside what may change next, or copy it now; what else there is may change once a fence was waited for."""
+    def begin(self, job: CopyJob, *, is_deferring: bool) -> None:
+        """Put aside what may change next, or copy it now; what else there is may change once a fence was waited for.
+
+        Unless ``is_deferring`` nothing is taken for still: whether it is would have to be waited for.
+        """
         plan = job.plan
         if not self._is_pinned and plan.devices:  # not before: registering makes a context on the device
             self._is_pinned = True
             self._arena.pin(DeviceRegistrar(plan.devices[0]))
         for device in dict.fromkeys((*plan.devices, *map(devices().of, job.numbers))):
-            self._begin_on(device, job)
+            self._begin_on(device, job, is_deferring=is_deferring)
 
     def put(self, job: CopyJob | None) -> None:
         """Have a job's copies queued, and hand it on; whatever job it is, so that they stay in order."""
@@ -63,7 +77,10 @@ class Crossings:
         """Wait on the host until a job's copies are done, as far as they were queued."""
         for crossing in job.crossings:
             if crossing.arrived is not None:
-                crossing.arrived.synchronize()  # the one place where a capture waits for a device
+                crossing.arrived.synchronize()  # where a capture waits for a device
+            if crossing.look is not None and job.error is None:
+                crossing.look.learn()
+                crossing.look.try_out(functools.partial(self._digest_of, job))
 
     def end(self, job: CopyJob) -> None:
         """Hold nothing for a job any more: no copy reads or writes for it, whatever became of it. Raises nothing."""
@@ -79,17 +96,24 @@ class Crossings:
         if self._thread is not None:
             self._thread.join()
 
-    def _begin_on(self, device: torch.device, job: CopyJob) -> None:
+    def _begin_on(self, device: torch.device, job: CopyJob, *, is_deferring: bool) -> None:
         route, current = job.plan.routes.get(device, NOTHING), devices().current(device)
+        stills = job.plan.stills.get(device) if is_deferring and self._hold is not None else None
+        look = None if stills is None else stills.look()
+        skipped = frozenset[int]() if look is None else look.skipped
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = devices().stream(device)
         aside, held = list[tuple[int, torch.Tensor]](), list[torch.Tensor]()
-        if route.small:
+        small = [source for source in route.small if not is_within(source, skipped)] if skipped else route.small
+        if small:
             with torch.no_grad():
-                aside = aside_of(route.small)
-        if route.large:
-            pairs = placed(((source.start, source.flat) for source in route.large), job.slots, self._arena)
+                aside = aside_of(small)
+        large = [(source.start, source.flat) for source in route.large]
+        if skipped:
+            large = [*beside(large, skipped)]
+        if large:
+            pairs = placed(large, job.slots, self._arena)
             held += pairs[1]
             devices().wait(side, devices().mark(current))
             try:
@@ -99,7 +123,7 @@ class Crossings:
                 devices().mark(side).synchronize()  # what was queued writes to slots that are given back
                 raise
             devices().wait(current, devices().mark(side))
-        job.crossings.append(Crossing(device, side, devices().mark(current), aside, held))
+        job.crossings.append(Crossing(device, side, devices().mark(current), aside, held, look))
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -121,16 +145,45 @@ class Crossings:
                 crossing.is_queued.set()
 
     def _cross(self, crossing: Crossing, job: CopyJob) -> None:
+        look = crossing.look
         deferred = [(source.start, source.flat) for source in job.plan.routes.get(crossing.device, NOTHING).deferred]
+        if look is not None and look.skipped:
+            deferred = [*beside(deferred, look.skipped)]
         pairs = placed([*crossing.aside, *deferred], job.slots, self._arena)
         crossing.held += pairs[1]
         devices().wait(crossing.side, crossing.begun)
+        are_known = None if look is None else self._bring_lanes(crossing, look)
         with devices().on(crossing.side):
             copy(pairs, non_blocking=True)
             assert job.armed is not None
             for found in (job.armed.samples, job.numbers):
                 crossing.held += _bring(found, crossing.device)
+        if look is not None and are_known is not None and look.skipped:
+            are_known.synchronize()  # where this thread waits for a device, and so does a fence
+            self._cross_changed(crossing, look, job)
         crossing.arrived = devices().mark(crossing.side)
+
+    def _digest_of(self, job: CopyJob, chunk: int) -> bytes:
+        return chunk_digest(self._arena.memory(job.slots[chunk], job.plan.layout.chunk_lengths[chunk]))
+
+    def _bring_lanes(self, crossing: Crossing, look: Look) -> Mark:
+        with devices().on(crossing.side):
+            crossing.held += _bring(look.lanes, crossing.device)
+        return devices().mark(crossing.side)
+
+    def _cross_changed(self, crossing: Crossing, look: Look, job: CopyJob) -> None:
+        """Hold in memory what is still, and copy what is not after all."""
+        assert self._hold is not None
+        found, lengths = look.learn(), job.plan.layout.chunk_lengths
+        keys = {chunk: (found[chunk], lengths[chunk]) for chunk in look.skipped}
+        held = self._hold(keys.values())
+        job.held += held.values()
+        job.here |= {chunk: held[key] for chunk, key in keys.items() if key in held}
+        job.digests |= {chunk: found[chunk] for chunk in look.skipped}
+        pairs = placed(look.stills.stretches(look.skipped.difference(job.here)), job.slots, self._arena)
+        crossing.held += pairs[1]
+        with devices().on(crossing.side):
+            copy(pairs, non_blocking=True)
 
 
 def host_pairs(job: CopyJob, arena: Arena, *, is_deferred: bool) -> Pairs:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from datastates.store.roles import Held
 from datastates.system.bell import Latch
 from datastates.system.devices import Mark, Stream
 from datastates.system.interrupts import Mutex
 
 from .plan import CopyPlan
+from .stills import Look
 from .tripwire import Armed
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ __all__ = ["CopyJob", "Crossing"]
 class Crossing:
     """What a job has on one device. ``begun`` is behind everything that the copies are to see; ``aside`` has its places in the stream.
 
-    ``held`` is what copies read, until they are done. ``arrived`` is the mark behind the last of them, once ``is_queued``.
+    ``held`` is what copies read, until they are done. ``arrived`` is the mark behind the last of them, once ``is_queued``. ``look`` is
+    what is known of its still chunks, if there may be any; its ``lanes`` have arrived with the rest, if nobody waited for them before.
     """
 
     device: torch.device
@@ -31,6 +34,7 @@ class Crossing:
     begun: Mark
     aside: list[tuple[int, torch.Tensor]]
     held: list[torch.Tensor]
+    look: Look | None = None
     arrived: Mark | None = None
     is_queued: Latch = field(default_factory=Latch)
 
@@ -42,6 +46,8 @@ class CopyJob:
     ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after it. ``versions`` are the tripwire's
     as of the first fence, or of the end of the copy where that is earlier. ``began`` is when the stage thread took it. ``is_host_read`` is
     set once no host memory is read any more. ``numbers`` lie on devices, and belong to the job; once it is copied they are on the host.
+    ``digests`` are those of still chunks, from their device; ``here`` those of them that memory has, and that were not copied:
+    it has them as long as they are ``held``.
     """
 
     plan: CopyPlan
@@ -57,3 +63,6 @@ class CopyJob:
     versions: list[int] | None = None
     seal: Mutex = field(default_factory=Mutex)
     began: float | None = None
+    digests: dict[int, bytes] = field(default_factory=dict)
+    here: dict[int, Held] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)

@@ -55,7 +55,8 @@ class Pipeline:
             began = time.monotonic()
             step.process(work)
             self._recorder.span(step.name, began, time.monotonic(), uid, work.facts.step)
-        self._recorder.count("bytes_copied", sum(work.lengths))
+        self._let_go(job)
+        self._recorder.count("bytes_copied", sum(work.lengths) - sum(map(work.lengths.__getitem__, job.here)))
         self._recorder.count("bytes_new", work.bytes_new)
         self._register.place(uid, staged.line)
         if staged.line.part is None:
@@ -67,6 +68,7 @@ class Pipeline:
         if work is not None:
             self._memory.remove(uid)
         if staged.job is not None:
+            self._let_go(staged.job)
             self._arena.take_back(staged.job.slots)  # those that memory did not take
         if work is not None and line.tip is not None and line.tip[0] == uid:
             line.tip = work.before
@@ -79,6 +81,12 @@ class Pipeline:
         if line is not None and writing.manifest is not None:
             line.placed(writing.manifest)
 
+    def _let_go(self, job: CopyJob) -> None:
+        """The memory tier has the state, or is not to have it: what was held for it meanwhile need not be."""
+        if job.held:
+            held, job.held = job.held, []
+            self._memory.let_go(held)
+
     def _begun(self, staged: Staged, job: CopyJob) -> Work:
         """What a capture is, now that its bytes are in its slots."""
         tip, part = staged.line.tip, staged.line.part
@@ -86,6 +94,7 @@ class Pipeline:
         content = Content(staged.layout.skeleton, staged.values, staged.layout.tensors, ())
         if part is not None:
             facts = replace(staged.facts, run=run.uid, config=run.chosen)
-            return Work(facts, (), content, staged.layout.chunk_lengths, job.slots, tip, rank=part.rank, reduce=staged.line.reduce)
+            lengths, reduce = staged.layout.chunk_lengths, staged.line.reduce
+            return Work(facts, (), content, lengths, job.slots, tip, rank=part.rank, reduce=reduce, known=job.digests)
         facts = replace(staged.facts, parent=None if tip is None else tip[0], run=run.uid, config=run.chosen)
-        return Work(facts, () if tip is None else (tip[1],), content, staged.layout.chunk_lengths, job.slots, tip)
+        return Work(facts, () if tip is None else (tip[1],), content, staged.layout.chunk_lengths, job.slots, tip, known=job.digests)

@@ -24,6 +24,7 @@ from datastates.system.devices import devices
 
 from .routes import HOST, Route, routes_of
 from .shares import Shares, bytes_at, shares_of, tie_of
+from .stills import Stills, stills_of
 from .tripwire import SAMPLES, STATE_SAMPLES, Tripwire, Watched
 
 __all__ = ["DEFER_BYTES", "CopyPlan", "Layout", "Pieces", "compile_plan"]
@@ -76,6 +77,7 @@ class _Source:
     requires_grad: bool
     local: torch.Tensor
     box: Box | None = None
+    is_still: bool = False
     pieces: list[tuple[int, int]] = field(default_factory=list)
 
     def is_as_it_was(self, tensor: torch.Tensor) -> bool:
@@ -104,8 +106,8 @@ class CopyPlan:
 
     ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when. ``gaps``
     are of no tensor, and zeros: the chunk, and from which byte to which.
-    ``shares`` are this rank's where several hold the state, ``routes`` what lies where. ``is_taught``: some are copied
-    at once because they tore.
+    ``shares`` are this rank's where several hold the state, ``routes`` what lies where, ``stills`` what may stay the same on a device.
+    ``is_taught``: some are copied at once because they tore.
     """
 
     layout: Layout
@@ -120,6 +122,7 @@ class CopyPlan:
     shares: Shares | None
     tripwire: Tripwire
     routes: dict[torch.device, Route]
+    stills: dict[torch.device, Stills]
     eager_bytes: int
     is_taught: bool = False
     _marks: _Marks | None = None
@@ -177,7 +180,7 @@ class CopyPlan:
 
     def _take_over(self, source: _Source, leaf: Leaf) -> bool:
         tensor, spec = leaf.tensor, self.specs[source.leaf]
-        if source.is_deferred or leaf.path != source.path:
+        if source.is_deferred or source.is_still or leaf.path != source.path:
             return False
         if source.box is None:
             local = tensor
@@ -244,6 +247,9 @@ def compile_plan(
         for box in shares.boxes[index]:
             data, is_dense = bytes_at(tensor, box, specs[index].strides)
             sources.append(_source(index, leaf, _present(tensor), data, is_dense=is_dense, may_wait=may_wait, box=box))
+    for source in sources:
+        may_be = id(source.tensor) in frozen and source.path not in eager_paths
+        source.is_still = may_be and source.is_dense and devices().is_on(source.flat)
     plan = _lay_out(flat, specs, sources, aliases, shares, frozen)
     plan.is_taught = bool(eager_paths)
     return plan
@@ -313,6 +319,7 @@ def _lay_out(
         shares,
         Tripwire(watched),
         routes=routes_of(sources),
+        stills=stills_of([source for source in sources if source.is_still], lengths),
         eager_bytes=sum(source.flat.numel() for source in sources if not source.is_deferred),
     )
 

@@ -127,7 +127,7 @@ class Runner:
         )
         self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local, recorder=self.recorder)
         self._commits = Commits(books, self._register, self._pipeline, memory, adopt=self._adopt, post=self._post, recorder=self.recorder)
-        self.stager = Stager(arena)
+        self.stager = Stager(arena, memory.hold)
         self._rounds = Rounds()
         self._polling = Polling(self._register.journal, self._rounds, config.group_patience_s)
         self._engine_thread = threading.Thread(target=self._run_engine, name="datastates-engine", daemon=True)

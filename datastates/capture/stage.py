@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import threadpoolctl  # type: ignore[import-untyped]  # it has no stubs
 import torch
 
+from datastates.content.digest import chunk_digest
 from datastates.errors import Torn
 from datastates.store.arena import Arena
 
-from .crossing import Crossings, copy, host_pairs
+from .crossing import Crossings, Hold, copy, host_pairs
 from .edits import named
 from .job import CopyJob
 from .plan import CopyPlan
@@ -30,12 +31,15 @@ _INLINE_BYTES = 1 << 20
 
 
 class Stager:
-    """Copies states into an arena. ``begin`` and ``fence`` run on the training thread, the rest on the stage thread."""
+    """Copies states into an arena. ``begin`` and ``fence`` run on the training thread, the rest on the stage thread.
 
-    def __init__(self, arena: Arena) -> None:
+    ``hold`` finds chunks in memory: what stays the same on a device is then not copied from there.
+    """
+
+    def __init__(self, arena: Arena, hold: Hold | None = None) -> None:
         self._arena = arena
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
-        self._crossings = Crossings(arena, self._take)
+        self._crossings = Crossings(arena, self._take, hold)
         self._thread = threading.Thread(target=self._run, name="datastates-stage", daemon=True)
         self._thread.start()
 
@@ -48,7 +52,7 @@ class Stager:
         for chunk, first, last in job.plan.gaps:
             self._arena.tensor(job.slots[chunk])[first:last].zero_()  # a slot was another's before
         if job.plan.devices or job.numbers:
-            self._crossings.begin(job)
+            self._crossings.begin(job, is_deferring=is_deferring)
             copy(host_pairs(job, self._arena, is_deferred=False))
             if not job.plan.routes.get(HOST, NOTHING).deferred:
                 job.is_host_read.set()
@@ -123,13 +127,23 @@ class Stager:
 
     def _check(self, job: CopyJob) -> None:
         assert job.armed is not None
-        torn = job.plan.tripwire.tripped(job.armed, _seal(job), job.slots, self._arena.flat)
+        slots = job.slots if not job.here else [job.here[chunk].slot if chunk in job.here else slot for chunk, slot in enumerate(job.slots)]
+        torn = job.plan.tripwire.tripped(job.armed, _seal(job), slots, self._arena.flat)
+        if job.digests:
+            torn += [path for path in self._changed(job) if path not in torn]
         if torn:
             raise Torn(
                 f"{named(torn)} changed between capture() and the end of its copy, outside a tracked optimizer's step: call run.fence() "
                 "before such an update; from now on these tensors are copied before capture() returns",
                 paths=tuple(torn),
             )
+
+    def _changed(self, job: CopyJob) -> list[str]:
+        """What lies in a chunk that was copied late, and is not what its device digested when ``capture`` was called."""
+        lengths = job.plan.layout.chunk_lengths
+        late = (chunk for chunk in job.digests if chunk not in job.here)
+        wrong = {chunk for chunk in late if chunk_digest(self._arena.memory(job.slots[chunk], lengths[chunk])) != job.digests[chunk]}
+        return [source.path for source in job.plan.sources if wrong.intersection(chunk for chunk, _ in source.pieces)]
 
 
 def _seal(job: CopyJob) -> list[int]:

@@ -38,6 +38,11 @@ class Digester:
         self._constants: dict[str, torch.Tensor] = {}
         self._launch: Any = None
 
+    @property
+    def launches(self) -> int:
+        """About how many operators ``lanes`` queues."""
+        return 8 if _has_kernels(self._blocks.like) else 6 * max(self._blocks.counts) + 10 * len(self._blocks.runs)
+
     def lanes(self) -> torch.Tensor:
         """What the bytes make of the lanes: (chunks, 8), ``int64``, on the device, once what this queues on the current stream has run.
 

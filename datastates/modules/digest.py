@@ -17,7 +17,7 @@ __all__ = ["Digest", "finished", "manifest_of"]
 
 
 class Digest:
-    """xxh3_128 of each chunk where it lies, BLAKE3 of the content and the parents' digests."""
+    """xxh3_128 of each chunk that its device did not digest, BLAKE3 of the content and the parents' digests."""
 
     name, priority = "digest", int(Priority.DIGEST)
 
@@ -26,8 +26,10 @@ class Digest:
 
     def process(self, work: Work) -> None:
         """Make the state's manifest."""
-        places = zip(work.slots, work.lengths, strict=True)
-        chunks = tuple(Chunk(chunk_digest(self._arena.memory(slot, length)), length) for slot, length in places)
+        known, places = work.known, enumerate(zip(work.slots, work.lengths, strict=True))
+        chunks = tuple(
+            Chunk(known.get(index) or chunk_digest(self._arena.memory(slot, length)), length) for index, (slot, length) in places
+        )
         content = msgspec.structs.replace(work.content, chunks=chunks)
         work.manifest = manifest_of(work.facts, content, work.parent_digests, rank=work.rank or 0)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from datastates.content.manifest import Content, Manifest
 from datastates.lineage.change.reduction import FIRST, Reduce
@@ -22,7 +22,8 @@ class Work:
     ``parent_digests`` are those of ``facts.parents``. ``content`` lacks the chunks, which ``digest`` adds (``manifest``); ``before`` is the
     tip of its line, on which it hangs. The slots are whoever's made this until ``dedup`` takes them out of the list; then ``bytes_new`` of
     them were new in memory. There is an ``entry`` once the lineage may have heard of it. ``rank`` is whose part of several it is,
-    ``reduce`` how the metrics of all of them go together.
+    ``reduce`` how the metrics of all of them go together. ``known`` are chunks that were digested before: what the memory tier holds
+    of them need not be in their slots.
     """
 
     facts: StateFacts
@@ -36,6 +37,7 @@ class Work:
     entry: Entry | None = None
     rank: int | None = None
     reduce: Reduce = FIRST
+    known: Mapping[int, bytes] = field(default_factory=dict)
 
     def digested(self) -> Manifest:
         """The manifest, once ``digest`` has made it."""

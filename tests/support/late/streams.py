@@ -119,6 +119,10 @@ class Schedule:
                     self._force(stream.ops[-1])
             self._raise()
 
+    def be_late_again(self) -> None:
+        """What comes from now on is put off as before ``catch_up``."""
+        self._has_caught_up = False
+
     def _raise(self) -> None:
         if self.errors:
             raise self.errors[0]
