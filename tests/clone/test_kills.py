@@ -44,9 +44,11 @@ def mortal(job: Job) -> Iterator[Job]:
 
 
 @contextmanager
-def killed_meanwhile(choose: random.Random, chunks: int, kill: Callable[[], None]) -> Iterator[Callable[[int, int], None]]:
+def killed_meanwhile(
+    choose: random.Random, chunks: int, kill: Callable[[], None], *, is_by_progress: bool | None = None
+) -> Iterator[Callable[[int, int], None]]:
     """Kill at a moment of a clone: when so many chunks are here, or after a time, but not after its end. Gives what is told of progress."""
-    if choose.random() < 0.5:
+    if choose.random() < 0.5 if is_by_progress is None else is_by_progress:
         at, pending = choose.randrange(chunks), [kill]
         yield lambda done, total: pending.pop()() if pending and done * chunks > at * total else None
         return
@@ -101,7 +103,9 @@ def test_a_repository_that_serves_may_die_at_any_moment(start: Start, batch: int
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         choose, is_atomic = random.Random(seed), seed % 2 == 0
         source, mine = start(f"source-{seed}", seed=2 + seed, chunks=CHUNKS, pace_s=0.002), make(1, CHUNKS)
-        with bounded(AT_ONCE_S), killed_meanwhile(choose, CHUNKS, partial(source.signal, signal.SIGKILL)) as on_progress:
+        kill = partial(source.signal, signal.SIGKILL)
+        # by time alone a busy machine would kill it before anything has come
+        with bounded(AT_ONCE_S), killed_meanwhile(choose, CHUNKS, kill, is_by_progress=seed // 2 % 2 == 0) as on_progress:
             try:
                 with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
                     peer.clone("main", into={"weights": mine}, atomic=is_atomic, on_progress=on_progress)
