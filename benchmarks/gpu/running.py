@@ -60,11 +60,14 @@ class _Begun:
 
     def end(self) -> str:
         """End it and all that it started; how it ended."""
+        if self.process.pid is None:  # interrupted as it began
+            self.wire.close()
+            return "its process never began"
         self.process.join(0.5)
         code = self.process.exitcode
         for kill in (os.killpg, os.kill):  # it may not be the head of its group yet
             with suppress(ProcessLookupError, PermissionError):
-                kill(self.process.pid or 0, signal.SIGKILL)
+                kill(self.process.pid, signal.SIGKILL)
         self.process.join()
         self.wire.close()
         said = self.log.read_text(errors="replace").strip().splitlines()[-1:]
@@ -157,10 +160,10 @@ def _begin(found: Run, where: Where) -> Iterator[_Begun]:
         log, done = Path(folder) / "log", [outcome.case for outcome in found.outcomes]
         log.touch()
         process = context.Process(target=work, args=(found.part, where, done, theirs, log), daemon=False)  # type: ignore[attr-defined]
-        process.start()
-        theirs.close()
         begun = _Begun(process, ours, log)
         try:
+            process.start()
+            theirs.close()
             yield begun
         finally:
             if not ours.closed:

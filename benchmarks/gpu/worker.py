@@ -28,9 +28,12 @@ def work(part: Part, where: Where, done: Collection[str], wire: Connection, log:
     The process is the head of a group of its own. It ends behind a case that failed: an error of a device would spoil what follows.
     """
     os.setsid()
-    with log.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+    try:
+        with log.open("ab") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+    except FileNotFoundError:
+        return  # whoever wanted it was interrupted, and is through
     warnings.simplefilter("ignore")  # the peers' own
     from .place import Place  # imports torch, which the process that writes the report does without
 

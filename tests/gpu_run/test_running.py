@@ -75,6 +75,14 @@ def test_where_the_time_ends_what_was_not_reached_is_named(found: dict[str, Any]
     assert cut["note"] == cut["cases"][2]["why"] == "its time was spent"
 
 
+def test_a_process_whose_caller_was_interrupted_meanwhile_ends_without_a_word(tmp_path: Path) -> None:
+    script = "import sys; from pathlib import Path; from gpu.worker import work; work(None, None, [], None, Path(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(tmp_path / "gone" / "log")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_what_a_part_leaves_of_its_time_the_later_ones_have() -> None:
     assert limit_s(103, [1, 3]) == 25
     assert limit_s(103 - 5, [3]) == 95
