@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,20 +28,6 @@ from tests.support.strategies import random_tensor
 ODD = 100_001
 SIZES = st.sampled_from([1, 1000, LARGE_BYTES - 1, LARGE_BYTES, ODD, 2 * ODD, CHUNK_BYTES - ODD, CHUNK_BYTES])
 DTYPES = st.sampled_from([torch.uint8, torch.int16, torch.float32])
-
-
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    made = Arena(16 * CHUNK_BYTES)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def stager(arena: Arena) -> Iterator[Stager]:
-    made = Stager(arena)
-    yield made
-    made.close()
 
 
 @given(st.lists(st.tuples(SIZES, DTYPES, st.booleans()), min_size=1, max_size=6))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,20 +19,6 @@ from tests.support.effort import examples
 from tests.support.strategies import bits, random_tensor, tensors
 
 from .build import copied
-
-
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
-    made = Arena(16 * CHUNK_BYTES)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def stager(arena: Arena) -> Iterator[Stager]:
-    made = Stager(arena)
-    yield made
-    made.close()
 
 
 def plan_of(*sources: torch.Tensor, deferred: bool = False) -> CopyPlan:
