@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from datastates import Cadence, Config
+from datastates import Cadence, Config, Repository
 from datastates import open as open_repository
 from datastates.integrations.transformers import DatastatesCallback
 
@@ -89,6 +90,17 @@ class Saying(TrainerCallback):  # type: ignore[misc]  # as above
             self.say("log", state.global_step, str(sorted(numbers.items())).replace(" ", ""))
 
 
+class Awaited(TrainerCallback):  # type: ignore[misc]  # as above
+    """At the end of this step, waits until a state is durable: a process that is killed later leaves something to go on from."""
+
+    def __init__(self, repo: Repository, step: int) -> None:
+        self.repo, self.step = repo, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        while state.global_step == self.step and all(found.status != "durable" for found in self.repo.log("main")):
+            time.sleep(0.01)
+
+
 def arguments(folder: str | Path, **options: Any) -> TrainingArguments:
     """Quiet ones, for a processor."""
     quiet: dict[str, Any] = {
@@ -117,15 +129,19 @@ def trainer(folder: str | Path, say: Say = lambda *_: None, callbacks: Any = (),
     return made
 
 
-def train(folder: str, case: str, say: Say, *, is_tracked: bool = True) -> None:
-    """A training on branch main of ``folder``, each of whose states is durable; without one: as if there were no callback."""
+def train(folder: str, case: str, say: Say, *, is_tracked: bool = True, awaited: int | None = None) -> None:
+    """A training on branch main of ``folder``, each of whose states is durable, one of them by the end of step ``awaited``.
+
+    Where it is not tracked: as if there were no callback.
+    """
     torch.set_num_threads(1)
     options = CASES[case]
     if not is_tracked:
         end(trainer(f"{folder}/out", say, **options), say)
         return
     with open_repository(f"{folder}/runs", config=Config(cadence=Cadence(every=1, interval_s=None))) as repo:
-        end(trainer(f"{folder}/out", say, [DatastatesCallback(repo)], **options), say)
+        last = [] if awaited is None else [Awaited(repo, awaited)]
+        end(trainer(f"{folder}/out", say, [DatastatesCallback(repo), *last], **options), say)
 
 
 def end(made: Told, say: Say) -> None:
