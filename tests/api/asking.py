@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["CORPUS", "Asker", "check_changed", "seal"]
 
 CORPUS: dict[str, list[Any]] = json.loads((Path(__file__).parents[1] / "corpus" / "questions.json").read_text(encoding="utf-8"))
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 """More than an answer may take of the database, on a busy machine."""
 
 _PIECES = [

@@ -14,6 +14,9 @@ from datastates import Repository
 from datastates.api.app import create_app
 from tests.api.conftest import TOKENS
 
+GRACE_S = 60
+"""So long a server waits for its streams to end."""
+
 
 @contextmanager
 def live(repositories: Mapping[str, Repository], *, port: int = 0, **options: Any) -> Iterator[str]:
@@ -21,7 +24,7 @@ def live(repositories: Mapping[str, Repository], *, port: int = 0, **options: An
     app = create_app(repositories, **{"tokens": TOKENS, **options})
     listening = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_S))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
@@ -30,5 +33,5 @@ def live(repositories: Mapping[str, Repository], *, port: int = 0, **options: An
         for served in app.state.served.values():
             served.close()
         server.should_exit = True
-        thread.join(30)
+        thread.join(2 * GRACE_S)
         assert not thread.is_alive()

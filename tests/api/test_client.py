@@ -379,7 +379,7 @@ def test_events_go_on_when_the_server_comes_back(repo: Repository) -> None:
         waiting = pool.submit(lambda: [next(events).name for _ in range(2)])
         with live({NAME: repo}, port=int(url.rpartition(":")[2])):
             repo.tag("after", uid)
-            assert waiting.result(30) == ["between", "after"]
+            assert waiting.result(60) == ["between", "after"]
 
 
 def test_events_end_when_they_are_closed(client: Client) -> None:
@@ -387,7 +387,7 @@ def test_events_end_when_they_are_closed(client: Client) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: list(events))
         events.close()
-        assert waiting.result(10) == []
+        assert waiting.result(60) == []
     events.close()
 
 

@@ -143,7 +143,7 @@ def test_of_many_who_move_at_once_one_does(repo: Repository, serve: Serve) -> No
     begin, statuses = threading.Barrier(len(clients)), []
 
     def move(client: TestClient, rev: str) -> None:
-        begin.wait(10)
+        begin.wait(60)
         statuses.append(client.patch(f"{REFS}/warm", json={"rev": rev}, headers={"If-Match": '"1"'}).status_code)
 
     threads = [threading.Thread(target=move, args=(client, f"main~{number}")) for number, client in enumerate(clients)]

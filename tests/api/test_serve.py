@@ -83,7 +83,7 @@ def test_request_that_is_no_http_gets_an_answer_and_no_more(repo: Repository) ->
     with serve_in_thread(repo) as server:
         port = int(server.url.rpartition(":")[2])
         for sent in (b"\x16\x03\x01garbage\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: localhost\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n"):
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
                 connection.sendall(sent)
                 assert connection.recv(64).split()[1] in (b"400", b"421")
         assert httpx.get(f"{server.url}/healthz").status_code == 200

@@ -63,7 +63,7 @@ class Blocked:
 
     def __call__(self, step: str) -> None:
         self.is_waiting.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
 
 
 # --- waiting ------------------------------------------------------------------------------------------------------------------

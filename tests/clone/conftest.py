@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from datastates.transport.wire import near
-from tests.clone.processes import Served, Start, eventually, own_threads
+from tests.clone.processes import AT_ONCE_S, Served, Start, eventually, own_threads
 from tests.support.forge import Forge, forge
 
 
@@ -46,4 +46,4 @@ def nothing_stays(way: str) -> Iterator[None]:
     """No thread of a clone and no file is left in this process by a test."""
     before = own_threads()
     yield
-    eventually(lambda: own_threads() == before, 5)
+    eventually(lambda: own_threads() == before, AT_ONCE_S)

@@ -20,7 +20,7 @@ import datastates
 from datastates import Config, DatastatesError, Disconnected, Peer, Transfer
 from datastates.transport.wire import near
 from tests.support.hosts import Host, hosts, need_hosts
-from tests.transport.test_hosts import RATE, TIMEOUT_S, Job, say
+from tests.transport.test_hosts import IN_TIME_S, RATE, TIMEOUT_S, Job, say
 
 TOKEN = b"all of these hosts know it"
 WIDTH = 2048
@@ -177,7 +177,7 @@ def test_a_clone_whose_link_was_cut_is_resumed_once_it_is_mended(three: list[Hos
     receiver.tell("resume", url)
 
     assert error == (Disconnected.__name__ if order == "atomic" else "Dirty")
-    assert took_s < TIMEOUT_S + 2
+    assert took_s < IN_TIME_S
     receiver.hear("begun")
     moved, *own = receiver.hear("took")
     assert own == losses

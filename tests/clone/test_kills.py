@@ -143,7 +143,7 @@ def test_receivers_may_die_at_any_moment(smith: Forge, start: Start) -> None:
         eventually(lambda: (facts := source.facts())["peers"] == facts["pins"] == "0", AT_ONCE_S, source.facts)
         clone_here(source)
     eventually(lambda: source.facts()["peers"] == "0", AT_ONCE_S)
-    eventually(lambda: (facts := source.facts())["threads"] == before["threads"] and not facts["connections"], 5, source.facts)
+    eventually(lambda: (facts := source.facts())["threads"] == before["threads"] and not facts["connections"], AT_ONCE_S, source.facts)
 
 
 def clone_here(source: Served) -> None:

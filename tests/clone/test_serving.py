@@ -223,7 +223,7 @@ def test_a_reader_that_holds_states_open_does_not_stop_a_training(tmp_path: Path
             weights.fill_(number)
             capture = run.capture()
             with suppress(Unavailable):
-                capture.wait(timeout_s=20)
+                capture.wait(timeout_s=60)
                 taken += 1
             if number == 1:
                 busy.tag("kept", "main")
@@ -362,7 +362,7 @@ def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_
 
         with monkeypatch.context() as broken:
             broken.setattr(busy.core.tiers.durable, "put", full)
-            with busy.serve("memory://", is_writable=True, timeout_s=0.3) as server, datastates.connect(server.url) as peer:
+            with busy.serve("memory://", is_writable=True, timeout_s=2.0) as server, datastates.connect(server.url) as peer:
                 source = repo.track(weights={"it": pushed}, rng=False, branch="pushed")
                 for number in range(4):
                     pushed.fill_(number + 0.5)
@@ -376,7 +376,7 @@ def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_
                     )
             for number in range(5):
                 weights.fill_(number)
-                assert run.capture().wait(timeout_s=20).step == number + 2
+                assert run.capture().wait(timeout_s=60).step == number + 2
         assert busy.state("main").step == 6
 
 

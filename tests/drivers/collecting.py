@@ -60,7 +60,10 @@ def read(folder: str, going: str, seed: int, say: Say) -> None:
     torch.set_num_threads(1)
     choose, counts = random.Random(seed), Counter[str]()
     with datastates.open(folder, config=CONFIG) as repo:
-        while Path(going).exists():
+        say("beginnings", 1)
+        is_over = False
+        while not is_over:
+            is_over = not Path(going).exists()
             there = list(durable_in(repo).items())
             for uid, live in choose.sample(there, min(3, len(there))):
                 try:
@@ -78,8 +81,9 @@ def collect(folder: str, going: str, say: Say) -> None:
     """Collect garbage until ``going`` is gone, and once more. Says how often, and what went."""
     counts, is_over = Counter[str](), False
     with datastates.open(folder, config=CONFIG) as repo:
+        say("beginnings", 1)
         while not is_over:
-            is_over = not Path(going).exists()
+            is_over = counts["collections"] > 0 and not Path(going).exists()
             report = repo.gc()
             assert not report.left, report.left
             counts.update(collections=1, packs_deleted=report.packs, packs_rewritten=report.rewritten, bytes_freed=report.bytes_freed)
@@ -94,14 +98,15 @@ def drive(folder: Path, captures: int, *, seed: int = 0) -> Counter[str]:
     datastates.open(runs).close()
     with forge(folder, ["tests.drivers.collecting"]) as smith:
         call = "tests.drivers.collecting:"
+        others = [smith.start(f"{call}read", folder=str(runs), going=str(going), seed=seed * 10 + number) for number in range(READERS)]
+        others.append(smith.start(f"{call}collect", folder=str(runs), going=str(going)))
+        lines = [job.lines.readline() for job in others]
         trainings = [
             smith.start(f"{call}capture", folder=str(runs), branch=f"branch-{number}", captures=captures) for number in range(TRAININGS)
         ]
-        others = [smith.start(f"{call}read", folder=str(runs), going=str(going), seed=seed * 10 + number) for number in range(READERS)]
-        others.append(smith.start(f"{call}collect", folder=str(runs), going=str(going)))
         counts: Counter[str] = Counter()
         try:
-            lines = [line for job in trainings for line in job.say()]
+            lines += [line for job in trainings for line in job.say()]
         finally:
             going.unlink()
             lines += [line for job in others for line in job.say()]

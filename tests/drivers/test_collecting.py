@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drivers.collecting import TRAININGS, drive
+from tests.drivers.collecting import READERS, TRAININGS, drive
 from tests.support.effort import effort
 
 
@@ -21,3 +21,4 @@ def test_collections_beside_four_trainings_and_two_readers_take_nothing_that_is_
     assert counts["evictions"] > TRAININGS
     assert counts["reads"] > 0
     assert counts["collections"] > 1
+    assert counts["beginnings"] == READERS + 1

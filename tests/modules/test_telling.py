@@ -207,7 +207,7 @@ def test_what_nobody_waits_for_any_more_is_not_told(url: str, database: Database
     def slow(*args: Any) -> list[Heard]:
         heard = tell(*args)
         is_told.set()
-        assert goes_on.wait(20)
+        assert goes_on.wait(60)
         return heard
 
     def away(*args: Any) -> list[Heard]:
@@ -217,7 +217,7 @@ def test_what_nobody_waits_for_any_more_is_not_told(url: str, database: Database
     with node_of(url, 2) as node:
         monkeypatch.setattr(node.tellers[1], "_transact", away)
         leaving = node.pool.submit(node.tellers[1].tell, said_of(news)[1])
-        assert is_told.wait(20)
+        assert is_told.wait(60)
         caller = node.tellers[1]._caller
         assert caller is not None
         assert caller._connection is not None

@@ -20,8 +20,8 @@ from datastates.upkeep import keeper
 from tests.support.interrupting import NEVER, Interruption, codes_of
 
 STRIDE = 7
-PATIENCE_S = 15.0
-"""Far less than retention's own patience at the end would add to a few of these."""
+PATIENCE_S = 60.0
+"""Far less than retention's own patience at the end is here."""
 
 WAITING = [each for place in (threading.Event, threading.Condition) for each in vars(place).values() if callable(each)]
 CODES = codes_of(bell, belongings, chronicler, keeper, *WAITING)
@@ -61,8 +61,9 @@ def ended(folder: Path, interruption: Interruption) -> Callable[[], None]:
     return held.end_unowned
 
 
-def test_an_end_that_was_interrupted_anywhere_is_ended_by_another_thread(tmp_path: Path) -> None:
+def test_an_end_that_was_interrupted_anywhere_is_ended_by_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
+    monkeypatch.setattr(keeper, "_PATIENCE_S", 10 * PATIENCE_S)
     counted = Interruption(CODES, NEVER, torn)
     ended(tmp_path / "counted", counted)()
     assert counted.steps > 20

@@ -44,7 +44,7 @@ __all__ = [
 ROOT = Path(__file__).parents[2]
 TOKEN = "may-write-" + "w" * 22
 READER = "may-only-read-" + "r" * 18
-TIMEOUT_MS = 15_000
+TIMEOUT_MS = 40_000
 """What a page may take on a machine whose cores others have."""
 expect.set_options(timeout=TIMEOUT_MS)
 

@@ -58,7 +58,7 @@ def train(near: str, far: str, packs: str, say: Say, steps: int, is_first: bool)
 
 def lose(near: str, far: str, packs: str, say: Say) -> None:
     """Capture until rank 0 is gone; the lineage is reached through the next one."""
-    rank, config = torch.distributed.get_rank(), Config(memory_bytes=64 << 20, durable_interval_s=None, group_patience_s=1.0)
+    rank, config = torch.distributed.get_rank(), Config(memory_bytes=64 << 20, durable_interval_s=None, group_patience_s=5.0)
     with (
         ranks.reach(near if rank < FAR else far) as url,
         datastates.open(url, packs=packs, config=config) as repo,

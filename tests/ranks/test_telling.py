@@ -53,7 +53,7 @@ def lose(url: str, packs: str, say: Say, pid_of_first: str, is_stopping: bool) -
     """Capture on and on, until rank 0 is killed, or stands still; and then once more."""
     rank = torch.distributed.get_rank()
     desk.ANSWER_S = 1.0
-    config = Config(memory_bytes=64 << 20, durable_interval_s=None, group_patience_s=1.0)
+    config = Config(memory_bytes=64 << 20, durable_interval_s=None, group_patience_s=5.0)
     with datastates.open(url, packs=packs, config=config) as repo:
         run = repo.track(model=torch.nn.Linear(4, 4))
         taken = run.capture().wait("durable", timeout_s=60)

@@ -56,7 +56,7 @@ def test_ranks_of_mpiexec_too() -> None:
 @pytest.mark.in_turn("jobs")
 @pytest.mark.parametrize("kind", ["env", pytest.param("mpi", marks=need_mpi)])
 def test_a_job_that_does_not_end_is_killed_at_its_limit_and_nothing_of_it_is_left(kind: Kind) -> None:
-    with job(2, f"{HERE}:fall_silent", kind=kind, timeout_s=20) as ranks:
+    with job(2, f"{HERE}:fall_silent", kind=kind, timeout_s=60) as ranks:
         pids = [int(ranks.heard(rank, "pid").split()[1]) for rank in range(2)]
         ranks.ends_at = 0.0
         with pytest.raises(pytest.fail.Exception, match="did not end in time"):
@@ -65,7 +65,7 @@ def test_a_job_that_does_not_end_is_killed_at_its_limit_and_nothing_of_it_is_lef
 
 
 def test_one_rank_is_killed_and_the_others_are_not() -> None:
-    with job(2, f"{HERE}:fall_silent", kind="env", timeout_s=20) as ranks:
+    with job(2, f"{HERE}:fall_silent", kind="env", timeout_s=60) as ranks:
         for rank in range(2):
             ranks.heard(rank, "pid")
         ranks.kill(1)
@@ -76,7 +76,7 @@ def test_one_rank_is_killed_and_the_others_are_not() -> None:
 
 def test_the_error_of_a_rank_is_shown() -> None:
     with pytest.raises(AssertionError, match="rank 1 has had enough"):
-        run(2, f"{HERE}:fail", kind="env", timeout_s=20)
+        run(2, f"{HERE}:fail", kind="env", timeout_s=60)
 
 
 def _is_alive(pid: int) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ThreadGroup", "on_threads"]
 
 T = TypeVar("T")
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 @dataclass

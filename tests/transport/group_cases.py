@@ -158,7 +158,7 @@ def _can_be_a_part(over: str) -> None:
 def one_dies(over: str, how: str, say: Say) -> None:
     """The last rank dies, or hangs, before an exchange; what the others say of it, and how long that took."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    group = group_of(over, timeout_s=3 if how == "hangs" else 60)
+    group = group_of(over, timeout_s=6 if how == "hangs" else 60)
     group.barrier()
     if group.rank == group.size - 1:
         say("gone")
@@ -172,6 +172,6 @@ def one_dies(over: str, how: str, say: Say) -> None:
             say("no error")
         except Unavailable as exc:
             say("unavailable", "lost" in str(exc) or "waited" in str(exc) or "another group" in str(exc))
-    say("soon" if time.monotonic() - began < 20 else f"after {time.monotonic() - began} s")
+    say("soon" if time.monotonic() - began < 40 else f"after {time.monotonic() - began} s")
     signal.sigwait({signal.SIGTERM})  # none learns of the death by the end of another
     os._exit(0)  # the ends of MPI and of torch wait for whoever died

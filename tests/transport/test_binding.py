@@ -30,7 +30,7 @@ from datastates.transport.wire.tcp_transport import TcpTransport
 from datastates.transport.wire.ucx_link import UcxLink
 from tests.support.colliding import collide_somewhere
 from tests.transport.stores import UID, MemorySink, MemorySource, MemoryStore, manifest_of
-from tests.transport.worlds import offer
+from tests.transport.worlds import PATIENCE_S, offer
 
 TOKEN = b"0123456789abcdef"
 CHUNK = 16 << 10
@@ -157,7 +157,7 @@ class Middle:
 @asynccontextmanager
 async def served(store: MemoryStore, plane: str = "tcp") -> AsyncIterator[Server]:
     url = f"{plane}://127.0.0.1:0"
-    server = Server(store, url, token=TOKEN, data=plane, timeout_s=5.0, transport=transport_for(url))
+    server = Server(store, url, token=TOKEN, data=plane, timeout_s=PATIENCE_S, transport=transport_for(url))
     await server.start()
     try:
         yield server
@@ -167,7 +167,7 @@ async def served(store: MemoryStore, plane: str = "tcp") -> AsyncIterator[Server
 
 @asynccontextmanager
 async def feeding(url: str, plane: str = "tcp") -> AsyncIterator[Feed]:
-    session = await Session.connect(url, token=TOKEN, data=plane, transport=transport_for(f"{plane}://"), timeout_s=5.0)
+    session = await Session.connect(url, token=TOKEN, data=plane, transport=transport_for(f"{plane}://"), timeout_s=PATIENCE_S)
     try:
         _, feed = await session.open(UID)
         yield feed
@@ -322,7 +322,7 @@ def test_a_push_is_bound_to_whoever_pushes() -> None:
             middle = Middle(*tcp.split(server.url)[1:], HONEST[index], lie)
             await middle.start()
             try:
-                session = await Session.connect(middle.url, token=TOKEN, transport=TcpTransport(), timeout_s=5.0)
+                session = await Session.connect(middle.url, token=TOKEN, transport=TcpTransport(), timeout_s=PATIENCE_S)
                 with pytest.raises(Corrupt, match=f"chunk {index}"):
                     await session.push(MemorySource(HONEST), offer().state.uid, offer())
                 await session.close()

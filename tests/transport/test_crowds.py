@@ -21,7 +21,7 @@ from datastates.transport.session.session import Session
 from tests.transport.stores import UID, MemoryStore
 from tests.transport.test_fuzz import TOKEN, TcpMemory
 from tests.transport.test_tcp import certificates  # noqa: F401 # a fixture
-from tests.transport.worlds import STATE, until
+from tests.transport.worlds import PATIENCE_S, STATE, until
 
 FIRST_WORDS = {
     "nothing": b"",
@@ -73,7 +73,7 @@ def test_connections_that_prove_nothing_are_bounded_and_keep_nobody_out(certific
             await until(lambda: server.door.admission.connections + server.refused >= 150)
             assert server.door.admission.connections <= MOST
             assert len(os.listdir("/proc/self/fd")) <= before + 150 + MOST + 10  # whoever gives way is closed in a moment
-            peer = await Session.connect(server.url, token=TOKEN, tls=tls, transport=transport, timeout_s=5)
+            peer = await Session.connect(server.url, token=TOKEN, tls=tls, transport=transport, timeout_s=PATIENCE_S)
             assert await peer.refs()
             strangers += await crowd(server, 150, words)
             assert await peer.refs()
@@ -83,7 +83,7 @@ def test_connections_that_prove_nothing_are_bounded_and_keep_nobody_out(certific
             await until(lambda: server.refused == 300 and not server.door.admission.connections)  # the last wait in the kernel
             assert server.arrived == 1
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
 
 
 @pytest.mark.parametrize("words", FIRST_WORDS.values(), ids=FIRST_WORDS)
@@ -95,7 +95,7 @@ def test_connections_that_prove_nothing_in_time_end(certificates: Tls, words: by
             for each in strangers:
                 each.close()
 
-    asyncio.run(asyncio.wait_for(work(), 10))
+    asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
 
 
 def test_connections_that_are_reset_at_once_leave_nothing_and_nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +107,7 @@ def test_connections_that_are_reset_at_once_leave_nothing_and_nothing_in_the_log
                     each.close()
             await until(lambda: server.refused == 90 and not server.door.admission.connections)
 
-    asyncio.run(asyncio.wait_for(work(), 10))
+    asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
     gc.collect()  # of tasks that failed asyncio tells when they are collected
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
@@ -123,4 +123,4 @@ def test_a_server_that_closes_leaves_no_connection() -> None:
             each.close()
         await until(lambda: set(os.listdir("/proc/self/fd")) <= before)
 
-    asyncio.run(asyncio.wait_for(work(), 20))
+    asyncio.run(asyncio.wait_for(work(), PATIENCE_S))

@@ -33,7 +33,7 @@ class Work:
     def __call__(self, asked: Sequence[Asked]) -> list[bytes]:
         self.batches.append([each.said for each in asked])
         self.began.set()
-        assert self.goes_on.wait(20)
+        assert self.goes_on.wait(60)
         self.awaited = [each.is_awaited for each in asked]
         return [b"heard " + each.said for each in asked]
 
@@ -79,7 +79,7 @@ def test_what_is_handed_in_meanwhile_is_answered_together_and_each_hears_its_own
     work.goes_on.clear()
     with opened(work) as place, ThreadPoolExecutor(SEATS + 1) as pool:
         first = pool.submit(caller_at(place).ask, b"first")
-        assert work.began.wait(20)
+        assert work.began.wait(60)
         asked = in_threads([caller_at(place) for _ in range(SEATS)], lambda number: b"%d" % number * (1 + number * 100_000), pool)
         assert desk_has(place, SEATS + 1)
         work.goes_on.set()
@@ -105,14 +105,14 @@ def test_who_turned_away_is_seen_while_the_work_goes_on(work: Work, caller_at: R
     with opened(work) as place, ThreadPoolExecutor(2) as pool:
         caller = caller_at(place)
         asked = pool.submit(caller.ask, b"stays")
-        assert work.began.wait(20)
+        assert work.began.wait(60)
         work.goes_on.set()
         asked.result(20)
         assert work.awaited == [True]
         work.goes_on.clear()
         work.began.clear()
         leaves = pool.submit(caller.ask, b"leaves")
-        assert work.began.wait(20)
+        assert work.began.wait(60)
         assert caller._connection is not None
         caller._connection.shutdown(socket.SHUT_RDWR)
         with pytest.raises(Disconnected):
@@ -160,7 +160,7 @@ def test_a_desk_that_closes_answers_what_it_works_on_and_nothing_else(work: Work
     work.goes_on.clear()
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(caller_at(place).ask, b"first")
-        assert work.began.wait(20)
+        assert work.began.wait(60)
         second = pool.submit(caller_at(place).ask, b"second")
         assert desk_has(place, 2)
         closing = pool.submit(kept.close)

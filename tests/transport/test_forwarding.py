@@ -15,7 +15,7 @@ from datastates.transport.session.server import Server
 from datastates.transport.session.session import Session
 from datastates.transport.wire.tcp_transport import TcpTransport
 from tests.transport.stores import UID, MemorySink, MemoryStore
-from tests.transport.worlds import STATE
+from tests.transport.worlds import PATIENCE_S, STATE
 
 TOKEN = b"0123456789abcdef"
 FAR, HERE, LINK = ("10.0.0.2", 4711), ("127.0.0.1", 4711), ("169.254.7.7", 4711)
@@ -85,17 +85,19 @@ class Lying(Chains):
 def test_a_receiver_that_is_sent_about_takes_the_state_from_the_source_itself() -> None:
     async def test() -> None:
         relays, dialled = Lying(), list[str]()
-        server = Server(MemoryStore({UID: STATE}), "tcp://127.0.0.1:0", token=TOKEN, timeout_s=5.0, transport=TcpTransport(), relays=relays)
+        server = Server(
+            MemoryStore({UID: STATE}), "tcp://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=TcpTransport(), relays=relays
+        )
         await server.start()
         near = TcpTransport()
 
         async def connect(url: str) -> Session:
             dialled.append(url)
-            return await Session.connect(url, token=TOKEN, transport=near, timeout_s=5.0)
+            return await Session.connect(url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
 
         forwarder = await Forwarder.join(server.url, UID, connect=connect, transport=near, token=TOKEN, tls=None)
         sink = MemorySink(forwarder.manifest)
-        await forwarder.fetch(sink, timeout_s=5.0, on_progress=None)
+        await forwarder.fetch(sink, timeout_s=PATIENCE_S, on_progress=None)
         assert [bytes(chunk) for chunk in sink.memory] == STATE
         assert dialled == [server.url]
         assert relays.asked < 20
@@ -108,9 +110,11 @@ def test_a_receiver_that_is_sent_about_takes_the_state_from_the_source_itself() 
 def test_a_relay_elsewhere_than_its_owner_is_told_to_nobody() -> None:
     async def test() -> None:
         relays = Chains()
-        server = Server(MemoryStore({UID: STATE}), "tcp://127.0.0.1:0", token=TOKEN, timeout_s=5.0, transport=TcpTransport(), relays=relays)
+        server = Server(
+            MemoryStore({UID: STATE}), "tcp://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=TcpTransport(), relays=relays
+        )
         await server.start()
-        one, two = [await Session.connect(server.url, token=TOKEN, transport=TcpTransport(), timeout_s=5.0) for _ in range(2)]
+        one, two = [await Session.connect(server.url, token=TOKEN, transport=TcpTransport(), timeout_s=PATIENCE_S) for _ in range(2)]
         await one.open(UID, relay="tcp://10.9.9.9:5432", here=False)
         opened, _ = await two.open(UID, relay="tcp://127.0.0.1:7", here=False)
         assert opened.upstream is None

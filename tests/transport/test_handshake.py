@@ -15,6 +15,7 @@ from datastates.transport.session.handshake import admit, greet, read_token
 from datastates.transport.session.sealed import Sealed
 from tests.support.secrets_kept import keep
 from tests.transport.wires import Change, QueueChannel
+from tests.transport.worlds import PATIENCE_S
 
 TOKEN = b"0123456789abcdef"
 CLIENT = Ready((), b"client's address", 10_000)
@@ -23,7 +24,7 @@ Side = tuple[Sealed, Ready] | BaseException
 
 
 async def shake(
-    left: QueueChannel, right: QueueChannel, client: bytes = TOKEN, server: bytes = TOKEN, *, timeout_s: float = 5
+    left: QueueChannel, right: QueueChannel, client: bytes = TOKEN, server: bytes = TOKEN, *, timeout_s: float = PATIENCE_S
 ) -> tuple[Side, Side]:
     """What both sides got."""
     sides: tuple[Awaitable[tuple[Sealed, Ready]], ...] = (
@@ -88,7 +89,7 @@ def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
             assert isinstance(proof, Proof)
             await right.send(encode(Welcome(proof.mac)))  # the client's own code, turned round
 
-        near, _ = await asyncio.gather(greet(left, CLIENT, token=TOKEN, timeout_s=5), impostor(), return_exceptions=True)
+        near, _ = await asyncio.gather(greet(left, CLIENT, token=TOKEN, timeout_s=PATIENCE_S), impostor(), return_exceptions=True)
         assert isinstance(near, Unauthorized)
         assert "does not know the token" in str(near)
         assert all(b"address" not in frame for frame in left.sent)
@@ -104,7 +105,7 @@ def test_a_proof_is_good_for_one_connection_only() -> None:
         for frame in left.sent:
             await again.send(frame)
         with pytest.raises(Unauthorized):
-            await admit(other, lambda: SERVER, token=TOKEN, timeout_s=5)
+            await admit(other, lambda: SERVER, token=TOKEN, timeout_s=PATIENCE_S)
 
     asyncio.run(test())
 
@@ -128,7 +129,7 @@ def test_another_magic_is_the_peers_fault() -> None:
         left, right = QueueChannel.pair()
         await left.send(encode(Hello(b"bitcoin", 1, bytes(32))))
         with pytest.raises(PeerFault, match="bitcoin"):
-            await admit(right, lambda: SERVER, token=TOKEN, timeout_s=5)
+            await admit(right, lambda: SERVER, token=TOKEN, timeout_s=PATIENCE_S)
         assert not right.sent
         assert right.is_closed
 
@@ -156,7 +157,9 @@ def test_a_server_that_is_full_says_so_to_those_who_may_come_in() -> None:
     async def test() -> None:
         left, right = QueueChannel.pair()
         near, far = await asyncio.gather(
-            greet(left, CLIENT, token=TOKEN, timeout_s=5), admit(right, full, token=TOKEN, timeout_s=5), return_exceptions=True
+            greet(left, CLIENT, token=TOKEN, timeout_s=PATIENCE_S),
+            admit(right, full, token=TOKEN, timeout_s=PATIENCE_S),
+            return_exceptions=True,
         )
         assert isinstance(near, Unavailable)
         assert isinstance(far, Unavailable)
@@ -218,7 +221,7 @@ def test_frames_cannot_be_repeated_left_out_or_cut(change: Change) -> None:
         for number in range(3):
             await near.send(encode(Ping(number)))
         with pytest.raises(PeerFault, match="authentication code"):
-            await asyncio.wait_for(_drain(far), 5)
+            await asyncio.wait_for(_drain(far), PATIENCE_S)
 
     asyncio.run(test())
 

@@ -29,11 +29,13 @@ from tests.transport.stores import UID, MemorySink, MemoryStore, chunks
 
 ROOT = Path(__file__).parents[2]
 TOKEN = b"all of these hosts know it"
-TIMEOUT_S = 1.5
+TIMEOUT_S = 3.0
+IN_TIME_S = 30.0
+"""TCP by itself notices after minutes that a link was cut."""
 CHUNKS, CHUNK_BYTES = 16, 4 << 20
 STATE_BYTES = sum(map(len, chunks(0, CHUNKS, CHUNK_BYTES)))
-RATE = "600mbit"
-"""Takes a second for the state: time to do something in the middle of it."""
+RATE = "200mbit"
+"""Takes three seconds for the state: time to do something in the middle of it, on a busy machine too."""
 
 
 # What the processes do
@@ -159,7 +161,7 @@ class Job:
 
     def end(self) -> None:
         """It ends by itself and well."""
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=60)
         assert self.process.returncode == 0
 
 
@@ -223,7 +225,7 @@ def test_a_link_that_is_cut_is_noticed_in_time_and_the_rest_comes_once_it_is_men
     receiver.tell("take", url)
 
     assert kind == Disconnected.kind
-    assert took_s < TIMEOUT_S + 2
+    assert took_s < IN_TIME_S
     whole, moved, lost = receiver.hear("took")
     assert (whole, lost) == ("whole", "0")
     assert 0 < int(moved) < STATE_BYTES

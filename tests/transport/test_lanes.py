@@ -29,7 +29,7 @@ from datastates.transport.wire.lanes import LANES, MOST, Lanes
 from datastates.transport.wire.tcp_transport import TcpTransport
 from tests.transport.certificates import certificate
 from tests.transport.stores import CHUNK, UID, MemorySource, MemoryStore
-from tests.transport.worlds import STATE, offer, opened, receive, until
+from tests.transport.worlds import PATIENCE_S, STATE, offer, opened, receive, until
 
 TOKEN = b"0123456789abcdef"
 PLACE = b"both ends here"
@@ -167,7 +167,7 @@ class TestLanesOverTls(TestLanes):
 async def serving(store: MemoryStore, **options: Any) -> Any:
     """A server over TCP and the transport of a client, as in two processes."""
     far, near = TcpTransport(), TcpTransport()
-    server = Server(store, "tcp://127.0.0.1:0", token=TOKEN, timeout_s=5.0, transport=far, **options)
+    server = Server(store, "tcp://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=far, **options)
     await server.start()
     try:
         yield server, near, far
@@ -185,7 +185,7 @@ def _closed(ends: list[socket.socket]) -> list[socket.socket]:
 
 def run(work: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(2 * PATIENCE_S):
             await work
 
     loop.run(bounded())
@@ -199,7 +199,7 @@ def test_states_are_cloned_and_pushed_over_one_port(is_secret: bool, request: py
         store = MemoryStore({UID: STATE})
         async with serving(store, tls=tls) as (server, near, _):
             trusted = None if tls is None else Tls(trusted=tls.trusted)
-            session = await Session.connect(server.url, token=TOKEN, transport=near, tls=trusted, timeout_s=5)
+            session = await Session.connect(server.url, token=TOKEN, transport=near, tls=trusted, timeout_s=PATIENCE_S)
             assert session.data == "tcp"
             feed = await opened(session)
             got = await asyncio.gather(*(receive(feed, n, 10, 1000 + n, CHUNK // 2) for n in range(len(STATE))))
@@ -217,7 +217,7 @@ def test_states_are_cloned_and_pushed_over_one_port(is_secret: bool, request: py
 def test_a_plane_that_was_reset_is_made_anew() -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, far):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=5)
+            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
             feed = await opened(session)
             for round_ in range(3):
                 assert await receive(feed, round_) == STATE[round_]
@@ -231,7 +231,7 @@ def test_a_plane_that_was_reset_is_made_anew() -> None:
 def test_nothing_is_dialled_before_a_chunk_is_wanted() -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, _):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=5)
+            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
             feed = await opened(session)
             assert not _lanes_of(near)
             assert await receive(feed, 0) == STATE[0]
@@ -244,7 +244,7 @@ def test_nothing_is_dialled_before_a_chunk_is_wanted() -> None:
 def test_whoever_does_not_know_the_sessions_key_does_not_join() -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, far):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=5)
+            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
             feed = await opened(session)
             (name,) = near._sessions
             where = tcp.split(server.url)[1:]
@@ -264,7 +264,7 @@ def test_what_was_said_on_one_connection_is_good_on_no_other() -> None:
 
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, far):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=5)
+            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
             (name,) = near._sessions
             heard = joining._header.pack(tcp.JOIN, name, 0, b"<", bytes(32))
             for proof in (bytes(32), secrets.token_bytes(32)):
@@ -304,7 +304,7 @@ def test_what_names_no_session_is_closed(said: bytes) -> None:
 def test_more_lanes_than_there_may_be_are_turned_away() -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, far):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=5)
+            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
             feed = await opened(session)
             assert await receive(feed, 0) == STATE[0]
             await until(lambda: len(_lanes_of(far)) == LANES)
@@ -323,11 +323,11 @@ def test_an_encrypted_session_takes_no_lane_in_plain(certificates: Tls) -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE}), tls=certificates) as (server, near, far):
             trusted = Tls(trusted=certificates.trusted)
-            session = await Session.connect(server.url, token=TOKEN, transport=near, tls=trusted, timeout_s=5)
+            session = await Session.connect(server.url, token=TOKEN, transport=near, tls=trusted, timeout_s=PATIENCE_S)
             (lanes,) = near._sessions.values()
             plain = Terms(lanes.terms.name, lanes.terms.key, "x", lanes.terms.where)
             with pytest.raises((OSError, PeerFault)):
-                await asyncio.to_thread(_greet, plain, b"<")
+                await asyncio.to_thread(_greet, plain, b"<", 3)  # nothing comes, as long as TLS is waited for
             assert not _lanes_of(far)
             await session.close()
 
@@ -350,7 +350,7 @@ def test_a_peer_that_sends_bytes_nobody_waits_for_hangs_nobody() -> None:
             began = time.monotonic()
             with pytest.raises(Disconnected):
                 await waiting
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < PATIENCE_S / 2
             bogus.cancel()
             await asyncio.gather(bogus, return_exceptions=True)
             await session.close()
@@ -367,9 +367,9 @@ def _lanes_of(transport: TcpTransport) -> list[socket.socket]:
     ]
 
 
-def _greet(terms: Terms, direction: bytes) -> socket.socket:
+def _greet(terms: Terms, direction: bytes, timeout_s: float = PATIENCE_S) -> socket.socket:
     assert terms.where is not None
-    connection = socket.create_connection(terms.where, timeout=5)
+    connection = socket.create_connection(terms.where, timeout=timeout_s)
     try:
         return joining.greet(connection, terms, 0, direction)
     except (OSError, PeerFault, ssl.SSLError):
@@ -380,13 +380,13 @@ def _greet(terms: Terms, direction: bytes) -> socket.socket:
 def test_threads_end_with_their_session() -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, _):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=5)
+            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
             feed = await opened(session)
             assert await receive(feed, 0) == STATE[0]
             assert _lane_threads()
             await session.close()
         for thread in _lane_threads():
-            await asyncio.to_thread(thread.join, 5)
+            await asyncio.to_thread(thread.join, PATIENCE_S)
         assert not _lane_threads()
 
     run(test())

@@ -28,6 +28,7 @@ from datastates.transport.wire import near
 from tests.support import warm
 from tests.transport.stores import UID, MemorySink, MemorySource, MemoryStore
 from tests.transport.stores import chunks as chunks_of
+from tests.transport.worlds import PATIENCE_S
 
 LENGTH, COUNT = 1 << 20, 40
 
@@ -54,7 +55,7 @@ class PlacedStore(MemoryStore):
 def serve(lie: str) -> None:
     """Another process: it serves until its input ends, and says what was taken of it."""
     Placed.lie = lie
-    server = Server(PlacedStore({UID: chunks_of(1, COUNT, LENGTH)}), "ucx://127.0.0.1:0", timeout_s=2.0)
+    server = Server(PlacedStore({UID: chunks_of(1, COUNT, LENGTH)}), "ucx://127.0.0.1:0", timeout_s=PATIENCE_S)
     loop.run(server.start())
     say(server.url)
     for _ in sys.stdin:
@@ -100,7 +101,7 @@ def end(pid: int) -> None:
 
 async def clone(url: str, sink: list[MemorySink], kill: int = 0) -> tuple[Fetched, bool]:
     """What was moved, and whether the transport moved any of it; the process ``kill`` dies as soon as something was moved."""
-    session = await Session.connect(url, timeout_s=2.0)
+    session = await Session.connect(url, timeout_s=PATIENCE_S)
     try:
         opened, feed = await session.open(UID)
         assert feed is not None
@@ -110,7 +111,7 @@ async def clone(url: str, sink: list[MemorySink], kill: int = 0) -> tuple[Fetche
             if kill and done < total:
                 end(kill)
 
-        done = await fetch(sink[0], [feed], timeout_s=2.0, on_progress=on_progress)
+        done = await fetch(sink[0], [feed], timeout_s=PATIENCE_S, on_progress=on_progress)
         await feed.close()
         return done, session._plane._link is not None
     finally:
@@ -119,7 +120,7 @@ async def clone(url: str, sink: list[MemorySink], kill: int = 0) -> tuple[Fetche
 
 def test_chunks_are_read_from_the_other_process_and_counted_there(other: subprocess.Popen[str]) -> None:
     sinks: list[MemorySink] = []
-    done, is_wired = loop.run(clone(line_of(other), sinks), 20)
+    done, is_wired = loop.run(clone(line_of(other), sinks), PATIENCE_S)
     assert sinks[0].memory == chunks_of(1, COUNT, LENGTH)
     assert (done.chunks, is_wired) == (COUNT, False)
     assert line_of(other, "stats").split() == [str(sum(map(len, sinks[0].memory))), str(COUNT)]
@@ -133,7 +134,7 @@ def test_who_does_not_want_it_clones_over_the_transport(side: str, monkeypatch: 
     url = line_of(other)
     monkeypatch.setenv(near.SWITCH, "1" if side == "server" else "0")
     sinks: list[MemorySink] = []
-    done, is_wired = loop.run(clone(url, sinks), 20)
+    done, is_wired = loop.run(clone(url, sinks), PATIENCE_S)
     assert sinks[0].memory == chunks_of(1, COUNT, LENGTH)
     assert (done.chunks, is_wired) == (COUNT, True)
 
@@ -141,7 +142,7 @@ def test_who_does_not_want_it_clones_over_the_transport(side: str, monkeypatch: 
 @pytest.mark.parametrize("lie", ["nothing"])
 def test_what_cannot_be_read_comes_over_the_transport(other: subprocess.Popen[str]) -> None:
     sinks: list[MemorySink] = []
-    _, is_wired = loop.run(clone(line_of(other), sinks), 20)
+    _, is_wired = loop.run(clone(line_of(other), sinks), PATIENCE_S)
     assert sinks[0].memory == chunks_of(1, COUNT, LENGTH)
     assert is_wired
 
@@ -150,12 +151,12 @@ def test_what_cannot_be_read_comes_over_the_transport(other: subprocess.Popen[st
 def test_what_lies_elsewhere_fails_its_digest(other: subprocess.Popen[str]) -> None:
     sinks: list[MemorySink] = []
     with pytest.raises(Corrupt, match="chunk 2"):
-        loop.run(clone(line_of(other), sinks), 20)
+        loop.run(clone(line_of(other), sinks), PATIENCE_S)
 
 
 def test_a_source_that_dies_is_found_at_once(other: subprocess.Popen[str]) -> None:
     with pytest.raises(Disconnected):
-        loop.run(clone(line_of(other), [], other.pid), 20)
+        loop.run(clone(line_of(other), [], other.pid), PATIENCE_S / 2)
 
 
 def test_a_process_that_is_gone_is_not_read_even_if_its_pid_is_anothers(other: subprocess.Popen[str]) -> None:
@@ -215,20 +216,20 @@ def test_only_who_knows_the_session_is_let_in(knows: str) -> None:
             assert not door.has(TERMS.name)
         door.close()
 
-    loop.run(test(), 30)
+    loop.run(test(), PATIENCE_S)
 
 
 def test_addresses_are_told_to_nobody_who_only_says_that_it_is_near() -> None:
     async def test() -> None:
-        server = Server(PlacedStore({UID: chunks_of(1, 4, LENGTH)}), "tcp://127.0.0.1:0", timeout_s=2.0)
+        server = Server(PlacedStore({UID: chunks_of(1, 4, LENGTH)}), "tcp://127.0.0.1:0", timeout_s=PATIENCE_S)
         await server.start()
-        session = await Session.connect(server.url, timeout_s=2.0)  # of this process: it is not near itself
+        session = await Session.connect(server.url, timeout_s=PATIENCE_S)  # of this process: it is not near itself
         body = await session.ask(Open(UID, near=True))
         assert not msgspec.msgpack.decode(body, type=Opened).addresses
         await session.close()
         await server.close()
 
-    loop.run(test(), 20)
+    loop.run(test(), PATIENCE_S)
 
 
 @pytest.mark.parametrize("name", ["", "datastates-", "/tmp/.X11-unix/X0", "datastates-" + "0" * 33, "datastates-" + "0" * 32])

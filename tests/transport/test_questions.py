@@ -24,7 +24,7 @@ from datastates.transport.protocol import (
     Refs,
 )
 from tests.transport.stores import UID, record
-from tests.transport.worlds import World, run, session, until
+from tests.transport.worlds import PATIENCE_S, World, run, session, until
 
 
 def test_questions_reach_the_store_and_answers_come_back() -> None:
@@ -134,7 +134,7 @@ def test_64_questions_at_once_are_all_answered_by_few_threads() -> None:
         with lock:
             inside += 1
             most = max(most, inside)
-        room.wait(5)
+        room.wait(PATIENCE_S)
         with lock:
             inside -= 1
 
@@ -152,7 +152,7 @@ def test_a_peer_that_asks_without_end_is_cut_off() -> None:
     block = threading.Event()
 
     async def test(world: World) -> None:
-        world.store.hook = lambda name: block.wait(10)
+        world.store.hook = lambda name: block.wait(PATIENCE_S)
         async with session(world) as peer:
             flood = [asyncio.create_task(peer._post(Ask(n, Refs()))) for n in range(300)]
             await asyncio.gather(*flood, return_exceptions=True)
@@ -167,7 +167,7 @@ def test_an_answer_that_comes_after_its_question_was_given_up_is_dropped() -> No
     block = threading.Event()
 
     async def test(world: World) -> None:
-        world.store.hook = lambda name: block.wait(10)
+        world.store.hook = lambda name: block.wait(PATIENCE_S)
         async with session(world) as peer:
             task = asyncio.create_task(peer.refs())
             await until(lambda: len(world.channels[0].sent) == 4)
@@ -183,7 +183,7 @@ def test_a_state_that_was_opened_for_nobody_is_unpinned() -> None:
     block = threading.Event()
 
     async def test(world: World) -> None:
-        world.store.hook = lambda name: block.wait(10)
+        world.store.hook = lambda name: block.wait(PATIENCE_S)
         async with session(world) as peer:
             task = asyncio.create_task(peer.open(UID))
             await until(lambda: len(world.channels[0].sent) == 4)

@@ -15,7 +15,7 @@ from datastates.transport.session.server import Server, is_loopback
 from datastates.transport.session.session import Session
 from tests.transport.stores import UID, MemoryStore
 from tests.transport.wires import QueueTransport
-from tests.transport.worlds import STATE, World, offer, opened, receive, run, session, until
+from tests.transport.worlds import PATIENCE_S, STATE, World, offer, opened, receive, run, session, until
 
 TOKEN = b"0123456789abcdef"
 
@@ -83,7 +83,7 @@ def test_peers_that_never_finish_the_handshake_give_way_and_are_dropped() -> Non
             assert await peer.refs()
         assert (world.server.refused, world.server.door.admission.displaced) == (17, 2)
 
-    run(test, timeout_s=0.3, limits=Limits(sessions=2))
+    run(test, timeout_s=2.0, limits=Limits(sessions=2))
 
 
 def test_peer_that_does_nothing_makes_way_for_the_next_one() -> None:
@@ -121,7 +121,7 @@ def test_peer_that_holds_a_state_open_may_pause() -> None:
             async with session(world) as other:
                 assert await other.refs()
 
-    run(test, timeout_s=0.6, limits=Limits(sessions=1))
+    run(test, timeout_s=2.0, limits=Limits(sessions=1))
 
 
 def test_closing_lets_chunks_on_their_way_arrive() -> None:
@@ -131,7 +131,7 @@ def test_closing_lets_chunks_on_their_way_arrive() -> None:
         feed = await opened(peer)
         tasks = [asyncio.create_task(receive(feed, n)) for n in range(4)]
         await until(lambda: bool(world.server.sessions[0]._sending.running))
-        closing = asyncio.create_task(world.server.close(grace_s=10))
+        closing = asyncio.create_task(world.server.close(grace_s=PATIENCE_S))
         await until(lambda: world.far.accept is None)
         world.far.hold.set()
         assert await asyncio.gather(*tasks) == STATE[:4]
@@ -165,7 +165,7 @@ def test_closing_does_not_wait_for_the_store() -> None:
     block = threading.Event()
 
     async def test(world: World) -> None:
-        world.store.hook = lambda name: block.wait(10)
+        world.store.hook = lambda name: block.wait(PATIENCE_S)
         peer = await world.connect()
         task = asyncio.create_task(peer.open(UID))
         await until(lambda: len(world.channels[0].sent) == 4)

@@ -32,7 +32,7 @@ from datastates.transport.protocol import (
     Want,
 )
 from tests.transport.stores import CHUNK, UID, MemorySource
-from tests.transport.worlds import STATE, World, offer, opened, receive, run, session, until
+from tests.transport.worlds import PATIENCE_S, STATE, World, offer, opened, receive, run, session, until
 
 # --- what breaks the protocol ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ def test_a_receiver_that_takes_nothing_is_cut_off_and_its_pins_go() -> None:
             await opened(peer)
             await peer._post(Want(0, 0, 1, (CHUNK,)))
             await peer.wait_closed()
-            assert await asyncio.to_thread(world.store.opened[0].is_closed.wait, 5)
+            assert await asyncio.to_thread(world.store.opened[0].is_closed.wait, PATIENCE_S)
 
     run(test, timeout_s=0.3)
 
@@ -257,7 +257,7 @@ def test_a_question_that_is_never_answered_is_given_up() -> None:
     block = threading.Event()
 
     async def test(world: World) -> None:
-        world.store.hook = lambda name: block.wait(10)
+        world.store.hook = lambda name: block.wait(PATIENCE_S)
         async with session(world) as peer:
             with pytest.raises(Disconnected, match=r"alive, but has not answered for 0\.6 s"):
                 await peer.refs()
@@ -291,7 +291,7 @@ def test_a_session_that_is_closed_fails_whoever_waits_on_it() -> None:
     block = threading.Event()
 
     async def test(world: World) -> None:
-        world.store.hook = lambda name: block.wait(10)
+        world.store.hook = lambda name: block.wait(PATIENCE_S)
         peer = await world.connect()
         task = asyncio.create_task(peer.refs())
         await until(lambda: len(world.channels[0].sent) == 4)

@@ -172,7 +172,7 @@ def test_a_helper_that_a_stranger_ends_is_named_and_the_next_one_works() -> None
         ended = helper()
         (place,) = listening(ended.pid)
         await asyncio.to_thread(remote_write, place, 0x1000, b"OWNED")
-        await asyncio.wait_for(asyncio.shield(ended._ended), 10)
+        await asyncio.wait_for(asyncio.shield(ended._ended), PATIENCE_S / 2)
         await echo()
         assert helper() is not ended
         return str(ended.error)
@@ -385,7 +385,7 @@ def test_the_helper_ends_with_its_training_however_that_ends(how: str) -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=root
     )
     place = Path(f"/proc/{done.stdout.strip()}/stat")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             if place.read_text().rpartition(") ")[2][0] == "Z":

@@ -16,6 +16,8 @@ from tests.transport.stores import UID, MemoryStore, chunks, manifest_of, record
 from tests.transport.wires import QueueChannel, QueueTransport
 
 STATE = chunks(1, 20)
+PATIENCE_S = 60.0
+"""Where nothing is to be waited for: a busy machine is slow."""
 
 
 class World:
@@ -24,8 +26,8 @@ class World:
     def __init__(self, store: MemoryStore, **options: Any) -> None:
         self.store = store
         self.near, self.far = QueueTransport("client"), QueueTransport("server")
-        self.server = Server(store, "memory://server", transport=self.far, **{"timeout_s": 5.0, **options})
-        self.timeout_s: float = options.get("timeout_s", 5.0)
+        self.server = Server(store, "memory://server", transport=self.far, **{"timeout_s": PATIENCE_S, **options})
+        self.timeout_s: float = options.get("timeout_s", PATIENCE_S)
         self.channels: list[QueueChannel] = []
 
     async def connect(self, **options: Any) -> Session:
@@ -42,7 +44,7 @@ def run(test: Callable[[World], Awaitable[None]], **options: Any) -> None:
         world = World(MemoryStore({UID: STATE}), **options)
         await world.server.start()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 await test(world)
         finally:
             await world.server.close(grace_s=0)
@@ -50,10 +52,10 @@ def run(test: Callable[[World], Awaitable[None]], **options: Any) -> None:
             await world.near.close()
             await world.far.close()
         ending = asyncio.all_tasks() - before - {asyncio.current_task()}
-        left = (await asyncio.wait(ending, timeout=5))[1] if ending else ending  # one may wait for a thread that is at work
+        left = (await asyncio.wait(ending, timeout=PATIENCE_S))[1] if ending else ending  # one may wait for a thread that is at work
         assert not left, left
         for source in world.store.opened:
-            assert await asyncio.to_thread(source.is_closed.wait, 5)
+            assert await asyncio.to_thread(source.is_closed.wait, PATIENCE_S)
 
     asyncio.run(within())
 

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import signal
+import time
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,20 @@ def counts(repo: Repository) -> dict[str, int]:
     """How often each ref moved, and how many states there are: what a run that repeats nothing leaves as it is."""
     found = {ref.name: len(repo.reflog(ref.name)) for ref in repo.refs()}
     return {**found, "": len(repo.find("step >= 0"))}
+
+
+def all_end(pids: Iterable[int]) -> bool:
+    """Whether each of these processes is gone, or a zombie; one that has let go of its streams may take a moment more."""
+    left, deadline = set(pids), time.monotonic() + 60
+    while left and time.monotonic() < deadline:
+        left = {pid for pid in left if is_running(pid)}
+        time.sleep(0.01)
+    return not left
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there that is no zombie."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

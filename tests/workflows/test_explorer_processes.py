@@ -18,7 +18,7 @@ from datastates.lineage.change import clones
 from datastates.workflows import Plan, Processes, Progress, SerialExecutor, Variant, explore, read_study
 from tests.support import warm
 from tests.workflows.exploring import pool
-from tests.workflows.studies import EVERY_STATE, counts, essence, faults, prefix, train, tree
+from tests.workflows.studies import EVERY_STATE, all_end, counts, essence, faults, prefix, train, tree
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -159,7 +159,7 @@ def test_after_the_explorer_was_killed_nothing_finished_is_repeated(
     before = counts(repo)
     assert {"done/s/low", "done/s/high"} <= set(before)
     exploring.end(signal.SIGKILL)  # its workers hold its standard error open: they have ended as well
-    assert not any(is_running(pid) for pid in pids)
+    assert all_end(pids)
     assert explore(repo, "main", PLAN, train, study="s", progress=False)
     assert essence(repo, "s", PLAN) == expected
     after = counts(repo)
@@ -229,11 +229,3 @@ def test_the_process_that_was_free_last_gets_the_next_call() -> None:
 def files_of(repo: Repository, uid: str) -> dict[str, bytes]:
     """A state's files, byte for byte."""
     return {path.name: path.read_bytes() for path in repo.location.packs.glob(f"{uid}.*")}
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there that is no zombie."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False

@@ -23,7 +23,7 @@ from datastates.workflows.running.launch import launch
 from tests.support import warm
 from tests.support.jobs import run
 from tests.workflows.parallel import RANKS, hang, model_of, pids, train
-from tests.workflows.studies import EVERY_STATE, faults
+from tests.workflows.studies import EVERY_STATE, all_end, faults
 
 pytestmark = pytest.mark.slow
 HERE = "tests.workflows.parallel"
@@ -109,7 +109,7 @@ def test_a_rank_that_is_killed_costs_its_variant_an_attempt_and_the_others_nothi
     assert attempts(repo) == {"low": 2, "high": 2}
     assert len(repo.log("s/low")) == len(repo.log("main")) + 2, "the epoch that was over is not repeated"
     assert len(pids(tmp_path / "ranks", "low")) == 4
-    assert not any(map(is_running, pids(tmp_path / "ranks")))
+    assert all_end(pids(tmp_path / "ranks"))
 
 
 @pytest.mark.in_turn("variants of ranks")
@@ -121,7 +121,7 @@ def test_a_rank_that_raises_is_named_and_its_variant_tried_again(repo: Repositor
     assert report.errors["low"].startswith("rank 1 of 2: ValueError: planned for low@1\n")
     assert "in meet" in report.errors["low"]
     assert attempts(repo) == {"low": 1, "high": 1}
-    assert not any(map(is_running, pids(tmp_path / "ranks")))
+    assert all_end(pids(tmp_path / "ranks"))
 
 
 @pytest.mark.in_turn("variants of ranks")
@@ -143,7 +143,7 @@ def test_with_the_explorer_all_ranks_end_and_the_next_call_goes_on(repo: Reposit
             process.communicate()
     assert number is signal.SIGKILL or "the same call goes on from here" in said
     assert pids(tmp_path / "ranks")
-    assert not any(map(is_running, pids(tmp_path / "ranks")))
+    assert all_end(pids(tmp_path / "ranks"))
     assert repo.state("s/low").attributes["epoch"] == 1
     report = explored(repo, PLAN, ranks=2)
     assert report, report.errors
@@ -158,7 +158,7 @@ def test_ranks_end_when_whoever_waits_for_them_gives_up(tmp_path: Path) -> None:
 
     with pytest.raises(Cancelled):
         launch(2, hang, str(tmp_path), "low", look=look, settle=lambda: None)
-    assert not any(is_running(int(path.name)) for path in tmp_path.iterdir())
+    assert all_end(int(path.name) for path in tmp_path.iterdir())
 
 
 def test_what_does_not_go_together_is_refused(repo: Repository) -> None:
@@ -182,11 +182,3 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} did not come"
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there that is no zombie."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False

@@ -88,7 +88,7 @@ def test_a_worker_whose_explorer_ended_stops_at_its_next_epoch(repo: Repository,
             if epoch == 1:
                 presence.close()
                 watch = next(thread for thread in threading.enumerate() if thread.name == "datastates-explorer-watch")
-                watch.join(10)
+                watch.join(60)
             job.report(loss=loss)
 
     outcome = run(task(repo, "a", "main", losing))

@@ -104,4 +104,4 @@ class Paused:
 
     def __call__(self, done: int, total: int) -> None:
         self.began.set()
-        assert self.go.wait(20)
+        assert self.go.wait(60)

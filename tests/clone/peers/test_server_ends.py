@@ -81,14 +81,14 @@ def test_a_clone_under_way_ends_with_either_side(made: Made, url: str, who: str)
     server = repo.serve(url)
     peer = made.peer(server, timeout_s=2)
     transfer = peer.begin_clone("main", into={"tensors": into}, atomic=True, on_progress=paused)
-    assert paused.began.wait(20)
+    assert paused.began.wait(60)
     closing = threading.Thread(target=peer.close if who == "peer" else lambda: server.close(grace_s=0))
     closing.start()
-    threading.Timer(0.1, paused.go.set).start()
+    threading.Timer(0.5, paused.go.set).start()
 
     with pytest.raises(Closed if who == "peer" else Disconnected):
-        transfer.wait(20)
-    closing.join(20)
+        transfer.wait(60)
+    closing.join(60)
     assert not closing.is_alive()
     assert not any(tensor.any() for tensor in into.values())
     server.close()
@@ -144,7 +144,7 @@ def cancel(url: str, repo: Repository, other: Repository) -> None:
             for where in wheres:
                 paused = Paused()
                 transfer = peer.begin_clone("main", on_progress=paused, chain=chain, **where)
-                assert paused.began.wait(20)
+                assert paused.began.wait(60)
                 transfer.cancel()
                 paused.go.set()
                 with pytest.raises(DatastatesError):

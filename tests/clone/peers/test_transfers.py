@@ -136,7 +136,7 @@ def test_a_cancelled_clone_leaves_objects_as_they_were(made: Made, url: str) -> 
     before = theirs.bits()
 
     transfer = peer.begin_clone("main", into=theirs.objects, atomic=True, on_progress=paused)
-    assert paused.began.wait(20)
+    assert paused.began.wait(60)
     transfer.cancel()
     paused.go.set()
     for _ in range(2):
@@ -181,7 +181,7 @@ def test_ctrl_c_gives_up_a_clone_in_a_repository_and_leaves_nothing(made: Made, 
     repo, other = made.repo(), made.repo()
     train(repo, Training(0, 1024))
     transfer = made.peer(repo.serve(url)).begin_clone("main", repo=other, on_progress=paused)
-    assert paused.began.wait(20)
+    assert paused.began.wait(60)
 
     def interrupt() -> None:
         if when == "at once":
