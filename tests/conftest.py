@@ -63,11 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def group_of(item: pytest.Item) -> str | None:
-    """Within which a test takes turns: the marker's, the cases of one test, or the costly ones of a folder; None: it runs always."""
+    """Within which a test takes turns: the marker's, all costly ones, or the cases of one test; None: it runs always."""
     marker = item.get_closest_marker("in_turn")
-    if marker is None:
-        return costs.group_of(item)
-    return str(marker.args[0]) if marker.args else item.nodeid.partition("[")[0]
+    if marker is not None and marker.args:
+        return str(marker.args[0])
+    if costs.is_costly(item):
+        return "costly"
+    return None if marker is None else item.nodeid.partition("[")[0]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

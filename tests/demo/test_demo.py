@@ -114,7 +114,8 @@ def _shown(outcome: Outcome, repo: Repository, *, is_terminal: bool) -> list[str
     return file.getvalue().split("loss after the tag")[0].splitlines()
 
 
-def test_the_fresh_process_tells_of_every_step(tmp_path: Path) -> None:
+def test_the_fresh_process_tells_of_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datastates.demo.main_job.subprocess.Popen", warm.Popen)  # the demo itself starts one from nothing
     ticks: list[None] = []
     with datastates.open(tmp_path) as repo:
         train(repo, SHORT, MAIN, SHORT.warm, lambda: None)

@@ -1,4 +1,4 @@
-"""What tests cost in processor time. Those that take more than a second, listed in ``tests/costly.txt``, take turns in the gate.
+"""What tests cost in processor time. Those that take more than a tenth of a second, listed in ``tests/costly.txt``, take turns in the gate.
 
     DATASTATES_COSTS=/tmp/costs make test                       # notes in that folder what each test takes
     .venv/bin/python -m tests.support.costs /tmp/costs          # brings the list up to date
@@ -19,13 +19,13 @@ import pytest
 
 from tests.support.effort import ROOT
 
-__all__ = ["COSTLY_S", "group_of", "listed", "noted", "updated"]
+__all__ = ["COSTLY_S", "is_costly", "listed", "noted", "updated"]
 
-COSTLY_S = 1.0
+COSTLY_S = 0.1
 """Processor time of a test, with its fixtures and the processes that it waited for."""
 
-_ALWAYS = ("tests/test_house.py", "tests/demo/", "tests/test_documents.py::test_example_of_the_readme")
-"""What is asked of the whole source, and what a newcomer runs first: these run every time."""
+_ALWAYS = ("tests/test_house.py", "tests/formats/", "tests/demo/", "tests/test_documents.py::test_example_of_the_readme")
+"""What is asked of the whole source, files of earlier versions, and what a newcomer runs first: these run every time."""
 
 _LIST = ROOT / "tests" / "costly.txt"
 
@@ -36,10 +36,9 @@ def listed() -> frozenset[str]:
     return frozenset(_LIST.read_text().splitlines())
 
 
-def group_of(item: pytest.Item) -> str | None:
-    """Within which a costly test takes turns: with those of its folder. None for any other."""
-    function = item.nodeid.partition("[")[0]
-    return "/".join(["costly", *function.split("/")[1:2]]) if function in listed() else None
+def is_costly(item: pytest.Item) -> bool:
+    """Whether the list has it."""
+    return item.nodeid.partition("[")[0] in listed()
 
 
 @pytest.hookimpl(wrapper=True)
