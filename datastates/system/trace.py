@@ -47,7 +47,11 @@ def write_trace(path: Path, spans: Sequence[Span], *, left_out: int = 0) -> None
 
 
 def _events(spans: Sequence[Span]) -> Iterator[dict[str, object]]:
-    """The names of process and threads, then the spans: those that hold others before them. Threads of one number follow each other."""
+    """The names of process and threads, then the spans: those that hold others before them. Threads of one number follow each other.
+
+    Times are whole microseconds: spans of a thread then lie within or beside each other to whoever reads them as floats, and of those that
+    overlap for a nanosecond Perfetto shows one.
+    """
     pid = os.getpid()
     threads = {thread: number for number, thread in enumerate(dict.fromkeys((span.thread, span.thread_name) for span in spans), 1)}
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": "datastates"}}
@@ -55,7 +59,7 @@ def _events(spans: Sequence[Span]) -> Iterator[dict[str, object]]:
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": number, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": number, "args": {"sort_index": number}}
     for span in sorted(spans, key=lambda one: (one.began, -one.ended)):
-        began, ended = round(span.began * 1e6, 3), round(span.ended * 1e6, 3)
+        began, ended = round(span.began * 1e6), round(span.ended * 1e6)
         said = {key: value for key, value in (("step", span.step), ("state", span.uid)) if value not in (None, "")}
-        event = {"ph": "X", "name": span.name, "cat": "datastates", "ts": began, "dur": round(ended - began, 3)}
+        event = {"ph": "X", "name": span.name, "cat": "datastates", "ts": began, "dur": ended - began}
         yield {**event, "pid": pid, "tid": threads[span.thread, span.thread_name], "args": said}
