@@ -81,9 +81,10 @@ class Config:
 
     ``memory_bytes`` is the budget of the arena, staging and kept states together (plain values and manifests count), in bytes or as
     ``"2G"``; None keeps as many states as ``policy.keeping`` says, and takes a quarter of the memory that is available when the arena is
-    made at most, for states that may not leave. ``durable_interval_s`` writes the newest state at most that often (None: never by
-    time), ``durable_every`` every so many captures; ``cadence`` is both as one value, or another policy (``datastates.Cadence``,
-    ``CheckFreq``, …, joined by ``|``; or as text), and given instead.
+    made at most, for states that may not leave. ``memory_latest`` is how many of its newest states each training keeps there (None: as many
+    as fit); what is older leaves at the next capture, unless a name leads to it or it is about to be written. ``durable_interval_s`` writes
+    the newest state at most that often (None: never by time), ``durable_every`` every so many captures; ``cadence`` is both as one value,
+    or another policy (``datastates.Cadence``, ``CheckFreq``, …, joined by ``|``; or as text), and given instead.
     ``on_failure`` says whether a training goes on (``continue``) when nothing can be written, or is told by an error (``raise``).
     ``direct_io`` None tries it and falls back. ``data`` is what carries the bytes of clones. ``on_step`` is called with a name after each
     durable step (see ``store.tiers.packs_in``), on the thread that took it: for tests and traces. ``modules`` are your own steps, which
@@ -113,9 +114,11 @@ class Config:
     trace: str | os.PathLike[str] | None = None
     write_bytes_per_s: int | None = None
     group_patience_s: float = 60.0
+    memory_latest: int | None = None
 
     def __post_init__(self) -> None:
         self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
+        self._set("memory_latest", None if self.memory_latest is None else values.positive(self.memory_latest, "memory_latest"))
         rate = self.write_bytes_per_s
         self._set("write_bytes_per_s", None if rate is None else values.size(rate, "write_bytes_per_s", least=1 << 16))
         self._set("group_patience_s", values.seconds(self.group_patience_s, "group_patience_s"))
@@ -162,8 +165,8 @@ class Config:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """The defaults, changed by ``DATASTATES_MEMORY``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``,
-        ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``, ``_WRITE_BYTES_PER_S``, ``_GROUP_PATIENCE``.
+        """The defaults, changed by ``DATASTATES_MEMORY``, ``_MEMORY_LATEST``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``,
+        ``_BACK_PRESSURE``, ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``, ``_WRITE_BYTES_PER_S``, ``_GROUP_PATIENCE``.
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -221,6 +224,7 @@ def _checked(modules: object) -> tuple[Module, ...]:
 
 _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_MEMORY": lambda config, text: replace(config, memory_bytes=parse_bytes(text)),
+    "DATASTATES_MEMORY_LATEST": lambda config, text: replace(config, memory_latest=int(text)),
     "DATASTATES_DURABLE_EVERY": lambda config, text: replace(config, durable_every=int(text)),
     "DATASTATES_DURABLE_INTERVAL": lambda config, text: replace(config, durable_interval_s=float(text)),
     "DATASTATES_CADENCE": lambda config, text: replace(config, cadence=parse(text)),

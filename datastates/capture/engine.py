@@ -17,6 +17,8 @@ Rules:
   When neither is left, memory holds less than two states for each line: then clones are written, whose room is free for
   good afterwards. Then the head of the line that captures gives way unwritten, as long as its cadence would not write it
   now, and what the line wrote last is durable. Else what is not durable is written, oldest first.
+- With ``memory_latest`` a state that may leave memory does so once so many newer ones of its line are recorded; and where room is needed,
+  the newest of each line leave after all others that may.
 - Not more than ``most_held`` states stay in memory that may leave it: those that share all their bytes cost something, too.
 - Waiting always ends: when all that is held has failed to be written, the waiting capture is refused. What failed is tried
   again for room ``RETRY_S`` later.
@@ -109,6 +111,7 @@ class Engine:
     """The state behind the decisions; owned by one runner, called under its lock."""
 
     most_held: int = MOST_HELD
+    memory_latest: int | None = None
     _lines: dict[str, _Line] = field(default_factory=dict)
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _queue: dict[str, None] = field(default_factory=dict)
@@ -404,16 +407,31 @@ class Engine:
         return [uid for line in self._lines.values() for uid in _bests_of(line)]
 
     def _drop_surplus(self) -> list[Action]:
-        if len(self._entries) <= self.most_held:
+        if self.memory_latest is None and len(self._entries) <= self.most_held:
             return []
-        held = self._held()
-        free = [uid for uid, entry in self._entries.items() if self._may_leave(uid, entry, held)]
+        newest, free = self._newest(), self._free(self._held())
         surplus = free[: max(0, len(free) - self.most_held)]
+        if self.memory_latest is not None:
+            surplus = list(dict.fromkeys([*surplus, *(uid for uid in free if uid not in newest)]))
         return [Evict(tuple(surplus), None)] if surplus else []
+
+    def _free(self, held: set[str | None]) -> list[str]:
+        """What may leave memory, in the order in which it is to: the oldest first, and after all else what lines are to keep."""
+        free = [uid for uid, entry in self._entries.items() if self._may_leave(uid, entry, held)]
+        return sorted(free, key=self._newest().__contains__)
+
+    def _newest(self) -> set[str]:
+        """The newest states of each line, as many as it is to keep."""
+        if self.memory_latest is None:
+            return set()
+        of: dict[str, list[str]] = {}
+        for uid, entry in self._entries.items():
+            of.setdefault(entry.line, []).append(uid)
+        return {uid for uids in of.values() for uid in uids[-self.memory_latest :]}
 
     def _make_room(self, event: RoomNeeded) -> list[Action]:
         held = self._held()
-        free = [uid for uid, entry in self._entries.items() if self._may_leave(uid, entry, held)]
+        free = self._free(held)
         actions: list[Action] = [Evict(tuple(free), event.slots)] if free else []
         if not event.is_blocked:
             return actions

@@ -110,7 +110,7 @@ class Runner:
         self._trouble = Trouble()
         self.recorder = Recorder(config.trace)
         self._lock, self._changed = Mutex(), Bell()
-        self._engine = Engine(most_held=min(MOST_HELD, max(arena.capacity, _LEAST_HELD)))
+        self._engine = Engine(min(MOST_HELD, max(arena.capacity, _LEAST_HELD)), config.memory_latest)
         self._paces = Paces(books.database)
         self._own = Own(config.modules, memory, self._changed.ring)
         self._copies = Copies(local, further, books.database, self._changed.ring, config.group_patience_s)
@@ -134,7 +134,7 @@ class Runner:
         self._writer = Writer(self._pipeline, self._register, locked, self._trouble, self._copies, self.recorder)
         self._threads = [self._engine_thread, self._writer.thread]
         self._watch = Watch(self._trouble, self._register, locked, recording=self._engine_thread, writing=self._writer.thread)
-        self._warmer = Warmer(arena, is_given=config.memory_bytes is not None)
+        self._warmer = Warmer(arena, is_given=config.memory_bytes is not None, latest=config.memory_latest)
         self._room = Room(
             arena,
             memory,

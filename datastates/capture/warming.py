@@ -44,11 +44,13 @@ _SHORT_S = 1.0
 class Warmer:
     """Knows what one state of each line takes, and warms the arena up to what is kept of them. Safe from any thread.
 
-    ``is_given``: somebody chose the size of the arena, so all of it is used. ``available`` says how much memory may still be taken.
+    ``is_given``: somebody chose the size of the arena, so all of it is used. ``latest``: so many states each line is to keep (None: as many
+    as fit). ``available`` says how much memory may still be taken.
     """
 
-    def __init__(self, arena: Arena, *, is_given: bool, available: Callable[[], int] | None = None) -> None:
+    def __init__(self, arena: Arena, *, is_given: bool, latest: int | None = None, available: Callable[[], int] | None = None) -> None:
         self._arena, self.is_given, self._available = arena, is_given, available or available_memory_bytes
+        self._latest = latest
         self._is_tight, self._looked_at = False, -math.inf
         self._sizes: dict[str, int] = {}
         self._said: int | None = None
@@ -113,14 +115,20 @@ class Warmer:
     def say(self, size_bytes: int) -> None:
         """Tell the user how many states of this size are kept: once, and again where they turn out to be fewer."""
         with self._lock:
-            kept = max(1, self._kept() // max(1, sum(self._sizes.values())) - 1)  # beside the one that is being captured
+            fit = max(1, self._kept() // max(1, sum(self._sizes.values())) - 1)  # beside the one that is being captured
+            kept = fit if self._latest is None else min(fit, self._latest)
             if self._said is not None and kept >= self._said:
                 return
             self._said = kept
-        _logger.info(
-            "the newest %d states (%.4g MiB each) are kept in memory; memory_bytes= of datastates.open, or DATASTATES_MEMORY, keeps more",
+        asked = "" if self._latest in (None, kept) else f" of the {self._latest} that memory_latest asks for"
+        more = "" if kept == self._latest else "; memory_bytes= of datastates.open, or DATASTATES_MEMORY, keeps more"
+        _logger.log(
+            logging.INFO if self._latest in (None, kept) else logging.WARNING,
+            "the newest %d states (%.4g MiB each)%s are kept in memory%s",
             kept,
             size_bytes / (1 << 20),
+            asked,
+            more,
             extra=event("memory.kept", states=kept, state_bytes=size_bytes),
         )
 
@@ -131,7 +139,7 @@ class Warmer:
         self._thread.join()
 
     def _kept(self) -> int:
-        kept = slots_kept(self._sizes.values(), self._arena.capacity, is_given=self.is_given) if self._sizes else 0
+        kept = slots_kept(self._sizes.values(), self._arena.capacity, is_given=self.is_given, latest=self._latest) if self._sizes else 0
         return min(kept, self._most()) if self._is_tight else kept
 
     def _most(self) -> int:

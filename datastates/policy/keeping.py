@@ -52,6 +52,7 @@ def is_tight(available_bytes: int, held_bytes: int) -> bool:
     return available_bytes < max(_RESERVE_BYTES, (available_bytes + held_bytes) // 8)
 
 
-def slots_kept(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int:
-    """Slots that are to hold states in the end."""
-    return capacity if is_given else min(capacity, max(SMALL_BYTES // CHUNK_BYTES, FEW * sum(sizes)))
+def slots_kept(sizes: Iterable[int], capacity: int, *, is_given: bool, latest: int | None = None) -> int:
+    """Slots that are to hold states in the end. ``latest``: so many of its newest states each training is to keep."""
+    count = FEW if latest is None else max(FEWEST, latest + 2)  # the newest is the head; one is being written, one captured
+    return capacity if is_given else min(capacity, max(SMALL_BYTES // CHUNK_BYTES, count * sum(sizes)))

@@ -52,8 +52,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.is_safe: set[str] = set()
         self.giving_way: str | None = None
 
-    @initialize(cadences=st.lists(st.builds(Cadence, st.none() | st.integers(1, 3), st.none() | st.floats(0, 5)), min_size=1, max_size=3))
-    def open_lines(self, cadences: list[Cadence]) -> None:
+    @initialize(
+        cadences=st.lists(st.builds(Cadence, st.none() | st.integers(1, 3), st.none() | st.floats(0, 5)), min_size=1, max_size=3),
+        latest=st.none() | st.integers(1, 3),
+    )
+    def open_lines(self, cadences: list[Cadence], latest: int | None) -> None:
+        self.engine.memory_latest = latest
         self.lines = {f"line{i}": cadence for i, cadence in enumerate(cadences)}
         for line, cadence in self.lines.items():
             self.act(LineOpened(line, cadence, line))

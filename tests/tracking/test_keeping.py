@@ -121,7 +121,7 @@ def test_states_that_may_not_leave_take_more_memory_than_is_kept(tmp_path: Path)
 
 def test_captures_in_flight_are_waited_for_before_more_is_taken_than_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("slots_kept", "slots_at_once"):
-        monkeypatch.setattr(f"datastates.capture.warming.{name}", lambda sizes, capacity, is_given: 6)
+        monkeypatch.setattr(f"datastates.capture.warming.{name}", lambda sizes, capacity, is_given, latest=None: 6)
     weight = torch.arange(CHUNK_BYTES // 4, dtype=torch.float32)
     with open_by_default(tmp_path) as repo, repo.track(weight=weight, rng=False) as run:
         for _ in range(200):
