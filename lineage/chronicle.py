@@ -1,7 +1,8 @@
 """What a lineage tells a folder of packs beside the manifests, so that it can be rebuilt from the folder alone: the format of it.
 
-A manifest says what its state is. It does not say what names point to, what people noted, how a training was configured, nor anything of
-states that were only in memory. Times are microseconds since the epoch, as in the schema. Fields are only ever added, at the end.
+A manifest says what its state is. It does not say what names point to, what people noted, how a training was configured, where a state
+was cloned from, what it held when it was sealed, how studies went, nor anything of states that were only in memory. Times are microseconds
+since the epoch, as in the schema. Fields are only ever added, at the end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,21 @@ import msgspec
 
 from .states import Value
 
-__all__ = ["VERSION", "Entry", "EventLine", "Mark", "RemarkLine", "RunLine", "StateLine"]
+__all__ = [
+    "VERSION",
+    "AttributesLine",
+    "CloneLine",
+    "Entry",
+    "EventLine",
+    "Mark",
+    "RemarkLine",
+    "ReportLine",
+    "RunLine",
+    "SampleLine",
+    "SealLine",
+    "StateLine",
+    "VariantLine",
+]
 
 VERSION = 1
 
@@ -25,10 +40,14 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     event_at: int = 0
     remarks: int = 0
     remarks_at: int = 0
+    clone: int = 0
+    clone_at: int = 0
+    amendment: int = 0
+    amended: str = ""
 
 
 class RunLine(msgspec.Struct, frozen=True, array_like=True):
-    """A process or a training, or the configuration that came with states of another lineage."""
+    """A process or a training, or the configuration that came with states of another lineage; told again when it has ended."""
 
     uid: str
     process: str | None
@@ -43,6 +62,7 @@ class RunLine(msgspec.Struct, frozen=True, array_like=True):
     versions: dict[str, str]
     started_at: int
     is_carried: bool | None
+    finished_at: int | None = None
 
 
 class StateLine(msgspec.Struct, frozen=True, array_like=True):
@@ -90,6 +110,68 @@ class RemarkLine(msgspec.Struct, frozen=True, array_like=True):
     edited_at: int | None
 
 
+class CloneLine(msgspec.Struct, frozen=True, array_like=True):
+    """The arrival of a state from another process, in the memory of a run."""
+
+    id: int
+    state: str
+    source: str
+    source_repository: str
+    node: str
+    run: str | None
+    bytes_moved: int
+    created_at: int
+
+
+class SealLine(msgspec.Struct, frozen=True, array_like=True):
+    """What a state holds, by a digest that cannot be forged."""
+
+    state: str
+    digest: str
+
+
+class VariantLine(msgspec.Struct, frozen=True, array_like=True):
+    """A variant of a study as it is now."""
+
+    study: str
+    name: str
+    place: int
+    parent: str | None
+    epochs: int
+    config: str
+    planned_at: int
+    began_at: int | None
+    ended_at: int | None
+    attempts: int
+    took_s: float
+    error: str | None
+
+
+class SampleLine(msgspec.Struct, frozen=True, array_like=True):
+    """One sample of a report."""
+
+    rank: int
+    sample: int
+    body: str
+    picture: bytes | None
+
+
+class ReportLine(msgspec.Struct, frozen=True, array_like=True):
+    """A report on outliers as it is now."""
+
+    name: str
+    created_at: int
+    body: str
+    samples: tuple[SampleLine, ...]
+
+
+class AttributesLine(msgspec.Struct, frozen=True, array_like=True):
+    """All attributes of a state that people changed after it was told."""
+
+    state: str
+    attributes: dict[str, Value]
+
+
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """What was new since the entry before; ``remarks`` are all that there are, or None where they are as they were."""
 
@@ -100,3 +182,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     states: tuple[StateLine, ...] = ()
     events: tuple[EventLine, ...] = ()
     remarks: tuple[RemarkLine, ...] | None = None
+    clones: tuple[CloneLine, ...] = ()
+    seals: tuple[SealLine, ...] = ()
+    variants: tuple[VariantLine, ...] = ()
+    reports: tuple[ReportLine, ...] = ()
+    attributes: tuple[AttributesLine, ...] = ()

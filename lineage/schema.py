@@ -14,6 +14,7 @@ from .declared import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
     "EXACT_INT",
+    "AmendmentRow",
     "AttributeRow",
     "Base",
     "CloneRow",
@@ -392,6 +393,20 @@ class ReportSampleRow(Base):
     sample: Mapped[int] = mapped_column(BigInteger)
     body: Mapped[str] = mapped_column(Text)
     picture: Mapped[bytes | None] = mapped_column(LargeBinary)
+
+
+class AmendmentRow(Base):
+    """Append-only: something that no growing table tells was written or changed; ``amendments.Amended`` says which ``kind`` there are.
+
+    ``name`` is the uid of a run or of a state, or the name of a report, or of a variant of a ``study``.
+    """
+
+    __tablename__ = "amendment"
+
+    id: Mapped[int] = mapped_column(Id, primary_key=True)
+    kind: Mapped[str] = mapped_column(String(12))
+    name: Mapped[str] = mapped_column(String(255))
+    study: Mapped[str | None] = mapped_column(String(255))
 
 
 def table(model: type[Base]) -> Table:

@@ -264,7 +264,7 @@ def _commit(
     done: list[Staged] = []
     tier = core.tiers.durable
     try:
-        with core.database.write(durable=True) as session:
+        with core.writing() as session:
             take_turns(session)  # or a collection would delete the files of states that were evicted here, before they are told
             clones.import_ancestry(session, list(states.values())[::-1])
             lineage_notes.bring(session, written)

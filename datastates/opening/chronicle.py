@@ -10,7 +10,7 @@
 
 The database stays the truth: whoever writes asks it what came after the last frame, so that a process that was killed, or that
 wrote nothing, costs nothing. Each frame is fsynced. Processes take turns by a lock on the file. What a crash left half written is cut off
-by the next writer; a frame that rots is passed by.
+by the next writer; a frame that rots is passed by, and ``tell_anew`` replaces the file.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from datastates.lineage.search.news import is_behind, news
 from datastates.system.regular import open_regular
 from datastates.system.sharing import make_folder_like, may_read, share
 
-__all__ = ["CHRONICLES", "Chronicle", "catch_up", "chronicles"]
+__all__ = ["CHRONICLES", "Chronicle", "catch_up", "chronicles", "tell_anew"]
 
 _logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ _MAGIC = b"DSCHRON\0"
 _HEAD = struct.Struct("<8sIQ16s")
 _FOOT = struct.Struct("<Q")
 _PAGE = 1000
+_ALL = 1 << 30
 _MOST_BYTES = 1 << 30
 _UID = re.compile("[0-9a-f]{24}")
 
@@ -56,11 +58,18 @@ _decoder = msgspec.msgpack.Decoder(Entry)
 
 @dataclass(frozen=True, slots=True)
 class Chronicle:
-    """All that can be read of a chronicle; ``damaged_bytes`` cannot."""
+    """All that can be read of a chronicle; ``damaged_bytes`` cannot. The last ``unfinished_bytes`` of them are no damage: a writer that was
+    killed did not come to the end of its frame, or one is at it."""
 
     lineage: str
     entries: tuple[Entry, ...]
     damaged_bytes: int
+    unfinished_bytes: int = 0
+
+    @property
+    def rotten_bytes(self) -> int:
+        """Those that were written, and are not what they were."""
+        return self.damaged_bytes - self.unfinished_bytes
 
 
 def chronicles(packs: Path) -> list[Chronicle]:
@@ -73,16 +82,13 @@ def chronicles(packs: Path) -> list[Chronicle]:
     return [_read(folder / name) for name in names]
 
 
-def catch_up(database: Database, packs: Path, *, pages: int = 1 << 30) -> bool:
+def catch_up(database: Database, packs: Path, *, pages: int = _ALL) -> bool:
     """Tell the folder what is new, in at most so many frames; whether that was all.
 
     :raises OSError: the file cannot be written.
     :raises Conflict: the lineage is older than what the folder was told: it was brought back from a copy.
     """
-    with database.read() as session:
-        uid = repository_uid(session)
-    folder = packs / CHRONICLES
-    make_folder_like(packs, folder)
+    folder, uid = _place(database, packs)
     fd = open_regular(folder / uid, os.O_RDWR | os.O_CREAT)
     try:
         try:
@@ -97,6 +103,34 @@ def catch_up(database: Database, packs: Path, *, pages: int = 1 << 30) -> bool:
             fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child forked meanwhile shares this lock
     finally:
         os.close(fd)
+
+
+def tell_anew(database: Database, packs: Path) -> None:
+    """Tell the folder everything, in a file that takes the place of the one that is there once it is whole: that one was damaged, or knows
+    the rows of another database by their ids.
+
+    :raises OSError: the file cannot be written.
+    """
+    from datastates.store.files import temporary  # which imports torch: who only looks does without
+
+    folder, uid = _place(database, packs)
+    with temporary(folder / uid) as file:
+        os.ftruncate(file.fd, 0)  # a dead writer left it
+        may_read(folder, file.fd)
+        with suppress(FileNotFoundError, PermissionError):  # whoever wrote it goes on writing it
+            there = (folder / uid).stat()
+            os.fchown(file.fd, there.st_uid, there.st_gid)
+        _append(file.fd, database, _ALL)
+        file.commit()
+
+
+def _place(database: Database, packs: Path) -> tuple[Path, str]:
+    """The folder of the chronicles, which is made, and the name of this lineage's."""
+    with database.read() as session:
+        uid = repository_uid(session)
+    folder = packs / CHRONICLES
+    make_folder_like(packs, folder)
+    return folder, uid
 
 
 def _append(fd: int, database: Database, pages: int) -> bool:
@@ -211,6 +245,23 @@ def _read(path: Path) -> Chronicle:
     try:
         size = os.fstat(fd).st_size
         frames = list(_frames(fd, size))
+        wrong = sum(_foot(fd, at + length) != length for at, length, _ in frames)
+        end = max((at + length for at, length, _ in frames), default=0)
+        unfinished = 0 if _ends_whole(fd, end, size) else size - end
     finally:
         os.close(fd)
-    return Chronicle(path.name, tuple(entry for _, _, entry in frames), size - sum(length for _, length, _ in frames))
+    damaged = size - sum(length for _, length, _ in frames) + wrong * _FOOT.size
+    return Chronicle(path.name, tuple(entry for _, _, entry in frames), damaged, unfinished)
+
+
+def _foot(fd: int, end: int) -> int:
+    """The length of a frame, as it says behind itself."""
+    return int(_FOOT.unpack(os.pread(fd, _FOOT.size, end - _FOOT.size))[0])
+
+
+def _ends_whole(fd: int, end: int, size: int) -> bool:
+    """Whether what lies behind the last frame that can be read was written to its end, by the foot of it; true if nothing does."""
+    if size - end < _FOOT.size:
+        return size == end
+    length = _foot(fd, size)
+    return length == size - end or (length < size - end and os.pread(fd, len(_MAGIC), size - length) == _MAGIC)

@@ -200,6 +200,7 @@ class Core:
         if known is None and self.database.read_only is None:
             with self.database.write() as session:
                 seals.seal(session, uid, seal)
+            self._has_written = True
 
     # --- the payload ---------------------------------------------------------------------------------------------------------
 

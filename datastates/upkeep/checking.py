@@ -20,6 +20,7 @@ from datastates.lineage.change.clones import known
 from datastates.lineage.change.parts import part_digest, waiting
 from datastates.lineage.change.replicas import held
 from datastates.lineage.search.leftovers import held_on
+from datastates.opening.chronicle import chronicles
 from datastates.opening.core import Core
 from datastates.store.pack import places_of
 from datastates.store.roles import DurableTier
@@ -51,7 +52,8 @@ class Damage:
 class VerifyReport:
     """What a check of everything found. ``states`` counts those of which a manifest was read, ``bytes`` those of payload.
 
-    ``unread`` is what may be sound and cannot be read here: manifests of a newer version, files that are forbidden, or no files.
+    ``unread`` is what may be sound and cannot be read here: manifests of a newer version, files that are forbidden, or no files; and what
+    of the chronicle is damaged, by which the lineage would be rebuilt.
     ``mark`` is the uid to go on from (``since``) where it was ended before it was through; None where it was. ``partial`` is what waits for
     parts of other ranks, for people: such states are in the lineage once they are whole, and cannot be restored before.
     """
@@ -123,6 +125,8 @@ class _Run:
         threads = self._limits.threads or min(_MOST_THREADS, os.cpu_count() or 1)
         waiting: deque[_Task] = deque()
         last: str | None = None
+        if self._limits.since is None:
+            self._unread += _damaged_chronicles(self._core)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="datastates-verify")
         try:
             for uid, rank in self._names():
@@ -242,3 +246,17 @@ def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:
     """The paths of the tensors that lie in a chunk."""
     start, end = index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES
     return tuple(place.spec.path for place in places_of(bytes(manifest.content.tensors)) if place.start < end and place.end > start)
+
+
+def _damaged_chronicles(core: Core) -> list[str]:
+    """What is wrong with what the folder was told of its lineages."""
+    try:
+        found = chronicles(core.location.packs)
+    except Unavailable as exc:
+        return [str(exc)]
+    return [
+        f"the chronicle of lineage {each.lineage} ({each.rotten_bytes} bytes of it are damaged): `datastates repair` writes that of this "
+        "lineage anew"
+        for each in found
+        if each.rotten_bytes
+    ]

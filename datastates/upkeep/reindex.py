@@ -16,13 +16,13 @@ from sqlalchemy import URL
 from datastates import values
 from datastates.content.digest import root_digest
 from datastates.content.manifest import Manifest
-from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from datastates.errors import Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.lineage.change import folders, rebuild, refs, runs
 from datastates.lineage.change.clones import known, repository_uid
 from datastates.lineage.change.record import mark
 from datastates.lineage.database import Database
 from datastates.lineage.states import RefKind
-from datastates.opening.chronicle import Chronicle, chronicles
+from datastates.opening.chronicle import Chronicle, chronicles, tell_anew
 from datastates.opening.environment import node_name
 from datastates.opening.home import look_at
 from datastates.opening.lease import held_in
@@ -46,7 +46,8 @@ _NEW = ".reindex.db"
 
 @dataclass(frozen=True, slots=True)
 class ReindexReport:
-    """What was rebuilt: the uid of the lineage, how many states, those whose bytes are here, branches, tags, notes, lines of reflogs.
+    """What was rebuilt: the uid of the lineage, how many states, those whose bytes are here, branches, tags, notes, lines of reflogs,
+    records of clones, seals, variants of studies.
 
     ``lacking`` says what the folder did not tell. ``replaced`` is where the database is now that was there before.
     """
@@ -59,6 +60,9 @@ class ReindexReport:
     notes: int
     events: int
     lacking: tuple[str, ...]
+    clones: int = 0
+    seals: int = 0
+    variants: int = 0
     replaced: str | None = None
 
 
@@ -89,8 +93,8 @@ def reindex(
 ) -> ReindexReport:
     """Rebuild the lineage of a repository from its folder of packs, where the database is lost, damaged, or older than the packs.
 
-    States, their ancestry, metrics, names, reflogs and notes come back as the folder was last told of them: ten seconds before a training
-    was killed, or later. The bytes of states are not touched.
+    States, their ancestry, metrics, names, reflogs, notes, seals, studies, and where states were cloned from come back as the folder was
+    last told of them: ten seconds before a training was killed, or later. The bytes of states are not touched.
 
         datastates.open("old").close()
         print(datastates.reindex("old", replace=True).states)
@@ -113,7 +117,7 @@ def _rebuilt(location: Location, lineage: str | None, tell: Callable[[int, int],
         raise NotFound(f"there is no folder of packs at {location.packs}: name the repository's folder, or its packs")
     _check_unused(location)
     if location.root is None:
-        return _into(location.database_url, location, lineage, tell)
+        return _told_anew(_into(location.database_url, location, lineage, tell), location)
     final = location.root / DATABASE
     if final.exists() and not is_replacing:
         raise Conflict(
@@ -129,7 +133,19 @@ def _rebuilt(location: Location, lineage: str | None, tell: Callable[[int, int],
         sync_folder(location.root)
     finally:
         _remove(making)
-    return replaced(report, replaced=None if kept is None else str(kept))
+    return _told_anew(replaced(report, replaced=None if kept is None else str(kept)), location)
+
+
+def _told_anew(report: ReindexReport, location: Location) -> ReindexReport:
+    """The chronicle goes on with the rows of this database: whoever tells it looks for the last ones by their ids."""
+    database = Database(location.database_url)
+    try:
+        tell_anew(database, location.packs)
+    except (OSError, DatastatesError) as exc:
+        return replaced(report, lacking=(*report.lacking, f"the chronicle stays as it was, for it could not be written anew: {exc}"))
+    finally:
+        database.close()
+    return report
 
 
 def _check_unused(location: Location) -> None:
@@ -192,6 +208,9 @@ def _write(database: Database, source: _Source, told: Retelling, location: Locat
         rebuild.put_events(session, told.events)
         restorable = _mark(session, source, told)
         notes = rebuild.put_remarks(session, told.remarks)
+        clones, seals = rebuild.put_clones(session, told.clones), rebuild.put_seals(session, told.seals)
+        rebuild.put_variants(session, told.variants)
+        rebuild.put_reports(session, told.reports)
         if source.folder is not None:
             folders.note(session, source.folder, path=str(location.packs), host=node_name())
         back = runs.recover(session, [], volatile=VOLATILE)
@@ -207,6 +226,9 @@ def _write(database: Database, source: _Source, told: Retelling, location: Locat
         notes=notes,
         events=len(told.events),
         lacking=tuple(told.lacking),
+        clones=clones,
+        seals=seals,
+        variants=len(told.variants),
     )
 
 

@@ -17,7 +17,18 @@ from datastates.content.manifest import Manifest
 from datastates.errors import DatastatesError
 from datastates.lineage.change.rebuild import new_state
 from datastates.lineage.change.record import check
-from datastates.lineage.chronicle import EventLine, RemarkLine, RunLine, StateLine
+from datastates.lineage.chronicle import (
+    AttributesLine,
+    CloneLine,
+    Entry,
+    EventLine,
+    RemarkLine,
+    ReportLine,
+    RunLine,
+    SealLine,
+    StateLine,
+    VariantLine,
+)
 from datastates.lineage.states import EdgeKind, RefKind, Status
 from datastates.opening.chronicle import Chronicle
 
@@ -35,6 +46,10 @@ class Retelling:
     states: list[StateLine] = field(default_factory=list)
     events: list[EventLine] = field(default_factory=list)
     remarks: tuple[RemarkLine, ...] = ()
+    clones: list[CloneLine] = field(default_factory=list)
+    seals: list[SealLine] = field(default_factory=list)
+    variants: list[VariantLine] = field(default_factory=list)
+    reports: list[ReportLine] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
 
     @property
@@ -56,9 +71,11 @@ def retell(chronicle: Chronicle | None, manifests: Mapping[tuple[str, int], Mani
     for entry in () if chronicle is None else chronicle.entries:
         runs |= {run.uid: run for run in entry.runs}
         states |= {state.uid: state for state in entry.states}
+        states |= {each.state: _annotated(states[each.state], each) for each in entry.attributes if each.state in states}
         events |= {event.id: event for event in entry.events}
         told.remarks = told.remarks if entry.remarks is None else entry.remarks
     told.events = [events[id_] for id_ in sorted(events)]
+    _tell_the_rest(told, () if chronicle is None else chronicle.entries)
     _say_what_is_lacking(told, chronicle)
     found = {line.uid: (line, branch) for line, branch in _of_manifests(manifests) if line.uid not in states}
     _add(told, states, _in_order(found), is_whole=chronicle is not None)
@@ -68,11 +85,23 @@ def retell(chronicle: Chronicle | None, manifests: Mapping[tuple[str, int], Mani
     return told
 
 
+def _annotated(state: StateLine, changed: AttributesLine) -> StateLine:
+    return msgspec.structs.replace(state, attributes=changed.attributes)
+
+
+def _tell_the_rest(told: Retelling, entries: Sequence[Entry]) -> None:
+    """What is told beside runs, states and names: the last word on each."""
+    told.clones = [line for _, line in sorted({line.id: line for entry in entries for line in entry.clones}.items())]
+    told.seals = list({line.state: line for entry in entries for line in entry.seals}.values())
+    told.variants = list({(line.study, line.name): line for entry in entries for line in entry.variants}.values())
+    told.reports = list({line.name: line for entry in entries for line in entry.reports}.values())
+
+
 def _say_what_is_lacking(told: Retelling, chronicle: Chronicle | None) -> None:
     if chronicle is None:
         told.lacking.append(
-            "the folder has no chronicle, as those of earlier versions: tags, notes, configurations, states that were only in memory, "
-            "and where branches were moved by hand are not known"
+            "the folder has no chronicle, as those of earlier versions: tags, notes, configurations, seals, clones, studies, states that "
+            "were only in memory, and where branches were moved by hand are not known"
         )
     elif chronicle.damaged_bytes:
         told.lacking.append(f"{chronicle.damaged_bytes} bytes of the chronicle are damaged: what they told is lost")

@@ -9,6 +9,7 @@ from sqlalchemy import bindparam, delete, insert, select
 
 from datastates import values
 from datastates.errors import InvalidInput
+from datastates.lineage.amendments import Amended, amend
 from datastates.lineage.lookup import state, unknown
 from datastates.lineage.schema import AttributeRow, StateRow, table
 from datastates.lineage.states import State, Value
@@ -40,6 +41,7 @@ def annotate(session: Session, uid: str, attributes: Mapping[str, Value]) -> Sta
         raise unknown(uid)
     if attributes:
         session.execute(_FORGET, {"state": id_, "keys": list(attributes)})
+        amend(session, Amended.ATTRIBUTES, [uid])
     if rows:
         session.execute(_SET, [{"state_id": id_, **row} for row in rows])
     annotated = state(session, uid)

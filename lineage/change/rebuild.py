@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
 from sqlalchemy import BindParameter, bindparam, insert, select, update
 
 from datastates.lineage import settings
+from datastates.lineage.amendments import Amended, amend
 from datastates.lineage.batches import batches
-from datastates.lineage.chronicle import EventLine, RemarkLine, RunLine, StateLine
+from datastates.lineage.chronicle import CloneLine, EventLine, RemarkLine, ReportLine, RunLine, SealLine, StateLine, VariantLine
 from datastates.lineage.lookup import ids_of
-from datastates.lineage.schema import NoteRow, PartRow, RefEventRow, RefRow, RepositoryRow, RunRow, StateRow, from_us, table
+from datastates.lineage.schema import (
+    CloneRow,
+    NoteRow,
+    PartRow,
+    RefEventRow,
+    RefRow,
+    ReportRow,
+    ReportSampleRow,
+    RepositoryRow,
+    RunRow,
+    SealRow,
+    StateRow,
+    VariantRow,
+    from_us,
+    table,
+)
 from datastates.lineage.states import OURS, Edge, EdgeKind, NewState, RefKind, StateFacts, Status
 from datastates.system.interrupts import checkpoint
 
@@ -21,7 +38,20 @@ from .record import record_all
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["is_empty", "new_state", "put_events", "put_parts", "put_remarks", "put_runs", "put_states", "put_uid"]
+__all__ = [
+    "is_empty",
+    "new_state",
+    "put_clones",
+    "put_events",
+    "put_parts",
+    "put_remarks",
+    "put_reports",
+    "put_runs",
+    "put_seals",
+    "put_states",
+    "put_uid",
+    "put_variants",
+]
 
 _BATCH = 500
 
@@ -37,7 +67,7 @@ def put_uid(session: Session, uid: str) -> None:
 
 
 def put_runs(session: Session, runs: Sequence[RunLine], ended_at: Mapping[str, int]) -> None:
-    """Every process and training; all of them are over, at their last sign of life."""
+    """Every process and training; all of them are over, at their last sign of life where nobody said when."""
     connection = session.connection()
     for run in runs:
         row = {
@@ -53,7 +83,7 @@ def put_runs(session: Session, runs: Sequence[RunLine], ended_at: Mapping[str, i
             "config": {key: value for key, value in run.config.items() if key.startswith(OURS)},
             "versions": run.versions,
             "started_at": run.started_at,
-            "finished_at": max(run.started_at, ended_at.get(run.uid, 0)),
+            "finished_at": run.finished_at or max(run.started_at, ended_at.get(run.uid, 0)),
             "is_carried": run.is_carried,
         }
         connection.execute(insert(_run), row)
@@ -154,6 +184,51 @@ def put_remarks(session: Session, remarks: Sequence[RemarkLine]) -> int:
     return len(rows)
 
 
+def put_clones(session: Session, clones: Sequence[CloneLine]) -> int:
+    """Every arrival of a state that is here, in the order in which they came; how many there are."""
+    ids = _ids(session, {clone.state for clone in clones})
+    runs = {row.uid: row.id for row in session.execute(select(_run.c.uid, _run.c.id))}
+    rows = [
+        {
+            **{"state_id": ids[clone.state], "source": clone.source, "source_repository": clone.source_repository, "node": clone.node},
+            **{"run_id": runs.get(clone.run or ""), "bytes_moved": clone.bytes_moved, "created_at": clone.created_at},
+        }
+        for clone in clones
+        if clone.state in ids
+    ]
+    for some in batches(rows, _BATCH):
+        session.execute(insert(_clone), some)
+    return len(rows)
+
+
+def put_seals(session: Session, seals: Sequence[SealLine]) -> int:
+    """What each state that is here held when it was sealed; how many seals there are."""
+    ids = _ids(session, {seal.state for seal in seals})
+    rows = [{"state_id": ids[seal.state], "digest": seal.digest} for seal in seals if seal.state in ids]
+    for some in batches(rows, _BATCH):
+        session.execute(insert(_seal), some)
+    amend(session, Amended.SEAL, [seal.state for seal in seals if seal.state in ids])
+    return len(rows)
+
+
+def put_variants(session: Session, variants: Sequence[VariantLine]) -> None:
+    """What became of the variants of studies."""
+    for some in batches([structs.asdict(variant) for variant in variants], _BATCH):
+        session.execute(insert(_variant), some)
+    for variant in variants:
+        amend(session, Amended.VARIANT, [variant.name], study=variant.study)
+
+
+def put_reports(session: Session, reports: Sequence[ReportLine]) -> None:
+    """Reports that were kept, with their samples."""
+    for report in reports:
+        made: Any = session.execute(insert(_report), {"name": report.name, "created_at": report.created_at, "body": report.body})
+        (id_,) = made.inserted_primary_key
+        if report.samples:
+            session.execute(insert(_sample), [{"report_id": id_, **structs.asdict(sample)} for sample in report.samples])
+        amend(session, Amended.REPORT, [report.name])
+
+
 def _ids(session: Session, uids: set[str]) -> dict[str, int]:
     """The row ids of those states that are here."""
     here: list[str] = []
@@ -165,5 +240,6 @@ def _ids(session: Session, uids: set[str]) -> dict[str, int]:
 _state, _run, _event, _ref, _note, _part, _repository = (
     table(row) for row in (StateRow, RunRow, RefEventRow, RefRow, NoteRow, PartRow, RepositoryRow)
 )
+_clone, _seal, _variant, _report, _sample = (table(row) for row in (CloneRow, SealRow, VariantRow, ReportRow, ReportSampleRow))
 _uids: BindParameter[str] = bindparam("uids", expanding=True)
 _HERE = select(_state.c.uid).where(_state.c.uid.in_(_uids))

@@ -10,6 +10,7 @@ import msgspec
 from sqlalchemy import bindparam, delete, insert, select
 
 from datastates import values
+from datastates.lineage.amendments import Amended, amend
 from datastates.lineage.schema import ReportRow, ReportSampleRow, table, to_us
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def keep(session: Session, name: str, facts: Mapping[str, Any], samples: Iterabl
     ]
     if rows:
         session.execute(_KEEP_SAMPLES, rows)
+    amend(session, Amended.REPORT, [str(columns["name"])])
     return id_
 
 

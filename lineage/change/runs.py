@@ -14,6 +14,7 @@ from sqlalchemy import BindParameter, ColumnElement, Select, and_, bindparam, de
 
 from datastates.errors import Conflict, NotFound
 from datastates.lineage import settings
+from datastates.lineage.amendments import Amended, amend
 from datastates.lineage.lookup import id_of, states
 from datastates.lineage.schema import CloneRow, PartRow, RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
 from datastates.lineage.search.holders import holder
@@ -114,6 +115,7 @@ def note(session: Session, uid: str, facts: Mapping[str, Value]) -> None:
     found = session.execute(select(_run.c.config).where(_run.c.uid == uid).with_for_update()).scalar()
     if found is not None and facts:
         session.execute(update(_run).where(_run.c.uid == uid).values(config={**found, **facts}))
+        amend(session, Amended.RUN, [uid])
 
 
 def get(session: Session, uid: str) -> Run:
@@ -278,6 +280,7 @@ def _move_back(session: Session) -> list[Recovered]:
 
 def _finish(session: Session, uids: list[str], finished_at: datetime | None) -> None:
     session.execute(update(_run).where(_run.c.uid.in_(uids), _run.c.finished_at.is_(None)).values(finished_at=to_us(finished_at)))
+    amend(session, Amended.RUN, uids)
 
 
 def _runs(session: Session, query: Select[Any]) -> list[Run]:

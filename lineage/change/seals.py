@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import bindparam, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import Corrupt
+from datastates.lineage.amendments import Amended, amend
 from datastates.lineage.batches import batches
 from datastates.lineage.schema import SealRow, StateRow, table
 
@@ -45,7 +46,9 @@ def seal(session: Session, uid: str, digest: str) -> None:
 
     :raises Corrupt: it has another seal.
     """
-    session.execute(_INSERT[session.connection().dialect.name], {"held": uid, "digest": digest})
+    made: Any = session.execute(_INSERT[session.connection().dialect.name], {"held": uid, "digest": digest})
+    if made.rowcount:
+        amend(session, Amended.SEAL, [uid])
     check(seals(session, [uid]).get(uid), digest, uid)
 
 

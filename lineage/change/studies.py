@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from sqlalchemy import bindparam, insert, select, update
 
+from datastates.lineage.amendments import Amended, amend
 from datastates.lineage.schema import VariantRow, table, to_us
 from datastates.lineage.states import Value
 from datastates.system import masking
@@ -34,28 +35,33 @@ class Planned:
 
 def plan(session: Session, study: str, variants: Sequence[Planned]) -> None:
     """Note what a study is to train, in the order of its plan. What is known of a variant that was planned before stays."""
-    known = set(session.execute(_KNOWN, {"of": study}).scalars())
+    known = {row["name"]: dict(row) for row in session.execute(_KNOWN, {"of": study}).mappings()}
     rows = [_row(study, place, variant) for place, variant in enumerate(variants)]
     new = [row | {"planned_at": to_us(None), "attempts": 0, "took_s": 0.0} for row in rows if row["name"] not in known]
     if new:
         session.execute(_PLAN, new)
-    if old := [{f"new_{key}": value for key, value in row.items()} for row in rows if row["name"] in known]:
-        session.connection().execute(_PLAN_AGAIN, old)
+    changed = [row for row in rows if row["name"] in known and row != known[row["name"]]]
+    if changed:
+        session.connection().execute(_PLAN_AGAIN, [{f"new_{key}": value for key, value in row.items()} for row in changed])
+    amend(session, Amended.VARIANT, [str(row["name"]) for row in (*new, *changed)], study=study)
 
 
 def begin(session: Session, study: str, variant: str) -> None:
     """A worker begins to train a variant: what an attempt before it failed of is no news any more."""
     session.execute(_BEGIN, {"of": study, "variant": variant, "now": to_us(None)})
+    amend(session, Amended.VARIANT, [variant], study=study)
 
 
 def end(session: Session, study: str, variant: str, took_s: float) -> None:
     """The worker ends, as it may; it was at it for ``took_s``."""
     session.execute(_END, {"of": study, "variant": variant, "now": to_us(None), "more_s": took_s})
+    amend(session, Amended.VARIANT, [variant], study=study)
 
 
 def fail(session: Session, study: str, variant: str, error: str) -> None:
     """An attempt failed, and why."""
     session.execute(_FAIL, {"of": study, "variant": variant, "now": to_us(None), "why": _shortened(error)})
+    amend(session, Amended.VARIANT, [variant], study=study)
 
 
 def failures(session: Session, study: str, since: int) -> dict[str, str]:
@@ -79,7 +85,8 @@ def _row(study: str, place: int, variant: Planned) -> dict[str, object]:
 
 _variant = table(VariantRow)
 _is_it = (_variant.c.study == bindparam("of")) & (_variant.c.name == bindparam("variant"))
-_KNOWN = select(_variant.c.name).where(_variant.c.study == bindparam("of"))
+_planned = [_variant.c[name] for name in ("study", "name", "place", "parent", "epochs", "config")]
+_KNOWN = select(*_planned).where(_variant.c.study == bindparam("of"))
 _PLAN = insert(_variant)
 _PLAN_AGAIN = (
     update(_variant)

@@ -16,5 +16,6 @@ KNOWN = (
     "datastates_0008",
     "datastates_0009",
     "datastates_0010",
+    "datastates_0011",
 )
 HEAD = KNOWN[-1]

@@ -1,15 +1,17 @@
-"""What a lineage has that its chronicle has not: runs, states, lines of the reflog, notes; a page at a time."""
+"""What a lineage has that its chronicle has not: runs, states, lines of the reflog, notes, clones, amendments; a page at a time."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Integer, bindparam, func, select
+from sqlalchemy import BigInteger, Integer, Select, bindparam, func, select
 
 from datastates.lineage import settings
-from datastates.lineage.chronicle import Entry, EventLine, Mark, RemarkLine, RunLine, StateLine
+from datastates.lineage.chronicle import CloneLine, Entry, EventLine, Mark, RemarkLine, RunLine, StateLine
 from datastates.lineage.lookup import states
-from datastates.lineage.schema import NoteRow, RefEventRow, RefRow, RepositoryRow, RunRow, StateRow, table, to_us
+from datastates.lineage.schema import CloneRow, NoteRow, RefEventRow, RefRow, RepositoryRow, RunRow, StateRow, table, to_us
+
+from .amended import amendments, name_at
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -24,36 +26,67 @@ def is_behind(session: Session, mark: Mark) -> bool:
     """Whether this lineage lacks what its chronicle was told of: it was brought back from an older copy, or it is another one."""
     if mark.state and session.execute(_STATE_AT, {"at": mark.state}).scalar() != mark.state_uid:
         return True
-    return bool(mark.event) and session.execute(_EVENT_AT, {"at": mark.event}).scalar() != mark.event_at
+    if mark.event and session.execute(_EVENT_AT, {"at": mark.event}).scalar() != mark.event_at:
+        return True
+    if mark.clone and session.execute(_CLONE_AT, {"at": mark.clone}).scalar() != mark.clone_at:
+        return True
+    return bool(mark.amendment) and name_at(session, mark.amendment) != mark.amended
 
 
 def news(session: Session, mark: Mark, *, most: int) -> Entry | None:
     """What came after ``mark``, at most so many of each kind; None when nothing did."""
     late = _LATE if mark.state and session.get_bind().dialect.name == "postgresql" else 0
-    runs = _runs(session, mark.run, most)
+    runs = _runs(session, _NEW_RUNS, {"after": mark.run, "most": most})
     ids = list(session.execute(_NEW_STATES, {"after": mark.state - late, "most": most + late}).scalars())
     events = _events(session, mark.event - late, most + late)
+    clones = _clones(session, mark.clone - late, most + late)
     remarks, count, newest = _remarks(session, mark)
-    if not (runs or max(ids, default=0) > mark.state or max((each.id for each in events), default=0) > mark.event or remarks is not None):
+    amended = amendments(session, mark.amendment, late=late)
+    if not (
+        runs
+        or max(ids, default=0) > mark.state
+        or max((each.id for each in events), default=0) > mark.event
+        or max((each.id for each in clones), default=0) > mark.clone
+        or remarks is not None
+        or amended is not None
+    ):
         return None
     lines = _states(session, ids)
+    changed = {} if amended is None else _runs(session, _RUNS_NAMED, {"uids": amended.runs})
     told = Mark(
-        run=max((id_ for id_, _ in runs), default=mark.run),
+        run=max(runs, default=mark.run),
         state=max([*ids, mark.state]),
         state_uid=lines[-1].uid if lines and ids[-1] > mark.state else mark.state_uid,
         event=max([*(each.id for each in events), mark.event]),
         event_at=events[-1].created_at if events and events[-1].id > mark.event else mark.event_at,
         remarks=count,
         remarks_at=newest,
+        clone=max([*(each.id for each in clones), mark.clone]),
+        clone_at=clones[-1].created_at if clones and clones[-1].id > mark.clone else mark.clone_at,
+        amendment=mark.amendment if amended is None else amended.last,
+        amended=mark.amended if amended is None else amended.amended,
     )
-    uid = str(session.execute(select(_repository.c.uid)).scalar_one())
-    return Entry(uid, to_us(None), told, tuple(line for _, line in runs), tuple(lines), tuple(events), remarks)
+    return Entry(
+        lineage=str(session.execute(select(_repository.c.uid)).scalar_one()),
+        written_at=to_us(None),
+        mark=told,
+        runs=tuple(line for _, line in sorted((runs | changed).items())),
+        states=tuple(lines),
+        events=tuple(events),
+        remarks=remarks,
+        clones=tuple(clones),
+        seals=() if amended is None else amended.seals,
+        variants=() if amended is None else amended.variants,
+        reports=() if amended is None else amended.reports,
+        attributes=() if amended is None else amended.attributes,
+    )
 
 
-def _runs(session: Session, after: int, most: int) -> list[tuple[int, RunLine]]:
-    rows = session.execute(_NEW_RUNS, {"after": after, "most": most}).all()
+def _runs(session: Session, query: Select[Any], which: dict[str, object]) -> dict[int, RunLine]:
+    """Runs by their row ids."""
+    rows = session.execute(query, which).all()
     chosen = settings.of_runs(session.connection(), [row.id for row in rows])
-    return [(row.id, _run_line(row, chosen.get(row.id, {}))) for row in rows]
+    return {row.id: _run_line(row, chosen.get(row.id, {})) for row in rows}
 
 
 def _run_line(row: Any, chosen: dict[str, Any]) -> RunLine:
@@ -71,6 +104,7 @@ def _run_line(row: Any, chosen: dict[str, Any]) -> RunLine:
         versions=dict(row.versions),
         started_at=row.started_at,
         is_carried=row.is_carried,
+        finished_at=row.finished_at,
     )
 
 
@@ -103,6 +137,10 @@ def _events(session: Session, after: int, most: int) -> list[EventLine]:
     return [EventLine(row.id, row.name, row.kind, row.old, row.new, row.reason, row.created_at, row.message) for row in rows]
 
 
+def _clones(session: Session, after: int, most: int) -> list[CloneLine]:
+    return [CloneLine(*row) for row in session.execute(_NEW_CLONES, {"after": after, "most": most})]
+
+
 def _remarks(session: Session, mark: Mark) -> tuple[tuple[RemarkLine, ...] | None, int, int]:
     """All notes, if they changed; how many there are, and when the last of them was written."""
     count, made, edited = session.execute(_REMARKS_NOW).one()
@@ -113,12 +151,16 @@ def _remarks(session: Session, mark: Mark) -> tuple[tuple[RemarkLine, ...] | Non
     return tuple(RemarkLine(*row) for row in rows), count, newest
 
 
-_state, _run, _event, _ref, _note, _repository = (table(row) for row in (StateRow, RunRow, RefEventRow, RefRow, NoteRow, RepositoryRow))
+_state, _run, _event, _ref, _note, _clone, _repository = (
+    table(row) for row in (StateRow, RunRow, RefEventRow, RefRow, NoteRow, CloneRow, RepositoryRow)
+)
 _old, _new = _state.alias("old"), _state.alias("new")
 _after, _most = bindparam("after", type_=BigInteger), bindparam("most", type_=Integer)
 _STATE_AT = select(_state.c.uid).where(_state.c.id == bindparam("at"))
 _EVENT_AT = select(_event.c.created_at).where(_event.c.id == bindparam("at"))
+_CLONE_AT = select(_clone.c.created_at).where(_clone.c.id == bindparam("at"))
 _NEW_RUNS = select(_run).where(_run.c.id > _after).order_by(_run.c.id).limit(_most)
+_RUNS_NAMED = select(_run).where(_run.c.uid.in_(bindparam("uids", expanding=True)))
 _NEW_STATES = select(_state.c.id).where(_state.c.id > _after).order_by(_state.c.id).limit(_most)
 _RUNS_OF = (
     select(_state.c.id, _run.c.uid)
@@ -133,6 +175,15 @@ _NEW_EVENTS = (
     .outerjoin(_ref, _ref.c.name == _event.c.name)
     .where(_event.c.id > _after)
     .order_by(_event.c.id)
+    .limit(_most)
+)
+_NEW_CLONES = (
+    select(_clone.c.id, _state.c.uid, _clone.c.source, _clone.c.source_repository, _clone.c.node, _run.c.uid.label("run"))
+    .add_columns(_clone.c.bytes_moved, _clone.c.created_at)
+    .join_from(_clone, _state, _state.c.id == _clone.c.state_id)
+    .outerjoin(_run, _run.c.id == _clone.c.run_id)
+    .where(_clone.c.id > _after)
+    .order_by(_clone.c.id)
     .limit(_most)
 )
 _REMARKS_NOW = select(func.count(), func.max(_note.c.created_at), func.max(_note.c.edited_at)).select_from(_note)

@@ -11,9 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from sqlalchemy import text
 
 import datastates
 from datastates import Config, Conflict, InvalidInput, NotFound, Repository, State
+from datastates.lineage.database import Database
 from datastates.lineage.states import Status
 from datastates.opening.chronicle import CHRONICLES, Chronicle, catch_up, chronicles
 from datastates.opening.location import DATABASE
@@ -166,6 +168,25 @@ def test_a_lineage_on_postgresql_comes_back_in_an_empty_database(postgresql: Pos
         postgresql.give_back(url)
 
 
+def test_a_chronicle_goes_on_where_a_rebuilt_lineage_numbers_its_rows_otherwise(postgresql: Postgresql, tmp_path: Path) -> None:
+    """PostgreSQL leaves gaps between the ids of rows, where a transaction was given up; the database that is made anew has none."""
+    first, second = postgresql.migrated(), postgresql.migrated()
+    packs = tmp_path / "packs"
+    database = Database(first)
+    with database.write() as session:
+        for name in ("run", "state", "ref_event", "clone", "amendment"):
+            session.execute(text(f"SELECT setval('{name}_id_seq', 1000)"))
+    database.close()
+    fill(first, packs)
+    assert datastates.reindex(second, packs=packs).lacking == ()
+    with datastates.open(second, packs=packs, config=QUIET) as repo:
+        late = train(repo, "late", 2)
+    (chronicle,) = chronicles(packs)
+    assert {state.uid for entry in chronicle.entries for state in entry.states} >= set(late)
+    for url in (first, second):
+        postgresql.give_back(url)
+
+
 def test_a_lineage_that_is_there_is_kept_unless_it_is_to_be_replaced(folder: Path) -> None:
     before = told(folder)
     with pytest.raises(Conflict, match="replace"):
@@ -282,7 +303,7 @@ def test_a_chronicle_that_is_damaged_tells_what_is_left_and_manifests_the_rest(f
         if kind == "torn":
             assert len(repo.find("step >= 0")) == count
         train(repo, "after", 2)
-    assert (chronicles(folder / "packs")[0].damaged_bytes > 0) == (kind == "flipped")
+    assert chronicles(folder / "packs")[0].damaged_bytes == 0, "it was written anew"
 
 
 def test_what_a_crash_left_of_a_frame_is_cut_off_by_the_next_writer(folder: Path) -> None:
