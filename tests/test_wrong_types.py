@@ -248,7 +248,7 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Repository.load": lambda w: Case(w.repo.load, {"rev": "main", "only": "model", "device": "cpu"}),
     "Repository.restore": lambda w: Case(w.repo.restore, {"rev": "start", "into": w.into(), "only": "model", "strict": True}),
     "Repository.verify": lambda w: Case(w.repo.verify, {"rev": None, "since": None, "limit_s": 9.0, "on_progress": None}),
-    "Repository.repair": lambda w: Case(w.repo.repair, {"source": None, "on_progress": None}),
+    "Repository.repair": lambda w: Case(w.repo.repair, {"source": None, "peers": (), "on_progress": None}),
     "Repository.gc": lambda w: Case(w.repo.gc, {"dry_run": False, "unknown": False, "on_progress": None}),
     "Repository.tag": lambda w: Case(w.repo.tag, {"name": w.name(), "rev": "main", "message": "said"}),
     "Repository.branch": lambda w: Case(w.repo.branch, {"name": w.name(), "rev": "main"}),

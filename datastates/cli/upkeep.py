@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ from .interrupt import orderly
 from .shell import AsJson, Repo, Shell
 
 if TYPE_CHECKING:
+    from datastates.clone.peer import Peer
     from datastates.upkeep.checking import VerifyReport
     from datastates.upkeep.gc import GcReport
 
@@ -178,10 +181,21 @@ def reindex(
         return
     shell.write(f"lineage {done.lineage}: {done.states} states, {done.restorable} of them can be restored here")
     shell.write(f"{done.branches} branches, {done.tags} tags, {done.notes} notes, {done.events} lines of reflogs")
+    shell.write(f"{done.clones} records of clones, {done.seals} seals, {done.variants} variants of studies")
     for text in done.lacking:
         shell.write(f"lacking: {text}")
     if done.replaced is not None:
         shell.write(f"the database that was there is {done.replaced}")
+
+
+def _connected(urls: list[str], token_file: Path | None, tls_ca: Path | None) -> Iterator[Peer]:
+    """Each by itself: what one of them cannot give, the next one may have."""
+    from datastates.clone.peer import connect
+    from datastates.transport.contract import Tls
+
+    tls = None if tls_ca is None else Tls(trusted=tls_ca)
+    for url in urls:
+        yield connect(url, token_file=token_file, tls=tls)
 
 
 def repair(
@@ -192,6 +206,16 @@ def repair(
             "--from", metavar="FOLDER", help="Another repository, or folder of packs, that may have the same states.", show_default=False
         ),
     ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option("--peer", metavar="URL", help="A process that serves them (tcp://HOST:PORT); may be repeated.", show_default=False),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", metavar="FILE", help="Holds their token (default: DATASTATES_TOKEN).", show_default=False)
+    ] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option("--tls-ca", metavar="FILE", help="TLS, trusting these certificates.", show_default=False)
+    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -199,9 +223,14 @@ def repair(
     from .payload import progress_of
 
     shell = Shell(context, repo, as_json)
-    with shell.repository() as repository, progress_of(shell) as progress:
+    with ExitStack() as stack:
+        repository = stack.enter_context(shell.repository())
+        peers = [stack.enter_context(each) for each in _connected(peer or [], token_file, tls_ca)]
+        progress = stack.enter_context(progress_of(shell))
         bar = progress.add_task("verifying", total=None)
-        done = repository.repair(source=source, on_progress=lambda read, total: progress.update(bar, completed=read, total=total))
+        done = repository.repair(
+            source=source, peers=peers, on_progress=lambda read, total: progress.update(bar, completed=read, total=total)
+        )
     if shell.as_json:
         import msgspec
 

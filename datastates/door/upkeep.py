@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -14,6 +14,7 @@ from datastates.policy.retention import Retention, retention_of
 from datastates.upkeep.loading import verify
 
 if TYPE_CHECKING:
+    from datastates.clone.peer import Peer
     from datastates.upkeep.checking import VerifyReport
     from datastates.upkeep.gc import GcReport
     from datastates.upkeep.repair import RepairReport
@@ -23,6 +24,20 @@ if TYPE_CHECKING:
 from .opened import Opened
 
 __all__ = ["Upkeep"]
+
+
+def _peers(value: object, what: str) -> Sequence[Peer]:
+    """Connected peers.
+
+    :raises InvalidInput: one of them is none.
+    """
+    from datastates.clone.peer import Peer
+
+    found = list(value) if isinstance(value, Iterable) else [value]
+    peers = [each for each in found if isinstance(each, Peer)]
+    if not isinstance(value, Iterable) or len(peers) < len(found):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give a list of peers, as peers=[datastates.connect(url)]")
+    return peers
 
 
 class Upkeep(Opened):
@@ -112,18 +127,26 @@ class Upkeep(Opened):
 
         return prune(self.core, None if policy is None else retention_of(policy), dry_run=dry_run)
 
-    @values.takes(source=values.optional(values.path), on_progress=values.optional(values.callback))
+    @values.takes(source=values.optional(values.path), peers=_peers, on_progress=values.optional(values.callback))
     def repair(
-        self, *, source: str | os.PathLike[str] | None = None, on_progress: Callable[[int, int], None] | None = None
+        self,
+        *,
+        source: str | os.PathLike[str] | None = None,
+        peers: Sequence[Peer] = (),
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> RepairReport:
         """Check everything as ``verify`` does, and bring back what is damaged where another place has it: this process's memory, a further
-        tier, or ``source``. Of the states that stay damaged the report says why, and the nearest ancestor to restore.
+        tier, ``source``, or a peer. Of the states that stay damaged the report says why, and the nearest ancestor to restore.
 
             print(repo.repair().hurt)
 
         :param source: another repository's folder, or a folder of packs, that may have the same states.
+        :param peers: other processes that may have them, in memory or on disk, as ``datastates.connect`` gives them; only damaged chunks
+            are moved. A state that was never sealed is as good then as these are, and is noted as cloned from them.
         :param on_progress: as of ``verify``.
         """
+        from datastates.clone.place import PeerPlace
         from datastates.upkeep.repair import repair  # few ask for it
 
-        return repair(self.core, source=None if source is None else Path(source), on_progress=on_progress)
+        folder = None if source is None else Path(source)
+        return repair(self.core, source=folder, peers=[PeerPlace(peer) for peer in peers], on_progress=on_progress)

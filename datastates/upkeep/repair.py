@@ -1,30 +1,36 @@
 """What a check finds damaged is brought back from wherever the same bytes are; of the rest it is said what goes on.
 
-A chunk is taken from this process's memory, from the user's further tiers, or from another folder, if that has the state by its digest
-(BLAKE3 over its structure and over the xxh3 of its chunks) and the chunk by its own. A state that was sealed is compared with its seal
-before anything changes, so that no forged bytes come in by repair.
+A chunk is taken from this process's memory, from the user's further tiers, from another folder, or from peers, if that place has the state
+by its digest (BLAKE3 over its structure and over the xxh3 of its chunks) and the chunk by its own. A state that was sealed is compared with
+its seal before anything changes, so that no forged bytes come in by repair. What a peer gave is noted, as of a clone. A chronicle that is
+damaged is written anew, from the lineage.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from blake3 import blake3
 
 from datastates.content.digest import chunk_digest
 from datastates.content.manifest import Chunk, Manifest
-from datastates.errors import Corrupt, DatastatesError, NotFound, Unavailable
+from datastates.errors import DatastatesError, Disconnected, NotFound, Unavailable
 from datastates.lineage.change import seals
-from datastates.lineage.change.clones import known
+from datastates.lineage.change.clones import known, note, repository_uid
 from datastates.lineage.search import walk
+from datastates.lineage.search.news import is_behind
+from datastates.opening.chronicle import chronicles, tell_anew
 from datastates.opening.core import Core
 from datastates.store.rewriting import Moved, Place
 from datastates.store.seal import seal_of
-from datastates.store.tier import Payload, Reader, Tier
+from datastates.store.tier import Payload, Reader
 from datastates.store.tiers import packs_in
 from datastates.system.interrupts import checkpoint
 from datastates.system.regular import open_regular, read_at
@@ -32,6 +38,8 @@ from datastates.system.regular import open_regular, read_at
 from .checking import Damage, Limits, VerifyReport, check_all
 
 __all__ = ["Hurt", "RepairReport", "repair"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +53,44 @@ class Hurt:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """The uids of the states that are whole again, and those that are not."""
+    """The uids of the states that are whole again, and those that are not. ``unread`` as in ``VerifyReport``."""
 
     repaired: tuple[str, ...]
     hurt: tuple[Hurt, ...]
     unread: tuple[str, ...]
 
 
-def repair(core: Core, *, source: Path | None = None, on_progress: Callable[[int, int], None] | None = None) -> RepairReport:
+class Elsewhere(Protocol):
+    """Where states may be besides: a tier, or peers."""
+
+    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
+        """See ``Tier.open_part``."""
+
+
+class Stranger(Elsewhere, Protocol):
+    """A place of somebody else's, whose bytes deserve the trust that its ``party`` deserves."""
+
+    party: str
+
+
+def repair(
+    core: Core,
+    *,
+    source: Path | None = None,
+    peers: Sequence[Stranger] = (),
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RepairReport:
     """Check everything, and bring back what can be; see ``Repository.repair``."""
     core.home.check_writable()
+    core.settle()
+    _mend_chronicle(core)
     found = check_all(core, Limits(), on_progress=on_progress)
     with ExitStack() as stack:
-        sources = [*(() if core.tiers.captured is None else (core.tiers.captured,)), *core.tiers.further]
+        places: list[Elsewhere] = [*(() if core.tiers.captured is None else (core.tiers.captured,)), *core.tiers.further]
         if source is not None:
-            sources.append(folder := packs_in(_packs_of(source)))
+            places.append(folder := packs_in(_packs_of(source)))
             stack.callback(folder.close)
-        return _Repair(core, sources, found).run()
+        return _Repair(core, [*places, *peers], found).run()
 
 
 def _packs_of(source: Path) -> Path:
@@ -71,11 +100,29 @@ def _packs_of(source: Path) -> Path:
     return packs
 
 
+def _mend_chronicle(core: Core) -> None:
+    """Write the chronicle of this lineage anew if it is damaged, and does not know of more than the lineage."""
+    packs = core.location.packs
+    with suppress(Unavailable, OSError):  # the check says what is the matter with it
+        with core.database.read() as session:
+            lineage = repository_uid(session)
+            rotten = [each for each in chronicles(packs) if each.lineage == lineage and each.rotten_bytes]
+            is_older = any(is_behind(session, entry.mark) for each in rotten for entry in each.entries[-1:])
+        if rotten and not is_older:
+            tell_anew(core.database, packs)
+
+
+_Found = tuple[Reader, str | None]
+"""A state elsewhere, and whose bytes those are; None: ours."""
+
+
 class _Repair:
-    def __init__(self, core: Core, sources: Sequence[Tier], found: VerifyReport) -> None:
-        self._core, self._sources, self._found = core, sources, found
+    def __init__(self, core: Core, sources: Sequence[Elsewhere], found: VerifyReport) -> None:
+        self._core, self._sources, self._found = core, list(sources), found
         self._tier = core.tiers.durable
         self._moved: Moved = {}
+        self._given: dict[bytes, str] = {}
+        self._noted: set[tuple[str, str]] = set()
 
     def run(self) -> RepairReport:
         left: dict[tuple[str, int], list[Damage]] = {}
@@ -113,6 +160,7 @@ class _Repair:
                 return self._chunk(manifest, index, readers)
 
             self._check_seal(uid, manifest, bad, readers)
+            self._note(uid, [manifest.content.chunks[index] for index in bad])
             self._tier.mend(uid, rank, places, self._moved, chunk)
 
     def _put_again(self, uid: str, rank: int) -> None:
@@ -124,33 +172,61 @@ class _Repair:
             readers = list(self._readers(stack, uid, rank, digest))
             if not readers:
                 raise NotFound("no other place has it")
-            reader = readers[0]
+            reader, party = readers[0]
             reader.verify()
             self._check_seal(uid, reader.manifest, set(), [], reader)
-            chunks = [reader.chunk(index) for index in range(len(reader.manifest.content.chunks))]
+            wanted = reader.manifest.content.chunks
+            chunks = [reader.chunk(index) for index in range(len(wanted))]
+            if party is not None:
+                self._given |= dict.fromkeys((chunk.digest for chunk in wanted), party)
+            self._note(uid, wanted)
             self._tier.forget([uid])
             self._tier.put(Payload(msgspec.structs.replace(reader.manifest, packs=(), refs=()), chunks))
 
-    def _readers(self, stack: ExitStack, uid: str, rank: int, digest: str) -> Iterator[Reader]:
-        """The state elsewhere, if it is this one."""
-        for tier in self._sources:
-            with suppress(NotFound, Corrupt, Unavailable):
-                reader = stack.enter_context(tier.open_part(uid, rank, verify=True))
-                if reader.manifest.digest == digest:
-                    yield reader
+    def _note(self, uid: str, chunks: Sequence[Chunk]) -> None:
+        """Note whose bytes a state is about to have: it deserves the trust that they deserve."""
+        came = Counter[str]()
+        for chunk in chunks:
+            if chunk.digest in self._given:
+                came[self._given[chunk.digest]] += chunk.length
+        new = {party: count for party, count in came.items() if (uid, party) not in self._noted}
+        if not new:
+            return
+        with self._core.writing() as session:
+            for party, count in new.items() if known(session, [uid]) else ():
+                note(session, uid, node=self._core.home.uid or "", source=party, bytes_moved=count)
+        self._noted |= {(uid, party) for party in new}
 
-    def _chunk(self, manifest: Manifest, index: int, readers: Sequence[Reader]) -> memoryview:
+    def _readers(self, stack: ExitStack, uid: str, rank: int, digest: str) -> Iterator[_Found]:
+        """The state elsewhere, if it is this one. A place that breaks the protocol has none; one that does not answer is asked no more."""
+        for source in list(self._sources):
+            try:
+                reader = stack.enter_context(source.open_part(uid, rank, verify=True))
+            except Disconnected as exc:
+                self._sources.remove(source)
+                _logger.warning("it is repaired without a peer that does not answer: %s", exc)
+                continue
+            except DatastatesError:
+                continue
+            if reader.manifest.digest == digest:
+                yield reader, getattr(source, "party", None)
+
+    def _chunk(self, manifest: Manifest, index: int, readers: Sequence[_Found]) -> memoryview:
         """The bytes of a chunk: where another state has them by now; where they are, if only their pack's header is damaged; elsewhere."""
         place = _place(manifest, index)
         if place in self._moved:
             info, offset = self._moved[place]
             place = info.name, offset
-        view = self._raw(place, manifest.content.chunks[index])
+        chunk = manifest.content.chunks[index]
+        view = self._raw(place, chunk)
         if view is not None:
             return view
-        for reader in readers:
-            with suppress(Corrupt, Unavailable):
-                return reader.chunk(index)
+        for reader, party in readers:
+            with suppress(DatastatesError):
+                view = reader.chunk(index)
+                if party is not None:
+                    self._given[chunk.digest] = party
+                return view
         raise NotFound(f"no other place has chunk {index}")
 
     def _raw(self, place: Place, chunk: Chunk) -> memoryview | None:
@@ -164,7 +240,7 @@ class _Repair:
             count = read_at(file.fileno(), data, offset)
         return data.toreadonly() if count == chunk.length and chunk_digest(data) == chunk.digest else None
 
-    def _check_seal(self, uid: str, manifest: Manifest, bad: set[int], readers: Sequence[Reader], whole: Reader | None = None) -> None:
+    def _check_seal(self, uid: str, manifest: Manifest, bad: set[int], readers: Sequence[_Found], whole: Reader | None = None) -> None:
         """Raise unless the state would hold what it held when it was sealed; one that never was is not asked.
 
         :raises Corrupt: it would not.

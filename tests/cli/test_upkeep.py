@@ -82,6 +82,21 @@ def test_repair_brings_back_what_another_repository_has(repo: Path, trained: Pat
     assert invoke("--repo", repo, "gc", "--dry-run", "--json").json["packs"] == 1
 
 
+def test_repair_brings_back_what_a_server_has(repo: Path, trained: Path, tmp_path: Path, invoke: Invoke) -> None:
+    uid = damage(repo)
+    token = tmp_path / "token"
+    token.write_text("a token of at least sixteen characters\n")
+    token.chmod(0o600)
+    with datastates.open(trained) as theirs, theirs.serve("tcp://127.0.0.1:0", token=token.read_text().strip()) as server:
+        done = invoke("--repo", repo, "repair", "--peer", server.url, "--token-file", token)
+        assert (done.code, done.out) == (0, f"1 states repaired, 0 stay damaged\nstate {uid}: every byte as it was\n")
+        url = server.url
+    assert invoke("--repo", repo, "verify").code == 0
+    done = invoke("--repo", repo, "repair", "--peer", url, "--token-file", token)
+    assert done.code != 0
+    assert url.split("//")[1] in done.err
+
+
 def test_gc_says_how_much_before_and_after(repo: Path, invoke: Invoke) -> None:
     (repo / "packs" / "stray.0.safetensors").write_bytes(bytes(2048))
     (repo / "packs" / ".tmp-dead").write_bytes(bytes(1024))

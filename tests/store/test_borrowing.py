@@ -18,6 +18,7 @@ from datastates.store.tier import Payload
 from datastates.testing.states import chunks_of, numbers, payload, stream
 from tests.store.test_crashes import run
 from tests.store.test_local import flip
+from tests.support.effort import part
 
 BIG = SHARED_BYTES + 20
 
@@ -219,6 +220,21 @@ def test_nothing_depends_on_the_index(tmp_path: Path, wreck: Callable[[Path], No
     tier.remove("a")
     tier.remove("b")
     check(LocalTier(tmp_path), big("c", 1, 2, 3))
+
+
+def test_no_flip_in_the_index_changes_what_is_stored(tmp_path: Path) -> None:
+    """All positions of an entry (in the gate a fifth of them)."""
+    tier = LocalTier(tmp_path)
+    tier.put(big("a", 1))
+    path = tmp_path / ".chunks"
+    whole = path.read_bytes()
+    (start,) = {at - at % 64 for at, byte in enumerate(whole) if byte}
+    for at in part(range(start, start + 64)):
+        flip(path, at, 1 << at % 8)
+        tier.put(big("b", 1))
+        check(tier, big("a", 1), big("b", 1))
+        tier.remove("b")
+        path.write_bytes(whole)
 
 
 def test_an_index_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
