@@ -18,8 +18,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from datastates import values
 from datastates.errors import InvalidInput, Unsupported
 from datastates.objects.adapters import has_state
 from datastates.objects.prepared import mark_of, put_mark, sampler_of
@@ -27,12 +28,11 @@ from datastates.repository import Repository
 from datastates.tracking.tracker import Tracker
 
 try:
+    import accelerate as installed
+    from accelerate import Accelerator
     from accelerate.utils import DistributedType
 except ImportError as exc:
     raise ImportError("datastates.integrations.accelerate needs Accelerate: pip install 'datastates[accelerate]'") from exc
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 __all__ = ["track"]
 
@@ -44,6 +44,9 @@ other way to them."""
 
 _REGISTERED = "_custom_objects"
 _OWN = "accelerator"
+
+_ALIKE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Each process has the whole model: it trains alone, or under DistributedDataParallel."""
 
 
 def track(
@@ -62,25 +65,31 @@ def track(
     Loaders are tracked where they keep their place themselves (``use_stateful_dataloader``); loop over ``run.steps(loader)``, which finds
     the place in every other one. ``run.step`` counts what ``accelerator.accumulate`` completes.
 
+    Several processes under DistributedDataParallel capture each state together; ``track`` is then collective. Each has gradients of its own
+    within an accumulation, which no state has: capture where ``accelerator.sync_gradients`` is true.
+
     :param accelerator: after its ``prepare`` and ``register_for_checkpointing``.
     :param repo: where the states go.
-    :param gradients: whether gradients are captured; None: if the accelerator accumulates, so that a state within an accumulation goes on
-        exactly. ``optimizer.zero_grad()`` after the update leaves none to be captured in the states between two of them.
+    :param gradients: whether gradients are captured; None: if the accelerator accumulates in one process, so that a state within an
+        accumulation goes on exactly. ``optimizer.zero_grad()`` after the update leaves none to be captured in the states between two of
+        them.
     :param objects: what is tracked besides, by name.
     :param options: as for ``repo.track``: ``branch``, ``start``, ``config``, …, and further objects.
     :raises InvalidInput: nothing was prepared, or a name is taken.
-    :raises Unsupported: several processes train together, or DeepSpeed or Megatron-LM keeps the states.
+    :raises Unsupported: DeepSpeed, FSDP, Megatron-LM or XLA divides the training among processes.
     """
-    _refuse_what_is_shared(accelerator)
-    prepared = _prepared(accelerator)
+    _check(accelerator, repo)
+    _refuse_what_is_divided(accelerator)
+    prepared, besides = _prepared(accelerator), values.named(objects or {}, "objects")
     if not prepared:
         raise InvalidInput("the accelerator has prepared nothing yet: call accelerator.prepare(...) before track")
-    more = {**prepared, **(objects or {})}
-    if taken := sorted(prepared.keys() & ((objects or {}).keys() | options.keys())):
+    more = {**prepared, **besides}
+    if taken := sorted(prepared.keys() & (besides.keys() | options.keys())):
         raise InvalidInput(f"{', '.join(taken)}: the name of what the accelerator prepared: rename what you track besides")
     steps = accelerator.gradient_accumulation_steps
-    own = more[_OWN] = _Own(accelerator)
-    run = repo.track(objects=more, gradients=steps > 1 if gradients is None else gradients, **options)
+    own = more[_OWN] = _Own(accelerator, is_whole=gradients is None and accelerator.num_processes > 1)
+    is_accumulating = steps > 1 and accelerator.num_processes == 1
+    run = repo.track(objects=more, gradients=is_accumulating if gradients is None else gradients, **options)
     if steps > 1 and gradients is False:
         _logger.warning(
             "branch %s: gradients are not tracked, and %d batches make a step: a state of fewer goes on without theirs; capture where"
@@ -94,18 +103,23 @@ def track(
 
 class _Own:
     """What an accelerator counts, and what its loaders do: the batches since it began to accumulate, the passes over each loader, the seeds
-    of their samplers."""
+    of their samplers. ``is_whole``: a state within an accumulation is refused."""
 
     is_optional = True  # for a restore: states of a training without Accelerate do not have it
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, *, is_whole: bool) -> None:
+        self._accelerator, self._is_whole = accelerator, is_whole
         self._known = _found(accelerator)
         self._has_warned, self._captures = False, 0
         self.run: Tracker | None = None
 
     def state_dict(self) -> dict[str, object]:
         """Plain values."""
+        if self._is_whole and self.run is not None and not self._accelerator.sync_gradients:
+            raise Unsupported(
+                f"{self._accelerator.num_processes} processes accumulate gradients, each its own, which no state has: capture where"
+                " accelerator.sync_gradients is true, or say gradients=False"
+            )
         self._look()
         marks = [[mark_of(part) for part in _of_loader(loader)] for loader in getattr(self._accelerator, _PREPARED["loader"])]
         return {"step": self._accelerator.step, "loaders": marks}
@@ -131,13 +145,26 @@ class _Own:
             _logger.warning("no loader is looped over by run.steps: a training that goes on begins its data again; use run.steps(loader)")
 
 
-def _refuse_what_is_shared(accelerator: Accelerator) -> None:
-    if accelerator.num_processes > 1:
+def _check(accelerator: object, repo: object) -> None:
+    if not isinstance(accelerator, Accelerator):
+        raise InvalidInput(f"accelerator is {values.shown(accelerator)}: give the Accelerator, and the repository after it")
+    if not isinstance(repo, Repository):
+        raise InvalidInput(f"repo is {values.shown(repo)}: give what datastates.open returned")
+    if missing := [name for name in (*_PREPARED.values(), _REGISTERED) if not hasattr(accelerator, name)]:
         raise Unsupported(
-            f"{accelerator.num_processes} processes train together: the state of one is not that of the training; launch one process"
+            f"the Accelerator of Accelerate {installed.__version__} has no {missing[0]}: datastates was tested with 1.15; install that"
         )
-    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise Unsupported(f"{accelerator.distributed_type.value} keeps the states of models and optimizers itself: train without it")
+
+
+def _refuse_what_is_divided(accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise Unsupported(f"{kind.value} keeps the states of models and optimizers itself: train without it")
+    if kind not in _ALIKE:
+        raise Unsupported(
+            f"{accelerator.num_processes} processes train together by {kind.value}, of which states are not captured: launch them with"
+            " --multi_gpu or --cpu, so that each has the whole model, or launch one"
+        )
 
 
 def _prepared(accelerator: Accelerator) -> dict[str, object]:

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from datastates import values
+from datastates.errors import InvalidInput
 from datastates.lineage.states import State, Value
 from datastates.tracking.tracker import Tracker
 
@@ -67,6 +69,8 @@ class Beside(ABC):
     id: str
 
     def __init__(self, tracker: Tracker, own: str | None = None) -> None:
+        if not isinstance(tracker, Tracker):
+            raise InvalidInput(f"tracker is {values.shown(tracker)}: give what repo.track returned")
         ours = Ours.of(tracker)
         key = f"{self.kind}.run"
         before = None if ours.start is None else ours.start.attributes.get(key)

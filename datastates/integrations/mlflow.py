@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from datastates import values
 from datastates.lineage.states import State
 from datastates.tracking.tracker import Tracker
 
@@ -49,8 +50,9 @@ class MlflowLog(Beside):
     def __init__(
         self, tracker: Tracker, *, experiment: str | None = None, into: str | None = None, client: MlflowClient | None = None
     ) -> None:
-        self._experiment, self._client = experiment, client or MlflowClient()
-        super().__init__(tracker, into)
+        self._experiment = values.optional(values.text)(experiment, "experiment")
+        self._client = client or MlflowClient()
+        super().__init__(tracker, values.optional(values.text)(into, "into"))
 
     def _go_on(self, id: str, ours: Ours) -> bool:
         try:

@@ -24,11 +24,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat, TypeGuard
 
 import msgspec
 
 import datastates
+from datastates import values
 from datastates.capture.handle import Capture
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.states import RefKind
@@ -159,19 +160,29 @@ def report(run: Tracker, metrics: Mapping[str, Any], *, capture: Capture | None 
     :param capture: one that was made already, to be named instead.
     :param options: what else Ray's ``report`` takes.
     """
+    _check(run, capture)
+    said = values.named(metrics, "metrics")
     if capture is None:
-        capture = run.capture(metrics={key: value for key, value in metrics.items() if _is_number(value)})
+        capture = run.capture(metrics={key: value for key, value in said.items() if _is_number(value)})
     with checkpoint(run, capture) as made:
-        _Worker.here().ray.report(dict(metrics), checkpoint=made, **options)
+        _Worker.here().ray.report(said, checkpoint=made, **options)
 
 
-def _is_number(value: object) -> bool:
+def _check(run: object, capture: object) -> None:
+    if not isinstance(run, Tracker):
+        raise InvalidInput(f"run is {values.shown(run)}: give what track returned")
+    if capture is not None and not isinstance(capture, Capture):
+        raise InvalidInput(f"capture is {values.shown(capture)}: give what run.capture returned")
+
+
+def _is_number(value: Any) -> TypeGuard[SupportsFloat]:
     return hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
 
 
 @contextmanager
 def checkpoint(run: Tracker, capture: Capture) -> Iterator[Any]:
     """A checkpoint of Ray that names a state, once that is on disk; its folder is there until the block ends."""
+    _check(run, capture)
     worker = _Worker.here()
     state = capture.wait("durable")
     name = Named(str(run.training.core.location), state.uid, run.branch, worker.owner)
@@ -188,6 +199,8 @@ def named(checkpoint: Any, rank: int = 0) -> Named:
 
     :raises InvalidInput: it is not one of ours.
     """
+    if not callable(values.attribute(checkpoint, "as_directory")):
+        raise InvalidInput(f"checkpoint is {values.shown(checkpoint)}: give a checkpoint of Ray, such as result.checkpoint")
     with checkpoint.as_directory() as folder:
         for file in (_file(rank), _file(0)):
             path = Path(folder) / file

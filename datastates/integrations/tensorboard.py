@@ -12,6 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from datastates import values
+from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 from datastates.tracking.tracker import Tracker
 
@@ -41,8 +43,10 @@ class TensorboardLog(Beside):
     writer: SummaryWriter
 
     def __init__(self, tracker: Tracker, folder: str | os.PathLike[str] = "events", *, into: SummaryWriter | None = None) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(values.path(folder, "folder"))
         if into is not None:
+            if not isinstance(into, SummaryWriter):
+                raise InvalidInput(f"into is {values.shown(into)}: give a SummaryWriter")
             self.writer = into
         super().__init__(tracker, None if into is None else str(into.log_dir))
 

@@ -122,8 +122,8 @@ class Hooks:
             else:
                 _logger.warning(
                     "branch %s goes on with other batches than its state was captured with (per_device_train_batch_size,"
-                    " gradient_accumulation_steps or dataloader_drop_last changed): epoch and place in the data are what the Trainer makes"
-                    " of its count of steps",
+                    " gradient_accumulation_steps, dataloader_drop_last or the number of processes changed): epoch and place in the data"
+                    " are what the Trainer makes of its count of steps",
                     self.callback.branch,
                 )  # fmt: skip
         loop.epoch, self._begun_after = epoch - 1, batches

@@ -43,8 +43,9 @@ class TrainerLoop:
     @property
     def form(self) -> list[object]:
         """What a count of batches depends on."""
-        trainer = self.trainer
-        return [trainer._train_batch_size, trainer.args.gradient_accumulation_steps, trainer.args.dataloader_drop_last]
+        args = self.trainer.args
+        found: list[object] = [self.trainer._train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last]
+        return found if args.world_size == 1 else [*found, args.world_size]
 
     def state_dict(self) -> dict[str, object]:
         """Plain values, and three small tensors."""

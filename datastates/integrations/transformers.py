@@ -10,13 +10,15 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 try:
-    from transformers import TrainerCallback, set_seed
+    from accelerate.utils import DistributedType
+    from transformers import Trainer, TrainerCallback, set_seed
 except ImportError as exc:
     raise ImportError("datastates.integrations.transformers needs transformers: pip install 'datastates[transformers]'") from exc
 
@@ -34,6 +36,11 @@ from .trainer_state import LOOP, TrainerLoop
 __all__ = ["DatastatesCallback"]
 
 _logger = logging.getLogger(__name__)
+
+_ALIKE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Each process has the whole model: it trains alone, or under DistributedDataParallel."""
+
+_OPTIONS = frozenset(signature(Repository.track).parameters) - {"self", "more", "branch", "start", "objects", "config"}
 
 
 class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
@@ -72,14 +79,16 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         config: object = None,
         **options: Any,
     ) -> None:
-        self.repo = repo if isinstance(repo, Repository) else datastates.open(repo)
+        if unknown := sorted(options.keys() - _OPTIONS):
+            raise TypeError(f"{', '.join(unknown)}: no option of DatastatesCallback or of track; objects= takes what is tracked besides")
         self.branch = values.text(branch, "branch")
         self.start = None if start is None else values.revision(start, "start")
         self._resume = values.flag(options.pop("resume", True), "resume")
         self._only = values.optional(values.patterns)(options.pop("only", None), "only")
         self.every = values.positive(every, "every")
         self.replay, self.folders = values.flag(replay, "replay"), values.flag(folders, "folders")
-        self._objects, self._config, self._options = dict(objects or {}), config, options
+        self._objects, self._config, self._options = values.named(objects or {}, "objects"), config, options
+        self.repo = repo if isinstance(repo, Repository) else datastates.open(repo)
         self._run: Tracker | None = None
         self._hooks: Hooks | None = None
         self._loop: TrainerLoop | None = None
@@ -109,8 +118,13 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         """Belong to ``trainer``. Needed only for a callback that is added later than by ``Trainer(callbacks=[…])``, and before ``train()``.
 
         :raises Conflict: it belongs to another one.
+        :raises InvalidInput: it is no Trainer, or has a callback of this kind already.
         :raises Unsupported: this version of transformers is not known.
         """
+        if not isinstance(trainer, Trainer):
+            raise InvalidInput(f"trainer is {values.shown(trainer)}: give a Trainer of transformers")
+        if any(isinstance(each, DatastatesCallback) and each is not self for each in trainer.callback_handler.callbacks):
+            raise InvalidInput("the Trainer has two DatastatesCallbacks: each moves one branch, give it one")
         if self._hooks is not None and self._hooks.trainer is not trainer:
             raise Conflict("this DatastatesCallback belongs to another Trainer: make one for each, with a branch of its own")
         if self._hooks is None:
@@ -161,7 +175,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
 
     def _stored_loop(self, state: State) -> Any:
         """What the state says of its Trainer; None where it is of no Trainer: its model is taken."""
-        return self.repo.load(state, only=LOOP).get(LOOP)
+        args = self.loop.trainer.args
+        return self.repo.load(state, only=LOOP, rank=args.process_index if state.world_size == args.world_size else 0).get(LOOP)
 
     # --- events ------------------------------------------------------------------------------------------------------------
 
@@ -193,7 +208,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             only=self._only if is_whole or self._begin is None else (self._only or "model"),
             objects={**self._objects, **_parts(trainer, model, optimizer, scheduler), LOOP: self.loop},
             config=configuration_of(args, self._config),
-            **self._options,
+            **self._of_ranks(args.world_size),
         )
         if (run.resumed_from and run.resumed_from.uid) != (self._begin and self._begin.uid):
             raise Conflict(f"branch {self.branch!r} was moved while this training began: start it again")
@@ -202,7 +217,13 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         self._captured = self._begun = state.global_step
         if is_whole:
             self._go_on(args, settings, self._back or run.resumed_from)
-        _warn(self.branch, _inexact(args, more["train_dataloader"], self.replay))
+        if run.group.rank == 0:
+            _warn(self.branch, _inexact(args, more["train_dataloader"], self.replay))
+
+    def _of_ranks(self, size: int) -> dict[str, Any]:
+        """The options of ``track``; of several processes each has its own loop: the loss since the last log, the place in its share."""
+        own = self._options.get("own", ())
+        return self._options if size == 1 else {**self._options, "own": [LOOP, *([own] if isinstance(own, str) else own)]}
 
     def _begin_late(self) -> None:
         """The callback was added to a Trainer that had been made: too late, unless there is nothing to go on from."""
@@ -226,7 +247,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         if "seed" in changed:
             set_seed(args.seed)
             self._hooks.rng = RngState().state_dict()
-        if changed:
+        if changed and self._run is not None and self._run.group.rank == 0:
             said = ", ".join(f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items())
             say(f"branch {self.branch}: {said}, as TrainingArguments say now")
 
@@ -252,10 +273,10 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         """The last states are recorded; the best model comes back, unless the Trainer has loaded it from a folder."""
         self.end(None)
         best = self.loop.best
-        if not args.load_best_model_at_end or state.best_model_checkpoint is not None or best is None:
+        if self._run is None or not args.load_best_model_at_end or state.best_model_checkpoint is not None or best is None:
             return
         try:
-            self.repo.restore(best, into={"model": more["model"]}, only="model")
+            self.repo.restore(best, into={"model": more["model"]}, only="model", group=self._run.group)
         except Unavailable as exc:
             _logger.warning("the best model, of step %s, is not loaded, the last one stays: %s", state.best_global_step, exc)
 
@@ -280,6 +301,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         """Name it, so that it stays in memory or on disk."""
         name = f"best/{self.branch}"
         self.loop.best = state.uid
+        if self._run is None or self._run.group.rank:
+            return  # rank 0 names it for all
         before = next((ref.state for ref in self.repo.refs() if ref.name == name), None)
         if before is None:
             self.repo.tag(name, state, message="the best model so far")
@@ -305,9 +328,13 @@ def _parts(trainer: Any, model: Any, optimizer: Any, scheduler: Any) -> dict[str
 def _refuse(trainer: Any, trial: object) -> None:
     """What one state cannot hold, or one branch cannot follow."""
     kinds = [kind for kind in ("deepspeed", "fsdp") if getattr(trainer, f"is_{kind}_enabled", False)]
-    if trainer.args.world_size > 1 or kinds:
-        what = f"{trainer.args.world_size} processes" if trainer.args.world_size > 1 else kinds[0]
-        raise Unsupported(f"this Trainer trains with {what}, and a state is what one process holds: train in one process")
+    if trainer.accelerator.distributed_type not in _ALIKE:
+        kinds.append(trainer.accelerator.distributed_type.value)
+    if kinds:
+        raise Unsupported(
+            f"this Trainer trains with {kinds[0]}, which divides the model among processes: train in one process, or in several that"
+            " torchrun starts, where each has the whole model"
+        )
     if trial is not None:
         raise Unsupported("hyperparameter_search trains many variants with one Trainer: give each a Trainer, and a branch, of its own")
 

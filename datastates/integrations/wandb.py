@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from datastates import values
+from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 from datastates.tracking.tracker import Tracker
 
@@ -49,6 +51,8 @@ class WandbLog(Beside):
             raise TypeError(f"{', '.join(taken)}: the lineage says which run of W&B goes on; give into= to log to one of yours")
         self._init = init
         if into is not None:
+            if not isinstance(into, wandb.Run):
+                raise InvalidInput(f"into is {values.shown(into)}: give a run of W&B, such as wandb.run")
             self.run = into
         super().__init__(tracker, None if into is None else str(into.id))
 

@@ -77,6 +77,8 @@ class Pass:
     def place(self) -> dict[str, object]:
         """Plain values that lead back here, in another process too."""
         place: dict[str, object] = {"batches": self.batches, "is_over": self.is_over, "length": self._length}
+        if self._loader is not None:
+            place["workers"] = self._loader.num_workers
         if any(isinstance(part, DistributedSampler) for part in self._parts):
             place["batch_size"] = _batch_size(self._loader)
         begin = self.left_behind if self.is_over else self._begin
@@ -264,6 +266,11 @@ class Pass:
                 "the loader keeps its workers: if its dataset draws random numbers there, those of the epoch that goes on are others than"
                 " they were; persistent_workers=False repeats them"
             )
+        if self._loader is not None and place.get("workers", self._loader.num_workers) != self._loader.num_workers:
+            _logger.warning(
+                "the loader had %d workers when the state was taken, and has %d: if its dataset draws random numbers, it draws others",
+                place["workers"], self._loader.num_workers,
+            )  # fmt: skip
         with keeping_generators(self._tracked):
             self._go_back()
             if self._prepared is not None:

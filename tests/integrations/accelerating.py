@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,15 +66,17 @@ class Items(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return item + 0.1 * torch.randn(8) if self.is_noisy else item, torch.tensor([index % 3 - 1.0])
 
 
-def train(folder: str, branch: str, kind: str, workers: int, seed: int, say: Say, epochs: int = EPOCHS, **options: Any) -> None:
+def train(
+    folder: str, branch: str, kind: str, workers: int, seed: int, say: Say, epochs: int = EPOCHS, awaited: int = 0, **options: Any
+) -> None:
     """Train as a script does, from where the branch stands; says after each batch its place and its loss, then the weights.
 
-    A process that goes on has another seed than the one that began.
+    A process that goes on has another seed than the one that began. The state of step ``awaited`` is waited for until it is durable.
     """
     torch.set_num_threads(1)
     config = Config(memory_bytes=64 << 20, durable_every=1, durable_interval_s=None)
     repo = datastates.open(folder, config=config)
-    torch.manual_seed(seed if any(ref.name == branch for ref in repo.refs()) else 11)
+    torch.manual_seed((seed if any(ref.name == branch for ref in repo.refs()) else 11) + int(os.environ.get("RANK", 0)))
     how = KINDS[kind]
     accelerator = Accelerator(
         cpu=True,
@@ -97,7 +100,10 @@ def train(folder: str, branch: str, kind: str, workers: int, seed: int, say: Say
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                run.capture(metrics={"loss": loss})
+                if accelerator.num_processes == 1 or accelerator.sync_gradients:
+                    taken = run.capture(metrics={"loss": loss})
+                    if run.step == awaited:
+                        taken.wait("durable")
                 say(f"{run.epoch}:{run.step}:{run.micro_step}", float(loss.detach()).hex())
     weights = hashlib.blake2b(b"".join(each.numpy().tobytes() for each in model.state_dict().values()), digest_size=12)
     say("weights", weights.hexdigest())

@@ -59,6 +59,7 @@ ASPECTS = {
     "iterable": "An `IterableDataset`",
     "accumulation": "Gradient accumulation",
     "mixed-precision": "Mixed precision",
+    "fp16": "fp16 with a `GradScaler` (on a CPU)",
     "scheduler": "Learning-rate schedules",
     "validation": "Validation in between",
     "fork": "A fork goes on as its parent did",

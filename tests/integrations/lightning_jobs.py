@@ -138,6 +138,17 @@ class Killer(L.Callback):  # type: ignore[misc]  # likewise
         self._reach("on_train_batch_end", trainer)
 
 
+class Awaiting(L.Callback):  # type: ignore[misc]  # likewise
+    """Waits in batch ``at`` until the newest capture is durable."""
+
+    def __init__(self, at: int, ours: DatastatesCallback) -> None:
+        self.at, self.ours = at, ours
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.at and self.ours.newest is not None:
+            self.ours.newest.wait("durable")
+
+
 def loader_of(kind: str, workers: int) -> Any:
     """The training data of a kind."""
     if kind == "stateful":
@@ -184,9 +195,18 @@ def trainer_of(kind: str, folder: Path, callbacks: list[Any], options: dict[str,
 
 
 def train(
-    folder: str, kind: str, say: Say, *, at: int | None = None, seed: int = 0, workers: int = 0, ours: bool = True, **options: Any
+    folder: str,
+    kind: str,
+    say: Say,
+    *,
+    at: int | None = None,
+    awaited: int | None = None,
+    seed: int = 0,
+    workers: int = 0,
+    ours: bool = True,
+    **options: Any,
 ) -> None:
-    """Train to the end, or until batch ``at``; ``ours=False`` without the callback."""
+    """Train to the end, or until batch ``at``; ``ours=False`` without the callback. In batch ``awaited`` a state is durable."""
     warnings.simplefilter("ignore")
     torch.manual_seed(3)
     module, loader = MODULES.get(kind, Automatic)(say), loader_of(kind, workers)
@@ -198,4 +218,5 @@ def train(
     with datastates.open(Path(folder) / "runs", config=config) as repo:
         callback = DatastatesCallback(repo)
         killer = [] if at is None else [Killer(at, seed, callback)]
-        trainer_of(kind, Path(folder), [*killer, callback], options).fit(module, loader, validation)
+        waiter = [] if awaited is None else [Awaiting(awaited, callback)]
+        trainer_of(kind, Path(folder), [*killer, *waiter, callback], options).fit(module, loader, validation)

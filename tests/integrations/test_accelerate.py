@@ -28,7 +28,7 @@ from tests.support.forge import Forge, forge
 ROOT = Path(__file__).parents[2]
 CALL = "tests.integrations.accelerating:train"
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
-KILLS, EPOCHS = (10, 3) if effort.IS_THOROUGH else (2, 1)
+KILLS, EPOCHS = (10, 8) if effort.IS_THOROUGH else (2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -81,20 +81,15 @@ def test_a_training_that_is_killed_again_and_again_repeats_every_loss(kind: str,
     never = dict(map(placed, smith.run(CALL, **arguments("never", 11))))
     assert len(never) == EPOCHS * 7 + 1
     draw = random.Random(effort.SEED + workers)
-    seen: dict[str, str] = {}
-    kills = 0
-    while kills < KILLS and len(seen) < len(never) - 2:
-        job = smith.start(CALL, **arguments("killed", 90 + kills))
-        for _ in range(draw.randrange(1, 3)):
-            place, loss = placed(job.lines.readline())
-            assert (place, loss) == (place, never[place])
-            seen[place] = loss
+    seen: set[tuple[str, str]] = set()
+    for kill in range(KILLS):
+        job = smith.start(CALL, **arguments("killed", 90 + kill))
+        lines = [job.lines.readline() for _ in range(draw.randrange(1, 4))]
         job.kill(signal.SIGKILL)
+        seen.update(map(placed, [*lines, *job.say()]))
         assert job.wait() == -signal.SIGKILL
-        kills += 1
     seen.update(map(placed, smith.run(CALL, **arguments("killed", 99))))
-    assert seen == never
-    assert kills == KILLS
+    assert seen == never.items()
 
 
 @pytest.mark.slow
@@ -251,15 +246,58 @@ def test_what_cannot_be_tracked_is_refused_with_the_next_step(repo: Repository, 
     model, _ = found.prepare(*parts()[:2])
     with pytest.raises(InvalidInput, match="model: the name of what the accelerator prepared"):
         track(found, repo, model=model)
-    for name, value, said in (
-        ("num_processes", 2, "2 processes train together"),
-        ("distributed_type", DistributedType.DEEPSPEED, "DEEPSPEED keeps the states"),
+    for kind, said in (
+        (DistributedType.DEEPSPEED, "DEEPSPEED keeps the states"),
+        (DistributedType.FSDP, "1 processes train together by FSDP, .* launch them with --multi_gpu or --cpu"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(Accelerator, name, property(partial(given, value)))
+            patch.setattr(Accelerator, "distributed_type", property(partial(given, kind)))
             with pytest.raises(Unsupported, match=said):
                 track(found, repo)
     assert repo.refs() == []
+
+
+def test_a_cell_that_is_run_again_goes_on_or_says_why_not(repo: Repository) -> None:
+    found = accelerator()
+    objects = found.prepare(*parts())
+    with track(found, repo, branch="never") as run:
+        never = losses(found, run, *objects)
+    found = accelerator()
+    objects = found.prepare(*parts())
+    with pytest.raises(KeyboardInterrupt), track(found, repo) as run:  # noqa: PT012  # the block is what fails
+        losses(found, run, *objects, stop=2)
+        raise KeyboardInterrupt
+    with track(found, repo) as run:
+        assert losses(found, run, *objects) == never[2:], "the cell that trains"
+    found.prepare(*parts(3))
+    with pytest.raises(InvalidInput, match="model_1"):
+        track(found, repo)
+    found = accelerator()
+    objects = found.prepare(*parts(3))
+    with track(found, repo, branch="again", start="main~2") as run:
+        assert losses(found, run, *objects) == never[2:], "the cell that prepares, too"
+
+
+def test_another_optimizer_is_refused_and_nothing_is_lost(repo: Repository) -> None:
+    found = accelerator()
+    objects = found.prepare(*parts())
+    with track(found, repo) as run:
+        losses(found, run, *objects, stop=2)
+    found, (model, *_) = accelerator(), parts()
+    found.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(InvalidInput, match="optimizer"):
+        track(found, repo)
+    assert repo.state("main").step == 2
+    assert not repo.verify().damage
+
+
+def test_an_accelerate_that_keeps_what_it_prepared_elsewhere_is_refused(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = accelerator()
+    objects = found.prepare(*parts())
+    del found._schedulers
+    with pytest.raises(Unsupported, match="has no _schedulers: datastates was tested with"):
+        track(found, repo)
+    assert objects
 
 
 # --- what Accelerate's own tests of its checkpoints ask for --------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import datastates
 from datastates import Config, Repository
 from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.integrations.lightning import DatastatesCallback
-from tests.integrations.lightning_jobs import BATCHES, Automatic, Items, trainer_of
+from tests.integrations.lightning_jobs import BATCHES, Automatic, Items, Plateau, trainer_of
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning", "DeprecationWarning")]
 
@@ -140,6 +141,52 @@ def test_an_error_makes_the_head_durable_and_goes_on_its_way(repo: Repository, t
 
 @pytest.mark.slow
 @pytest.mark.in_turn("integrations")
+def test_ctrl_c_loses_nothing_and_the_same_callback_goes_on(repo: Repository, tmp_path: Path) -> None:
+    class Interrupting(L.Callback):  # type: ignore[misc]  # Lightning is not looked at by mypy
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 9:
+                raise KeyboardInterrupt
+
+    whole = [line for line in fit(None, tmp_path) if not line.startswith("validated")]
+    ours, said = DatastatesCallback(repo), list[str]()
+    for callbacks, seed in (([ours, Interrupting()], 3), ([ours], 99)):
+        torch.manual_seed(seed)
+        module = Automatic(lambda *words: said.append(" ".join(map(str, words))))
+        with suppress(KeyboardInterrupt, SystemExit):
+            trainer_of("plain", tmp_path, callbacks, {}).fit(
+                module, DataLoader(Items(), batch_size=4, shuffle=True), DataLoader(Items(), 13)
+            )
+    assert [line for line in said if not line.startswith("validated")] == whole
+    assert repo.state("main").step == 3 * BATCHES
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("integrations")
+def test_a_callback_within_a_fit_is_in_no_other(repo: Repository, tmp_path: Path) -> None:
+    ours = DatastatesCallback(repo)
+
+    class Nesting(L.Callback):  # type: ignore[misc]  # likewise
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 2:
+                trainer_of("plain", tmp_path, [ours], {}).fit(Automatic(print), DataLoader(Items(), batch_size=4))
+
+    with pytest.raises(Conflict, match="is in a fit of another Trainer"):
+        trainer_of("plain", tmp_path, [ours, Nesting()], {}).fit(Automatic(lambda *_: None), DataLoader(Items(), batch_size=4))
+    assert repo.state("main").step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("integrations")
+def test_another_optimizer_is_refused_and_nothing_is_lost(repo: Repository, tmp_path: Path) -> None:
+    whole = fit(repo, tmp_path, branch="whole")
+    fit(repo, tmp_path, max_epochs=1)
+    with pytest.raises(InvalidInput, match="optimizer"):
+        fit(repo, tmp_path, module=Plateau)
+    assert fit(repo, tmp_path, seed=99) == whole[BATCHES + 1 :]
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("integrations")
 def test_early_stopping_counts_on(repo: Repository, tmp_path: Path) -> None:
     def stopping() -> Any:
         return EarlyStopping("val_loss", patience=2, min_delta=10.0)
@@ -213,9 +260,9 @@ def test_several_processes_are_refused_before_the_training(repo: Repository, tmp
     trainer.strategy._lightning_module = None
 
     class Two:
-        fast_dev_run, world_size, callbacks = False, 2, ()
+        fast_dev_run, world_size, callbacks, strategy = False, 2, (), trainer.strategy
 
-    with pytest.raises(Unsupported, match="2 processes"):
+    with pytest.raises(Unsupported, match=r'2 processes by SingleDeviceStrategy, .* use strategy="ddp"'):
         DatastatesCallback(repo).setup(Two(), None, "fit")
 
 

@@ -208,6 +208,61 @@ def test_a_callback_belongs_to_one_trainer(repo: datastates.Repository, make: Ca
         make(callback)
 
 
+def test_two_callbacks_of_one_trainer_are_refused(repo: datastates.Repository, make: Callable[..., Told]) -> None:
+    with pytest.raises(InvalidInput, match="two DatastatesCallbacks"):
+        make(DatastatesCallback(repo), DatastatesCallback(repo, "second"))
+
+
+@in_turn
+def test_a_cell_that_is_run_again_goes_on(repo: datastates.Repository, make: Callable[..., Told]) -> None:
+    """With the model that it trained, and after an error that nobody handled."""
+
+    class Failing(TrainerCallback):  # type: ignore[misc]  # as above
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 7:
+                raise ZeroDivisionError
+
+    expected = losses(make())
+    model = Net()
+    with pytest.raises(ZeroDivisionError):
+        make(DatastatesCallback(repo), Failing()).train()
+    assert repo.state("main").step == 6, "the step that failed is not captured"
+    assert losses(make(DatastatesCallback(repo), model=model)) == expected[6:]
+    assert losses(make(DatastatesCallback(repo), model=model)) == []
+
+
+@in_turn
+def test_another_optimizer_is_refused_and_nothing_is_lost(repo: datastates.Repository, make: Callable[..., Told]) -> None:
+    expected = losses(make(DatastatesCallback(repo), StopAt(5)))
+    with pytest.raises(InvalidInput, match="optimizer"):
+        make(DatastatesCallback(repo), optim="sgd").train()
+    assert repo.state("main").step == 5
+    assert losses(make(DatastatesCallback(repo), StopAt(7))) == losses(make(StopAt(7)))[len(expected) :]
+
+
+@in_turn
+def test_another_number_of_workers_is_said(
+    repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = losses(make(DatastatesCallback(repo), StopAt(5)))
+    with caplog.at_level(logging.WARNING, "datastates"):
+        said = losses(make(DatastatesCallback(repo), StopAt(7), dataloader_num_workers=1))
+    assert [step for _, step, _ in said] == [5, 6]
+    assert "the loader had 0 workers when the state was taken, and has 1" in caplog.text
+    assert len(expected) == 5
+
+
+@in_turn
+def test_other_data_begin_where_the_trainer_says(
+    repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
+) -> None:
+    losses(make(DatastatesCallback(repo), StopAt(5)))
+    with caplog.at_level(logging.WARNING, "datastates"):
+        said = losses(make(DatastatesCallback(repo), train_dataset=Noisy(30)))
+    assert [step for _, step, _ in said] == list(range(5, 16)), "30 items in batches of 4, twice"
+    assert "loader of 11, and" in caplog.text
+
+
 @in_turn
 def test_a_branch_that_is_not_to_be_resumed_is_refused(repo: datastates.Repository, make: Callable[..., Told]) -> None:
     losses(make(DatastatesCallback(repo), max_steps=2))

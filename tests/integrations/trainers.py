@@ -129,13 +129,13 @@ def trainer(folder: str | Path, say: Say = lambda *_: None, callbacks: Any = (),
     return made
 
 
-def train(folder: str, case: str, say: Say, *, is_tracked: bool = True, awaited: int | None = None) -> None:
+def train(folder: str, case: str, say: Say, *, is_tracked: bool = True, awaited: int | None = None, **more: Any) -> None:
     """A training on branch main of ``folder``, each of whose states is durable, one of them by the end of step ``awaited``.
 
     Where it is not tracked: as if there were no callback.
     """
     torch.set_num_threads(1)
-    options = CASES[case]
+    options = {**CASES[case], **more}
     if not is_tracked:
         end(trainer(f"{folder}/out", say, **options), say)
         return

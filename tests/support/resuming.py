@@ -136,6 +136,27 @@ def autocast() -> Job:
     return Job({"model": model, "optimizer": optimizer, "scaler": scaler, "loader": loader}, loader, step)
 
 
+def half() -> Job:
+    """In fp16, with a scale so large that steps are skipped, and one that grows soon."""
+    model = nn.Sequential(nn.Linear(64, 300), nn.GELU(), nn.Dropout(0.1), nn.Linear(300, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2)
+    loader = _plain_loader()
+
+    def step(batch: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.mse_loss(model(batch), batch.half())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return float(loss.detach()) + scaler.get_scale()
+
+    return Job({"model": model, "optimizer": optimizer, "scaler": scaler, "loader": loader}, loader, step)
+
+
 def workers() -> Job:
     job = mlp()
     job.batches = job.objects["loader"] = StatefulDataLoader(Items(), batch_size=8, shuffle=True, num_workers=2)

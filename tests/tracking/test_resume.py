@@ -16,7 +16,18 @@ pytest.importorskip("torchdata")
 LENGTH = 34
 """Batches of the training that never stops; an epoch has 13, so that every resumed one crosses an epoch's end."""
 
-KINDS = ["mlp", "cnn_foreach", "cnn_fused", "gpt", "autocast", "workers", "sampler", "sampler_workers", "untracked", "untracked_workers"]
+KINDS = [
+    "mlp",
+    "cnn_foreach",
+    "cnn_fused",
+    "gpt",
+    "autocast",
+    "workers",
+    "sampler",
+    "sampler_workers",
+    "untracked",
+    "untracked_workers",
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +39,7 @@ def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
 
 @pytest.mark.in_turn
 @pytest.mark.exact("loop", "moved", "shuffled", "workers-0", "workers-2", "stateful", "accumulation", "mixed-precision", "scheduler")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param("half", marks=pytest.mark.exact("loop", "fp16"))])
 def test_losses_and_weights_are_those_of_the_training_that_never_stopped(smith: Forge, tmp_path: Path, kind: str) -> None:
     never = [line.split() for line in smith.run("tests.support.resuming:start", folder=str(tmp_path), kind=kind, batches=LENGTH)]
     assert len({loss for _, loss, _ in never}) == LENGTH

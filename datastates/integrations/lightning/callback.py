@@ -30,7 +30,7 @@ from datastates.tracking.tracker import Tracker
 from .checkpoint_io import DatastatesCheckpointIO, is_checkpoint, state_at
 from .data import Data
 from .fit import Fit, Metrics
-from .framework import Callback
+from .framework import Callback, DDPStrategy
 from .inexact import inexact
 
 __all__ = ["DatastatesCallback", "TrackOptions"]
@@ -69,7 +69,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
 
     A branch that exists is resumed; one that does not begins anew, or forks from ``start``. A state has ``model``, ``optimizer``,
     ``scheduler`` (lists, where there are several), ``trainer`` (loops, callbacks, precision, datamodule), ``data`` and ``rng``. ``newest``
-    is the newest capture.
+    is the newest capture. The processes of ``strategy="ddp"`` capture each state together.
     """
 
     @values.unpacks(TrackOptions, **_USUAL)
@@ -96,7 +96,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         super().__init__()
         if not isinstance(repo, Repository | str | os.PathLike):
             raise InvalidInput(f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder of a repository")
-        self._given, self.branch, self._start = repo, values.text(branch, "branch"), start
+        self._given, self.branch = repo, values.text(branch, "branch")
+        self._start: str | State | None = None if start is None else values.revision(start, "start")
         self.every = None if every is None else values.positive(every, "every")
         self._config, self._options = config, options
         self._repo: Repository | None = None
@@ -124,11 +125,13 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         """Stand behind the other callbacks, and have the loaders keep their place."""
         if stage != "fit" or trainer.fast_dev_run:
             return
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and type(trainer.strategy) is not DDPStrategy:
             raise Unsupported(
-                f"the Trainer has {trainer.world_size} processes, and states of several ranks are not captured yet: use devices=1, or"
-                " leave DatastatesCallback out"
+                f"the Trainer has {trainer.world_size} processes by {type(trainer.strategy).__name__}, of which states are not captured:"
+                ' use strategy="ddp", where each has the whole model, or devices=1'
             )
+        if self._data is not None and self._data.trainer is not trainer:
+            raise Conflict("this DatastatesCallback is in a fit of another Trainer: make one for each, with a branch of its own")
         if any(isinstance(each, DatastatesCallback) and each is not self for each in trainer.callbacks):
             raise InvalidInput("the Trainer has two DatastatesCallbacks: each moves one branch, give it one")
         io = trainer.strategy.checkpoint_io
@@ -160,8 +163,14 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         config = {**_hyperparameters(trainer, pl_module), **configuration(self._config)}
         start, options = self._start, {**self._options}
         if trainer.ckpt_path is not None:
+            if trainer.world_size > 1:
+                raise Unsupported(
+                    f"ckpt_path={str(trainer.ckpt_path)!r} would give {trainer.world_size} processes the random numbers and the place of"
+                    " one of them: leave it out to go on where the branch stands, or give DatastatesCallback start= and a new branch"
+                )
             start, options = self._begin_at(trainer.ckpt_path, options)
-        self._run = self._repo.track(branch=self.branch, start=start, config=config, objects=objects, **options)  # type: ignore[arg-type]
+        own = ("trainer", "data") if trainer.world_size > 1 else ()  # what was logged, and the place in its share, differ from rank to rank
+        self._run = self._repo.track(branch=self.branch, start=start, config=config, objects=objects, own=own, **options)  # type: ignore[arg-type]
         self._stepped = trainer.global_step
         if self._run.report is not None and any(path.split("/")[0] == "rng" for path in self._run.report.restored):
             self._rng = RngState().state_dict()
@@ -260,6 +269,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         self._end(trainer, exception)
 
     def _end(self, trainer: Any, exception: BaseException | None) -> None:
+        if self._data is not None and self._data.trainer is not trainer:
+            return  # another Trainer, which was refused
         data, self._data = self._data, None
         run, self._run = self._run, None
         repo, self._repo = self._repo, None

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from datastates.errors import InvalidInput
 from datastates.objects.adapters import has_state
 from datastates.objects.passes import Pass, keeping_generators
 from datastates.objects.rng import RngState
@@ -146,10 +147,20 @@ class Data:
 
     def state_dict(self) -> dict[str, object]:
         """Plain values."""
-        return {"loaders": [each.place(is_between=self.is_between) for each in self.loaders]}
+        places: dict[str, object] = {"loaders": [each.place(is_between=self.is_between) for each in self.loaders]}
+        return places if self.trainer.world_size == 1 else {**places, "processes": self.trainer.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the loaders that are made from now on go on where these stood."""
+        """Have the loaders that are made from now on go on where these stood.
+
+        :raises InvalidInput: another number of processes shared an epoch that is not over.
+        """
+        processes, now = state.get("processes", 1), self.trainer.world_size
+        if processes != now and not all(place["is_over"] for place in state["loaders"]):
+            raise InvalidInput(
+                f"the state is from within an epoch that {processes} processes shared, and this Trainer has {now}: use devices={processes},"
+                " or begin with a state from the end of an epoch"
+            )
         self._waiting = list(state["loaders"])
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["NAME", "Callback", "CheckpointIO", "LightningModule", "TorchCheckpointIO", "version"]
+__all__ = ["NAME", "Callback", "CheckpointIO", "DDPStrategy", "LightningModule", "TorchCheckpointIO", "version"]
 
 
 def _name() -> str:
@@ -28,6 +28,7 @@ _io: Any = import_module(f"{NAME}.plugins.io")
 
 Callback: Any = _pytorch.Callback
 LightningModule: Any = _pytorch.LightningModule
+DDPStrategy: Any = import_module(f"{NAME}.strategies").DDPStrategy
 CheckpointIO: Any = _io.CheckpointIO
 TorchCheckpointIO: Any = _io.TorchCheckpointIO
 version: str = _pytorch.__version__
