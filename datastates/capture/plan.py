@@ -211,16 +211,18 @@ def compile_plan(
     rank: int = 0,
     size: int = 1,
     apart: Collection[int] = (),
+    members: Sequence[int] | None = None,
 ) -> CopyPlan:
     """Lay a state's tensors out over chunks: all of them, or what ``rank`` stores where ``size`` ranks hold them.
 
     ``fenced`` and ``frozen`` are ids of tensors: those that a tracked optimizer alone changes (deferred when large
     enough), and those that stay the same (grouped apart, so that their chunks keep their digests). ``eager_paths`` are
     never deferred: the tripwire saw them change outside the fence. ``apart`` are ids of those that may differ from rank to rank.
+    ``members`` are the numbers of all ranks in torch.distributed, where these are others.
 
     :raises Unsupported: other ranks than these hold something of a tensor, or it has no value; names it.
     """
-    shares = shares_of(flat.tensors, rank, size, apart)
+    shares = shares_of(flat.tensors, rank, size, apart, members)
     specs: list[TensorSpec] = []
     sources: list[_Source] = []
     aliases: list[_Alias] = []

@@ -32,16 +32,18 @@ class Difference(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-def copies_of(leaves: Sequence[Leaf], rank: int, size: int, *, apart: Collection[int] = ()) -> list[Copy]:
+def copies_of(
+    leaves: Sequence[Leaf], rank: int, size: int, *, apart: Collection[int] = (), members: Sequence[int] | None = None
+) -> list[Copy]:
     """A digest of this rank's copy of each tensor that should be equal on several, all of it read once; no capture is in flight.
 
-    ``apart`` are ids of tensors that may differ.
+    ``apart`` are ids of tensors that may differ; ``members`` as for ``holdings_of``.
     """
     found = []
     for leaf in leaves:
         if id(leaf.tensor) in apart:
             continue
-        for box in held_by(holdings_of(leaf.tensor, size), rank):
+        for box in held_by(holdings_of(leaf.tensor, size, members), rank):
             if len(box.owners) > 1 and box.length:
                 share = Box(box.offset, box.local_shape, box.place or (0,) * len(box.shape))
                 data, _ = bytes_at(leaf.tensor, share, box.strides)

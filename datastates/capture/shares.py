@@ -27,11 +27,11 @@ class Shares:
     several, the first that holds one stores it.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], rank: int, size: int, apart: Collection[int]) -> None:
-        self._size = size
+    def __init__(self, leaves: Sequence[Leaf], rank: int, size: int, apart: Collection[int], members: Sequence[int] | None) -> None:
+        self._size, self._members = size, members
         self._known = [leaf.tensor for leaf in leaves]
         self._signs = [*map(_sign, self._known)]
-        self._held = [_holdings(leaf, size) for leaf in leaves]
+        self._held = [_holdings(leaf, size, members) for leaf in leaves]
         self.ties = [*map(tie_of, self._known)]
         self.specs = [_spec(leaf, held[0]) for leaf, held in zip(leaves, self._held, strict=True)]
         first: dict[Hashable, int] = {}
@@ -49,19 +49,22 @@ class Shares:
             if _sign(tensor) != self._signs[index]:
                 return False
             if tensor is not self._known[index]:
-                if holdings_of(tensor, self._size) != self._held[index]:
+                if holdings_of(tensor, self._size, self._members) != self._held[index]:
                     return False
                 self._known[index] = tensor
         return True
 
 
-def shares_of(leaves: Sequence[Leaf], rank: int, size: int, apart: Collection[int] = ()) -> Shares | None:
-    """What ``rank`` of ``size`` copies; None where that is every tensor, whole. ``apart`` as for ``Shares``.
+def shares_of(
+    leaves: Sequence[Leaf], rank: int, size: int, apart: Collection[int] = (), members: Sequence[int] | None = None
+) -> Shares | None:
+    """What ``rank`` of ``size`` copies; None where that is every tensor, whole. ``apart`` as for ``Shares``, ``members`` as for
+    ``holdings_of``.
 
     :raises Unsupported: other ranks than these hold something of a tensor, or it has no value; names it.
     """
     is_divided = size > 1 or any(is_spread(leaf.tensor) or leaf.tensor.is_meta for leaf in leaves)
-    return Shares(leaves, rank, size, apart) if is_divided else None
+    return Shares(leaves, rank, size, apart, members) if is_divided else None
 
 
 def bytes_at(tensor: torch.Tensor, box: Box, strides: Sequence[int]) -> tuple[torch.Tensor, bool]:
@@ -89,9 +92,9 @@ def tie_of(tensor: torch.Tensor) -> Hashable | None:
     return None if tensor.is_meta else memory_key(tensor)
 
 
-def _holdings(leaf: Leaf, size: int) -> Sequence[Holding]:
+def _holdings(leaf: Leaf, size: int, members: Sequence[int] | None) -> Sequence[Holding]:
     try:
-        held = holdings_of(leaf.tensor, size)
+        held = holdings_of(leaf.tensor, size, members)
     except Unsupported as exc:
         raise Unsupported(f"{leaf.path}: {exc}") from exc
     beyond = max(owner for holding in held for owner in holding.owners)

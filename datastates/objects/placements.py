@@ -1,8 +1,8 @@
 """Where the elements of a tensor lie, over all ranks of a job: worked out by each rank for all of them, without a message.
 
 A plain tensor lies whole with every rank. A DTensor says its mesh and placements, and these say the boxes of every rank. A mesh that is a
-slice of a larger one has siblings, whose ranks hold the same tensor. A tensor that was given to some ranks only
-(``ZeroRedundancyOptimizer`` gives each the optimizer state of its own parameters) says to which: see ``content/spread``.
+slice of a larger one has siblings, whose ranks hold the same tensor, if they are of this training. A tensor that was given to some ranks
+only (``ZeroRedundancyOptimizer`` gives each the optimizer state of its own parameters) says to which: see ``content/spread``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _Pieces = tuple[tuple[int, int], ...]
 """Intervals (start, length) along a dimension of the whole tensor, in the order in which they lie in the local one."""
 
 
-def holdings_of(tensor: torch.Tensor, size: int) -> Sequence[Holding]:
-    """The boxes of a tensor in the memory of all ``size`` ranks; they tile it.
+def holdings_of(tensor: torch.Tensor, size: int, members: Sequence[int] | None = None) -> Sequence[Holding]:
+    """The boxes of a tensor in the memory of all ``size`` ranks; they tile it. ``members`` are the numbers that meshes have for these.
 
-    :raises Unsupported: it is a DTensor that no rank has a value of (Partial), or of a placement that is not known.
+    :raises Unsupported: it is a DTensor that no rank has a value of (Partial), or of a placement that is not known, or with other ranks.
     """
     item, shape = tensor.element_size(), tuple(tensor.shape)
     if not is_spread(tensor):
@@ -42,6 +42,8 @@ def holdings_of(tensor: torch.Tensor, size: int) -> Sequence[Holding]:
     if 0 in strides:  # of an expanded tensor, every element may lie with another rank
         strides = dense_strides(shape, torch.empty(shape, device="meta").stride())
     ranks = _ranks_of(spread.device_mesh)
+    if members is not None:
+        ranks = _renumbered(ranks, members)
     cuts = tuple([_cut_of(placement) for placement in spread.placements])
     return boxes_of_mesh(shape, strides, item, tuple(ranks.shape[1:]), tuple(ranks.flatten().tolist()), cuts)
 
@@ -110,6 +112,20 @@ def _ranks_of(mesh: Any) -> torch.Tensor:
     layout, everyone = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
     ranks: torch.Tensor = mesh.mesh[None] if layout is None or everyone is None else layout.remap_to_tensor(everyone)
     return ranks
+
+
+def _renumbered(ranks: torch.Tensor, members: Sequence[int]) -> torch.Tensor:
+    """The mesh and its siblings by the ranks of a group. A sibling of which none is in it is of another training, such as another stage."""
+    number = {member: rank for rank, member in enumerate(members)}
+    meshes = [mesh for mesh in ranks.flatten(1).tolist() if any(rank in number for rank in mesh)]
+    strange = next((mesh for mesh in meshes if any(rank not in number for rank in mesh)), None)
+    if strange is not None or not meshes:
+        mesh = strange or ranks[0].flatten().tolist()
+        raise Unsupported(
+            f"a DTensor lies with the ranks {mesh} of torch.distributed, and {list(members)} track it: pass a group of all that hold it,"
+            " repo.track(..., group=datastates.ranks.TorchGroup(…))"
+        )
+    return torch.tensor([[number[rank] for rank in mesh] for mesh in meshes]).reshape(len(meshes), *ranks.shape[1:])
 
 
 def _cut_of(placement: Any) -> Cut:

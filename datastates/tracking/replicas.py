@@ -47,7 +47,7 @@ def differing(training: Training) -> list[Difference]:
         training.fence()
         apart = {id(tensor) for tensor in training.adapted.buffers()}
         tree = owned({**training.adapted.outlook(is_shared=True), **training.values}, training.own)
-        copies = copies_of(flatten(tree).tensors, ranks.rank, ranks.size, apart=apart)
+        copies = copies_of(flatten(tree).tensors, ranks.rank, ranks.size, apart=apart, members=ranks.group.members)
     everyone: list[list[Copy]] = [[] for _ in range(ranks.size)]
     count = max(int(said) for said in ranks.group.exchange(str(len(copies)).encode()))
     for start in range(0, count, _BATCH):

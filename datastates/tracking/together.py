@@ -82,7 +82,8 @@ class Together:
                 if said.get(name) != everyone[0].get(name):
                     raise InvalidInput(
                         f"the ranks of this job do not track the same training: {name} is {everyone[0].get(name)} on rank 0 and"
-                        f" {said.get(name)} on rank {rank}; let all ranks call track with the same arguments"
+                        f" {said.get(name)} on rank {rank}; let all ranks call track with the same arguments, or give"
+                        " those that train something else, as the stages of a pipeline do, a group and a branch of their own"
                     )
 
 

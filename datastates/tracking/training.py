@@ -172,6 +172,7 @@ class Training:
             fenced={id(tensor) for tensor in self.adapted.fenced()},
             frozen={id(tensor) for tensor in self.adapted.frozen()},
             eager_paths=self.line.edits.paths,
+            members=self.ranks.group.members,
         )
         return self._plan
 

@@ -83,3 +83,24 @@ def test_nobody_imports_dtensor_for_nothing() -> None:
     script = "import sys, datastates, torch; from datastates.objects import placements; placements.holdings_of(torch.ones(2), 2); "
     script += "sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_a_group_of_some_ranks_counts_its_own_and_knows_nothing_of_other_stages() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("stages", "replicas", "shards"))
+
+    def spread(*names: str) -> DTensor:
+        part = mesh[names]
+        return DTensor.from_local(
+            torch.zeros(2, 3), part, [Shard(0) if name == "shards" else Replicate() for name in names], run_check=False,
+            shape=torch.Size((4, 3)), stride=(3, 1),
+        )  # fmt: skip
+
+    stage = (4, 5, 6, 7)
+    for tensor in (spread("shards"), spread("replicas", "shards")):
+        assert [held.owners for held in holdings_of(tensor, 4, stage)] == [(0, 2), (1, 3)]
+    assert [held.owners for held in holdings_of(spread("shards"), 2, (4, 5))] == [(0,), (1,)]
+    with pytest.raises(Unsupported, match=r"lies with the ranks \[4, 5, 6, 7\].*\[4, 5\] track it"):
+        holdings_of(spread("replicas", "shards"), 2, (4, 5))
+    with pytest.raises(Unsupported, match="lies with the ranks"):
+        holdings_of(spread("shards"), 2, (0, 4))

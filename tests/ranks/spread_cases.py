@@ -12,16 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import datastates
 from datastates import Repository, Tracker
-from datastates.errors import InvalidInput
+from datastates.errors import InvalidInput, Unsupported
+from datastates.ranks import SoloGroup, TorchGroup
+from datastates.store.reading import specs_of
 from tests.support.jobs import Say
 
 SIZE = 4
@@ -316,6 +319,58 @@ def meta_models_are_filled_once_they_have_memory(repo: Repository) -> None:
         assert alike(gathered(fresh), gathered(model))
 
 
+def meshes_of_some_ranks(repo: Repository) -> None:
+    """Two meshes side by side: the ranks of one hold nothing of what lies on the other, and the part of each says so."""
+    rank, full = dist.get_rank(), torch.arange(30.0).reshape(6, 5)
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    before = {f"on {number}": distribute_tensor(full + number, mesh, [Shard(0)]) for number, mesh in enumerate(meshes)}
+    with tracked(repo, "sides", objects={"tensors": before}) as tracker:
+        state = tracker.capture().wait("durable")
+        with repo.core.tiers.open_part(state, rank, verify=True)[0] as reader:
+            stored = {spec.path: len(spec.shards) for spec in specs_of(reader)}
+        assert [stored[f"tensors/on {number}"] for number in range(2)] == [int(rank // 2 == number) for number in range(2)]
+        sides = {f"on {number}": distribute_tensor(torch.zeros(6, 5), mesh, [Shard(1)]) for number, mesh in enumerate(reversed(meshes))}
+        assert repo.restore(state, {"tensors": sides}, group=tracker.group)
+        for number, mesh in enumerate(reversed(meshes)):
+            local = sides[f"on {number}"].to_local()
+            if mesh.get_coordinate() is not None:
+                assert torch.equal(local, (full + number).chunk(2, 1)[mesh.get_local_rank()])
+        assert all(torch.equal(repo.load(state)["tensors"][f"on {number}"], full + number) for number in range(2))
+
+
+def stages_of_a_pipeline(repo: Repository) -> None:
+    """Each pair of ranks has a stage of its own, tracks it with a group and on a branch of its own, and goes on from there, or alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
+    stage = mesh.get_local_rank("stages")
+    group = TorchGroup(mesh.get_group("shards"))
+
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed + stage)
+        model = nn.Sequential(nn.Linear(4, 5 + stage), *[nn.Linear(5 + stage, 4)] * stage)
+        fully_shard(model, mesh=mesh["shards"])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = made(0)
+    step(model, optimizer)
+    with pytest.raises(InvalidInput, match=r"stages of a pipeline.*a group and a branch of their own"):
+        repo.track(branch="stages", model=model)
+    expected = gathered(model, optimizer)
+    with tracked(repo, f"stage-{stage}", model=model, optimizer=optimizer, group=group) as tracker:
+        state = tracker.capture().wait("durable")
+        step(model, optimizer)
+        tracker.restore(state)
+        assert alike(gathered(model, optimizer), expected)
+    fresh, fresh_optimizer = made(5)
+    with tracked(repo, f"stage-{stage}", model=fresh, optimizer=fresh_optimizer, group=group) as tracker:
+        assert (tracker.resumed_from, tracker.group.size) == (state, 2)
+        assert alike(gathered(fresh, fresh_optimizer), expected)
+        with pytest.raises(Unsupported, match=r"held by rank|lies with the ranks"):
+            repo.track(branch=f"alone-{dist.get_rank()}", model=fresh, group=SoloGroup(), rng=False).capture()
+    plain = dict(repo.load(state)["model"])
+    assert plain.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in plain.items())
+
+
 CASES: dict[str, Callable[[Repository], None]] = {
     case.__name__: case
     for case in (
@@ -328,6 +383,8 @@ CASES: dict[str, Callable[[Repository], None]] = {
         names_without_wrappers,
         options_groups_and_holes_of_optimizers,
         meta_models_are_filled_once_they_have_memory,
+        meshes_of_some_ranks,
+        stages_of_a_pipeline,
     )
 }
 

@@ -48,6 +48,11 @@ class Group(ABC):
     def size(self) -> int:
         """The number of ranks."""
 
+    @property
+    def members(self) -> tuple[int, ...] | None:
+        """What torch.distributed numbers these ranks by, by rank; None: they are all of its ranks, by the same numbers."""
+        return None
+
     @abstractmethod
     def exchange(self, value: bytes) -> list[bytes]:
         """Exchange bytes: returns what every rank gave, by rank, once all have called it. At most 1 MiB each.

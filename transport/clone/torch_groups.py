@@ -42,6 +42,8 @@ class TorchGroup(Group):
         )
         self._rank: int = dist.get_rank(self._group)
         self._size = len(self._ranks)
+        is_everyone = self._ranks == list(range(dist.get_world_size()))
+        self._members = None if is_everyone else tuple(self._ranks)
         self._is_closed, self._is_broken = False, False
         # its name since torch 2.13, where the older one warns
         self._gather: Any = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -53,6 +55,10 @@ class TorchGroup(Group):
     @property
     def size(self) -> int:
         return self._size
+
+    @property
+    def members(self) -> tuple[int, ...] | None:
+        return self._members
 
     def exchange(self, value: bytes) -> list[bytes]:
         import torch
