@@ -18,11 +18,12 @@ from datastates.content.arrays import MAX_DEPTH
 from datastates.content.spread import local_of
 from datastates.errors import InvalidInput
 
+from .flattened import parameters_of, state_of_optimizer
 from .generators import is_generator, state_of
 from .model_state import ModelState, Seen
 from .names import Owner, canonical_name, join, parameter_names, split_wrappers
 from .optimizer_state import OptimizerState
-from .optimizers import check_optimizer_form, with_inner
+from .optimizers import CLASS, bare, check_optimizer_form, class_of, with_inner
 from .owned import Owned, is_own
 from .prepared import is_prepared, is_stateful, state_of_loader
 from .rng import RngState
@@ -58,6 +59,9 @@ class Adapted:
         self._models: dict[int, ModelState] = {}
         self._optimizer_states: dict[int, OptimizerState] = {}
         self.lasting: list[object] = []
+        self._flattened = [model for _, model in self.models() if model.is_flattened]
+        if gradients and self._flattened:
+            raise InvalidInput("gradients of a FullyShardedDataParallel lie flat, and are not captured: track without gradients=True")
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -104,6 +108,10 @@ class Adapted:
     def _add_optimizers(self, walk: _Walk) -> None:
         trees, labels = Seen([tree for _, tree in walk.trees], []), ([path for path, _ in walk.trees], self._loose())
         for out, optimizer in walk.optimizers:
+            flattened = self.flattened_of(optimizer)
+            if flattened is not None:
+                out.update({**state_of_optimizer(flattened.module, bare(optimizer)), CLASS: class_of(bare(optimizer))})
+                continue
             state = self._optimizer_states.setdefault(id(optimizer), OptimizerState(optimizer))
             names = partial(self._names_in, walk, optimizer)
             out.update(state.tree(names, trees, labels))
@@ -125,7 +133,14 @@ class Adapted:
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """The name of each parameter of each group, as ``tree`` writes them."""
+        flattened = self.flattened_of(optimizer)
+        if flattened is not None:
+            return parameters_of(flattened.module, bare(optimizer)) or []
         return self._names([(path, _by_id(model.tree())) for path, model in self.models()], optimizer)
+
+    def flattened_of(self, optimizer: Optimizer) -> ModelState | None:
+        """The tracked model whose parameters FSDP's first version flattened, and this optimizer trains; None: there is none."""
+        return next((model for model in self._flattened if parameters_of(model.module, bare(optimizer)) is not None), None)
 
     def fenced(self) -> list[torch.Tensor]:
         """The live tensors that a tracked optimizer alone changes: its parameters and the tensors of its state."""

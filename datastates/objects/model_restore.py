@@ -12,6 +12,7 @@ from torch import nn
 
 from datastates.errors import Corrupt, InvalidInput
 
+from .flattened import write_model
 from .locals import cut_for, lies_as
 from .model_state import ModelState, metadata_for
 from .names import join
@@ -33,7 +34,7 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), type(model.module).__name__))
         return
-    live = model.tree()
+    live = model.known()
     raw_names = model.raw_names()
     chosen: dict[str, object] = {}
     ties = _ties(live)
@@ -41,7 +42,7 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
     if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(each, dict) for each in metadata.values())):
         raise Corrupt(f"{path} has versions of modules in a form that no module wrote: restore another state")
     own_loading = OwnLoading(model.module)
-    taken = _taken(own_loading, live, stored, findings)
+    taken = set() if model.is_flattened else _taken(own_loading, live, stored, findings)
     for name, target in live.items():
         here = join(path, name)
         if name in stored:
@@ -59,7 +60,12 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
         for name, value in chosen.items():
             if name not in taken:
                 findings.overwrites(join(path, name), value, live[name], is_as_stored=not own_loading)
-        findings.writes.append(partial(_load, path, model.module, raw, targets, metadata, kept))
+        write = (
+            partial(write_model, model.module, chosen)
+            if model.is_flattened
+            else partial(_load, path, model.module, raw, targets, metadata, kept)
+        )
+        findings.writes.append(write)
 
 
 def check_gradients(path: str, model: ModelState, stored: object, findings: Findings) -> None:
@@ -67,7 +73,7 @@ def check_gradients(path: str, model: ModelState, stored: object, findings: Find
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), "gradients by parameter"))
         return
-    for name, parameter in model.tree().items():
+    for name, parameter in model.known().items():
         if not isinstance(parameter, nn.Parameter):
             continue
         here, gradient = join(path, name), stored.get(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from datastates.errors import InvalidInput
 
+from .flattened import check_flattened, is_flattened, state_of_model
 from .names import canonical_name
 
 __all__ = ["ModelState", "Seen", "metadata_for"]
@@ -29,11 +29,13 @@ class ModelState:
     As long as every member of every part is the same object, ``tree`` gives the very same tree, without asking ``state_dict``.
     """
 
-    __slots__ = ("_kinds", "_metadata", "_parts", "_raw", "_raw_metadata", "_seen", "_tree", "keys", "module", "path")
+    __slots__ = ("_kinds", "_metadata", "_parts", "_raw", "_raw_metadata", "_seen", "_tree", "is_flattened", "keys", "module", "path")
 
     def __init__(self, path: str, module: nn.Module) -> None:
-        refuse_sharded(path, module)
         self.path, self.module = path, module
+        self.is_flattened = is_flattened(module)
+        if self.is_flattened:
+            check_flattened(path, module)
         self._raw: tuple[str, ...] = ()
         self.keys: tuple[str, ...] = ()
         self._raw_metadata: Mapping[str, Any] | None = None
@@ -48,6 +50,8 @@ class ModelState:
 
         ``_metadata`` says nothing of modules of version 1, which almost all are: it is stored with every state.
 
+        Where the model ``is_flattened``, this is collective, and the tensors of parameters are copies.
+
         :raises InvalidInput: a lazy module was not yet called.
         """
         if self._parts is not None and self._seen is not None and self._seen.is_still(_look(self._parts)) and self._is_made_by_torch():
@@ -57,7 +61,7 @@ class ModelState:
             self._parts = [part.__dict__ for part in self.module.modules()]
             self._kinds = frozenset(map(type, self.module.modules()))
             self._seen = _look(self._parts)
-        state: dict[str, object] = self.module.state_dict(keep_vars=True)
+        state: dict[str, object] = state_of_model(self.module) if self.is_flattened else self.module.state_dict(keep_vars=True)
         raw = tuple(state)
         if raw != self._raw:
             self._learn(raw, state)
@@ -69,6 +73,10 @@ class ModelState:
             tree._metadata = self._metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
         self._tree = tree
         return tree
+
+    def known(self) -> OrderedDict[str, object]:
+        """The ``tree``, for whoever asks for names and forms only: where that is collective, as it was made last."""
+        return self._tree if self.is_flattened and self._tree else self.tree()
 
     def _is_made_by_torch(self) -> bool:
         """Whether nobody has put a method of their own into a part, or into a class, since it was looked at."""
@@ -145,20 +153,6 @@ def metadata_for(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[
     """A state's ``_metadata`` under the names of a live module, with what ``ModelState.tree`` left out."""
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     return OrderedDict((name, dict(metadata.get(canonical_name(module, name), _PLAIN_METADATA))) for name in names)
-
-
-def refuse_sharded(path: str, module: nn.Module) -> None:
-    """Refuse FSDP's first version, whose parameters are flattened together.
-
-    :raises InvalidInput: there is one inside ``module``; names it.
-    """
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    if kind is None:
-        return
-    for name, part in module.named_modules():
-        if isinstance(part, kind):
-            where = f"{path}/{name}" if name else path
-            raise InvalidInput(f"{where} is a FullyShardedDataParallel, which flattens its parameters: use torch's fully_shard instead")
 
 
 def _compact(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import ASGD, LBFGS, Optimizer
 
+from .flattened import load_flattened_optimizer
 from .locals import cut_for, on_all
+from .model_state import ModelState
 from .names import join, positional_name
 from .optimizer_state import is_plain, numbered, options_of
 from .optimizers import CLASS, bare, class_of
@@ -31,12 +33,14 @@ _SHAPED = frozenset(
 """Keys of torch's own optimizers whose tensors have the shape of their parameter."""
 
 
-def check_optimizer(path: str, optimizer: Optimizer, names: Names, stored: object, findings: Findings) -> None:
+def check_optimizer(
+    path: str, optimizer: Optimizer, names: Names, stored: object, findings: Findings, flattened: ModelState | None = None
+) -> None:
     """Find out what of ``stored`` fits, and note the writes that put it into ``optimizer``.
 
     Tensors that are there and fit are overwritten, others are made, with the dtype that the state has: never cast as torch's
     ``load_state_dict`` does. Parameters are matched by name; by order if nothing tracked names them. Nothing of the state of another class
-    of optimizer fits.
+    of optimizer fits. ``flattened`` is the model of its parameters, if FSDP's first version flattened them: torch then divides the state.
     """
     if not (isinstance(stored, dict) and isinstance(stored.get("state"), dict) and isinstance(stored.get("param_groups"), list)):
         findings.mismatched.append(Mismatch(path, describe(stored), type(optimizer).__name__))
@@ -53,11 +57,14 @@ def check_optimizer(path: str, optimizer: Optimizer, names: Names, stored: objec
     check = _Check(path, optimizer, names, stored, findings)
     if not check.align_by_position():
         return
-    if is_plain(optimizer):
+    if flattened is not None:
+        check.lay_out_as(flattened.known())
+        check.as_a_whole(stored, partial(load_flattened_optimizer, flattened.module, optimizer, check.names, stored))
+    elif is_plain(optimizer):
         check.groups()
         check.state()
     else:
-        check.as_a_whole(stored)
+        check.as_a_whole(stored, partial(_load_numbered, optimizer, check.names, stored))
 
 
 class _Check:
@@ -83,8 +90,18 @@ class _Check:
         self.names = self.stored_names
         return True
 
-    def as_a_whole(self, stored: Tree) -> None:
-        """Leave the writing to the optimizer's own ``load_state_dict``."""
+    def lay_out_as(self, parameters: Tree) -> None:
+        """Note that what is stored for a parameter is laid out as that is."""
+        for name, entry in self.stored_state.items():
+            parameter = parameters.get(name)
+            if not isinstance(entry, dict) or not isinstance(parameter, torch.Tensor):
+                continue
+            for key, value in entry.items():
+                if _lies_with(key, value, parameter):
+                    self.findings.made_like(value, parameter)
+
+    def as_a_whole(self, stored: Tree, load: Callable[[], None]) -> None:
+        """Leave the writing to ``load``, which takes all of it."""
         leaves = leaf_paths(stored, self.path)
         known, there = _all(self.names), _all(self.stored_names)
         self.findings.missing += [self._state_path(name) for name in known if name not in there]
@@ -93,7 +110,6 @@ class _Check:
             self._note_partition(0)
         elif known.keys() == there.keys() and self.findings.is_wanted_whole(self.path, leaves):
             self.findings.restored += leaves
-            load = partial(_load_numbered, self.optimizer, self.names, stored)
             self.findings.loads.append((self.path, load))
 
     # --- parameter groups --------------------------------------------------------------------------------------------------

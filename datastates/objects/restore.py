@@ -170,7 +170,7 @@ class _Check:
         if isinstance(live, nn.Module):
             check_module(path, self.adapted.model_state(path, live), stored, self.findings)
         elif isinstance(live, Optimizer):
-            check_optimizer(path, live, self.adapted.names_of(live), stored, self.findings)
+            check_optimizer(path, live, self.adapted.names_of(live), stored, self.findings, self.adapted.flattened_of(live))
         elif has_state(live):
             self._opaque(path, live, stored)
         elif is_generator(live):

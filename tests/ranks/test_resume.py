@@ -1,4 +1,4 @@
-"""A job of two ranks, replicated or sharded, loses every process to SIGKILL, and a fresh job goes on bit for bit."""
+"""A job of two ranks, replicated or sharded in either way, loses every process to SIGKILL, and a fresh job goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import datastates
@@ -43,6 +43,17 @@ def sharded() -> nn.Module:
     return model
 
 
+def flattened() -> nn.Module:
+    """Under FSDP's first version, which lays parameters end to end, unit by unit."""
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    model = nn.Sequential(nn.Linear(32, 33), nn.LayerNorm(33), nn.ReLU(), nn.Dropout(0.3), nn.Linear(33, 1))
+    model[0] = FullyShardedDataParallel(model[0], **options)  # type: ignore[arg-type]  # options
+    return FullyShardedDataParallel(model, **options)  # type: ignore[arg-type]  # options
+
+
+WAYS = {"replicated": replicated, "sharded": sharded, "flattened": flattened}
+
+
 def step_of(model: nn.Module, batch: torch.Tensor, *, is_last: bool) -> torch.Tensor:
     """The loss of a batch, whose gradients are added up; sharded ones are reduced with the last batch of a step."""
     if isinstance(model, FSDPModule):
@@ -57,7 +68,7 @@ def train(folder: str, way: str, say: Say, stop_after: int) -> None:
     import torch.distributed as dist
 
     torch.manual_seed(100 + (dist.get_rank() if way == "replicated" else 0))
-    model = replicated() if way == "replicated" else sharded()
+    model = WAYS[way]()
     torch.manual_seed(100 + dist.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sampler: DistributedSampler[torch.Tensor] = DistributedSampler(Items(), seed=5)
@@ -83,7 +94,7 @@ def train(folder: str, way: str, say: Say, stop_after: int) -> None:
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("way", ["replicated", "sharded"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_job_whose_ranks_were_all_killed_goes_on_bit_for_bit(tmp_path: Path, way: str) -> None:
     whole = run(2, f"{HERE}:train", folder=str(tmp_path / "whole"), way=way, stop_after=0)
     with job(2, f"{HERE}:train", folder=str(tmp_path / "killed"), way=way, stop_after=4) as ranks:
