@@ -13,7 +13,7 @@ from datastates.system.notices import say
 
 from .passes import Pass, parts_of, set_epoch
 
-__all__ = ["LOOPS", "Loops", "divided_again"]
+__all__ = ["LOOPS", "Loops", "divided_again", "divides_its_loader"]
 
 _logger = logging.getLogger(__name__)
 
@@ -195,6 +195,14 @@ class Loops:
         if kind not in self._said:
             self._said.add(kind)
             _logger.warning("%s", text)
+
+
+def divides_its_loader(state: Mapping[str, Any] | None) -> bool:
+    """Whether stored loops say how far the training has come in its data, for any number of processes: in one pass at most."""
+    if not state or state.get("epoch") is None:
+        return False
+    passes = state.get("passes", ())
+    return not passes or (len(passes) == 1 and bool(passes[0].get("batch_size")))
 
 
 def divided_again(state: Mapping[str, Any], replicas: int) -> dict[str, Any]:

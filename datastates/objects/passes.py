@@ -21,7 +21,7 @@ from .prepared import count_pass, is_prepared, is_stateful, mark_of, put_mark, r
 from .rng import RngState
 from .sampler import Batches, PermutationSampler
 
-__all__ = ["Pass", "keeping_generators", "parts_of", "set_epoch"]
+__all__ = ["Pass", "is_ordered_by_epoch", "keeping_generators", "parts_of", "set_epoch"]
 
 _logger = logging.getLogger(__name__)
 
@@ -160,7 +160,8 @@ class Pass:
             return self._counted(iterator)
         sampler, size = next((part for part in self._parts if isinstance(part, DistributedSampler)), None), _batch_size(self._loader)
         used = self.batches * replicas * int(place.get("batch_size", 0))
-        if self._kind is not _Kind.REPLAYED or sampler is None or not used or not size or used % (sampler.num_replicas * size):
+        is_repeatable = self._kind is _Kind.REPLAYED or is_ordered_by_epoch(self._loader)
+        if not is_repeatable or sampler is None or not used or not size or used % (sampler.num_replicas * size):
             raise InvalidInput(
                 f"the state is of {replicas} processes, each of which had {self.batches} batches of its epoch, and what is left cannot be"
                 f" divided anew: run {replicas} of them, restore a state from the end of an epoch, or let a tracked"
@@ -169,7 +170,7 @@ class Pass:
         self.batches = used // (sampler.num_replicas * size)
         if epoch is not None:
             set_epoch(sampler, epoch)
-        return self._counted(self._replay(place))
+        return self._counted(self._replay(place) if self._kind is _Kind.REPLAYED else self._skipped())
 
     def watch(self, batches: int = 0) -> None:
         """Somebody else is about to iterate over the source: ``place`` leads back to here. Whoever looks on counts the ``batches``."""
@@ -284,6 +285,15 @@ class Pass:
         self._is_drawing, self._has_drawn_order = "before_ahead" in place, self.batches > 0
         return iterator
 
+    def _skipped(self) -> Iterator[Any]:
+        """A tracked loader, begun anew, after the batches that were handed out."""
+        with keeping_generators(self._tracked):
+            self._loader.load_state_dict({})  # type: ignore[union-attr]  # the iterator that restoring made is of no epoch
+            iterator = iter(self._source)
+            for _ in range(self.batches):
+                next(iterator, None)
+        return iterator
+
     def _draw_from(self, before: Mapping[str, Any]) -> None:
         RngState().load_state_dict(before["rng"])
         for found, state in zip((found for found in self._tracked if is_generator(found)), before["tracked"], strict=False):
@@ -389,6 +399,17 @@ def parts_of(source: object) -> list[Any]:
     return found + datasets
 
 
+def is_ordered_by_epoch(loader: object) -> bool:
+    """Whether it is torchdata's loader of a ``DistributedSampler``: epoch and number of ranks alone decide what each batch is."""
+    if not isinstance(loader, DataLoader) or not _is_of_torchdata(loader):
+        return False
+    return any(isinstance(part, DistributedSampler) for part in parts_of(loader))
+
+
+def _is_of_torchdata(part: object) -> bool:
+    return any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(part).__mro__)
+
+
 def _kind_of(source: object, keepers: list[object], loader: DataLoader[Any] | None) -> _Kind:
     if not keepers:
         return _Kind.ONCE if isinstance(source, Iterator) and not isinstance(source, Batches) else _Kind.REPLAYED
@@ -419,7 +440,7 @@ def _batch_size(loader: DataLoader[Any] | None) -> int:
     if loader is None or loader.batch_sampler is None:
         return 1
     sampler = loader.batch_sampler
-    return sampler.batch_size if type(sampler) is BatchSampler else 0
+    return sampler.batch_size if type(sampler) is BatchSampler or (isinstance(sampler, BatchSampler) and _is_of_torchdata(sampler)) else 0
 
 
 def _is_stateful_sampler(part: object) -> bool:

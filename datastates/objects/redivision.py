@@ -22,8 +22,9 @@ from datastates.errors import InvalidInput
 
 from .adapters import has_state
 from .generators import is_generator, python_state
-from .loops import Loops, divided_again
+from .loops import LOOPS, Loops, divided_again, divides_its_loader
 from .names import join
+from .passes import is_ordered_by_epoch
 from .rng import RngState, numpy_state
 from .sampler import PermutationSampler
 
@@ -38,6 +39,7 @@ class Redivision:
     rank: int
     size: int
     notes: list[str] = field(default_factory=list)
+    _is_counted: bool = False
 
     @property
     def source(self) -> int:
@@ -52,6 +54,7 @@ class Redivision:
         self.notes = []
         if self.was == self.size:
             return dict(tree)
+        self._is_counted = LOOPS in objects and wants(LOOPS) and divides_its_loader(tree.get(LOOPS))
         return {name: self._of(join("", name), objects[name], child, wants) if name in objects else child for name, child in tree.items()}
 
     def _of(self, path: str, live: object, stored: Any, wants: Callable[[str], bool]) -> Any:
@@ -69,10 +72,14 @@ class Redivision:
             return divided_again(stored, self.was)
         if isinstance(live, PermutationSampler):
             self.notes.append(f"{path}: what {self.was} ranks had left of the epoch is divided among {self.size}")
+        elif self._is_counted and is_ordered_by_epoch(live):
+            self.notes.append(f"{path}: what {self.was} ranks had left of the epoch is divided among {self.size}, by run.steps")
+            return {}  # a loader that begins anew: the loops skip what all ranks had
         elif _keeps_its_place(live):
             raise InvalidInput(
                 f"{path} ({type(live).__name__}) knows the place of one of {self.was} ranks, and what is left cannot be divided among"
-                f" {self.size}: run {self.was} ranks, restore only= what else there is, or track a datastates.PermutationSampler instead"
+                f" {self.size}: run {self.was} ranks, restore only= what else there is, or track a datastates.PermutationSampler instead,"
+                " or loop over run.steps(loader) within run.epochs, where a DistributedSampler orders the loader"
             )
         return stored
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # type: ignore[import-untyped]  # likewise
 
 import datastates
 from datastates import PermutationSampler
@@ -25,7 +27,9 @@ LENGTH, BATCH = 48, 2
 
 
 def train(folder: str, stop: int, say: Say) -> None:
-    """Two branches at once: one with our sampler, of which workers fetch ahead, and one with torch's. They stop after so many steps."""
+    """Three branches: one with our sampler, of which workers fetch ahead, one with torch's, and one with torchdata's loader, which is
+    tracked. They stop after so many steps.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(100 + rank)
     data = TensorDataset(torch.arange(LENGTH))
@@ -34,6 +38,7 @@ def train(folder: str, stop: int, say: Say) -> None:
     loaders = {
         "ours": DataLoader(data, batch_size=BATCH, sampler=sampler, num_workers=1),
         "theirs": DataLoader(data, batch_size=BATCH, sampler=theirs),
+        "kept": StatefulDataLoader(data, batch_size=BATCH, sampler=StatefulDistributedSampler(data, seed=3), num_workers=int(rank == 0)),
     }
     with datastates.open(folder, memory_bytes=64 << 20) as repo:
         for name, loader in loaders.items():
@@ -41,7 +46,7 @@ def train(folder: str, stop: int, say: Say) -> None:
             if name == "ours":
                 fully_shard(model)
             optimizer = torch.optim.Adam(model.parameters())
-            tracked = {"sampler": sampler} if name == "ours" else {}
+            tracked: dict[str, object] = {"sampler": sampler} if name == "ours" else {"loader": loader} if name == "kept" else {}
             with repo.track(branch=name, model=model, optimizer=optimizer, check=None, objects=tracked) as tracker:
                 report, seen, taken = tracker.report, [], 0
                 say(name, "noted", len(report.notes) if report else None)
@@ -92,13 +97,14 @@ def test_an_epoch_goes_on_with_another_number_of_ranks(tmp_path: Path, sizes: tu
         said.append(run(size, f"{HERE}:train", folder=str(tmp_path), stop=stop, timeout_s=60))
     every = Counter((epoch, row) for epoch in range(2) for row in range(LENGTH))
     assert Counter(pair for each in said for pair in seen(each, "ours")) == every
-    refused = words(said[-1], "theirs refused")
-    if sizes == (1, 2):  # 3 batches of 2, of which 2 ranks cannot have had equally many
-        assert len(refused) == 2
-        assert all("PermutationSampler(len(data), rank=rank, num_replicas=processes)" in each for each in refused)
-    else:
-        assert not refused
-        assert Counter(pair for each in said for pair in seen(each, "theirs")) == every
+    for name in ("theirs", "kept"):
+        refused = words(said[-1], f"{name} refused")
+        if sizes == (1, 2):  # 3 batches of 2, of which 2 ranks cannot have had equally many
+            assert len(refused) == 2
+            assert all("PermutationSampler(len(data), rank=rank, num_replicas=processes)" in each for each in refused)
+        else:
+            assert not refused
+            assert Counter(pair for each in said for pair in seen(each, name)) == every, name
     assert len(set(words(said[1], "ours random"))) == sizes[1], "each rank draws numbers of its own"
     assert all(int(count) for count in words(said[1], "ours noted")), "the report says what is begun anew"
     assert words([*said[0], *said[1]], "restored") == ["True True"] * (sizes[0] + sizes[1])
