@@ -16,6 +16,7 @@ from datastates.content.geometry import dtype_of, rebuild
 from datastates.content.manifest import TensorSpec
 from datastates.content.tree import decode_skeleton, decode_values, unflatten
 from datastates.errors import Corrupt, InvalidInput, Unsupported
+from datastates.objects.own_buffers import part_of
 from datastates.objects.report import Selection, write_tensor
 from datastates.opening.core import Core
 from datastates.store.reading import read_flat
@@ -162,8 +163,10 @@ class Blend:
 
     def _check_fit(self, other: _Parent, selection: Selection) -> None:
         first = self._parents[0]
-        ours = {spec.path: spec for spec in self.carved.specs if selection.wants(spec.path)}
-        theirs = {spec.path: spec for spec in other.specs if selection.wants(spec.path)}
+        ours, theirs = (
+            {spec.path: spec for spec in specs if selection.wants(spec.path) and part_of(spec.path) is None}
+            for specs in (self.carved.specs, other.specs)
+        )
         lines = [f"only in {first.state.uid[:10]}: {path}" for path in ours if path not in theirs]
         lines += [f"only in {other.state.uid[:10]}: {path}" for path in theirs if path not in ours]
         for path in (each for each in ours if each in theirs):

@@ -24,6 +24,7 @@ from .model_state import ModelState, Seen
 from .names import Owner, canonical_name, join, parameter_names, split_wrappers
 from .optimizer_state import OptimizerState
 from .optimizers import CLASS, bare, check_optimizer_form, class_of, with_inner
+from .own_buffers import OWN_BUFFERS, OwnBuffers
 from .owned import Owned, is_own
 from .prepared import is_prepared, is_stateful, state_of_loader
 from .rng import RngState
@@ -59,6 +60,7 @@ class Adapted:
         self._models: dict[int, ModelState] = {}
         self._optimizer_states: dict[int, OptimizerState] = {}
         self.lasting: list[object] = []
+        self.own_buffers: OwnBuffers | None = None
         self._flattened = [model for _, model in self.models() if model.is_flattened]
         if gradients and self._flattened:
             raise InvalidInput("gradients of a FullyShardedDataParallel lie flat, and are not captured: track without gradients=True")
@@ -87,6 +89,9 @@ class Adapted:
         self.lasting = [model for _, model in walk.trees]
         if walk.optimizers:
             self._add_optimizers(walk)
+        if is_shared and self.own_buffers is not None and (kept := self.own_buffers.tree(walk.trees)):
+            tree[OWN_BUFFERS] = kept
+            self.lasting.append(kept)
         if self.has_gradients:
             tree[GRADIENTS] = {path: _gradients_of(model) for path, model in walk.trees}
         for out, generator in walk.generators:

@@ -24,6 +24,7 @@ from .adapters import has_state
 from .generators import is_generator, python_state
 from .loops import LOOPS, Loops, divided_again, divides_its_loader
 from .names import join
+from .own_buffers import part_of, put_back
 from .passes import is_ordered_by_epoch
 from .rng import RngState, numpy_state
 from .sampler import PermutationSampler
@@ -46,16 +47,23 @@ class Redivision:
         """The rank whose own things this one gets."""
         return self.rank if self.was == self.size else 0
 
+    def reads(self, wants: Callable[[str], bool]) -> Callable[[str], bool]:
+        """Which tensors of a state are read for what is wanted: of what each rank had of its own that of this one, if it is put back."""
+        mine = self.rank if 1 < self.was == self.size else None
+        return lambda path: wants(path) if (rank := part_of(path)) is None else rank == mine
+
     def __call__(self, tree: Mapping[str, Any], objects: Mapping[str, object], wants: Callable[[str], bool]) -> dict[str, Any]:
-        """The stored tree of ``source``, as it goes into these objects.
+        """The stored tree of ``source``, as it goes into these objects; the models in it get the buffers of this rank.
 
         :raises InvalidInput: something that is asked for knows its place in the data for one rank only.
         """
         self.notes = []
+        found = dict(tree)
+        put_back(found, self.rank if self.was == self.size else None)
         if self.was == self.size:
-            return dict(tree)
-        self._is_counted = LOOPS in objects and wants(LOOPS) and divides_its_loader(tree.get(LOOPS))
-        return {name: self._of(join("", name), objects[name], child, wants) if name in objects else child for name, child in tree.items()}
+            return found
+        self._is_counted = LOOPS in objects and wants(LOOPS) and divides_its_loader(found.get(LOOPS))
+        return {name: self._of(join("", name), objects[name], child, wants) if name in objects else child for name, child in found.items()}
 
     def _of(self, path: str, live: object, stored: Any, wants: Callable[[str], bool]) -> Any:
         if isinstance(live, dict) and isinstance(stored, dict):

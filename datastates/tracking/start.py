@@ -22,6 +22,7 @@ from datastates.lineage.change.reduction import FIRST, Reduce
 from datastates.lineage.show.failures import failures
 from datastates.lineage.states import Value
 from datastates.objects.loops import LOOPS
+from datastates.objects.own_buffers import OWN_BUFFERS, OwnBuffers
 from datastates.objects.rng import RngState
 from datastates.opening.core import Core
 from datastates.policy.contract import Policy
@@ -101,6 +102,8 @@ def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: 
     tracked = {values.text(name, "the name of what is tracked"): found for name, found in {**more, **objects}.items()}
     if LOOPS in tracked:
         raise InvalidInput(f"the name {LOOPS!r} is taken by the place of run.epochs and run.steps: rename what you track")
+    if OWN_BUFFERS in tracked:
+        raise InvalidInput(f"the name {OWN_BUFFERS!r} is taken by the buffers that each rank has of its own: rename what you track")
     return tracked | {"rng": RngState()} if rng else tracked
 
 
@@ -174,6 +177,8 @@ def _training(
         config = {**config, **runs.of_job(job, ranks.rank, ranks.size)}
     training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, gradients=terms.gradients, config=config)
     training.ranks, training.own = ranks, terms.own
+    if ranks.size > 1:
+        training.adapted.own_buffers = OwnBuffers(ranks.rank, ranks.size)
     training.bests = (terms.retention or retention_of(core.config.retention)).bests
     return training
 

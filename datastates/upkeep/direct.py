@@ -55,8 +55,8 @@ def restore_from(
     :raises Corrupt: a chunk fails its digest. Nothing was changed, unless a file changed while it was read: then the message says so, and
         the tensors are dirty.
     """
-    wants, specs, adapted = reads(into, only), specs_of(reader), Adapted(into)
     own = Redivision(1, 0, 1) if own is None else own
+    wants, specs, adapted = own.reads(reads(into, only)), specs_of(reader), Adapted(into)
     check = partial(check_into, into, only=only, strict=strict, adapted=adapted)
     homes, spread = dict[int, Home](), dict[int, torch.Tensor]()
     is_pouring = isinstance(reader, SupportsPouring) and _size(specs, wants) >= _WORTH_BYTES

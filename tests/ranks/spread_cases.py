@@ -371,6 +371,35 @@ def stages_of_a_pipeline(repo: Repository) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in plain.items())
 
 
+def buffers_of_each_rank(repo: Repository) -> None:
+    """Statistics that each rank keeps of its own batches come back as its own; a process alone gets those of rank 0."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+        return nn.parallel.DistributedDataParallel(plain)
+
+    rank, model = dist.get_rank(), made()
+    with tracked(repo, "buffers", model=model) as tracker:
+        for number in range(2):
+            torch.manual_seed(100 * rank + number)
+            model(torch.randn(3 + rank, 4)).sum().backward()
+        state = tracker.capture().wait("durable")
+        expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        said = [
+            torch.frombuffer(bytearray(each), dtype=torch.float32)
+            for each in tracker.group.exchange(expected["module.1.running_mean"].numpy().tobytes())
+        ]
+        assert not torch.equal(said[0], said[1])
+        fresh = made()
+        assert repo.restore(state, {"model": fresh}, group=tracker.group)
+        assert all(torch.equal(buffer, expected[name]) for name, buffer in fresh.named_buffers())
+        alone: Any = made().module
+        assert repo.restore(state, {"model": alone})
+        assert torch.equal(alone[1].running_mean, said[0])
+        assert torch.equal(repo.load(state)["model"]["1.running_mean"], said[0])
+
+
 CASES: dict[str, Callable[[Repository], None]] = {
     case.__name__: case
     for case in (
@@ -385,6 +414,7 @@ CASES: dict[str, Callable[[Repository], None]] = {
         meta_models_are_filled_once_they_have_memory,
         meshes_of_some_ranks,
         stages_of_a_pipeline,
+        buffers_of_each_rank,
     )
 }
 
