@@ -107,7 +107,7 @@ class Guard:
     go back over the beginning of an epoch. Data that is itself broken is met again then.
 
     A loss on a device is read one call later, when the next step is under way: training does not wait for it, and a rewind comes
-    one step later. Pass ``float(loss)`` to know at once. Where several processes train one model, pass all of them the same loss.
+    one step later. Pass ``float(loss)`` to know at once. It watches over one process: a group of ranks has none.
     The guard's own memory, of the last losses, begins anew with each process.
     """
 
