@@ -36,11 +36,13 @@ class OnFailure(StrEnum):
 
 class Data(StrEnum):
     """What carries the bytes of clones: UCX where both sides found RDMA and our own connections otherwise; UCX, for which the network
-    must be private; or our own connections."""
+    must be private; our own connections; or, where both sides are processes of one host and user, and both say so, the driver of their
+    devices."""
 
     AUTO = "auto"
     UCX = "ucx"
     TCP = "tcp"
+    IPC = "ipc"
 
 
 class Module(Protocol):

@@ -308,7 +308,8 @@ class Repository(Upkeep, Names, History, Algebra):
         :param is_writable: whether peers may push states, or make and move names on the page; needs a token.
         :param timeout_s: a peer that is silent for so long is treated as dead.
         :param data: what carries the bytes: ``tcp`` (ours), ``ucx`` (at a ``ucx://`` url; says that the network is private), or ``auto``:
-            UCX where both sides found RDMA, ours otherwise. None: as configured (``DATASTATES_DATA``).
+            UCX where both sides found RDMA, ours otherwise. ``ipc``, if both sides say it: into memory of a GPU that both processes of
+            this host use. None: as configured (``DATASTATES_DATA``).
         :param pictures: with ``http://``: gives the picture of a sample for its index, for the page's outliers: an array, or bytes of a
             PNG, JPEG, GIF or WebP of at most 1 MiB.
         :param group: the ranks of a job that all serve, each at an address of its own and with one token, which is collective: whoever

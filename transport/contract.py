@@ -14,9 +14,13 @@ from datastates.errors import InvalidInput
 from datastates.values import shown
 
 if TYPE_CHECKING:
+    import torch
+
+    from datastates.system.devices import Mark
+
     from .wire.arrival import Door
 
-__all__ = ["Channel", "End", "Link", "Listener", "Terms", "Tls", "Transport", "tls_of"]
+__all__ = ["Channel", "End", "Link", "Listener", "OnDevice", "Terms", "Tls", "Transport", "tls_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,19 @@ class Channel(ABC):
         """Let go; idempotent. A caller that waits in ``receive`` gets ``Disconnected``."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OnDevice:
+    """Flat memory on a device, into which a chunk is received; it may be written behind ``ready``, a point of its owner's stream."""
+
+    memory: torch.Tensor
+    ready: Mark
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes belong there."""
+        return self.memory.nbytes
+
+
 class Link(ABC):
     """The data plane to one peer. Any number of sends and receives may be under way at once."""
 
@@ -105,6 +122,14 @@ class Link(ABC):
     def receive_all(self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[Any]:
         """Begin to ``receive`` into each piece, from the senders of ``tag`` and of the tags behind it, as ``send_all``."""
         return asyncio.gather(*(_told(self.receive(tag + n, piece), moved) for n, piece in enumerate(into)))
+
+    def receive_there(self, tag: int, into: OnDevice, moved: Callable[[], None]) -> asyncio.Future[Any]:
+        """``receive_all`` into memory of a device; by a data plane that reaches it. What is there when this is done, only this process
+        can change.
+
+        :raises InvalidInput: this one does not.
+        """
+        raise InvalidInput(f"the message of tag {tag} was to be received on a device, which this data plane does not reach")
 
     async def posted(self) -> None:
         """Wait until what is sent to the receives that were begun so far has a place to go to, or the link is over.

@@ -37,6 +37,8 @@ __all__ = [
     "Gone",
     "Hello",
     "Identity",
+    "Laid",
+    "Land",
     "Log",
     "Message",
     "Moved",
@@ -56,6 +58,7 @@ __all__ = [
     "Refused",
     "Release",
     "Resolve",
+    "Room",
     "StatePage",
     "StateRecord",
     "Took",
@@ -429,6 +432,35 @@ class Took(Struct, frozen=True, tag=True):
     bytes: _Count
 
 
+class Land(Struct, frozen=True, tag=True):
+    """Memory on a device of the sender's, by what the driver opens it: what the other side sends is put there (see ``wire/ipc.py``)."""
+
+    region: _Id
+    handle: Annotated[bytes, Meta(min_length=1, max_length=512)]
+
+
+class Room(Struct, frozen=True, tag=True):
+    """Put part ``number`` of the message of ``tag``, which has ``total`` bytes, into ``region``: ``length`` bytes from ``start`` on."""
+
+    tag: _Tag
+    number: _Id
+    total: _Count
+    region: _Id
+    start: _Count
+    length: _ChunkLength
+    generation: _Count = 0
+
+
+class Laid(Struct, frozen=True, tag=True):
+    """That part is there; or, if the message has another length than was said, that ``length``, and nothing was put there."""
+
+    tag: _Tag
+    number: _Id
+    length: _Count
+    is_other: bool = False
+    generation: _Count = 0
+
+
 class Ping(Struct, frozen=True, tag=True):
     """I am alive, and have handed ``sent`` bytes to the data plane so far."""
 
@@ -442,7 +474,26 @@ class Bye(Struct, frozen=True, tag=True):
 
 
 Message = (
-    Hello | Challenge | Proof | Welcome | Denied | Ready | Refused | Ask | Part | Answer | Failed | Want | Gone | Moved | Took | Ping | Bye
+    Hello
+    | Challenge
+    | Proof
+    | Welcome
+    | Denied
+    | Ready
+    | Refused
+    | Ask
+    | Part
+    | Answer
+    | Failed
+    | Want
+    | Gone
+    | Moved
+    | Took
+    | Land
+    | Room
+    | Laid
+    | Ping
+    | Bye
 )
 
 _encoder = msgspec.msgpack.Encoder()

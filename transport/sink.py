@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-__all__ = ["Sink"]
+from .contract import OnDevice
+
+__all__ = ["Sink", "SupportsDevices"]
 
 
 class Sink(Protocol):
@@ -35,3 +37,11 @@ class Sink(Protocol):
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:
         """The bytes of an accepted chunk, for a receiver that forwards it; None when they were not kept."""
+
+
+@runtime_checkable
+class SupportsDevices(Protocol):
+    """A sink of which chunks may be received on devices."""
+
+    def device_buffer(self, index: int) -> OnDevice | None:
+        """As ``buffers``: memory of a device for all of a chunk; None: ask for ``buffers``."""

@@ -14,7 +14,7 @@ from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInpu
 from datastates.lineage.states import State
 from datastates.transport.clone.fetch import Fetched, fetch
 from datastates.transport.clone.forward import Forwarder
-from datastates.transport.contract import Tls
+from datastates.transport.contract import OnDevice, Tls
 from datastates.transport.limits import LISTING_TIMEOUTS
 from datastates.transport.session.feed import Feed
 from datastates.transport.session.session import Session
@@ -254,7 +254,7 @@ class _Ending(Feed):
     """A feed whose session ends with it: a clone that is cut off disturbs no other."""
 
     def __init__(self, feed: Feed, session: Session) -> None:
-        super().__init__(feed.name, feed.manifest, feed.lengths, is_bound=feed.is_bound)
+        super().__init__(feed.name, feed.manifest, feed.lengths, is_bound=feed.is_bound, reaches_devices=feed.reaches_devices)
         self._inner, self._session = feed, session
 
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
@@ -267,6 +267,9 @@ class _Ending(Feed):
 
     async def _receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
         return await self._inner.receive(index, buffers)
+
+    async def _receive_there(self, index: int, into: OnDevice) -> bool:
+        return await self._inner.receive_there(index, into)
 
     async def _release(self) -> None:
         await self._session.close()

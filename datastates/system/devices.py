@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Devices", "Mark", "Stream", "built_for", "devices", "names", "swapped"]
+from . import driver
+
+__all__ = ["Devices", "Mark", "Shared", "Stream", "built_for", "devices", "names", "swapped"]
 
 _ASYNCHRONOUS = frozenset({"cuda", "xpu"})
 """Kinds of devices (ROCm's call themselves ``cuda``) that have streams and events; any other is read and written as host memory is."""
@@ -47,6 +49,21 @@ class Stream(Protocol):
     @property
     def device(self) -> torch.device:
         """Whose work."""
+
+
+class Shared(Protocol):
+    """Memory on a device that two processes of this host have."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of it: flat, ``uint8``; until ``close``."""
+
+    @property
+    def handle(self) -> bytes:
+        """By what the other process opens it; empty where it was opened."""
+
+    def close(self) -> None:
+        """Let go of it; idempotent. Nothing that was queued here reads or writes it any more. Whose memory it is closes it last."""
 
 
 class Devices(Protocol):
@@ -95,6 +112,21 @@ class Devices(Protocol):
         :raises RuntimeError: the driver refuses; says why.
         """
 
+    def in_use(self) -> Sequence[torch.device]:
+        """The devices that this process uses already."""
+
+    def share(self, device: torch.device, length: int) -> Shared:
+        """Memory there that another process of this host may open.
+
+        :raises RuntimeError: there is none, or the driver cannot; says why.
+        """
+
+    def open_shared(self, handle: bytes) -> Shared:
+        """What another process shares, if this one uses that device already.
+
+        :raises RuntimeError: it does not, or the handle is none; says why.
+        """
+
     def generators(self) -> Mapping[int, torch.Tensor]:
         """The states of the random number generators of the devices that this process uses, by index."""
 
@@ -114,6 +146,27 @@ class _Mark:
     def synchronize(self) -> None:
         with _selected(self.device):
             self.event.synchronize()
+
+
+class _Memory:
+    """Memory that the runtime gave, as torch is told of memory of others."""
+
+    def __init__(self, device: torch.device, address: int, length: int, handle: bytes) -> None:
+        self.handle, self._device, self._address = handle, device, address
+        self.__cuda_array_interface__ = {"shape": (length,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
+        self._tensor: torch.Tensor | None = torch.as_tensor(self, device=device)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        assert self._tensor is not None, "it was closed"
+        return self._tensor
+
+    def close(self) -> None:
+        if self._tensor is None:
+            return
+        self._tensor = None
+        with _selected(self._device):
+            (driver.free if self.handle else driver.close)(self._address)
 
 
 class _Torch:
@@ -174,11 +227,37 @@ class _Torch:
         with _selected(device):
             torch.cuda.check_error(int(_runtime(device).cudaHostUnregister(address)))
 
-    def generators(self) -> Mapping[int, torch.Tensor]:
+    def in_use(self) -> Sequence[torch.device]:
         module = _module()
         if module is None or not module.is_initialized():
-            return {}
-        return {index: module.get_rng_state(index) for index in range(module.device_count()) if _is_used(module, index)}
+            return []
+        return [torch.device(self.kind, index) for index in range(module.device_count()) if _is_used(module, index)]
+
+    def share(self, device: torch.device, length: int) -> Shared:
+        with _selected(device):
+            address = driver.allocate(length)
+            try:
+                return _Memory(device, address, length, _name(device) + driver.export(address))
+            except BaseException:
+                driver.free(address)
+                raise
+
+    def open_shared(self, handle: bytes) -> Shared:
+        name, raw = handle[: -driver.HANDLE_BYTES], handle[-driver.HANDLE_BYTES :]
+        device = next((each for each in self.in_use() if name and _name(each) == name), None)
+        if device is None:
+            raise RuntimeError("this process does not use the device on which the memory is that is to be opened")
+        with _selected(device):
+            address, length = driver.open_handle(raw)
+            try:
+                return _Memory(device, address, length, b"")
+            except BaseException:
+                driver.close(address)
+                raise
+
+    def generators(self) -> Mapping[int, torch.Tensor]:
+        module: Any = _module()
+        return {device.index: module.get_rng_state(device.index) for device in self.in_use()}
 
     def set_generators(self, states: Mapping[int, torch.Tensor]) -> int:
         module = _module()
@@ -258,12 +337,12 @@ def _selected(device: torch.device) -> Iterator[None]:
 @functools.cache
 def _exchange_mode() -> Any:
     """The runtime's call that says what concerns this thread while others record graphs; None where torch did not bring it along."""
-    for name in ("cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"):
-        try:
-            return getattr(ctypes.CDLL(None), name)
-        except (AttributeError, OSError):
-            continue
-    return None
+    return driver.runtime_call("ThreadExchangeStreamCaptureMode")
+
+
+def _name(device: torch.device) -> bytes:
+    """What a device is called by every process of this host, whichever number it has there."""
+    return str(torch.get_device_module(device).get_device_properties(device).uuid).encode()
 
 
 def _runtime(device: torch.device) -> Any:

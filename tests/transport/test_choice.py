@@ -28,6 +28,8 @@ def ready(planes: tuple[str, ...], wish: str = "") -> Ready:
         (ready(BOTH, "rdma"), ready(BOTH), "tcp"),
         (ready(BOTH, "rdma"), ready(OURS), "tcp"),
         (ready(OURS), ready(BOTH), "tcp"),
+        (ready(("tcp", "ipc")), ready(("tcp", "ipc")), "ipc"),
+        (ready(("tcp", "ipc")), ready(BOTH), "tcp"),
         (ready(("memory",)), ready(("memory",)), "memory"),
     ],
 )
@@ -52,6 +54,13 @@ def test_what_cannot_be_is_said(one: Ready, other: Ready, said: str) -> None:
 def test_ucx_is_never_used_at_a_url_that_rules_it_out() -> None:
     with pytest.raises(InvalidInput, match="tcp://, which never uses UCX"):
         offer(OURS, "tcp", "ucx")
+
+
+def test_memory_of_devices_is_offered_only_where_it_was_asked_for() -> None:
+    assert offer(BOTH, "ucx", "ipc") == offer(OURS, "tcp", "ipc") == (("tcp", "ipc"), "")
+    assert "ipc" not in offer(BOTH, "ucx", "auto")[0]
+    with pytest.raises(InvalidInput, match="tcp://"):
+        offer(("memory",), "memory", "ipc")
 
 
 def test_what_a_side_offers_follows_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:

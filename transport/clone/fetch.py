@@ -6,20 +6,21 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from datastates.errors import Corrupt, DatastatesError, Disconnected, InvalidInput, Unavailable
 from datastates.system.seldom import Seldom
+from datastates.transport.contract import OnDevice
 from datastates.transport.failures import describe, revive
 from datastates.transport.session.fingerprints import DAMAGED, digest_of
-from datastates.transport.sink import Sink
+from datastates.transport.sink import Sink, SupportsDevices
 from datastates.transport.wire.plane import surely
 
 from .binding import Binding, Origin
@@ -43,7 +44,7 @@ from .schedule import (
     Tick,
 )
 
-__all__ = ["Feed", "Fetched", "fetch"]
+__all__ = ["Feed", "Fetched", "ReachesDevices", "fetch"]
 
 _THREADS = 2
 _TICK_S = 0.1
@@ -74,6 +75,16 @@ class Feed(Protocol):
 
     async def close(self) -> None:
         """Let go of the state. ``fetch`` does not call this: the opener of a feed closes it."""
+
+
+@runtime_checkable
+class ReachesDevices(Protocol):
+    """A feed whose chunks can be received on a device."""
+
+    reaches_devices: bool
+
+    async def receive_there(self, index: int, into: OnDevice) -> bool:
+        """As ``Feed.receive``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,16 +241,30 @@ class _Run:
             self._handle(NoRoom(tuple(refused), self._clock()))
 
     def _start(self, number: int, index: int) -> bool:
-        buffers = self._sink.buffers(index)
-        if buffers is None:
-            return False
-        self._buffers[index] = buffers
-        if not (self._feeds[number].is_bound and self._is_origin(number)):
+        feed = self._feeds[number]
+        is_sure = feed.is_bound and self._is_origin(number)
+        receiving = self._receiving_there(feed, index) if is_sure else None
+        if receiving is None:
+            buffers = self._sink.buffers(index)
+            if buffers is None:
+                return False
+            receiving, self._buffers[index] = feed.receive(index, buffers), buffers
+        if not is_sure:
             self._binding.ahead(index)
-        task = self._loop.create_task(self._feeds[number].receive(index, buffers))
+        task = self._loop.create_task(receiving)
         self._flying[number, index] = task
         task.add_done_callback(partial(self._on_received, number, index))
         return True
+
+    def _receiving_there(self, feed: Feed, index: int) -> Coroutine[Any, Any, bool] | None:
+        """A chunk comes to a device: its bytes are nobody's but the origin's, which the host need not look at."""
+        if not (isinstance(self._sink, SupportsDevices) and isinstance(feed, ReachesDevices) and feed.reaches_devices):
+            return None
+        into = self._sink.device_buffer(index)
+        if into is None:
+            return None
+        self._buffers[index] = ()
+        return feed.receive_there(index, into)
 
     def _drop(self, number: int) -> None:
         for (feed, _), task in self._flying.items():

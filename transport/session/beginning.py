@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from datastates.errors import Unsupported
 from datastates.transport.contract import Channel, Terms, Tls, Transport
 from datastates.transport.protocol import Identity, Ready
 from datastates.transport.wire import near, tcp
@@ -87,6 +88,11 @@ async def let_in(
 async def _begun(sealed: Sealed, transport: Transport, own: Ready, its: Ready, terms: Terms, service: Service | None = None) -> Begun:
     plane = agree(own, its, sealed.peer)
     neighbour = await meet(its.near, terms) if sealed.remote is not None and its.near else None
+    if plane == "ipc" and service is None and neighbour is None:
+        raise Unsupported(
+            f"{sealed.peer} is no other process of this host and user, or its memory may not be read, and data='ipc' is for those: connect "
+            "with data='auto'"
+        )
     return Begun(sealed, transport, own, its, plane, terms, neighbour, service)
 
 

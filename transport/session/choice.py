@@ -10,7 +10,7 @@ from pathlib import Path
 from datastates.errors import InvalidInput, Unsupported
 from datastates.transport.protocol import Ready
 
-__all__ = ["Offer", "agree", "has_rdma", "offer"]
+__all__ = ["Offer", "agree", "has_rdma", "has_system_ucx", "offer"]
 
 Offer = tuple[tuple[str, ...], str]
 """The planes that a side can use, and the one that it wishes for, or none."""
@@ -18,11 +18,16 @@ Offer = tuple[tuple[str, ...], str]
 
 def offer(planes: Sequence[str], scheme: str, data: str, *, is_secret: bool = False) -> Offer:
     """The offer that a side makes in ``Ready``, by its transport's planes and what its user asked for (``config.Data``).
-    With ``is_secret`` there is TLS, which UCX has not: it is not chosen then unless somebody asks for it.
+    ``ipc`` is offered only where it was asked for. With ``is_secret`` there is TLS, which UCX has not: it is not chosen then unless
+    somebody asks for it.
 
     :raises InvalidInput: UCX was asked for where the url rules it out.
     :raises Unsupported: it was, and is not installed.
     """
+    if data == "ipc":
+        if "tcp" not in planes:
+            raise InvalidInput('data="ipc" was asked for at a url that is of no process of its own: write tcp://')
+        return ("tcp", "ipc"), ""
     if "ucx" not in planes:
         if data == "ucx" and scheme == "tcp":
             raise InvalidInput('data="ucx" was asked for at a url that begins with tcp://, which never uses UCX: write ucx://')
@@ -49,6 +54,8 @@ def agree(own: Ready, its: Ready, peer: str) -> str:
         raise Unsupported(
             f"{asking} was told data='ucx', and {other} cannot use UCX (not installed, data='tcp', or a tcp:// url): agree on one"
         )
+    if "ipc" in common:
+        return "ipc"
     if "ucx" in common and ("ucx" in (own.wish, its.wish) or own.wish == its.wish == "rdma"):
         return "ucx"
     left = [each for each in common if each != "ucx"]
@@ -61,8 +68,12 @@ def agree(own: Ready, its: Ready, peer: str) -> str:
 
 def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
     """Whether there is an adapter that the UCX which is loaded here can use: UCXX's own knows none."""
-    prefers_system = os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() in {"1", "true", "yes", "on"}
     try:
-        return prefers_system and any(devices.iterdir())
+        return has_system_ucx() and any(devices.iterdir())
     except OSError:
         return False
+
+
+def has_system_ucx() -> bool:
+    """Whether the system's UCX is loaded, and not the one that UCXX brings along."""
+    return os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() in {"1", "true", "yes", "on"}

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from datastates.errors import DatastatesError, Disconnected, InvalidInput
-from datastates.transport.contract import Link
+from datastates.transport.contract import Link, OnDevice
 from datastates.transport.failures import revive
 from datastates.transport.protocol import PIECES, Gone, Message, Want
 from datastates.transport.wire.plane import Plane
@@ -36,11 +36,14 @@ class _Broken(Exception):
 class Feed(ABC):
     """One state that a peer holds open. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks.
 
-    With ``is_bound`` chunks come, mostly, in a way that proves whose they are.
+    With ``is_bound`` chunks come, mostly, in a way that proves whose they are. ``reaches_devices``: they can be received there.
     """
 
-    def __init__(self, name: str, manifest: bytes, lengths: tuple[int, ...], *, is_bound: bool = False) -> None:
+    def __init__(
+        self, name: str, manifest: bytes, lengths: tuple[int, ...], *, is_bound: bool = False, reaches_devices: bool = False
+    ) -> None:
         self.name, self.manifest, self.lengths, self.is_bound = name, manifest, lengths, is_bound
+        self.reaches_devices = reaches_devices
         self._is_closed = False
 
     async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
@@ -53,10 +56,18 @@ class Feed(ABC):
         :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link broke each of four times.
         """
         wanted = sum(buffer.nbytes for buffer in buffers)
+        self._check(index, wanted)
+        return not wanted or await self._receive(index, [buffer for buffer in buffers if buffer.nbytes])
+
+    async def receive_there(self, index: int, into: OnDevice) -> bool:
+        """As ``receive``, into memory of a device; where ``reaches_devices``."""
+        self._check(index, into.nbytes)
+        return await self._receive_there(index, into)
+
+    def _check(self, index: int, wanted: int) -> None:
         if index >= len(self.lengths) or wanted != self.lengths[index]:
             had = f"{self.lengths[index]} bytes" if index < len(self.lengths) else "no such chunk"
             raise InvalidInput(f"{wanted} bytes were asked for as chunk {index} of a state that has {had} at {self.name}")
-        return not wanted or await self._receive(index, [buffer for buffer in buffers if buffer.nbytes])
 
     @abstractmethod
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
@@ -72,6 +83,10 @@ class Feed(ABC):
     @abstractmethod
     async def _receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
         """See ``receive``; the buffers have the right size, and none is empty."""
+
+    async def _receive_there(self, index: int, into: OnDevice) -> bool:
+        """See ``receive_there``."""
+        raise InvalidInput(f"chunk {index} was to be received on a device, which {self.name} does not reach")
 
     @abstractmethod
     async def _release(self) -> None:
@@ -97,13 +112,13 @@ class Receiving:
             self._moved_at, self._has_moved = self._clock(), False
         return self._clock() - self._moved_at if self._wanted else 0.0
 
-    async def chunk(self, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
+    async def chunk(self, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice) -> None:
         """Receive a chunk: first the receives are posted, then the peer is asked.
 
         A link that breaks while the session stands is no reason to fail: the chunk is asked for again over a new one. UCX may take down
         a new connection together with one that either end closes at that moment.
         """
-        if len(buffers) > PIECES:
+        if not isinstance(buffers, OnDevice) and len(buffers) > PIECES:
             raise InvalidInput(f"chunk {index} is to be received in {len(buffers)} pieces: at most {PIECES} can be asked for")
         async with self._room:
             for left in reversed(range(_TRIES)):
@@ -117,11 +132,12 @@ class Receiving:
                 else:
                     return
 
-    async def _receive(self, link: Link, handle: int, index: int, buffers: Sequence[memoryview]) -> None:
-        tag = self._take_tags(len(buffers))
+    async def _receive(self, link: Link, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice) -> None:
+        sizes = (buffers.nbytes,) if isinstance(buffers, OnDevice) else tuple(buffer.nbytes for buffer in buffers)
+        tag = self._take_tags(len(sizes))
         gone: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
-        here = link.receive_all(tag, buffers, self._move)
-        want = Want(handle, index, tag, tuple(buffer.nbytes for buffer in buffers), self._plane.generation)
+        here = link.receive_there(tag, buffers, self._move) if isinstance(buffers, OnDevice) else link.receive_all(tag, buffers, self._move)
+        want = Want(handle, index, tag, sizes, self._plane.generation)
         try:
             await link.posted()
             if not self._wanted:

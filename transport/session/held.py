@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from datastates.errors import DatastatesError, PeerFault
+from datastates.transport.contract import OnDevice
 from datastates.transport.failures import again
 from datastates.transport.protocol import Digests, Message, Release, Took
 from datastates.transport.wire.near import Near, NearChunks
@@ -25,7 +26,8 @@ __all__ = ["Feeds"]
 
 @dataclass(frozen=True, slots=True)
 class Feeds:
-    """What the feeds of one session share. ``is_bound`` says whether whatever comes over its data plane is the peer's own."""
+    """What the feeds of one session share. ``is_bound`` says whether whatever comes over its data plane is the peer's own, and
+    ``reaches_devices`` whether that can come to a device."""
 
     peer: str
     timeout_s: float
@@ -36,6 +38,7 @@ class Feeds:
     plane: Plane
     near: Near | None
     is_bound: bool
+    reaches_devices: bool = False
 
     def open(self, handle: int, manifest: bytes, lengths: tuple[int, ...], addresses: tuple[int, ...] = ()) -> Feed:
         """The feed of a state that the peer holds open under ``handle``; ``addresses`` are those of its chunks in the peer's memory."""
@@ -50,7 +53,8 @@ class Feeds:
 
 class _HeldFeed(Feed):
     def __init__(self, feeds: Feeds, handle: int, manifest: bytes, lengths: tuple[int, ...], near: NearChunks | None) -> None:
-        super().__init__(feeds.peer, manifest, lengths, is_bound=feeds.is_bound or near is not None)
+        is_bound = feeds.is_bound or near is not None
+        super().__init__(feeds.peer, manifest, lengths, is_bound=is_bound, reaches_devices=feeds.reaches_devices)
         self._feeds, self._handle, self._near = feeds, handle, near
 
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
@@ -61,9 +65,15 @@ class _HeldFeed(Feed):
         return [said[start : start + DIGEST_BYTES] for start in range(0, size, DIGEST_BYTES)]
 
     async def _receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        return await self._come(index, buffers)
+
+    async def _receive_there(self, index: int, into: OnDevice) -> bool:
+        return await self._come(index, into)
+
+    async def _come(self, index: int, buffers: Sequence[memoryview] | OnDevice) -> bool:
         feeds = self._feeds
         try:
-            if self._near is not None and await self._near.receive(index, buffers):
+            if self._near is not None and not isinstance(buffers, OnDevice) and await self._near.receive(index, buffers):
                 feeds.life.check_open()  # what was read after its end may have been anything
                 return True
             await feeds.receiving.chunk(self._handle, index, buffers)

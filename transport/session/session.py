@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
@@ -30,6 +30,8 @@ from datastates.transport.protocol import (
     Find,
     Gone,
     Identity,
+    Laid,
+    Land,
     Log,
     Message,
     Moved,
@@ -45,6 +47,7 @@ from datastates.transport.protocol import (
     RefRecord,
     Refs,
     Resolve,
+    Room,
     StatePage,
     StateRecord,
     Took,
@@ -64,6 +67,9 @@ from .fingerprints import Fingerprints
 from .held import Feeds
 from .life import Life
 from .sending import Sending, Sent
+
+if TYPE_CHECKING:
+    from datastates.transport.wire.ipc import IpcEnd
 
 __all__ = ["Session"]
 
@@ -87,8 +93,10 @@ class Session:
         self._heard_at = self._used_at = self._clock()
         self._written_at: float | None = None  # when the frame that is being written was begun
         self._life = Life(self.peer, self._end)
-        self._plane = Plane(own.address, its.address, self.peer, self._post)
-        self._plane.begin(begun.transport.end(self.data, begun.terms, lambda: self._plane.generation))
+        self._ipc = self._made_ipc() if self.data == "ipc" else None
+        addresses = (own.address, its.address) if self._ipc is None else (self._ipc.located, self._ipc.located)
+        self._plane = Plane(*addresses, self.peer, self._post)
+        self._plane.begin(self._ipc or begun.transport.end(self.data, begun.terms, lambda: self._plane.generation))
         self._asking = Asking(self._post, self._clock, self.peer)
         self._receiving = Receiving(self._plane, self._post, self._clock)
         self._fingerprints = Fingerprints() if service is None else service.fingerprints
@@ -104,7 +112,9 @@ class Session:
             self._receiving,
             self._plane,
             begun.neighbour,
-            is_bound=self.data == "tcp" and sealed.is_secret,  # whatever comes over TLS is the peer's own
+            is_bound=self._ipc is not None
+            or (self.data == "tcp" and sealed.is_secret),  # over TLS, and by the driver, comes the peer's own
+            reaches_devices=self._ipc is not None,
         )
         answers = None if service is None else self._answers_of(service)
         self._asked = Asked(
@@ -112,6 +122,14 @@ class Session:
         )
         self._life.depend_on(self._read)
         self._life.depend_on(self._pulse)
+
+    def _made_ipc(self) -> IpcEnd:
+        from datastates.transport.wire.ipc import IpcEnd  # torch
+
+        begun = self._begun
+        service, name = begun.service, begun.terms.name
+        is_near = (lambda: begun.neighbour is not None) if service is None else (lambda: service.neighbours.has(name))
+        return IpcEnd(self.peer, self._post, lambda: self._plane.generation, is_near)
 
     def _answers_of(self, service: Service) -> Answers:
         terms, neighbours = self._begun.terms, service.neighbours
@@ -346,6 +364,8 @@ class Session:
                 self._plane.moved(message)
                 if message.asks:
                     self._life.depend_on(self._plane.answer)
+            case Land() | Room() | Laid() if self._ipc is not None:
+                self._ipc.take(message)
             case Took():
                 self._sending.took(message)
             case Ask(number, question):

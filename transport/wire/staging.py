@@ -15,7 +15,7 @@ from bisect import insort
 from collections import Counter, deque
 from dataclasses import dataclass
 
-__all__ = ["PART_BYTES", "Region", "Stretch"]
+__all__ = ["PART_BYTES", "Lending", "Region", "Stretch"]
 
 PART_BYTES = 4 << 20
 """A longer message travels in parts."""
@@ -39,20 +39,15 @@ class Stretch:
         return self.start + max(-(-self.length // _ALIGNED), 1) * _ALIGNED
 
 
-class Region:
-    """A region of ``size`` bytes, in which stretches are lent out; belongs to the loop thread. Pages are taken when they are first used.
+class Lending:
+    """Who has which stretch of ``size`` bytes; belongs to the loop thread.
 
     The lowest free stretch is lent first: what is used again and again stays in the processor's cache. An owner gets no more than is left
     to the others: one whose peer stands still cannot keep all.
     """
 
-    def __init__(self, name: str, size: int, *, is_written_here: bool) -> None:
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, size)
-        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SHRINK | _GROW)
+    def __init__(self, size: int) -> None:
         self.size = size
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_written_here else 0)
-        self._memory = memoryview(mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection))
         self._holes = [(0, size)]
         self._free = size
         self._lent: Counter[int] = Counter()
@@ -60,17 +55,8 @@ class Region:
         self._error: Exception | None = None
         self._waiting: deque[tuple[object, int, asyncio.Future[Stretch]]] = deque()
 
-    def hand_over(self, *, is_writable_there: bool) -> None:
-        """Close our descriptor; from now on nobody else maps it for writing, unless that was agreed."""
-        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL | (0 if is_writable_there else _FUTURE_WRITE))
-        os.close(self.fd)
-        self.fd = -1
-
     def close(self, error: Exception) -> None:
-        """Give ``error`` to callers that wait for room, now or later. The memory goes with the last view of it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Give ``error`` to callers that wait for room, now or later."""
         self._error = error
         for owner in [owner for owner, _, _ in self._waiting]:
             self.refuse(owner, error)
@@ -81,10 +67,6 @@ class Region:
             if waiting is owner and not future.done():
                 future.set_exception(error)
                 future.exception()  # looked at: who began it may wait no more
-
-    def view(self, stretch: Stretch) -> memoryview:
-        """The memory itself."""
-        return self._memory[stretch.start : stretch.start + stretch.length]
 
     async def take(self, owner: object, length: int) -> Stretch:
         """Room for some bytes, at most ``PART_BYTES``; waits its turn."""
@@ -151,3 +133,32 @@ class Region:
         for left in (place, place - 1):
             if 0 <= left < len(self._holes) - 1 and self._holes[left][1] == self._holes[left + 1][0]:
                 self._holes[left : left + 2] = [(self._holes[left][0], self._holes[left + 1][1])]
+
+
+class Region(Lending):
+    """Shared memory of which stretches are lent out. Pages are taken when they are first used."""
+
+    def __init__(self, name: str, size: int, *, is_written_here: bool) -> None:
+        super().__init__(size)
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SHRINK | _GROW)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_written_here else 0)
+        self._memory = memoryview(mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection))
+
+    def hand_over(self, *, is_writable_there: bool) -> None:
+        """Close our descriptor; from now on nobody else maps it for writing, unless that was agreed."""
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL | (0 if is_writable_there else _FUTURE_WRITE))
+        os.close(self.fd)
+        self.fd = -1
+
+    def close(self, error: Exception) -> None:
+        """Give ``error`` to callers that wait for room, now or later. The memory goes with the last view of it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        super().close(error)
+
+    def view(self, stretch: Stretch) -> memoryview:
+        """The memory itself."""
+        return self._memory[stretch.start : stretch.start + stretch.length]

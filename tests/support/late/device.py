@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from datastates.system.devices import swapped
 
 from .dispatch import Hazard, Home, Operators, poison
+from .shared import Shared, make_shared, open_shared
 from .streams import Event, Lateness, Op, Schedule, Stream
 
 __all__ = ["Graph", "LateDevices", "Lateness"]
@@ -222,6 +223,23 @@ class LateDevices:
     def unregister(self, device: torch.device, address: int) -> None:
         self.reached.add(device.index)
         del self.registered[address]
+
+    def in_use(self) -> Sequence[torch.device]:
+        return [torch.device("cuda", index) for index in sorted(self.reached)]
+
+    def share(self, device: torch.device, length: int) -> Shared:
+        self.reached.add(device.index)
+        shared = make_shared(device.index, length)
+        self.adopt(shared.tensor, self._default[device])
+        return shared
+
+    def open_shared(self, handle: bytes) -> Shared:
+        index, shared = open_shared(handle)
+        if index not in self.reached:
+            shared.close()
+            raise RuntimeError(f"this process does not use device {index}")
+        self.adopt(shared.tensor, self._default[torch.device("cuda", index)])
+        return shared
 
     def generators(self) -> Mapping[int, torch.Tensor]:
         return {index: self.random[index].get_state() for index in sorted(self.reached)}
