@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
+from unittest.mock import patch
 
 import torch
 
 import datastates
+from datastates.clone.landing.desks import Desks
 
-from .case import Case, Found, NotBuilt
+from .case import Case, Found, Skip
 from .place import Place
 from .state import Model, not_late, opened
 from .where import Where
@@ -23,22 +27,42 @@ TOKEN = "a token of this benchmark"
 
 def cases(place: Place) -> Sequence[Case]:
     """What there is to measure."""
-    return [Case("by the host", _by_host, limit_s=80), Case("from device to device", _between_devices)]
+    return [
+        Case("by the host", partial(_cloned, data="auto"), limit_s=80),
+        Case("by the host, which checks", _checked_by_host, limit_s=80),
+        Case("from device to device", _between_devices, limit_s=80),
+    ]
 
 
-def _by_host(place: Place) -> Found:
+def _checked_by_host(place: Place) -> Found:
+    """The same without the device's digests."""
+    if not place.is_accelerator:
+        raise Skip("the host checks all of it here")
+    with patch.object(Desks, "take", lambda *_: None):
+        return _cloned(place, data="auto")
+
+
+def _between_devices(place: Place) -> Found:
+    """The source puts chunks into landing memory on the device."""
+    if not place.is_accelerator:
+        raise Skip("no device has memory that another process could open")
+    found = _cloned(place, data="ipc")
+    return {**found, "TB_per_s": [speed / 1e3 for speed in found["GB_per_s"]]}
+
+
+def _cloned(place: Place, data: str) -> Found:
     """Another process serves what it captured on the same device."""
     not_late(place)
     context = multiprocessing.get_context("spawn" if place.is_accelerator else "fork")  # a device is reached by one process alone
     ours, theirs = context.Pipe()
-    child = context.Process(target=serve, args=(place.where, theirs))  # type: ignore[attr-defined]  # both have it
+    child = context.Process(target=serve, args=(place.where, theirs, data))  # type: ignore[attr-defined]  # both have it
     child.start()
     theirs.close()
     model = Model.make(place)
     try:
         url, expected = ours.recv()
         samples: dict[str, list[float]] = {"cloned_ms": [], "GB_per_s": []}
-        with datastates.connect(url, token=TOKEN) as peer:
+        with datastates.connect(url, token=TOKEN, data=data) as peer, _counted(Desks, "_digest") as digested:
             for index in range(2 if place.is_quick else 6):
                 for tensor in model.tensors:
                     tensor.zero_()
@@ -57,10 +81,23 @@ def _by_host(place: Place) -> Found:
         ours.close()
         child.join(10)
         child.kill()
-    return {"bytes": model.size, **samples}
+    return {"bytes": model.size, "chunks_digested_there": len(digested), **samples}
 
 
-def serve(where: Where, wire: Connection) -> None:
+@contextmanager
+def _counted(owner: type, name: str) -> Iterator[list[int]]:
+    """One for each call of a method."""
+    calls, method = list[int](), getattr(owner, name)
+
+    def counting(*given: object) -> object:
+        calls.append(1)
+        return method(*given)
+
+    with patch.object(owner, name, counting):
+        yield calls
+
+
+def serve(where: Where, wire: Connection, data: str = "auto") -> None:
     """The other process."""
     torch.manual_seed(1)
     place = Place(where)
@@ -69,7 +106,7 @@ def serve(where: Where, wire: Connection) -> None:
     model.optimizer.step()
     with opened(model.size, states=1.1) as repo, repo.track(**model.objects) as run:
         run.capture().wait(timeout_s=50)
-        with repo.serve(token=TOKEN) as server:
+        with repo.serve(token=TOKEN, data=data) as server:
             wire.send((server.url, totals(model)))
             wire.poll(60)
 
@@ -77,7 +114,3 @@ def serve(where: Where, wire: Connection) -> None:
 def totals(model: Model) -> list[int]:
     """A sum over each tensor's bytes."""
     return [int(tensor.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64)) for tensor in model.tensors]
-
-
-def _between_devices(place: Place) -> Found:
-    raise NotBuilt("clones go by the host's memory, from one device to another of the same machine, too")

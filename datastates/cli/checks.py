@@ -20,6 +20,7 @@ from pathlib import Path
 
 from datastates.errors import DatastatesError
 from datastates.opening.location import Location
+from datastates.transport.session.choice import has_system_ucx
 
 from .interrupt import orderly
 from .loopback import TRIED_BYTES, try_ucx
@@ -102,7 +103,7 @@ def _ucx() -> Iterator[Check]:
         yield Check("ucx", Verdict.WARN, f"UCXX is installed, but does not work: {exc}", hint)
         return
     speed = f"{size_text(TRIED_BYTES)} over loopback at {size_text(int(found.bytes_per_s))}/s"
-    detail = f"ucxx {found.ucxx}, ucx {found.ucx}: {', '.join(found.resources)}; {speed}"
+    detail = f"ucxx {found.ucxx}, ucx {found.ucx}: {', '.join(found.resources)}; {_reach_of_devices(found.resources)}; {speed}"
     unused = _unused_adapters(found.resources)
     if unused:
         hint = "load the cluster's own UCX, and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true: the wheel's knows TCP only"
@@ -112,6 +113,16 @@ def _ucx() -> Iterator[Check]:
         yield Check("ucx", Verdict.WARN, f"{detail}; the process that runs it cannot be confined by {', '.join(found.unconfined)}", hint)
     else:
         yield Check("ucx", Verdict.OK, detail)
+
+
+def _reach_of_devices(resources: Iterable[str]) -> str:
+    """Whether the UCX that is used could move memory of devices; clones do not let it (design 026)."""
+    found = {each.split("/")[0] for each in resources if each.startswith(("cuda", "rocm", "gdr", "ze_"))}
+    wheel = importlib.util.find_spec("libucx")
+    if wheel is not None and wheel.origin is not None and not has_system_ucx():
+        modules = (Path(wheel.origin).parent / "lib" / "ucx").glob("libuct_*.so")
+        found |= {name for each in modules if (name := each.stem.removeprefix("libuct_")).startswith(("cuda", "rocm", "ze"))}
+    return f"built for memory of devices by {', '.join(sorted(found))}, not used" if found else "not built for memory of devices"
 
 
 def _unused_adapters(resources: Iterable[str], folder: Path = Path("/sys/class/infiniband")) -> list[str]:

@@ -20,7 +20,9 @@ from datastates.objects.redivision import Redivision
 from datastates.objects.report import RestoreReport, Target
 from datastates.objects.restore import check_into, reads, write
 from datastates.system.devices import Mark, devices
+from datastates.transport.contract import OnDevice
 
+from .desks import Desk, desks_of, wholly_on
 from .placeholders import gather, givable, holders, placeholders, tie
 from .routes import DIRECT_BYTES, Piece, Segment, Stretch, route
 from .scatter import scatter
@@ -37,10 +39,11 @@ __all__ = ["ObjectsSink"]
 
 @dataclass(slots=True)
 class _Arriving:
-    """A chunk on its way: where its segments are received, and the scratch buffer that some of them are in."""
+    """A chunk on its way: where its segments are received, the scratch buffer that some of them are in, and the desk that it comes to."""
 
     memory: list[memoryview]
     scratch: torch.Tensor | None
+    desk: Desk | None = None
 
 
 class SinkOptions(TypedDict, total=False):
@@ -100,6 +103,8 @@ class ObjectsSink:
             wait_for_copies(objects)
             dirty.mark(((home.path, home.live) for home in self._homes.values()), self._token)
         self._unloading = Unloading(home.flat for home in self._homes.values())
+        self._desks = desks_of(self._homes, self._unloading, options["scratch"])
+        self._there = {index: device for index, each in self._routes.items() if (device := wholly_on(each)) is not None}
 
     # --- the transfer: any thread -----------------------------------------------------------------------------------------
 
@@ -125,14 +130,30 @@ class ObjectsSink:
             self._arriving[index] = _Arriving(memory, scratch)
         return memory
 
+    def device_buffer(self, index: int) -> OnDevice | None:
+        """Where to receive a chunk on the one device where all of it belongs; None where ``buffers`` are better."""
+        self._check_open(is_thorough=False)
+        device = self._there.get(index)
+        desk = None if device is None or self._keeps else self._desks[device].take(self.lengths[index])
+        if device is None or desk is None:
+            return None
+        with self._lock:
+            self._is_touched = True
+            del self._missing[index]
+            self._arriving[index] = _Arriving([], None, desk)
+        return OnDevice(desk.memory[: self.lengths[index]], self._desks[device].ready())
+
     def accept(self, index: int) -> bool:
         """Check a chunk that was received, and put what was packed where it belongs."""
         with self._lock:
             arriving = self._arriving[index]
-        is_right = pieces_digest(arriving.memory) == self.manifest.content.chunks[index].digest
+        digest = self.manifest.content.chunks[index].digest
         marks: Sequence[Mark] = ()
-        if is_right:
-            marks = scatter(self._routes[index], arriving.memory, self._shadow, self._unloading, is_in_shadow=self._keeps)
+        is_right = self._accept_there(index, arriving, digest)
+        if is_right is None:
+            is_right = pieces_digest(arriving.memory) == digest
+            if is_right:
+                marks = scatter(self._routes[index], arriving.memory, self._shadow, self._unloading, is_in_shadow=self._keeps)
         self._settle(index, is_accepted=is_right, marks=marks)
         return is_right
 
@@ -255,6 +276,23 @@ class ObjectsSink:
         if not dirty.are_marked((home.live for home in homes), self._token):
             raise Conflict("something else was written to the objects that are cloned into: begin the clone again")
 
+    def _accept_there(self, index: int, arriving: _Arriving, digest: bytes) -> bool | None:
+        """``accept`` on the one device where all of a chunk belongs; None where the host is to do it."""
+        device = self._there.get(index)
+        if device is None or (arriving.scratch is None and arriving.desk is None):
+            return None
+        desks, length = self._desks[device], self.lengths[index]
+        if arriving.desk is None and arriving.scratch is not None:
+            arriving.desk = desks.take(length)  # given back with the chunk, right or not
+            if arriving.desk is None:
+                return None
+            desks.bring(arriving.desk, arriving.scratch[:length])
+        assert arriving.desk is not None, "it came there, or was brought"
+        is_right = desks.is_right(arriving.desk, length, digest)
+        if is_right:
+            desks.put(arriving.desk, [piece for segment in self._routes[index] for piece in segment.pieces])
+        return is_right
+
     def _settle(self, index: int, *, is_accepted: bool, marks: Sequence[Mark] = ()) -> None:
         with self._lock:
             arriving = self._arriving.pop(index)
@@ -264,6 +302,8 @@ class ObjectsSink:
                 self._missing[index] = None
         if arriving.scratch is not None:
             self._scratch.give(arriving.scratch, marks)
+        if arriving.desk is not None:
+            self._desks[self._there[index]].give(arriving.desk)
 
     def _bytes_of(self, index: int) -> list[memoryview] | None:
         found = []

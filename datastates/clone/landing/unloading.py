@@ -25,6 +25,10 @@ class Unloading:
             side = self._streams[device] = devices().stream(device)
             devices().wait(side, devices().mark(devices().current(device)))
 
+    def stream(self, device: torch.device) -> Stream:
+        """The stream of a device that something lands on; before ``join``."""
+        return self._streams[device]
+
     def put(self, home: torch.Tensor, source: torch.Tensor) -> None:
         """Begin to copy; on any thread. The host waits where ``source`` is not pinned."""
         with devices().on(self._streams[devices().of(home)]):
