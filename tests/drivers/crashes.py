@@ -3,11 +3,12 @@
     python -m tests.drivers.crashes --count 1000
     python -m tests.drivers.crashes --count 200 --seed 5    # a part of it: parts of other seeds are others, and their counts add up
 
-A training (``tests.support.dying``) captures, persists, tags, branches, moves and deletes names, evicts, prunes, collects garbage, rebuilds
-the lineage of a copy, and closes. In two rounds of three it is killed at some moment of an act that was chosen beforehand; in the third it
-ends after a durable step of a number that was (``Config.on_step``). Then the folder is opened: every byte of it is sound, each state that
-was reported as durable and not dropped since restores equal, bit for bit, every branch has a head that restores, tags lead to where they
-led. Garbage is collected, everything is sound once more, and nothing lies there that no state needs. The next round goes on in the
+A training (``tests.support.dying``) captures, persists, tags, branches, moves and deletes names, evicts, prunes, collects garbage, has
+packs rewritten of which little is needed, rebuilds the lineage of a copy, and closes. In three rounds of five it is killed at some moment
+of an act that was chosen beforehand, every fifth time of a rewriting; in the fourth it ends after a durable step of a number that was
+(``Config.on_step``), in the fifth after one of the steps of a rewriting. Then the folder is opened: every byte of it is sound, each state
+that was reported as durable and not dropped since restores equal, bit for bit, every branch has a head that restores, tags lead to where
+they led. Garbage is collected, everything is sound once more, and nothing lies there that no state needs. The next round goes on in the
 same folder, so that what crashes leave adds up; after ``ROUNDS_OF_A_FOLDER`` rounds everything in it is restored, and a new one begins.
 """
 
@@ -31,9 +32,9 @@ import torch
 import datastates
 from datastates import Repository, Status
 from datastates.opening.lease import held_in
-from tests.support.dying import ACTS, BRANCHES, copy_of, durable_in, frozen
+from tests.support.dying import ACTS, BALLAST, BRANCHES, REWRITING, copy_of, durable_in, frozen, live_of
 from tests.support.forge import Forge, Job, forge
-from tests.support.training import digest, make
+from tests.support.training import make
 
 ROUNDS_OF_A_FOLDER = 50
 
@@ -55,6 +56,7 @@ class Promises:
     seen: set[str] = field(default_factory=set)
     doing: str = "open"
     is_copied: bool = False
+    rewritten: int = 0
 
     def begin(self) -> None:
         """Another process begins in the folder."""
@@ -88,6 +90,8 @@ class Promises:
                 self.is_copied = True
             case ["rebuilt"]:
                 pass
+            case ["rewritten", count]:
+                self.rewritten += int(count)
             case _:
                 raise AssertionError(f"half a line: {line!r}")
 
@@ -95,10 +99,10 @@ class Promises:
 def restored(repo: Repository, uid: str) -> str:
     """The digest of a state put into fresh objects."""
     model, optimizer = make()
-    same = torch.zeros_like(frozen())
-    assert repo.restore(uid, into={"model": model, "optimizer": optimizer, "frozen": same}).restored
+    same, ballast = torch.zeros_like(frozen()), torch.zeros(BALLAST)
+    assert repo.restore(uid, into={"model": model, "optimizer": optimizer, "frozen": same, "ballast": ballast}).restored
     assert torch.equal(same, frozen()), uid
-    return digest(model, optimizer)
+    return live_of(model, optimizer, ballast)
 
 
 def check(folder: Path, promises: Promises, choose: random.Random, *, is_last: bool = False) -> Counter[str]:
@@ -191,18 +195,31 @@ def _end(job: Job, promises: Promises, planned: tuple[int, str], span_s: float) 
 def round_in(smith: Forge, folder: Path, promises: Promises, choose: random.Random) -> Counter[str]:
     """One process that dies, and what it leaves."""
     promises.begin()
-    is_killed, seed = choose.random() < 2 / 3, choose.randrange(1 << 31)
-    planned = (choose.randrange(_MOST_ACTS), choose.choice(list(ACTS)))
-    how: dict[str, object] = {"planned": planned} if is_killed else {"crash_at_step": choose.randrange(1, _MOST_STEPS)}
+    kind, seed, number = (
+        choose.choices(("killed", "step", "rewriting"), (3, 1, 1))[0],
+        choose.randrange(1 << 31),
+        choose.randrange(_MOST_ACTS),
+    )
+    is_killed, is_rewriting = kind == "killed", kind == "rewriting" or choose.random() < 1 / 5
+    act = "rewrite" if is_rewriting else choose.choice(list(ACTS))
+    how: dict[str, object] = {"planned": (number, act)}
+    if kind == "rewriting":
+        how["crash_in"] = choose.choice(REWRITING)
+    elif kind == "step":
+        how = {"crash_at_step": choose.randrange(1, _MOST_STEPS)}
+    before = promises.rewritten
     job = smith.start("tests.support.dying:work", folder=str(folder), seed=seed, **how)
-    if is_killed:
-        _end(job, promises, planned, 10 ** choose.uniform(-4, -0.9))
+    if is_killed and is_rewriting:
+        _end(job, promises, (number, "rewriting"), 10 ** choose.uniform(-4, -1.7))
+    elif is_killed:
+        _end(job, promises, (number, act), 10 ** choose.uniform(-4, -0.9))
     for line in job.say():
         promises.hear(line)
     code = job.wait()
     assert code == (-signal.SIGKILL if is_killed else 137), f"the training ended with {code}:\n{smith.errors()}"
     counts = Counter({"rounds": 1, f"{'killed' if is_killed else 'ended after a durable step'}: {promises.doing}": 1})
     counts["lineages rebuilt after a kill"] += _check_copy(folder, promises)
+    counts["packs rewritten by what was ended later"] += promises.rewritten - before
     return counts + check(folder, promises, choose)
 
 

@@ -8,7 +8,8 @@ What it says, a line each, to whoever knows what a repository must still have wh
     dropping UID               the process is about to drop it by name; pruning UID: by a policy
     tag NAME UID               a name; branch NAME UID: likewise; unsettled NAME: it is about to be moved or deleted
     copied                     the whole folder was copied to the folder beside it; rebuilt: the copy has a new lineage
-    doing ACT NUMBER, done     around each act
+    doing ACT NUMBER, done     around each act; ``rewriting`` begins within the act ``rewrite``
+    rewritten COUNT            so many packs were rewritten
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import nn
 import datastates
 from datastates import Config, Conflict, Repository, Status, Tracker
 from datastates.upkeep.eviction import evict
-from tests.support.training import begin, digest, update
+from tests.support.training import digest, make, update
 
 Say = Callable[..., object]
 
@@ -41,6 +42,7 @@ ACTS = {
     "evict": 2.0,
     "prune": 0.8,
     "gc": 1.2,
+    "rewrite": 1.2,
     "reindex": 0.3,
     "reopen": 0.4,
 }
@@ -48,6 +50,9 @@ ACTS = {
 
 BOUND_S = 60.0
 """No act takes so long on the slowest of machines, unless it hangs: then the stacks of all threads are among the errors."""
+
+BALLAST = 1_500_000
+"""So many numbers that the last of them have a chunk to themselves, which is two fifths of a state."""
 
 BRANCHES = ("main", "side")
 """The branches that are trained; others are only names."""
@@ -58,6 +63,41 @@ POLICIES = ("latest:3", "thin:2", "tagged", "every:7", "all at-most:3M", "latest
 def frozen() -> torch.Tensor:
     """What does not change from state to state."""
     return torch.arange(40_000.0)
+
+
+REWRITING = ("pack-moved", "pack-renamed", "manifest-replaced", "pack-removed")
+"""The durable steps of a pack that is rewritten (``store.rewriting``)."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is trained on one branch. ``ballast`` is one number many times, and changes now and then."""
+
+    run: Tracker
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ballast: torch.Tensor
+
+    @classmethod
+    def begin(cls, repo: Repository, branch: str, say: Say) -> Line:
+        """Track new objects on a branch; says where it goes on from."""
+        model, optimizer = make()
+        ballast = torch.zeros(BALLAST)
+        run = repo.track(model=model, optimizer=optimizer, frozen=frozen(), ballast=ballast, branch=branch)
+        line = cls(run, model, optimizer, ballast)
+        say("begin", branch, run.resumed_from.uid if run.resumed_from else "-", line.live)
+        return line
+
+    @property
+    def live(self) -> str:
+        """The digest of what is live."""
+        return live_of(self.model, self.optimizer, self.ballast)
+
+
+def live_of(model: nn.Module, optimizer: torch.optim.Optimizer, ballast: torch.Tensor) -> str:
+    """Of weights, momentum, and the number that the ballast is made of."""
+    assert bool((ballast == ballast[0]).all()), "the ballast is of two states"
+    return f"{digest(model, optimizer)}+{int(ballast[0])}"
 
 
 def copy_of(folder: Path) -> Path:
@@ -83,6 +123,19 @@ def crash_after(steps: int) -> Callable[[str], None]:
     return on_step
 
 
+def crash_in_rewriting(step: str) -> Callable[[str], None]:
+    """An ``on_step`` that ends the process after this step, once a pack is being rewritten: some have names of other steps, too."""
+    is_rewriting = False
+
+    def on_step(name: str) -> None:
+        nonlocal is_rewriting
+        is_rewriting = is_rewriting or name == REWRITING[0]
+        if is_rewriting and name == step:
+            os._exit(137)
+
+    return on_step
+
+
 @dataclass
 class Mixture:
     """Two trainings in one repository, and what is known of it."""
@@ -91,10 +144,11 @@ class Mixture:
     choose: random.Random
     say: Say
     config: Config
-    lines: dict[str, tuple[Tracker, nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
+    lines: dict[str, Line] = field(default_factory=dict)
     durable: dict[str, str] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
+    number: int = 0
 
     def __post_init__(self) -> None:
         self._open()
@@ -103,31 +157,32 @@ class Mixture:
         self.repo = datastates.open(self.folder, config=self.config)
         self.durable = durable_in(self.repo)
         self.names = [ref.name for ref in self.repo.refs() if ref.name not in BRANCHES]
-        self.lines = {branch: begin(self.repo, branch, self.say, frozen=frozen()) for branch in BRANCHES}
+        self.lines = {branch: Line.begin(self.repo, branch, self.say) for branch in BRANCHES}
 
     def act(self, number: int, name: str | None = None) -> None:
         """One act; chosen at random unless it is named."""
-        name = name or self.choose.choices(list(ACTS), list(ACTS.values()))[0]
+        name, self.number = name or self.choose.choices(list(ACTS), list(ACTS.values()))[0], number
         faulthandler.dump_traceback_later(BOUND_S, exit=True)
         self.say("doing", name, number)
         getattr(self, name)(f"{self.choose.randrange(1 << 40):x}-{number}")
         self.say("done")
 
-    def capture(self, mark: str) -> datastates.Capture:
+    def capture(self, mark: str, branch: str | None = None) -> datastates.Capture:
         """A step and a capture."""
-        branch = self.choose.choice(BRANCHES)
-        run, model, optimizer = self.lines[branch]
-        loss = update(model, optimizer)
-        live = digest(model, optimizer)
-        taken = run.capture(metrics={"loss": loss}, message=live)
+        branch = branch or self.choose.choice(BRANCHES)
+        line = self.lines[branch]
+        loss = update(line.model, line.optimizer)
+        live = line.live
+        taken = line.run.capture(metrics={"loss": loss}, message=live)
         self.say("captured", taken.uid, live, branch)
         return taken
 
-    def persist(self, mark: str) -> None:
+    def persist(self, mark: str, branch: str | None = None) -> datastates.State:
         """A capture that is waited for until it is on disk."""
-        state = self.capture(mark).wait("durable")
+        state = self.capture(mark, branch).wait("durable")
         self.asked.add(state.uid)
         self._promise(state.uid, state.message or "")
+        return state
 
     def tag(self, mark: str) -> None:
         """A tag of a head, which may not be on disk yet."""
@@ -138,7 +193,7 @@ class Mixture:
         self._name("branch", mark)
 
     def _name(self, kind: str, mark: str) -> None:
-        head = self.lines[self.choose.choice(BRANCHES)][0].head
+        head = self.lines[self.choose.choice(BRANCHES)].run.head
         if head is not None:
             ref = getattr(self.repo, kind)(f"{kind}-{mark}", head)
             self.names.append(ref.name)
@@ -164,7 +219,9 @@ class Mixture:
         """A state is dropped by hand, unless somebody counts on it."""
         if not self.durable:
             return
-        uid = self.choose.choice(list(self.durable))
+        self._evict(self.choose.choice(list(self.durable)))
+
+    def _evict(self, uid: str) -> None:
         live = self.durable.pop(uid)
         self.say("dropping", uid)
         try:
@@ -191,6 +248,17 @@ class Mixture:
         """Garbage goes, of crashes before."""
         report = self.repo.gc()
         assert not report.left, report.left
+
+    def rewrite(self, mark: str) -> None:
+        """The ballast of three states lies in the pack of the first; that state goes, and then its pack, of which nobody needs the rest."""
+        branch = self.choose.choice(BRANCHES)
+        self.lines[branch].ballast.fill_(self.choose.randrange(1 << 20))
+        first, _, _ = (self.persist(mark, branch) for _ in range(3))
+        self._evict(first.uid)
+        self.say("doing", "rewriting", self.number)
+        report = self.repo.gc()
+        assert not report.left, report.left
+        self.say("rewritten", report.rewritten)
 
     def reindex(self, mark: str) -> None:
         """A copy of the folder has its lineage rebuilt, and what is on disk is known there."""
@@ -221,15 +289,20 @@ class Mixture:
         self.say("durable", uid, live)
 
 
-def work(folder: str, seed: int, say: Say, crash_at_step: int | None = None, planned: tuple[int, str] | None = None) -> None:
-    """Go on until somebody ends it, or the durable step of that number has been made; ``planned`` is the number of an act, and which."""
+def work(
+    folder: str, seed: int, say: Say, crash_at_step: int | None = None, crash_in: str | None = None, planned: tuple[int, str] | None = None
+) -> None:
+    """Go on until somebody ends it, or the durable step of that number, or that one of a rewriting, is made; ``planned`` is the number of
+    an act, and which.
+    """
     torch.set_num_threads(1)
+    on_step = crash_in_rewriting(crash_in) if crash_in is not None else None if crash_at_step is None else crash_after(crash_at_step)
     config = Config(
-        memory_bytes=48 << 20,
+        memory_bytes=96 << 20,
         durable_every=5,
         durable_interval_s=None,
         retention="all",
-        on_step=None if crash_at_step is None else crash_after(crash_at_step),
+        on_step=on_step,
     )
     mixture = Mixture(Path(folder), random.Random(seed), say, config)
     for number in range(100_000):

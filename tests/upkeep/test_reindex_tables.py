@@ -75,11 +75,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with datastates.open(root / "runs", config=QUIET) as repo:
         evict(repo.core, states[1].uid)
         repo.verify(cloned)
+        with repo.core.writing() as session:
+            studies.begin(session, "sweep", "c")
     return root / "runs"
 
 
 def study(repo: Repository) -> None:
-    """A study of which one variant was trained, and one failed twice."""
+    """A study of which one variant was trained, one failed twice, and one is begun later."""
     with repo.core.writing() as session:
         planned = [
             studies.Planned(name, parent, 3, {"lr": lr}) for name, parent, lr in (("a", None, 0.1), ("b", "a", 0.2), ("c", None, 0.3))
