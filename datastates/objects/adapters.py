@@ -117,7 +117,9 @@ class Adapted:
             if flattened is not None:
                 out.update({**state_of_optimizer(flattened.module, bare(optimizer)), CLASS: class_of(bare(optimizer))})
                 continue
-            state = self._optimizer_states.setdefault(id(optimizer), OptimizerState(optimizer))
+            state = self._optimizer_states.get(id(optimizer))
+            if state is None:
+                state = self._optimizer_states[id(optimizer)] = OptimizerState(optimizer)
             names = partial(self._names_in, walk, optimizer)
             out.update(state.tree(names, trees, labels))
             self.lasting += state.lasting

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -126,6 +127,16 @@ WRAPPERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "slow weights": lambda model: SlowWeights(AdamW(model.parameters())),
     "averaging": lambda model: Averaging(model.parameters(), lr=0.1, momentum=0.9),
 }
+
+
+def test_a_wrapper_is_asked_what_it_wraps_once_and_not_at_each_capture() -> None:
+    model = nn.Linear(2, 2)
+    wrapper = HandingThrough(AdamW(model.parameters()))
+    adapted = Adapted({"model": model, "optimizer": wrapper})
+    with patch.object(HandingThrough, "state_dict", autospec=True, side_effect=HandingThrough.state_dict) as asked:
+        for _ in range(3):
+            adapted.tree()
+    assert asked.call_count == 1
 
 
 def make(seed: int = 0) -> nn.Sequential:
