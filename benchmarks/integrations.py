@@ -18,6 +18,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from common import machine, out, short, spread, table
 from gpt import MEDIUM, SMALL, TINY
+from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,12 +37,14 @@ import datastates
 from datastates.config import Config
 from datastates.demo.model import GPT, Shape
 
-__all__ = ["PARTS", "Setting", "Steps", "Way"]
+__all__ = ["PARTS", "Setting", "Steps", "Turns", "Way"]
 
 PARTS = {
     "accelerate": "integrations_accelerate",
     "transformers": "integrations_transformers",
+    "lightning": "integrations_lightning",
     "dcp": "integrations_dcp",
+    "files": "integrations_files",
 }
 """The module of each part; one line a framework."""
 
@@ -59,9 +63,11 @@ class Setting:
     batch: int = 4
 
     def model(self) -> GPT:
-        """The model, the same for all."""
+        """The model, the same for all. Its weights are not tied: a Trainer's own checkpoints refuse those of a plain module."""
         torch.manual_seed(0)
-        return GPT(self.shape)
+        model = GPT(self.shape)
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        return model
 
     def optimizer(self, model: GPT) -> AdamW:
         """Its optimizer."""
@@ -85,6 +91,47 @@ class Way:
     begin: Callable[[Setting, Path], Steps]
     floor: str | None = None
     like: str | None = None
+
+
+class Turns:
+    """A training whose loop is a framework's, on a thread of its own: it makes one step whenever it is asked to."""
+
+    def __init__(self) -> None:
+        self._asked, self._made = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_over = False
+        self._error: BaseException | None = None
+
+    def wait(self) -> bool:
+        """Called where a step begins and all of the one before it is done; returns whether the training is to end."""
+        self._made.release()
+        self._asked.acquire()
+        return self._is_over
+
+    def steps(self, train: Callable[[], None]) -> Steps:
+        """Each ``next`` makes one."""
+
+        def run() -> None:
+            try:
+                train()
+            except BaseException as exc:  # whoever waits for a step is to know
+                self._error = exc
+            finally:
+                self._made.release()
+
+        thread = threading.Thread(target=run, name="trainer")
+        thread.start()
+        self._made.acquire()
+        try:
+            while True:
+                self._asked.release()
+                self._made.acquire()
+                if self._error is not None:
+                    raise self._error
+                yield None
+        finally:
+            self._is_over = True
+            self._asked.release()
+            thread.join()
 
 
 @dataclass(slots=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from integrations import DURABLE, MEMORY, Setting, Steps, Way
+from integrations import DURABLE, MEMORY, Setting, Steps, Turns, Way
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -21,56 +20,24 @@ __all__ = ["ways"]
 
 
 class Lossy(nn.Module):
-    """A model as a Trainer wants it: its own checkpoints refuse tied weights of a plain module."""
+    """A model as a Trainer wants it."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self.model = model
-        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
 
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": self.model(tokens)}
 
 
-class Turns(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
-    """Lets a Trainer, on a thread of its own, make one step whenever it is asked to."""
+class Waiting(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
+    """Begins a step when its turn has come: the one before was logged, captured or saved, and the next batch was read."""
 
-    def __init__(self) -> None:
-        self.asked, self.made = threading.Semaphore(0), threading.Semaphore(0)
-        self.is_over = False
-        self.error: BaseException | None = None
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The step before this one was logged, captured or saved, and its successor's batch was read."""
-        self.made.release()
-        self.asked.acquire()
-        control.should_training_stop = self.is_over
-
-    def steps(self, train: Callable[[], None]) -> Steps:
-        """Each ``next`` makes one."""
-
-        def run() -> None:
-            try:
-                train()
-            except BaseException as exc:  # whoever waits for a step is to know
-                self.error = exc
-            finally:
-                self.made.release()
-
-        thread = threading.Thread(target=run, name="trainer")
-        thread.start()
-        self.made.acquire()
-        try:
-            while True:
-                self.asked.release()
-                self.made.acquire()
-                if self.error is not None:
-                    raise self.error
-                yield None
-        finally:
-            self.is_over = True
-            self.asked.release()
-            thread.join()
+        control.should_training_stop = self.turns.wait()
 
 
 def collate(rows: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -88,10 +55,10 @@ def loop(cadence: Mapping[str, Any] | None, **options: Any) -> Callable[[Setting
             quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "logging_steps": 1_000}
             sizes = {"per_device_train_batch_size": setting.batch, "max_steps": 100_000, "max_grad_norm": 0.0, "learning_rate": 1e-4}
             args = TrainingArguments(str(folder / "out"), **{**quiet, **sizes, **options})
-            callbacks: list[Any] = [turns]
+            callbacks: list[Any] = [Waiting(turns)]
             if cadence is not None:
                 repo = open_repository(folder / "runs", config=Config(retention="latest:3"))
-                callbacks = [DatastatesCallback(repo, **cadence), turns]
+                callbacks = [DatastatesCallback(repo, **cadence), Waiting(turns)]
             trainer = Trainer(Lossy(setting.model()), args, train_dataset=setting.data(), data_collator=collate, callbacks=callbacks)
             trainer.remove_callback(PrinterCallback)
             trainer.train()
