@@ -1,13 +1,13 @@
 """Trainings that ``test_file_kills`` kills: plain scripts that save at every step, by torch.distributed.checkpoint or ``datastates.save``.
 
-Each says its losses exactly, and a state only once the call that saved it has returned. Data are shuffled anew in each epoch, and the
-model has dropout.
+Each says its losses exactly, and a state only once the call that saved it has returned. Data are shuffled anew in each epoch, the model
+has dropout, and a step is of two batches in mixed precision.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no stubs
 
 import datastates
 from datastates.integrations.dcp import Reader, Stateful, Writer
@@ -26,52 +27,57 @@ BATCH, ITEMS = 8, 40
 
 
 class Progress:
-    """Where the training is: the step, and the order of the epoch."""
+    """How many steps were made, and where the loader is."""
 
-    def __init__(self) -> None:
-        self.step, self.order = 0, torch.empty(0, dtype=torch.int64)
+    def __init__(self, loader: StatefulDataLoader) -> None:
+        self.step, self.loader = 0, loader
+        self._batches: Iterator[torch.Tensor] = iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "order": self.order}
+        return {"step": self.step, "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.order = state["step"], state["order"]
+        self.step = state["step"]
+        self.loader.load_state_dict(state["loader"])
+        self._batches = iter(self.loader)
 
     def next(self) -> torch.Tensor:
-        """The next batch's indices."""
-        if not len(self.order):
-            self.order = torch.randperm(ITEMS)
-        batch, self.order = self.order[:BATCH], self.order[BATCH:].clone()
-        self.step += 1
-        return batch
+        """The next batch."""
+        for batch in self._batches:
+            return batch
+        self._batches = iter(self.loader)
+        return next(self._batches)
 
 
 class Job:
-    """What is trained."""
+    """What is trained: a step is of two batches, in bf16."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int) -> None:
         torch.manual_seed(0)
-        self.inputs = torch.randn(ITEMS, 16)
+        loader = StatefulDataLoader(torch.randn(ITEMS, 16), batch_size=BATCH, shuffle=True, num_workers=workers)
         self.model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=7, gamma=0.7)
-        self.progress = Progress()
+        self.progress = Progress(loader)
 
     def update(self) -> float:
-        """One step; its loss."""
-        batch = self.inputs[self.progress.next()]
+        """One step; its last loss."""
         self.optimizer.zero_grad()
-        loss = (self.model(batch) - batch.sum(dim=1, keepdim=True)).square().mean()
-        loss.backward()
+        for _ in range(2):
+            batch = self.progress.next()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (self.model(batch) - batch.sum(dim=1, keepdim=True)).float().square().mean()
+            loss.backward()
         self.optimizer.step()
         self.scheduler.step()
+        self.progress.step += 1
         return float(loss.detach())
 
 
-def train(folder: str, kind: str, steps: int, say: Say) -> None:
+def train(folder: str, kind: str, steps: int, say: Say, workers: int = 0) -> None:
     """Go on from the newest state, up to so many steps; ``kind`` is how it saves."""
     warnings.simplefilter("ignore", UserWarning)  # that torch saves from one process
-    {"save": by_dcp, "async_save": by_dcp_later, "files": by_files, "nothing": by_nothing}[kind](Job(), folder, steps, say)
+    {"save": by_dcp, "async_save": by_dcp_later, "files": by_files, "nothing": by_nothing}[kind](Job(workers), folder, steps, say)
 
 
 def by_nothing(job: Job, folder: str, steps: int, say: Say) -> None:

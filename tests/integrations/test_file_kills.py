@@ -26,9 +26,9 @@ def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
             yield opened
 
 
-def trained(smith: Forge, folder: Path, kind: str, kill_after: int | None = None) -> list[list[str]]:
+def trained(smith: Forge, folder: Path, kind: str, workers: int, kill_after: int | None = None) -> list[list[str]]:
     """What a training said; it is killed after so many lines, wherever it is then."""
-    job = smith.start("tests.integrations.file_training:train", folder=str(folder), kind=kind, steps=STEPS)
+    job = smith.start("tests.integrations.file_training:train", folder=str(folder), kind=kind, workers=workers, steps=STEPS)
     lines = []
     if kill_after is not None:
         lines = [job.lines.readline() for _ in range(kill_after)]
@@ -41,26 +41,32 @@ def trained(smith: Forge, folder: Path, kind: str, kill_after: int | None = None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "workers"),
     [
         pytest.param(
-            "save", marks=[pytest.mark.exact("dcp", "killed", "shuffled", "scheduler", "moved"), pytest.mark.in_turn("integrations")]
+            *("save", 0), marks=pytest.mark.exact("dcp", "killed", "shuffled", "scheduler", "moved", "accumulation", "mixed-precision")
         ),
+        pytest.param(*("save", 2), marks=pytest.mark.exact("dcp", "stateful", "workers-2")),
+        pytest.param(*("async_save", 0), marks=pytest.mark.exact("dcp", "killed", "stateful", "workers-0")),
         pytest.param(
-            "async_save", marks=[pytest.mark.exact("dcp", "killed", "shuffled", "scheduler"), pytest.mark.in_turn("integrations")]
+            *("files", 0),
+            marks=pytest.mark.exact(
+                "files", "killed", "shuffled", "scheduler", "moved", "accumulation", "mixed-precision", "stateful", "workers-0"
+            ),
         ),
-        pytest.param(
-            "files", marks=[pytest.mark.exact("files", "killed", "shuffled", "scheduler", "moved"), pytest.mark.in_turn("integrations")]
-        ),
+        pytest.param(*("files", 2), marks=pytest.mark.exact("files", "workers-2")),
     ],
 )
-def test_killed_script_repeats_every_loss_and_has_every_state_that_was_reported(kind: str, smith: Forge, tmp_path: Path) -> None:
-    expected = {int(step): loss for _, step, loss in trained(smith, tmp_path / "none", "nothing")}
+@pytest.mark.in_turn("integrations")
+def test_killed_script_repeats_every_loss_and_has_every_state_that_was_reported(
+    kind: str, workers: int, smith: Forge, tmp_path: Path
+) -> None:
+    expected = {int(step): loss for _, step, loss in trained(smith, tmp_path / "none", "nothing", workers)}
     choose = random.Random(SEED)
     saved: dict[str, int] = {}
     said: list[list[str]] = []
     for number in range(KILLS + 1):
-        lines = trained(smith, tmp_path / "runs", kind, choose.randrange(1, 2 * STEPS // KILLS + 2) if number < KILLS else None)
+        lines = trained(smith, tmp_path / "runs", kind, workers, choose.randrange(1, 2 * STEPS // KILLS + 2) if number < KILLS else None)
         begun = int(lines[0][1]) if lines else None
         assert begun is None or begun >= max(saved.values(), default=0), "a state that was reported is lost"
         said += lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 import datastates
 from datastates import InvalidInput, Repository
 from tests.integrations.raying import job, step, train
-from tests.support.effort import IS_THOROUGH
+from tests.support.effort import IS_THOROUGH, SEED, effort
 
 ROOT = Path(__file__).parents[2]
 EPOCHS, STEPS, AT = 2, 6, 4
@@ -59,10 +60,16 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-def losses(rate: float = 0.1) -> list[str]:
-    """Those of a training that never stopped and knows nothing of Ray."""
-    model, optimizer, loader = job(rate)
-    return [step(model, optimizer, inputs).hex() for _ in range(EPOCHS) for (inputs,) in loader]
+def losses(epochs: int = EPOCHS, how: dict[str, Any] | None = None) -> list[str]:
+    """Those of the steps of a training that never stopped and knows nothing of Ray."""
+    how = how or {}
+    accumulate = how.get("accumulate", 1)
+    model, optimizer, loader = job(0.1, how.get("workers", 0))
+    found = []
+    for count, (inputs,) in enumerate((batch for _ in range(epochs) for batch in loader), 1):
+        loss = step(model, optimizer, inputs, is_last=count % accumulate == 0, is_half=how.get("is_half", False))
+        found += [loss.hex()] if count % accumulate == 0 else []
+    return found
 
 
 def recorded(repo: Repository, branch: str) -> list[str]:
@@ -93,25 +100,41 @@ def tuned(runs: Path, space: dict[str, Any], *, scheduler: Any = None, max_failu
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.exact("ray", "killed", "shuffled", "workers-0", "moved")
-def test_a_trial_that_was_killed_goes_on_in_another_process_from_the_state_that_its_checkpoint_names(runs: Path) -> None:
+@pytest.mark.timeout(1800)  # each kill costs Ray a process
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, marks=pytest.mark.exact("ray", "killed", "shuffled", "workers-0", "moved")),
+        pytest.param(
+            {"workers": 2, "accumulate": 2, "is_half": True},
+            marks=pytest.mark.exact("ray", "killed", "workers-2", "accumulation", "mixed-precision"),
+        ),
+    ],
+)
+def test_a_trial_that_was_killed_goes_on_in_another_process_from_the_state_that_its_checkpoint_names(
+    how: dict[str, Any], runs: Path
+) -> None:
     from datastates.integrations.ray import named
 
-    (result,) = tuned(runs, {"dies_at": 4}, max_failures=1)
-    assert (runs / "died").exists()
+    kills = effort(10, 1)
+    epochs = effort(8, 2) * how.get("accumulate", 1)
+    expected = losses(epochs, how)
+    dies = sorted(random.Random(SEED).sample(range(2, len(expected) + 1), kills))
+    (result,) = tuned(runs, {"dies_at": dies, "how": how, "epochs": epochs}, max_failures=kills)
+    assert sorted(path.name for path in runs.glob("died-*")) == sorted(f"died-{step}" for step in dies)
     found = named(result.checkpoint)
     with datastates.open(found.repository) as repo:
-        assert recorded(repo, found.branch) == losses()
+        assert recorded(repo, found.branch) == expected
         assert repo.state(found.state) == repo.state(found.branch)
         moves = [(event.old, event.new) for event in repo.reflog(found.branch) if event.reason == "move"]
-        assert [[repo.state(uid).step for uid in move if uid is not None] for move in moves] == [[4, 3]], (
-            "what was captured and not reported is trained again"
-        )
+        assert [[repo.state(uid).step for uid in move if uid is not None] for move in moves] == [
+            [step, step - 1] for step in reversed(dies)
+        ], "what was captured and not reported is trained again"
         assert repo.state(found.state).attributes == {"ray.trial": found.branch}
         assert repo.state(found.state).config["lr"] == 0.1
     assert files(result.checkpoint).keys() == {"datastates.json"}
     assert sum(files(result.checkpoint).values()) < 1000
-    assert list(result.metrics_dataframe["hex"]) == losses()
+    assert list(result.metrics_dataframe["hex"]) == expected
 
 
 @pytest.mark.usefixtures("cluster")
@@ -149,7 +172,7 @@ def test_workers_of_train_that_were_killed_go_on_from_what_their_checkpoint_name
 
     from datastates.integrations.ray import named
 
-    config = {"lr": 0.1, "epochs": EPOCHS, "runs": str(runs), "dies_at": 4}
+    config = {"lr": 0.1, "epochs": EPOCHS, "runs": str(runs), "dies_at": [4]}
     result = TorchTrainer(
         train,
         train_loop_config=config,
@@ -158,7 +181,7 @@ def test_workers_of_train_that_were_killed_go_on_from_what_their_checkpoint_name
             name="fitted", storage_path=str(runs.parent / "storage"), failure_config=ray.train.FailureConfig(max_failures=1)
         ),
     ).fit()
-    assert (runs / "died").exists()
+    assert (runs / "died-4").exists()
     branches = ["fitted", *(f"fitted/rank-{rank}" for rank in range(1, workers))]
     with datastates.open(runs) as repo:
         assert sorted(ref.name for ref in repo.refs()) == branches
