@@ -28,6 +28,9 @@ _logger = logging.getLogger(__name__)
 _MOST_LAUNCHES = 1000
 """More are not worth it on a training's stream: without Triton's kernels only short chunks are digested there."""
 
+_PATIENCE, _LONGEST_PAUSE = 3, 64
+"""After so many looks in a row that found nothing still, captures are left out between looks: 1, 2, 4, … at most so many."""
+
 
 class Source(Protocol):
     """A tensor, or a part of one, that lies together in the stream of a state from ``start`` on."""
@@ -73,6 +76,7 @@ class Stills:
         self._is_given_up = False
         self._last: dict[int, bytes] = {}
         self._still: frozenset[int] = frozenset()
+        self._in_vain = self._left_out = 0
 
     @property
     def launches(self) -> int:
@@ -80,8 +84,11 @@ class Stills:
         return self._digester.launches
 
     def look(self) -> Look | None:
-        """Queue the digests on the current stream; None where the device does not work them out."""
+        """Queue the digests on the current stream; None where the device does not work them out, or all changes from capture to capture."""
         if self._is_given_up:
+            return None
+        if self._left_out:
+            self._left_out -= 1
             return None
         try:
             return Look(self, [self._digester.lanes()], self._still)
@@ -96,6 +103,8 @@ class Stills:
     def _learn(self, lanes: torch.Tensor) -> dict[int, bytes]:
         found = dict(zip(self.parts, digests_of(lanes.numpy(), self._digester.lengths), strict=True))
         self._still = frozenset(chunk for chunk, digest in found.items() if self._last.get(chunk) == digest)
+        self._in_vain = 0 if self._still or not self._last else self._in_vain + 1
+        self._left_out = min(_LONGEST_PAUSE, 1 << (self._in_vain - _PATIENCE)) if self._in_vain >= _PATIENCE else 0
         self._last = found
         return found
 

@@ -164,6 +164,27 @@ def test_without_deferring_nothing_is_digested_and_all_is_copied(
     assert not looks
 
 
+@pytest.mark.in_turn("stills")
+def test_what_changes_each_time_is_looked_at_less_and_less(repo: Repository, crossed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, look = list[bool](), stills.Stills.look
+
+    def counted(self: stills.Stills) -> stills.Look | None:
+        found = look(self)
+        looks.append(found is not None)
+        return found
+
+    monkeypatch.setattr(stills.Stills, "look", counted)
+
+    def change(model: Net, step: int) -> None:
+        if step < 8:
+            model.frozen.data.add_(1.0)
+
+    assert not train(repo, LateDevices(Lateness.COPIES), 18, change)
+    assert looks[:13] == [True] * 4 + [False] + [True] + [False] * 2 + [True] + [False] * 4
+    assert looks[13:] == [True] * 5, "what stays the same is looked at each time"
+    assert sum(crossed) == 14 * WHOLE_BYTES + 4 * TRAINED_BYTES
+
+
 def check_that_what_changes_late_is_right_or_torn(repo: Repository, lateness: Lateness) -> list[str]:
     def change(model: Net, step: int) -> None:
         if step > KNOWN:
