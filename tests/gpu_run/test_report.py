@@ -113,9 +113,9 @@ def test_the_readme_says_of_gpus_what_the_kept_reports_say() -> None:
     readme = (ROOT / "README.md").read_text()
     assert kept == on_a_gpu, "only runs on a GPU are kept in docs/gpu"
     if not on_a_gpu:
-        assert "have never been run on one" in readme
+        assert "were never run on a GPU" in readme
         return
     newest = max(on_a_gpu, key=lambda each: each.began)
-    assert "have never been run on one" not in readme
+    assert "were never run on a GPU" not in readme
     assert newest.device in readme
     assert newest.began[:10] in readme
