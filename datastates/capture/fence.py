@@ -36,19 +36,25 @@ _fences: weakref.WeakSet[Fence] = weakref.WeakSet()
 
 
 class Pending:
-    """The copy that a fence waits for: that of the newest capture, while it reads. It keeps no tracker alive."""
+    """The copies that a fence waits for: those of captures that may still read, oldest first. It keeps no tracker alive."""
 
     def __init__(self, fence: Callable[[CopyJob], None]) -> None:
-        self.job: CopyJob | None = None
+        self._jobs: list[CopyJob] = []
         self._fence, self._pid = fence, os.getpid()
+
+    def add(self, job: CopyJob) -> None:
+        """One more: there may be several since the last change."""
+        self._jobs = [*self._left(), job]
 
     def wait(self) -> None:
         """Wait until nothing is read any more. In a forked child nothing copies, and what is changed is its own."""
-        job = self.job
-        if job is not None and self._pid == os.getpid():
-            self._fence(job)
-            if job.is_copied.is_set():
-                self.job = None
+        if self._jobs and self._pid == os.getpid():
+            for job in self._jobs:
+                self._fence(job)
+            self._jobs = self._left()
+
+    def _left(self) -> list[CopyJob]:
+        return [job for job in self._jobs if not job.is_copied.is_set()]
 
 
 class Fence:

@@ -279,7 +279,7 @@ class Tracker:
             self._host.submit(staged, is_deferring=self._is_deferring and not training.line.edits.are_anywhere)
         finally:
             if not job.is_copied.is_set():
-                training.pending.job = job
+                training.pending.add(job)
         ended = time.monotonic()
         training.newest, training.held_s = handle.uid, ended - began
         host.recorder.span("capture", began, ended, uid, self.step)

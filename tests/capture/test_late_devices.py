@@ -194,6 +194,21 @@ def test_a_fence_waits_on_the_host_for_host_memory_only(repo: Repository) -> Non
         assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
+def test_an_update_after_two_captures_tears_neither(repo: Repository) -> None:
+    late = LateDevices(Lateness.COPIES)
+    late.schedule.patience_s = 5
+    weight = nn.Parameter(torch.zeros(300, 300))
+    late.put(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with late.running(), repo.track(weight=weight, optimizer=optimizer) as run:
+        captures = [run.capture() for _ in range(2)]  # as where a scaler leaves a step out
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        late.schedule.catch_up()
+        for capture in captures:
+            assert not repo.load(capture.wait(timeout_s=30).uid)["weight"].any()
+
+
 def test_numbers_on_a_device_arrive_with_the_state(repo: Repository) -> None:
     late = LateDevices(Lateness.BOTH)
     late.schedule.patience_s = 60
