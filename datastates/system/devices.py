@@ -21,7 +21,7 @@ import torch
 
 from . import driver
 
-__all__ = ["Devices", "Mark", "Shared", "Stream", "built_for", "devices", "names", "swapped"]
+__all__ = ["Devices", "Mark", "Memory", "Shared", "Stream", "built_for", "devices", "names", "swapped"]
 
 _ASYNCHRONOUS = frozenset({"cuda", "xpu"})
 """Kinds of devices (ROCm's call themselves ``cuda``) that have streams and events; any other is read and written as host memory is."""
@@ -66,6 +66,17 @@ class Shared(Protocol):
         """Let go of it; idempotent. Nothing that was queued here reads or writes it any more. Whose memory it is closes it last."""
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A device's memory, in bytes: all of it, what torch has there or could have, and the most that tensors took of it at once, as far as
+    torch remembers. ``failures``: how often its allocator found no memory, or only after it had given back what it keeps."""
+
+    total: int
+    reach: int
+    peak: int
+    failures: int
+
+
 class Devices(Protocol):
     """What we ask of accelerators. Every method is safe from any thread; none waits for a device, but ``Mark.synchronize`` does."""
 
@@ -96,6 +107,9 @@ class Devices(Protocol):
 
     def is_recording(self, device: torch.device) -> bool:
         """Whether what this thread queues there becomes a graph, to be replayed, and does not happen now."""
+
+    def memory(self, device: torch.device) -> Memory:
+        """What there is, and how much of it was needed so far."""
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Host memory that copies from and to a device may use while the host goes on."""
@@ -216,8 +230,17 @@ class _Torch:
         with torch.accelerator.device_index(device.index):
             return bool(is_recording())
 
+    def memory(self, device: torch.device) -> Memory:
+        module = torch.get_device_module(device)
+        with _selected(device):
+            free, total = module.mem_get_info(device)
+            stats = module.memory_stats(device)
+        failures = stats.get("num_alloc_retries", 0) + stats.get("num_ooms", 0)
+        return Memory(total, free + stats.get("reserved_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0), failures)
+
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+        with _unhindered():  # torch itself selects a device that is in use
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def register(self, device: torch.device, address: int, length: int) -> None:
         with _selected(device):
@@ -321,17 +344,23 @@ def _is_used(module: Any, index: int) -> bool:
 @contextmanager
 def _selected(device: torch.device) -> Iterator[None]:
     """With that device selected, and whatever another thread records; what was selected before is again only if it is in use."""
+    with torch.accelerator.device_index(device.index), _unhindered():
+        yield
+
+
+@contextmanager
+def _unhindered() -> Iterator[None]:
+    """Whatever another thread records."""
     exchange = _exchange_mode()
-    with torch.accelerator.device_index(device.index):
-        if exchange is None:
-            yield
-            return
-        mode = ctypes.c_int(_RELAXED)
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
         exchange(ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            exchange(ctypes.byref(mode))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, put: C
 def live(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     found = {f"model/{name}": value.clone() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        found |= {f"optimizer/state/{name}/{key}": value.clone() for key, value in optimizer.state[parameter].items()}
+        state = optimizer.state[parameter]
+        found |= {f"optimizer/state/{name}/{key}": value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
     return found
 
 
@@ -173,6 +174,35 @@ def test_a_wait_that_is_taken_out_is_noticed(
     late.schedule.patience_s = 5
     with pytest.raises((AssertionError, Torn, Corrupt, Hazard)):
         check_captures(repo, late, is_eager=name == "finish", is_large=name == "_begin_on")
+
+
+@pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
+def test_states_of_a_training_with_sparse_gradients_are_right(lateness: Lateness, repo: Repository) -> None:
+    def trained(put: Callable[[Any], Any], capture: Callable[[nn.Module, torch.optim.Optimizer], None]) -> None:
+        table = nn.Embedding(256, 128, sparse=True, _weight=torch.arange(256.0 * 128).reshape(256, 128) / 4096)
+        optimizer = torch.optim.SparseAdam(put(table).parameters(), lr=0.1)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            table(put(torch.tensor([number, 2 * number, 7]))).square().sum().backward()
+            optimizer.step()
+            capture(table, optimizer)
+
+    expected, captures = list[dict[str, torch.Tensor]](), list[Capture]()
+    trained(lambda found: found, lambda table, optimizer: expected.append(live(table, optimizer)))
+    late = LateDevices(lateness)
+    with late.running(), ExitStack() as stack:
+
+        def take(table: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            if not captures:
+                runs.append(stack.enter_context(repo.track(model=table, optimizer=optimizer)))
+            captures.append(runs[0].capture())
+
+        runs = list[datastates.Tracker]()
+        trained(late.put, take)
+        late.schedule.catch_up()
+        for capture, state in zip(captures, expected, strict=True):
+            found = loaded(repo, capture.wait(timeout_s=30).uid)
+            assert [path for path, value in state.items() if not torch.equal(value, found[path])] == []
 
 
 def test_a_fence_waits_on_the_host_for_host_memory_only(repo: Repository) -> None:

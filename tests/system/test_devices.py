@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from datastates.system import devices as seam
-from datastates.system.devices import devices
+from datastates.system.devices import Memory, devices
 
 DEVICE = torch.device("cuda", 1)
+
+TOLD: dict[str, Any] = {
+    "mem_get_info": (30, 80),
+    "memory_stats": {"reserved_bytes.all.current": 20, "allocated_bytes.all.peak": 15, "num_alloc_retries": 3, "num_ooms": 1},
+}
 
 
 class Library:
@@ -37,6 +42,8 @@ class Library:
     def __getattr__(self, name: str) -> Any:
         def ask(*_: object, **__: object) -> Any:
             self.asked.append((name, self.selected, self.mode))
+            if name in TOLD:
+                return TOLD[name]
             return nullcontext() if name == "stream" else 0 if name.startswith("cuda") else self
 
         return ask
@@ -66,6 +73,24 @@ def test_every_call_for_a_device_is_made_with_that_device_selected_and_minds_no_
     names = ["Stream", "stream", "Event", "record", "wait_event", "query", "synchronize", "cudaHostRegister", "cudaHostUnregister"]
     assert library.asked == [(name, 1, 2) for name in names]
     assert (library.selected, library.mode) == (0, 0)
+
+
+def test_a_device_has_what_is_free_and_what_torch_keeps_there(library: Library) -> None:
+    assert devices().memory(DEVICE) == Memory(total=80, reach=50, peak=15, failures=4)
+    assert library.asked == [("mem_get_info", 1, 2), ("memory_stats", 1, 2)]
+
+
+def test_memory_is_pinned_whatever_another_thread_records(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, modes = torch.empty, list[int]()
+
+    def pinned(*size: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
+        modes.append(library.mode)
+        assert pin_memory
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    assert devices().pinned((2, 3), torch.float32).shape == (2, 3)
+    assert (modes, library.mode, library.selected) == ([2], 0, 0)
 
 
 def test_whether_a_graph_is_recorded_is_asked_as_the_user_records_it(library: Library) -> None:

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
-from datastates.system.devices import swapped
+from datastates.system.devices import Memory, swapped
 
 from .dispatch import Hazard, Home, Operators, poison
 from .shared import Shared, make_shared, open_shared
@@ -54,7 +55,8 @@ class LateDevices:
             late.schedule.catch_up()
 
     Their tensors are plain ones, which say that they are on the CPU: only ``datastates.system.devices`` knows better. ``reached`` are the
-    devices that somebody's call reached; a process has a context on each of them.
+    devices that somebody's call reached; a process has a context on each of them. ``memories`` is what each has, as
+    torch would tell it, and ``most_bytes`` the most that one tensor may take.
     """
 
     def __init__(self, lateness: Lateness, seed: int = 0, count: int = 2) -> None:
@@ -62,6 +64,8 @@ class LateDevices:
         self.reached: set[int] = set()
         self.registered: dict[int, int] = {}
         self.most_registered = 1 << 30
+        self.memories = Memory(total=8 << 30, reach=8 << 30, peak=0, failures=0)
+        self.most_bytes = 1 << 40
         self.random = [torch.Generator().manual_seed(index) for index in range(count)]
         self._homes: dict[int, Home] = {}
         self._pinned: list[torch.Tensor] = []
@@ -132,16 +136,18 @@ class LateDevices:
     def adopt(self, made: object, stream: Stream) -> object:
         """Memory that the device gave out for a stream."""
         if isinstance(made, torch.Tensor):
-            storage = made.untyped_storage()
+            storage = _dense(made).untyped_storage()
+            if storage.nbytes() > self.most_bytes:
+                raise torch.OutOfMemoryError(f"tried to allocate {storage.nbytes()} bytes")
             self.reached.add(stream.device.index)
             self._homes[storage._cdata] = Home(StorageWeakRef(storage), stream)
         return made
 
     def home(self, tensor: torch.Tensor) -> Home | None:
         """What is known of a tensor's memory; None: it is the host's."""
-        if tensor.is_meta or str(tensor.layout) != "torch.strided":
+        if tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
             return None
-        found = self._homes.get(tensor.untyped_storage()._cdata)
+        found = self._homes.get(_dense(tensor).untyped_storage()._cdata)
         return None if found is None or found.storage.expired() else found
 
     def current_for(self, device: torch.device) -> Stream:
@@ -208,6 +214,10 @@ class LateDevices:
     def is_recording(self, device: torch.device) -> bool:
         return self._local.graph is not None and self._local.graph.device == device
 
+    def memory(self, device: torch.device) -> Memory:
+        self.reached.add(device.index)
+        return self.memories
+
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         made = poison(torch.empty(tuple(shape), dtype=dtype))
         self._pinned.append(made)
@@ -249,3 +259,11 @@ class LateDevices:
             if index < len(self.random):
                 self.random[index].set_state(state)
         return len(self.random)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a sparse tensor."""
+    if tensor.layout is torch.strided:
+        return tensor
+    with _disable_current_modes():
+        return tensor._values()

@@ -75,6 +75,8 @@ class Operators(TorchDispatchMode):
         if home is None or schema.name in _METADATA or _is_view(schema):
             return func(*args, **kwargs)
         stream = late.current_for(home.stream.device)
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            return self._at_once(func, args, kwargs, stream)
         writes = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
         if not writes and not any("Tensor" in str(each.type) for each in schema.returns):  # ``item``: the host wants to know
             late.finish(stream)
@@ -90,13 +92,21 @@ class Operators(TorchDispatchMode):
         try:
             made = func(*tree_map(_outline, args), **{**tree_map(_outline, kwargs), **({"device": "meta"} if "device" in kwargs else {})})
         except (NotImplementedError, RuntimeError):  # the shape depends on the data
-            late.finish(stream)
-            made = func(*args, **kwargs)
-            tree_map(lambda each: late.adopt(each, stream), made)
-            return made
+            return self._at_once(func, args, kwargs, stream)
+        if any(leaf.layout is not torch.strided for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)):
+            return self._at_once(func, args, kwargs, stream)
         outputs = tree_map(lambda each: late.adopt(_poisoned(each), stream), made)
         self._queue(func, args, kwargs, stream, outputs)
         return outputs
+
+    def _at_once(self, func: Any, args: Any, kwargs: Any, stream: Stream) -> Any:
+        """What makes or reads sparse tensors, or has to look at numbers to know how many there are, waits for them."""
+        self._late.finish(stream)
+        made = func(*args, **kwargs)
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and self._late.home(leaf) is None:
+                self._late.adopt(leaf, stream)
+        return made
 
     def _queue(self, func: Any, args: Any, kwargs: Any, stream: Stream, outputs: Any, written: Sequence[object] = ()) -> Op:
         name, ids = str(func), set(map(id, written))
