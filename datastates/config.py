@@ -84,7 +84,9 @@ class Config:
     ``memory_bytes`` is the budget of the arena, staging and kept states together (plain values and manifests count), in bytes or as
     ``"2G"``; None keeps as many states as ``policy.keeping`` says, and takes a quarter of the memory that is available when the arena is
     made at most, for states that may not leave. ``memory_latest`` is how many of its newest states each training keeps there (None: as many
-    as fit); what is older leaves at the next capture, unless a name leads to it or it is about to be written. ``durable_interval_s`` writes
+    as fit); what is older leaves at the next capture, unless a name leads to it or it is about to be written. ``device_bytes`` is how much
+    of each device's own memory the newest states may take as copies there, in bytes or as ``"2G"``: updates then wait for no copy to the
+    host, and ``run.guard`` and restores go back without it; 0 keeps none. ``durable_interval_s`` writes
     the newest state at most that often (None: never by time), ``durable_every`` every so many captures; ``cadence`` is both as one value,
     or another policy (``datastates.Cadence``, ``CheckFreq``, …, joined by ``|``; or as text), and given instead.
     ``on_failure`` says whether a training goes on (``continue``) when nothing can be written, or is told by an error (``raise``).
@@ -117,10 +119,12 @@ class Config:
     write_bytes_per_s: int | None = None
     group_patience_s: float = 60.0
     memory_latest: int | None = None
+    device_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
         self._set("memory_latest", None if self.memory_latest is None else values.positive(self.memory_latest, "memory_latest"))
+        self._set("device_bytes", values.size(self.device_bytes, "device_bytes"))
         rate = self.write_bytes_per_s
         self._set("write_bytes_per_s", None if rate is None else values.size(rate, "write_bytes_per_s", least=1 << 16))
         self._set("group_patience_s", values.seconds(self.group_patience_s, "group_patience_s"))
@@ -167,8 +171,9 @@ class Config:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """The defaults, changed by ``DATASTATES_MEMORY``, ``_MEMORY_LATEST``, ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``,
-        ``_BACK_PRESSURE``, ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``, ``_WRITE_BYTES_PER_S``, ``_GROUP_PATIENCE``.
+        """The defaults, changed by ``DATASTATES_MEMORY``, ``_MEMORY_LATEST``, ``_DEVICE_MEMORY``, ``_DURABLE_EVERY``,
+        ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``, ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``,
+        ``_WRITE_BYTES_PER_S``, ``_GROUP_PATIENCE``.
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -235,6 +240,7 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_ON_FAILURE": lambda config, text: replace(config, on_failure=OnFailure(text)),
     "DATASTATES_TRACE": lambda config, text: replace(config, trace=text),
     "DATASTATES_WRITE_BYTES_PER_S": lambda config, text: replace(config, write_bytes_per_s=parse_bytes(text)),
+    "DATASTATES_DEVICE_MEMORY": lambda config, text: replace(config, device_bytes=parse_bytes(text)),
     "DATASTATES_GROUP_PATIENCE": lambda config, text: replace(config, group_patience_s=float(text)),
     "DATASTATES_DATA": lambda config, text: replace(config, data=data_plane(text)),
 }

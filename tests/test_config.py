@@ -54,6 +54,7 @@ def test_environment_changes_what_it_names() -> None:
         "DATASTATES_BACK_PRESSURE": "drop-oldest",
         "DATASTATES_ON_FAILURE": "raise",
         "DATASTATES_WRITE_BYTES_PER_S": "50M",
+        "DATASTATES_DEVICE_MEMORY": "3G",
     }
 
     expected = Config(
@@ -63,6 +64,7 @@ def test_environment_changes_what_it_names() -> None:
         back_pressure=BackPressure.DROP_OLDEST,
         on_failure=OnFailure.RAISE,
         write_bytes_per_s=50 << 20,
+        device_bytes=3 << 30,
     )
     assert Config.from_environment(environ) == expected
 
@@ -82,6 +84,7 @@ def test_environment_changes_what_it_names() -> None:
         ("ON_FAILURE", "panic"),
         ("WRITE_BYTES_PER_S", "fast"),
         ("WRITE_BYTES_PER_S", "5"),
+        ("DEVICE_MEMORY", "-1"),
     ],
 )
 def test_bad_value_names_its_variable(name: str, value: str) -> None:
@@ -90,7 +93,8 @@ def test_bad_value_names_its_variable(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"memory_bytes": 0}, {"durable_every": 0}, {"durable_interval_s": -1.0}, {"durable_interval_s": float("nan")}]
+    "wrong",
+    [{"memory_bytes": 0}, {"device_bytes": -1}, {"durable_every": 0}, {"durable_interval_s": -1.0}, {"durable_interval_s": float("nan")}],
 )
 def test_wrong_value_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=next(iter(wrong))):

@@ -202,6 +202,7 @@ CASES: dict[str, Callable[[World], Case]] = {
             "cadence": None,
             "retention": "latest:3",
             "write_bytes_per_s": 1 << 20,
+            "device_bytes": 1 << 20,
         },
     ),
     "Config.cadence_with": lambda _: Case(Config().cadence_with, {"cadence": None, "durable_every": 3, "durable_interval_s": 2.0}),

@@ -23,6 +23,9 @@ __all__ = ["cases"]
 
 BUSY_S = 0.3
 
+KEPT = 3.2
+"""So many states stay on the device, where any do."""
+
 
 def cases(place: Place) -> Sequence[Case]:
     """What there is to measure."""
@@ -32,6 +35,8 @@ def cases(place: Place) -> Sequence[Case]:
         Case("behind a busy device", _behind, limit_s=40),
         Case("every step of a training", _training, limit_s=80),
         Case("four fifths frozen", _frozen, limit_s=60),
+        Case("the update after a capture", _updates, limit_s=60),
+        Case("every step of a training, kept on the device", partial(_training, kept=KEPT), limit_s=80),
     ]
 
 
@@ -146,7 +151,36 @@ def _behind(place: Place) -> Found:
     return {"blocked_ms": blocked, "busy_ms": busy}
 
 
-def _training(place: Place) -> Found:
+def _updates(place: Place) -> Found:
+    """How long the next update takes to be done on the device, from the call of ``capture`` on: without and with states that stay there."""
+    samples: dict[str, list[float]] = {}
+    kept = 0
+    for name, states in (("", 0.0), ("kept_", KEPT)):
+        model, blocked, updated = Model.make(place), list[float](), list[float]()
+        with opened(model.size, kept=states) as repo, repo.track(**model.objects) as run:
+            for index in range(model.warm_up + (2 if place.is_quick else 10)):
+                place.finish()
+                start = time.perf_counter()
+                capture = run.capture()
+                returned = time.perf_counter()
+                model.optimizer.step()
+                if place.is_accelerator:
+                    torch.cuda.current_stream().synchronize()
+                if index >= model.warm_up:
+                    blocked.append(1e3 * (returned - start))
+                    updated.append(1e3 * (time.perf_counter() - start))
+                capture.wait(timeout_s=50)
+            kept = repo.stats().activity.snapshots
+        samples |= {f"{name}blocked_ms": blocked, f"{name}updated_ms": updated}
+        del model
+    if not place.is_accelerator:
+        raise Skip("nothing is kept on a device where there is none")
+    if not kept:
+        raise AssertionError("no state was kept on the device")
+    return {"kept": kept, **samples}
+
+
+def _training(place: Place, kept: float = 0.0) -> Found:
     """Segments with a capture at every step between segments without; forward and backward take longer than the copy."""
     model = Model.make(place)
     floor = Floor.make(place, model.size)
@@ -156,7 +190,7 @@ def _training(place: Place) -> Found:
         windows *= 2
     steps = 3 if place.is_quick else max(8, min(100, int(1.5 / batch)))
     overheads, plain, captured = list[float](), list[float](), list[float]()
-    with opened(model.size) as repo, repo.track(**model.objects) as run:
+    with opened(model.size, kept=kept) as repo, repo.track(**model.objects) as run:
         for _ in range(model.warm_up):
             _capture(model, run)
         _segment(model, windows, steps, None)
@@ -165,9 +199,10 @@ def _training(place: Place) -> Found:
             captured.append(_segment(model, windows, steps, run))
             plain.append(_segment(model, windows, steps, None))
             overheads.append(100 * (2 * captured[-1] / (plain[-2] + plain[-1]) - 1))
+        snapshots = repo.stats().activity.snapshots
     found: Found = {"windows": windows, "steps": steps, "copy_ms": 1e3 * copy, "forward_backward_ms": 1e3 * batch}
     found |= {"plain_step_ms": [1e3 * each for each in plain], "captured_step_ms": [1e3 * each for each in captured]}
-    return found | {"is_longer_than_the_copy": batch > copy, "overhead_percent": overheads}
+    return found | {"kept": snapshots, "is_longer_than_the_copy": batch > copy, "overhead_percent": overheads}
 
 
 def _segment(model: Model, windows: int, steps: int, run: datastates.Tracker | None) -> float:

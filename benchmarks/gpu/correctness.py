@@ -30,6 +30,11 @@ BUSY_S = 0.005
 QUICK = {"AdamW-lr=0.01-foreach", "SparseAdam-lr=0.01", "layers that are frozen at first"}
 LATE_QUICK = {"AdamW-lr=0.01-foreach"}
 
+KEPT = {"AdamW-lr=0.01-foreach", "layers that are frozen at first", "on a stream of the training's", "graph, recorded between captures"}
+"""These are tried with states that stay on the device, too."""
+
+KEPT_BYTES = 64 << 20
+
 Make = Callable[[Place], Training]
 
 
@@ -40,7 +45,17 @@ def cases(place: Place) -> Sequence[Case]:
     return [
         *(Case(name, partial(check, make), limit_s=30) for name, make in (made | WAYS).items() if name in chosen),
         *(Case(name, partial(_accelerated, make), limit_s=60) for name, make in ACCELERATED.items()),
+        *(
+            _kept(name, make)
+            for name, make in (made | WAYS | ACCELERATED).items()
+            if name in KEPT and (name in chosen or name in ACCELERATED)
+        ),
     ]
+
+
+def _kept(name: str, make: Make) -> Case:
+    tried = _accelerated if name in ACCELERATED else check
+    return Case(f"{name}, kept on the device", partial(tried, make, kept_bytes=KEPT_BYTES), limit_s=60)
 
 
 def _forms(place: Place) -> Iterator[Form]:
@@ -51,14 +66,16 @@ def _forms(place: Place) -> Iterator[Form]:
                 yield replace(form, options={**form.options, "capturable": True})
 
 
-def _accelerated(make: Make, place: Place) -> Found:
+def _accelerated(make: Make, place: Place, kept_bytes: int = 0) -> Found:
     if not place.is_accelerator:
         raise Skip("needs an accelerator")
-    return check(make, place)
+    return check(make, place, kept_bytes)
 
 
-def check(make: Make, place: Place) -> Found:
+def check(make: Make, place: Place, kept_bytes: int = 0) -> Found:
     """Capture each of some steps, restore the last, and compare; on late devices once for each way to be late.
+
+    ``kept_bytes`` of each device are for the newest states.
 
     :raises AssertionError: a state holds something else than what was live.
     """
@@ -69,12 +86,15 @@ def check(make: Make, place: Place) -> Found:
         with (
             place.running(way),
             tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder,
-            datastates.open(folder, config=Config(memory_bytes=96 * CHUNK_BYTES, durable_interval_s=None)) as repo,
+            datastates.open(folder, config=Config(memory_bytes=96 * CHUNK_BYTES, durable_interval_s=None, device_bytes=kept_bytes)) as repo,
         ):
             steps = QUICK_STEPS if place.is_quick else STEPS
             newest = _captured(make(place), place, repo, steps)
             _restore(make(place), place, repo, steps, newest)
-            found = {"states": steps, "leaves": len(newest)}
+            kept = repo.stats().activity.snapshots
+            if bool(kept) is not (kept_bytes > 0 and (place.is_accelerator or place.where.kind == "late")):
+                raise AssertionError(f"{kept} states were kept on the device")
+            found = {"states": steps, "leaves": len(newest), "kept": kept}
     return found
 
 

@@ -13,7 +13,7 @@ from datastates.content.digester import Digester
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.content.xxh3 import digests_of
 
-from .case import Case, Found
+from .case import Case, Found, Skip
 from .place import Place, timed
 from .state import Floor, Model, not_late, opened
 
@@ -23,10 +23,37 @@ __all__ = ["cases"]
 def cases(place: Place) -> Sequence[Case]:
     """What there is to measure."""
     return [
+        Case("restored from the device", _from_device, limit_s=60),
         Case("restored from memory", _from_memory, limit_s=60),
         Case("restored from the page cache", _from_disk, limit_s=60),
         Case("digests on the device", _digests, limit_s=60),
     ]
+
+
+def _from_device(place: Place) -> Found:
+    """From what was kept there, by turns with one copy on the device of one piece of as many bytes."""
+    model = Model.make(place)
+    expected = [tensor.clone() for tensor in model.tensors]
+    here, there = (torch.zeros(model.size, dtype=torch.uint8, device=place.device) for _ in range(2))
+    samples: dict[str, list[float]] = {name: [] for name in ("restored_ms", "floor_ms", "share_of_floor")}
+    with opened(model.size, states=2.2, kept=1.2) as repo, repo.track(**model.objects) as run:
+        for _ in range(2):  # the first of a plan is not kept
+            run.capture().wait(timeout_s=50)
+        kept = repo.stats().activity.snapshots
+        for index in range(2 if place.is_quick else 6):
+            for tensor in model.tensors:
+                tensor.zero_()
+            seconds = timed(place, _restoring(repo, model))
+            _compare(model, expected)
+            alone = timed(place, lambda: here.copy_(there))
+            if index:
+                for name, value in zip(samples, (1e3 * seconds, 1e3 * alone, alone / seconds), strict=True):
+                    samples[name].append(value)
+    if not place.is_accelerator:
+        raise Skip("nothing is kept on a device where there is none")
+    if kept != 1:
+        raise AssertionError(f"{kept} of the last capture was kept on the device")
+    return {"bytes": model.size, **samples, "GB_per_s": [model.size / each / 1e6 for each in samples["restored_ms"]]}
 
 
 def _from_memory(place: Place) -> Found:

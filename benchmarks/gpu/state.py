@@ -81,10 +81,10 @@ def not_late(place: Place) -> None:
 
 
 @contextmanager
-def opened(size: int, states: float = 3.2) -> Iterator[datastates.Repository]:
-    """A repository that holds so many states of a size in memory, and writes none unless it is told to."""
+def opened(size: int, states: float = 3.2, kept: float = 0.0) -> Iterator[datastates.Repository]:
+    """A repository that holds so many states of a size in memory and so many on the device, and writes none unless it is told to."""
     with TemporaryDirectory(prefix="datastates-gpu-") as folder:
-        config = Config(memory_bytes=int(states * size) + (64 << 20), durable_interval_s=None)
+        config = Config(memory_bytes=int(states * size) + (64 << 20), durable_interval_s=None, device_bytes=int(kept * size))
         with datastates.open(Path(folder) / "repository", config=config) as repo:
             yield repo
 

@@ -22,6 +22,7 @@ from datastates.system.devices import Mark, Stream, devices
 
 from .job import CopyJob, Crossing
 from .routes import HOST, NOTHING, Pairs, aside_of, placed
+from .snapshots import Snapshots
 from .stills import Look, beside, is_within
 
 __all__ = ["Crossings", "Hold", "copy", "host_pairs"]
@@ -33,11 +34,11 @@ Hold = Callable[[Iterable[tuple[bytes, int]]], dict[tuple[bytes, int], Held]]
 class Crossings:
     """The streams of an arena's captures, and the thread that queues on them. ``then`` takes each job once it is queued, in order.
 
-    ``hold`` finds chunks in memory, which still ones are then; without it everything is copied.
+    ``hold`` finds chunks in memory, which still ones are then; without it everything is copied. What has a snapshot is copied from there.
     """
 
-    def __init__(self, arena: Arena, then: Callable[[CopyJob | None], None], hold: Hold | None) -> None:
-        self._arena, self._then, self._hold = arena, then, hold
+    def __init__(self, arena: Arena, then: Callable[[CopyJob | None], None], hold: Hold | None, snapshots: Snapshots) -> None:
+        self._arena, self._then, self._hold, self._snapshots = arena, then, hold, snapshots
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._streams: dict[torch.device, Stream] = {}
         self._thread: threading.Thread | None = None
@@ -66,12 +67,15 @@ class Crossings:
         self._jobs.put(job)
 
     def fence(self, job: CopyJob) -> None:
-        """The current streams wait for the copies; the host for their being queued."""
+        """The current streams wait for the copies, and the host for their being queued; where all is aside, for that alone."""
         for crossing in job.crossings:
-            crossing.is_queued.wait()
+            behind: Mark | None = crossing.begun
+            if not crossing.is_apart:
+                crossing.is_queued.wait()
+                behind = crossing.arrived
             # A graph that is being recorded waits for nothing outside of it: whoever replays it fences before.
-            if crossing.arrived is not None and not devices().is_recording(crossing.device):
-                devices().wait(devices().current(crossing.device), crossing.arrived)
+            if behind is not None and not devices().is_recording(crossing.device):
+                devices().wait(devices().current(crossing.device), behind)
 
     def finish(self, job: CopyJob) -> None:
         """Wait on the host until a job's copies are done, as far as they were queued."""
@@ -90,6 +94,8 @@ class Crossings:
             job.error = job.error or exc
         for crossing in job.crossings:
             crossing.held.clear()
+        for snapshot in job.snapshots:
+            snapshot.is_crossing = False
 
     def close(self) -> None:
         """End the thread, once everything is queued."""
@@ -104,6 +110,11 @@ class Crossings:
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = devices().stream(device)
+        snapshot = self._snapshots.take(job.uid, job.plan, device)
+        if snapshot is not None:
+            job.snapshots.append(snapshot)
+            job.crossings.append(Crossing(device, side, snapshot.written, snapshot.stretches, [], look, is_apart=True))
+            return
         aside, held = list[tuple[int, torch.Tensor]](), list[torch.Tensor]()
         small = [source for source in route.small if not is_within(source, skipped)] if skipped else route.small
         if small:
@@ -145,11 +156,13 @@ class Crossings:
                 crossing.is_queued.set()
 
     def _cross(self, crossing: Crossing, job: CopyJob) -> None:
-        look = crossing.look
-        deferred = [(source.start, source.flat) for source in job.plan.routes.get(crossing.device, NOTHING).deferred]
+        look, stretches = crossing.look, crossing.aside
+        if not crossing.is_apart:
+            deferred = job.plan.routes.get(crossing.device, NOTHING).deferred
+            stretches = [*stretches, *((source.start, source.flat) for source in deferred)]
         if look is not None and look.skipped:
-            deferred = [*beside(deferred, look.skipped)]
-        pairs = placed([*crossing.aside, *deferred], job.slots, self._arena)
+            stretches = [*beside(stretches, look.skipped)]
+        pairs = placed(stretches, job.slots, self._arena)
         crossing.held += pairs[1]
         devices().wait(crossing.side, crossing.begun)
         are_known = None if look is None else self._bring_lanes(crossing, look)
@@ -180,7 +193,11 @@ class Crossings:
         job.held += held.values()
         job.here |= {chunk: held[key] for chunk, key in keys.items() if key in held}
         job.digests |= {chunk: found[chunk] for chunk in look.skipped}
-        pairs = placed(look.stills.stretches(look.skipped.difference(job.here)), job.slots, self._arena)
+        changed = look.skipped.difference(job.here)
+        stretches = look.stills.stretches(changed)
+        if crossing.is_apart:  # the training may have changed them since
+            stretches = [*beside(crossing.aside, frozenset(range(len(lengths))) - changed)]
+        pairs = placed(stretches, job.slots, self._arena)
         crossing.held += pairs[1]
         with devices().on(crossing.side):
             copy(pairs, non_blocking=True)

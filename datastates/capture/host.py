@@ -18,6 +18,7 @@ from datastates.transport.session.desk import Place
 
 from .commit import Coming
 from .line import Line, Staged
+from .snapshots import Snapshots
 from .stage import CopyJob
 
 if TYPE_CHECKING:
@@ -167,3 +168,7 @@ class Host(Slots, Capturing, Adopting, Persisting, Protocol):
     @property
     def recorder(self) -> Recorder:
         """What counts and times what is done here."""
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """The newest states on the devices that they come from."""

@@ -12,6 +12,7 @@ from datastates.system.devices import Mark, Stream
 from datastates.system.interrupts import Mutex
 
 from .plan import CopyPlan
+from .snapshots import Snapshot
 from .stills import Look
 from .tripwire import Armed
 
@@ -27,6 +28,7 @@ class Crossing:
 
     ``held`` is what copies read, until they are done. ``arrived`` is the mark behind the last of them, once ``is_queued``. ``look`` is
     what is known of its still chunks, if there may be any; its ``lanes`` have arrived with the rest, if nobody waited for them before.
+    ``is_apart``: all of it is aside, and nothing that the training changes is read.
     """
 
     device: torch.device
@@ -35,6 +37,7 @@ class Crossing:
     aside: list[tuple[int, torch.Tensor]]
     held: list[torch.Tensor]
     look: Look | None = None
+    is_apart: bool = False
     arrived: Mark | None = None
     is_queued: Latch = field(default_factory=Latch)
 
@@ -47,7 +50,7 @@ class CopyJob:
     as of the first fence, or of the end of the copy where that is earlier. ``began`` is when the stage thread took it. ``is_host_read`` is
     set once no host memory is read any more. ``numbers`` lie on devices, and belong to the job; once it is copied they are on the host.
     ``digests`` are those of still chunks, from their device; ``here`` those of them that memory has, and that were not copied:
-    it has them as long as they are ``held``.
+    it has them as long as they are ``held``. ``snapshots`` are the copies of the state ``uid`` that stay on devices, until memory has it.
     """
 
     plan: CopyPlan
@@ -66,3 +69,5 @@ class CopyJob:
     digests: dict[int, bytes] = field(default_factory=dict)
     here: dict[int, Held] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
+    uid: str = ""
+    snapshots: list[Snapshot] = field(default_factory=list)

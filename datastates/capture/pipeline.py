@@ -55,6 +55,9 @@ class Pipeline:
             began = time.monotonic()
             step.process(work)
             self._recorder.span(step.name, began, time.monotonic(), uid, work.facts.step)
+        for snapshot in job.snapshots:
+            snapshot.digest = work.digested().digest
+        self._recorder.count("snapshots", bool(job.snapshots))
         self._let_go(job)
         self._recorder.count("bytes_copied", sum(work.lengths) - sum(map(work.lengths.__getitem__, job.here)))
         self._recorder.count("bytes_new", work.bytes_new)
@@ -83,6 +86,7 @@ class Pipeline:
 
     def _let_go(self, job: CopyJob) -> None:
         """The memory tier has the state, or is not to have it: what was held for it meanwhile need not be."""
+        job.snapshots.clear()
         if job.held:
             held, job.held = job.held, []
             self._memory.let_go(held)

@@ -24,6 +24,7 @@ from datastates.system.devices import devices
 
 from .routes import HOST, Route, routes_of
 from .shares import Shares, bytes_at, shares_of, tie_of
+from .snapshots import Packing
 from .stills import Stills, stills_of
 from .tripwire import SAMPLES, STATE_SAMPLES, Tripwire, Watched
 
@@ -106,7 +107,8 @@ class CopyPlan:
 
     ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when. ``gaps``
     are of no tensor, and zeros: the chunk, and from which byte to which.
-    ``shares`` are this rank's where several hold the state, ``routes`` what lies where, ``stills`` what may stay the same on a device.
+    ``shares`` are this rank's where several hold the state, ``routes`` what lies where, ``stills`` what may stay the same on a device, and
+    ``packings`` how what lies on one is put together in a snapshot, once a capture was taken.
     ``is_taught``: some are copied at once because they tore.
     """
 
@@ -125,6 +127,7 @@ class CopyPlan:
     stills: dict[torch.device, Stills]
     eager_bytes: int
     is_taught: bool = False
+    packings: dict[torch.device, Packing] = field(default_factory=dict)
     _marks: _Marks | None = None
 
     @property

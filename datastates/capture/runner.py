@@ -68,6 +68,7 @@ from .pulse import Pulse
 from .register import Books, Locked, Register
 from .room import Questions, Room
 from .rounds import Rounds
+from .snapshots import Snapshots
 from .stage import CopyJob, Stager
 from .trouble import Trouble
 from .warming import Warmer
@@ -127,7 +128,8 @@ class Runner:
         )
         self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local, recorder=self.recorder)
         self._commits = Commits(books, self._register, self._pipeline, memory, adopt=self._adopt, post=self._post, recorder=self.recorder)
-        self.stager = Stager(arena, memory.hold)
+        self.snapshots = Snapshots(config.device_bytes)
+        self.stager = Stager(arena, memory.hold, self.snapshots)
         self._rounds = Rounds()
         self._polling = Polling(self._register.journal, self._rounds, config.group_patience_s)
         self._engine_thread = threading.Thread(target=self._run_engine, name="datastates-engine", daemon=True)
@@ -180,6 +182,7 @@ class Runner:
         self._post(Closing(line.name))
         self._paces.end(line)
         self._warmer.forget(line.name)
+        self.snapshots.let_go()
 
     def acquire(
         self, count: int, back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
@@ -435,6 +438,7 @@ class Runner:
             self._register.journal.leave()
         with self._lock:
             self._is_closed = True
+        self.snapshots.let_go()
         self._writer.close()
         self._register.give_up_all("state {uid} was in memory only when its repository was closed: wait for it before that, or tag it")
         self._rounds.close()

@@ -23,6 +23,7 @@ from .edits import named
 from .job import CopyJob
 from .plan import CopyPlan
 from .routes import HOST, NOTHING, Pairs
+from .snapshots import Snapshots
 
 __all__ = ["CopyJob", "Stager"]
 
@@ -33,13 +34,14 @@ _INLINE_BYTES = 1 << 20
 class Stager:
     """Copies states into an arena. ``begin`` and ``fence`` run on the training thread, the rest on the stage thread.
 
-    ``hold`` finds chunks in memory: what stays the same on a device is then not copied from there.
+    ``hold`` finds chunks in memory: what stays the same on a device is then not copied from there. ``snapshots`` are taken of what lies on
+    one, if any.
     """
 
-    def __init__(self, arena: Arena, hold: Hold | None = None) -> None:
+    def __init__(self, arena: Arena, hold: Hold | None = None, snapshots: Snapshots | None = None) -> None:
         self._arena = arena
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
-        self._crossings = Crossings(arena, self._take, hold)
+        self._crossings = Crossings(arena, self._take, hold, snapshots or Snapshots(0))
         self._thread = threading.Thread(target=self._run, name="datastates-stage", daemon=True)
         self._thread.start()
 
@@ -56,6 +58,8 @@ class Stager:
             copy(host_pairs(job, self._arena, is_deferred=False))
             if not job.plan.routes.get(HOST, NOTHING).deferred:
                 job.is_host_read.set()
+                if all(crossing.is_apart or not job.plan.routes.get(crossing.device, NOTHING).deferred for crossing in job.crossings):
+                    _seal(job)  # whoever changes something now changes nothing that is still to be copied
             job.eager_done.set()
         elif job.plan.eager_bytes <= _INLINE_BYTES or torch.get_num_threads() == 1:
             _copy_eager(job.plan, job.slots, self._arena)

@@ -52,6 +52,8 @@ def _lines(found: RepositoryStats) -> Iterator[str]:
             f"{done.written:,} written, {size_text(done.bytes_written)} new on disk"
         )
     rare = (("skipped", done.skipped), ("failed", done.failed), ("tried again", done.retries), ("left memory", done.evicted))
+    if done.snapshots:
+        yield f"{done.snapshots:,} captures stayed on the device, too"
     if any(number for _, number in rare):
         yield ", ".join(f"{number:,} {what}" for what, number in rare if number)
     for timing in done.timings:

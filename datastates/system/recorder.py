@@ -29,7 +29,17 @@ BOUNDS_S = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
 """The histogram of a stage counts what took at most so long; its last place what took longer than all of them."""
 
 Counted = Literal[
-    "skipped", "failed", "recorded", "bytes_copied", "bytes_new", "written", "bytes_written", "chunks_shared", "retries", "evicted"
+    "skipped",
+    "failed",
+    "recorded",
+    "snapshots",
+    "bytes_copied",
+    "bytes_new",
+    "written",
+    "bytes_written",
+    "chunks_shared",
+    "retries",
+    "evicted",
 ]
 
 
@@ -62,9 +72,10 @@ class Activity:
     """What one process did with the states of one repository, since it opened it.
 
     ``captures`` were taken and ``skipped`` were not, for want of room; ``failed`` came to nothing afterwards, ``recorded`` are in the
-    lineage, ``written`` are on disk. ``bytes_copied`` of tensors were copied into memory, where ``bytes_new`` of them were new, and
-    ``bytes_written`` went to disk; ``chunks_shared`` of what was written were there already. ``retries`` are writes that failed and are
-    tried again, ``evicted`` states that left memory to make room. ``timings`` are in the order in which stages first ran.
+    lineage, ``written`` are on disk; of ``snapshots`` a copy stayed on the device. ``bytes_copied`` of tensors were copied into memory,
+    where ``bytes_new`` of them were new, and ``bytes_written`` went to disk; ``chunks_shared`` of what was written were there already.
+    ``retries`` are writes that failed and are tried again, ``evicted`` states that left memory to make room. ``timings`` are in the order
+    in which stages first ran.
     """
 
     captures: int = 0
@@ -78,6 +89,7 @@ class Activity:
     chunks_shared: int = 0
     retries: int = 0
     evicted: int = 0
+    snapshots: int = 0
     timings: tuple[Timing, ...] = ()
 
     def timing(self, stage: str) -> Timing:
@@ -110,6 +122,7 @@ COUNTERS = (
     Counter("chunks_shared", "chunks.shared", "{chunk}", "Chunks of written states that were on disk already"),
     Counter("retries", "writes.retried", "{write}", "Writes that failed and are tried again"),
     Counter("evicted", "states.evicted", "{state}", "States that left memory to make room"),
+    Counter("snapshots", "captures.snapshots", "{capture}", "Captures of which a copy stayed on the device"),
 )
 
 

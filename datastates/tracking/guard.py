@@ -132,7 +132,8 @@ class Guard:
         self._arriving: deque[_Loss] = deque()
         if run.head is None or (training.report is not None and not training.report):
             run.capture(step=run.step, message="where the guard begins").wait()
-        self._good: deque[str] = deque([_uid(run.head)], maxlen=8)
+        self._good: deque[str] = deque(maxlen=8)
+        self._stand(_uid(run.head))
         training.newest = self._good[0]
 
     def rewound(self, loss: float | torch.Tensor | None = None) -> bool:
@@ -160,10 +161,15 @@ class Guard:
     def _confirm(self, uid: str | None) -> None:
         """A normal loss: the state that was the newest then is good."""
         if uid is not None and uid != self._good[-1]:
-            self._good.append(uid)
+            self._stand(uid)
         self._calm += 1
         if self._calm >= self._rules.window:
             self._in_a_row = 0
+
+    def _stand(self, uid: str) -> None:
+        """This is the newest good state: the first to go back to."""
+        self._good.append(uid)
+        self._training.host.snapshots.keep(self._training.branch, uid)
 
     def _rewind(self, step: int, loss: float, problem: str) -> None:
         """Abandon, find, put back: the table of contents of a rewind."""
@@ -224,9 +230,13 @@ class Guard:
         adapted = self._training.adapted
         if not state.status.is_restorable or (state.micro_step and not adapted.has_gradients):
             return False
+        snapshots = self._training.host.snapshots
         try:
-            with self._training.core.open_payload(state) as reader:
-                return is_sound(reader, adapted)
+            with self._training.core.open_payload(state) as reader, snapshots.reading(state.uid, state.digest) as near:
+                try:
+                    return is_sound(reader, adapted, near)
+                except torch.OutOfMemoryError:  # looking takes some memory where the tensors lie
+                    return is_sound(reader, adapted)
         except Unavailable:
             return False  # dropped since, or in the memory of another process
 
@@ -238,7 +248,8 @@ class Guard:
                 optimizer.zero_grad()
             for module in training.adapted.modules:
                 module.zero_grad()
-        self._good = deque([good.uid], maxlen=self._good.maxlen)
+        self._good.clear()
+        self._stand(good.uid)
         if self._rules.data == "reshuffle":
             prefix = _name(training.branch, 0, 1).removesuffix("0")
             with training.core.reading() as session:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from datastates.capture.snapshots import Snapshot, tensors_of
 from datastates.content.tree import flatten
 from datastates.objects.adapters import Adapted, parts
 from datastates.objects.names import join
-from datastates.store.reading import read_tree
+from datastates.store.reading import read_tree, specs_of
 from datastates.store.tier import Reader
 
 __all__ = ["is_sound"]
 
 
-def is_sound(reader: Reader, adapted: Adapted) -> bool:
+def is_sound(reader: Reader, adapted: Adapted, near: Sequence[Snapshot] = ()) -> bool:
     """Whether no module or optimizer of ``adapted`` holds NaN there, and no parameter and no optimizer an infinity.
 
-    A buffer may hold an infinity, as a mask does. What else is tracked is not looked at: NaN may mean something there.
+    A buffer may hold an infinity, as a mask does. What else is tracked is not looked at: NaN may mean something there. What lies in
+    snapshots that are ``near`` is looked at there.
     """
     optimizers = {path for path, found in parts(adapted.objects) if isinstance(found, Optimizer)}
     models = adapted.models()
     parameters = {join(path, name) for path, model in models for name, leaf in model.tree().items() if isinstance(leaf, nn.Parameter)}
     finite = optimizers | parameters
     watched = finite | {path for path, _ in models}
-    tree = read_tree(reader, wants=lambda path: _is_under(path, watched), is_borrowing=True)
+    specs = specs_of(reader)
+    given = {index: tensor for index, tensor in tensors_of(near, specs).items() if _is_under(specs[index].path, watched)}
+    tree = read_tree(reader, wants=lambda path: _is_under(path, watched), is_borrowing=True, given=given, specs=specs)
     return all(_is_good(leaf.tensor, may_be_infinite=not _is_under(leaf.path, finite)) for leaf in flatten(tree).tensors)
 
 

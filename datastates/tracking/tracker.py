@@ -271,7 +271,7 @@ class Tracker:
                 held_s=training.held_s,
                 arriving=arriving,
             )
-            job = staged.job = CopyJob(plan, slots, on_done=lambda _: None, numbers=[] if arriving is None else arriving.tensors)
+            job = staged.job = CopyJob(plan, slots, on_done=lambda _: None, numbers=[] if arriving is None else arriving.tensors, uid=uid)
         except BaseException:
             self._host.release(slots)
             raise

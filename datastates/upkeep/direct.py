@@ -13,6 +13,8 @@ from functools import partial
 
 import torch
 
+from datastates.capture.crossing import copy
+from datastates.capture.snapshots import Snapshot, piece_of
 from datastates.content.manifest import TensorSpec
 from datastates.content.shards import bytes_of, is_whole
 from datastates.errors import Corrupt
@@ -46,8 +48,11 @@ def restore_from(
     strict: bool = True,
     own: Redivision | None = None,
     meeting: Meeting | None = None,
+    near: Sequence[Snapshot] = (),
 ) -> RestoreReport:
     """``restore_into`` with the state that is open. ``own``: what ranks have of their own is to be divided among others.
+
+    ``near`` are its snapshots: what lies on their devices is copied from there, in the order of the current streams.
 
     ``meeting``: all its ranks do this at once, each with its objects, and the reader is a ``SharedReader``. None writes before all can.
 
@@ -60,7 +65,8 @@ def restore_from(
     check = partial(check_into, into, only=only, strict=strict, adapted=adapted)
     homes, spread = dict[int, Home](), dict[int, torch.Tensor]()
     is_pouring = isinstance(reader, SupportsPouring) and _size(specs, wants) >= _WORTH_BYTES
-    if is_pouring or has_spread(adapted) or meeting is not None:
+    copies = dict[int, tuple[Home, torch.Tensor]]()
+    if is_pouring or has_spread(adapted) or meeting is not None or near:
         with torch.inference_mode(False):
             sketch, tensors = sketch_tree(reader, specs, wants=wants)
             findings = check(own(sketch, into, wants), has_values=False)
@@ -68,14 +74,19 @@ def restore_from(
             if isinstance(reader, SharedReader):
                 reader.fetch(chunks_of(boxes.with_whole(wants)))
             spread = boxes.read(reader)
-        homes = _homes(specs, tensors, findings.targets) if is_pouring else {}
-    given = {index: home.live for index, home in homes.items()} | spread
+        found = _homes(specs, tensors, findings.targets) if is_pouring or near else {}
+        homes = {index: home for index, home in found.items() if is_pouring and not devices().is_on(home.live)}
+        copies = {index: (home, piece) for index, home in found.items() if (piece := _beside(home.live, near, specs[index])) is not None}
+    in_place = {**homes, **{index: home for index, (home, _) in copies.items()}}
+    given = {index: home.live for index, home in in_place.items()} | spread
     tree = read_tree(reader, wants=wants, is_borrowing=True, given=given, specs=specs)
     findings = check(own(tree, into, wants))
     if homes and isinstance(reader, SupportsPouring):
         pour = _Pour(reader, specs, into, homes)
         reader.check(list(pour.pieces))
         findings.writes.insert(0, pour)
+    if copies:
+        findings.writes.insert(0, partial(_copy, into, [*copies.values()]))
     if meeting is not None:
         meeting.meet()
     return replace(write(findings), notes=tuple(own.notes))
@@ -111,7 +122,23 @@ def _homes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], 
     written = Counter(id(target.stored) for target in targets)
     wanted = Counter(id(tensor) for tensor in tensors if tensor is not None)
     is_written_only = {index for index in homes if written[id(tensors[index])] >= wanted[id(tensors[index])]}
-    return {index: home for index, home in homes.items() if index in is_written_only and not devices().is_on(home.live)}
+    return {index: home for index, home in homes.items() if index in is_written_only}
+
+
+def _copy(into: Mapping[str, object], copies: Sequence[tuple[Home, torch.Tensor]]) -> None:
+    """Copy where the tensors live."""
+    wait_for_copies(into)
+    try:
+        copy(([home.flat for home, _ in copies], [piece for _, piece in copies]))
+    except BaseException:
+        dirty.mark(((home.path, home.live) for home, _ in copies), copies)
+        raise
+
+
+def _beside(live: torch.Tensor, near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:
+    """What is to be in a live tensor, where that lies on the same device."""
+    piece = piece_of(near, spec) if near and devices().is_on(live) else None
+    return piece if piece is not None and devices().of(piece) == devices().of(live) else None
 
 
 def _size(specs: Sequence[TensorSpec], wants: Callable[[str], bool]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +69,10 @@ def restore(
         training.fence()
     if group is not None and group.size > 1:
         return _restore_together(core, state, into, group, only=only, strict=strict)
-    own = Redivision(state.world_size, 0, 1)
-    with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=own.source) as reader:
-        return restore_from(reader, into, only=only, strict=strict, own=own)
+    own, host = Redivision(state.world_size, 0, 1), core.running
+    snapshots = nullcontext(()) if host is None else host.snapshots.reading(state.uid, state.digest)
+    with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=own.source) as reader, snapshots as near:
+        return restore_from(reader, into, only=only, strict=strict, own=own, near=near)
 
 
 def _restore_together(

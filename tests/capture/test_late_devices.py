@@ -156,7 +156,7 @@ PLANTED: dict[str, tuple[Lateness, str, str, str]] = {
         *(Lateness.COPIES, "_begin_on", "aside_of(small)", "[(source.start, source.flat) for source in small]"),
     ),
     "the update does not wait for the copies": (
-        *(Lateness.COPIES, "fence", "devices().wait(devices().current(crossing.device), crossing.arrived)", "pass"),
+        *(Lateness.COPIES, "fence", "devices().wait(devices().current(crossing.device), behind)", "pass"),
     ),
     "the host does not wait for the copies": (Lateness.COPIES, "finish", "crossing.arrived.synchronize()", "pass"),
     "what is copied is not held": (Lateness.COPIES, "_cross", "crossing.held += pairs[1]", "pass"),

@@ -69,7 +69,8 @@ def test_every_step_is_checked_on_late_devices(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
     ((part),) = reported(tmp_path).parts
-    assert [case.case for case in part.cases if case.status is Status.PASSED] == ["AdamW-lr=0.01-foreach"]
+    tried = ["AdamW-lr=0.01-foreach", "AdamW-lr=0.01-foreach, kept on the device"]
+    assert [case.case for case in part.cases if case.status is Status.PASSED] == tried
 
 
 def test_a_run_that_is_interrupted_leaves_what_was_done(program: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -1,0 +1,262 @@
+"""The newest states as copies on the devices that they come from.
+
+A snapshot is made by one operator on the training's own stream, so whatever the training queues next comes after it: no update waits for
+the copy to the host, which reads from here. No state is here alone: whoever goes back to one reads its values from memory or disk as ever,
+and its tensors from here if they are here. So snapshots are given up whenever their memory is wanted, and nobody has to be told.
+
+Memory of a snapshot belongs to one stream, that of the capture which it was made for. It is written anew only on that stream, once nothing
+else reads it: the crossing has ended, which the host knows, and whoever put it back has let that stream wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Protocol
+
+import torch
+
+from datastates.content.geometry import rebuild
+from datastates.content.manifest import ALIGNED_BYTES, CHUNK_BYTES, TensorSpec
+from datastates.content.shards import is_whole
+from datastates.system.devices import Mark, Stream, devices
+from datastates.system.interrupts import Mutex
+
+from .routes import Route, Source
+
+__all__ = ["Packing", "Snapshot", "Snapshots", "packing_of", "piece_of", "tensors_of"]
+
+_logger = logging.getLogger(__name__)
+
+_SPARED = 8
+"""An eighth of a device stays free, beside what the training took of it at most so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where what a plan has on one device lies in a snapshot: each stretch of the stream whole, and as far behind a whole KiB as there.
+
+    ``parts`` are in order; a number is so many zeros. ``stretches`` say the start in the stream, the first byte here and the one behind.
+    """
+
+    parts: tuple[Source | int, ...]
+    stretches: tuple[tuple[int, int, int], ...]
+    size: int
+
+
+class Plan(Protocol):
+    """What of a plan of copies is asked here: what lies where, the zeros between tensors, and how devices were packed so far."""
+
+    routes: dict[torch.device, Route]
+    gaps: list[tuple[int, int, int]]
+    packings: dict[torch.device, Packing]
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """What a state has on one device. ``memory`` belongs to ``stream``, and is right from ``written`` on.
+
+    ``digest`` is that of the state, once memory has it: then the host has seen that ``written`` was reached. So many ``readers`` are
+    putting it back.
+    """
+
+    uid: str
+    packing: Packing
+    memory: torch.Tensor
+    stream: Stream
+    written: Mark
+    digest: str | None = None
+    is_crossing: bool = True
+    readers: int = 0
+
+    @property
+    def stretches(self) -> list[tuple[int, torch.Tensor]]:
+        """Its bytes, each stretch with its start in the stream of the state."""
+        return [(start, self.memory[first:last]) for start, first, last in self.packing.stretches]
+
+    def piece(self, start: int, length: int) -> torch.Tensor | None:
+        """So many bytes of the stream, where they lie here; None where they do not."""
+        index = bisect_right(self.packing.stretches, start, key=itemgetter(0)) - 1
+        if index < 0:
+            return None
+        begin, first, last = self.packing.stretches[index]
+        at = first + start - begin
+        return self.memory[at : at + length] if at + length <= last else None
+
+
+@dataclass(slots=True)
+class _Usage:
+    """What is known of a device: the most that the training took of it beside snapshots, and when its allocator failed last."""
+
+    failures: int
+    peak: int = 0
+    needed: int = 0
+
+
+class Snapshots:
+    """Those of one repository: ``budget`` bytes on each device at most, the oldest makes room for the next.
+
+    ``take`` belongs to training threads; any thread may call the rest.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._held: list[Snapshot] = []
+        self._kept: dict[str, str] = {}
+        self._usage: dict[torch.device, _Usage] = {}
+        self._is_given_up = not budget
+        self._has_said = False
+        self._lock = Mutex()
+
+    def take(self, uid: str, plan: Plan, device: torch.device) -> Snapshot | None:
+        """Copy what a state has on a device, in the order of the current stream; None where there is no memory for it.
+
+        The first capture of a plan has none: how much memory a step with it takes is not known before.
+        """
+        if self._is_given_up or device not in plan.routes:
+            return None
+        packing = plan.packings.get(device)
+        is_first = packing is None
+        if packing is None:
+            packing = plan.packings[device] = packing_of(plan.routes[device], plan.gaps)
+        current = devices().current(device)
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            room = self._room_on(device)
+            if is_first:
+                self._held = [each for each in self._held if each.stream.device != device]
+            if is_first or self._is_given_up:
+                return None
+            if packing.size > room:
+                self._say_once(device, packing.size, room)
+            memory = self._memory_for(packing, current, room)
+            if memory is None:
+                return None
+            zeros = memory.new_zeros(ALIGNED_BYTES)
+            torch.cat([zeros[:part] if isinstance(part, int) else part.flat for part in packing.parts], out=memory)
+            snapshot = Snapshot(uid, packing, memory, current, devices().mark(current))
+            self._held.append(snapshot)
+        return snapshot
+
+    @contextmanager
+    def reading(self, uid: str, digest: str) -> Iterator[Sequence[Snapshot]]:
+        """The snapshots of a state, one a device, to be read on the current streams; queue whatever reads them within the block."""
+        with self._lock:
+            found = [each for each in self._held if each.uid == uid and each.digest == digest]
+            for each in found:
+                each.readers += 1
+        try:
+            yield found
+        finally:
+            try:
+                for each in found:
+                    devices().wait(each.stream, devices().mark(devices().current(each.stream.device)))
+            finally:
+                with self._lock:
+                    for each in found:
+                        each.readers -= 1
+
+    def keep(self, branch: str, uid: str) -> None:
+        """The state that a training would go back to: of those of its branch that are not the newest, this one makes room last."""
+        with self._lock:
+            self._kept[branch] = uid
+
+    def let_go(self) -> None:
+        """Give all memory back; later captures take some again."""
+        with self._lock:
+            self._held.clear()
+            self._kept.clear()
+
+    # All below runs under the lock
+
+    def _memory_for(self, packing: Packing, stream: Stream, room: int) -> torch.Tensor | None:
+        """New memory within ``room``, or that of the oldest which may go."""
+        device, size, kept = stream.device, packing.size, frozenset(self._kept.values())
+        free = [each for each in self._on(device) if not each.is_crossing and not each.readers and each.uid not in kept]
+        while self._held_on(device) + size > room:
+            if not free:
+                return None
+            oldest = free.pop(0)
+            self._held.remove(oldest)
+            if oldest.memory.numel() == size and oldest.stream == stream:
+                return oldest.memory
+        try:
+            return next(part for part in packing.parts if not isinstance(part, int)).flat.new_empty(size)
+        except torch.OutOfMemoryError:
+            self._give_up(device, "there is no memory for one more")
+            return None
+
+    def _room_on(self, device: torch.device) -> int:
+        """How much of a device all snapshots may take, as it stands; where the training is short of memory, all are given up."""
+        try:
+            memory, held = devices().memory(device), self._held_on(device)
+        except RuntimeError as exc:  # an allocator of the user's own, which does not count
+            self._give_up(device, f"its memory is not known ({exc})")
+            return 0
+        usage = self._usage.setdefault(device, _Usage(memory.failures))
+        if memory.peak != usage.peak:  # then it was reached beside what is held since
+            usage.peak, usage.needed = memory.peak, max(usage.needed, memory.peak - held)
+        spare = memory.reach - memory.total // _SPARED - usage.needed
+        if memory.failures > usage.failures:
+            self._give_up(device, "its allocator ran out of memory")
+        elif held > spare:
+            self._give_up(device, "less than an eighth of it would stay free")
+        return min(self._budget, spare)
+
+    def _give_up(self, device: torch.device, why: str) -> None:
+        self._is_given_up = True
+        self._held.clear()
+        _logger.warning("no states are kept on %s any more, as %s: from now on updates wait for the copies to the host", device, why)
+
+    def _say_once(self, device: torch.device, size: int, room: int) -> None:
+        if not self._has_said:
+            self._has_said = True
+            _logger.warning(
+                "no state is kept on %s: one takes %d bytes, and there is room for %d (device_bytes=%d, and an eighth of the device stays"
+                " free beside what the training takes)",
+                device, size, max(0, room), self._budget,
+            )  # fmt: skip
+
+    def _on(self, device: torch.device) -> list[Snapshot]:
+        return [each for each in self._held if each.stream.device == device]
+
+    def _held_on(self, device: torch.device) -> int:
+        return sum(each.memory.numel() for each in self._on(device))
+
+
+def packing_of(route: Route, gaps: Collection[tuple[int, int, int]]) -> Packing:
+    """How all that lies on a device is packed; ``gaps`` are those of the plan."""
+    holes = {chunk * CHUNK_BYTES + first: last - first for chunk, first, last in gaps}
+    parts = list[Source | int]()
+    stretches = list[tuple[int, int, int]]()
+    size, end = 0, -1
+    for source in sorted((*route.small, *route.large, *route.deferred), key=lambda each: each.start):
+        hole = holes.get(end, 0)
+        is_joined = source.start == end + hole
+        zeros = hole if is_joined else (source.start - size) % ALIGNED_BYTES
+        if zeros:
+            parts.append(zeros)
+        size += zeros
+        begin, first = stretches.pop()[:2] if is_joined else (source.start, size)
+        parts.append(source)
+        size += source.flat.numel()
+        end = source.start + source.flat.numel()
+        stretches.append((begin, first, size))
+    return Packing(tuple(parts), tuple(stretches), size)
+
+
+def piece_of(near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:
+    """The stored bytes of a tensor that lies whole in one of these; None where it does not."""
+    if spec.alias is not None or not is_whole(spec) or not spec.shards or not spec.shards[0].length:
+        return None
+    found = (each.piece(spec.shards[0].start, spec.shards[0].length) for each in near)
+    return next((piece for piece in found if piece is not None), None)
+
+
+def tensors_of(near: Sequence[Snapshot], specs: Sequence[TensorSpec]) -> Mapping[int, torch.Tensor]:
+    """The tensors of a state that lie in these, by index: to be read only."""
+    pieces = {index: piece_of(near, spec) for index, spec in enumerate(specs)} if near else {}
+    return {index: rebuild(piece, specs[index]) for index, piece in pieces.items() if piece is not None}
