@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/branches")]
 
 FORK = "round-3/lr-0.1"
+ENDS_SEEN = """button => {
+    const text = button.querySelector("bdi").firstChild, box = button.getBoundingClientRect(), range = document.createRange();
+    return [0, text.length - 1].map((place) => {
+        range.setStart(text, place);
+        range.setEnd(text, place + 1);
+        const at = range.getBoundingClientRect();
+        return at.left >= box.left && at.right <= box.right;
+    });
+}"""
+"""Whether the first letter of a name is in sight, and the last."""
 
 
 def told(wood: Wood, **query: str) -> dict[str, Any]:
@@ -50,6 +60,14 @@ def test_what_is_opened_first_are_the_branches(woods: Wood, page: Page) -> None:
     expect(there.locator(".best")).to_contain_text(f"{one['best']['value']:.4g}")
     expect(there.locator(".line path")).to_be_attached()
     expect(page.locator(".best .chief")).to_have_count(1)
+
+
+def test_what_the_opening_view_asks_for_is_never_given_up(woods: Wood, page: Page) -> None:
+    given_up: list[str] = []
+    page.on("requestfailed", lambda request: given_up.append(request.url))
+    for query in ("", "?repo=wood"):
+        open_(page, f"{woods.address}/{query}")
+    assert not [url for url in given_up if "/branches" in url]  # the stream of events of the page before is
 
 
 def test_a_history_is_one_click_below_and_one_key_back(woods: Wood, page: Page) -> None:
@@ -116,6 +134,7 @@ def test_a_long_name_is_cut_on_a_phone_and_whole_where_the_focus_is(tmp_path: Pa
             assert (
                 button.evaluate("button => button.scrollWidth > button.clientWidth && getComputedStyle(button).textOverflow") == "ellipsis"
             )
+            assert button.evaluate(ENDS_SEEN) == [False, True]  # variants differ in the end of their names
             assert button.evaluate("button => getComputedStyle(button, '::after').content") == "none"
             page.get_by_role("button", name="Branch", exact=True).focus()
             page.keyboard.press("Tab")

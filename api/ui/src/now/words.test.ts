@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { Ref } from "../lib/types";
-import { beatOf, commandOf, isPin, pinName, pinOf } from "./words";
+import { beatOf, commandOf, isPin, pinName, pinOf, policyText } from "./words";
 
 const UID = "0123456789abcdef01234567";
 const ref = (name: string, kind: "tag" | "branch" = "tag", state = UID) => ({ name, kind, state, version: 1, message: null }) as Ref;
@@ -26,4 +26,10 @@ test("a pin is a tag that has its state's name, and no other", () => {
 
 test("a command is shown without the folder of its program", () => {
   expect(commandOf(["/home/me/train.py", "--lr", "0.1"])).toBe("train.py --lr 0.1");
+});
+
+test("the bound of a policy is said as people read sizes", () => {
+  expect(policyText("all at-most:25465373563")).toBe("all at most 23.7 GiB");
+  expect(policyText("all at-most:24718508K")).toBe("all at most 23.6 GiB");
+  expect(policyText("latest:5 best:3:val_loss at-most:half")).toBe("latest:5 best:3:val_loss at-most:half");
 });

@@ -1,4 +1,5 @@
 /** What the view of the moment says, as text; and what pins are. Pure. */
+import { formatBytes } from "../lib/format";
 import type { Ref } from "../lib/types";
 
 const LATE_S = 15;
@@ -22,3 +23,7 @@ export const pinOf = (refs: readonly Ref[], uid: string): Ref | null => refs.fin
 
 /** A command line for a cell: without the interpreter's path. */
 export const commandOf = (argv: readonly string[]): string => argv.map((word, index) => (index === 0 ? (word.split("/").at(-1) ?? word) : word)).join(" ");
+
+/** What a policy keeps, with its bound as people read sizes. */
+export const policyText = (policy: string): string =>
+  policy.replace(/\bat-most:(\d+)([KMGT]?)$/, (_, number: string, unit: string) => `at most ${formatBytes(Number(number) * 1024 ** " KMGT".indexOf(unit || " "))}`);

@@ -16,7 +16,7 @@ export interface Column {
 }
 
 const FIXED: Readonly<Record<string, Omit<Column, "id">>> = {
-  refs: { title: "Names", width: "minmax(110px, 1fr)", isNumber: false, sortBy: null },
+  refs: { title: "Names", width: "minmax(110px, 1.4fr)", isNumber: false, sortBy: null },
   step: { title: "Step", width: "76px", isNumber: true, sortBy: "step" },
   status: { title: "Status", width: "96px", isNumber: false, sortBy: "status" },
   age: { title: "Age", width: "68px", isNumber: true, sortBy: "created" },

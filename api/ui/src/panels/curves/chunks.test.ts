@@ -2,7 +2,7 @@ import { expect, it } from "vitest";
 import { keyChunks, mostAtOnce, nextSize, pointsOf } from "./chunks";
 
 it("asks for more at once while answers are quick, and for fewer when they are slow", () => {
-  expect([nextSize(1, 20, 16), nextSize(4, 500, 16), nextSize(4, 2000, 16), nextSize(1, 9000, 16), nextSize(16, 1, 16)]).toEqual([2, 4, 2, 1, 16]);
+  expect([nextSize(1, 20, 16), nextSize(1, 230, 16), nextSize(4, 800, 16), nextSize(4, 2000, 16), nextSize(1, 9000, 16), nextSize(16, 1, 16)]).toEqual([4, 3, 4, 1, 1, 16]);
 });
 
 it("never asks for more than the API answers", () => {

@@ -3,8 +3,8 @@
 const POINTS_AT_ONCE = 200_000; // the API's limit
 const KEYS_AT_ONCE = 32; // the API's limit
 const AT_ONCE = 16;
-const QUICK_MS = 200;
-const SLOW_MS = 800;
+const AIM_MS = 800;
+const GROWTH = 4;
 
 /** Fewer points a line where there are many lines: as many as can be seen. */
 export const pointsOf = (heads: number): number => (heads <= 8 ? 1000 : heads <= 64 ? 500 : 250);
@@ -16,8 +16,8 @@ export const keyChunks = (keys: readonly string[]): string[][] =>
 /** How many heads one question may be about. */
 export const mostAtOnce = (points: number, keys: number): number => Math.max(1, Math.min(AT_ONCE, Math.floor(POINTS_AT_ONCE / (points * Math.max(1, Math.min(keys, KEYS_AT_ONCE))))));
 
-/** How many heads the next question is about, after one that took so long. */
+/** How many heads the next question is about, after one that took so long: as many as take about `AIM_MS`, which is how often one sees how far it is. */
 export function nextSize(size: number, tookMs: number, most: number): number {
-  const wanted = tookMs < QUICK_MS ? size * 2 : tookMs > SLOW_MS ? Math.floor(size / 2) : size;
+  const wanted = Math.min(size * GROWTH, Math.floor((size * AIM_MS) / Math.max(1, tookMs)));
   return Math.max(1, Math.min(wanted, most));
 }
