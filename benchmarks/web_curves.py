@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from branches import prepare
 from common import machine, out, table
-from web_parts import served
+from web_parts import chromium, served
 
 __all__ = ["cold_curves"]
 
@@ -84,7 +84,7 @@ def _asked(base: str, names: list[str]) -> float:
 
 def _drawn(base: str, names: list[str]) -> dict[str, float]:
     """Milliseconds since the navigation began. Empty where there is no browser."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    program = chromium()
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from common import machine, out, short, spread, table
 from many_states import FURTHER, RUNS, make
 from web_load import percentile
 from web_page import PAINT
-from web_parts import capturing, copied, served
+from web_parts import capturing, chromium, copied, served
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -103,7 +102,7 @@ def pages(found: dict[str, dict[str, dict[str, list[float]]]], root: Path, argum
     """Loads and actions in Chromium."""
     from playwright.sync_api import sync_playwright
 
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    program = chromium()
     if program is None:
         out("the page was not measured: there is no chromium on the PATH")
         return

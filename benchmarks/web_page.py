@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from common import out, spread, table
 from web_mlflow import RUNS
+from web_parts import chromium
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -39,7 +39,7 @@ def pages(ours: str, states: int, mlflow: str | None, *, rounds: int) -> dict[st
     except ImportError:
         out("the page was not measured: pip install playwright")
         return {}
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    program = chromium()
     if program is None:
         out("the page was not measured: there is no chromium on the PATH")
         return {}

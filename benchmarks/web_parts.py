@@ -22,7 +22,7 @@ from pathlib import Path
 from common import out
 from many_states import make
 
-__all__ = ["await_server", "bare", "capturing", "copied", "repository", "served", "uids"]
+__all__ = ["await_server", "bare", "capturing", "chromium", "copied", "repository", "served", "uids"]
 
 BARE = """
 import socket, uvicorn
@@ -51,6 +51,11 @@ def repository(folder: Path, count: int) -> Path:
         unfinished.rename(root)
         out(f"built {count:,} states in {time.monotonic() - began:.0f} s, {(root / 'lineage.db').stat().st_size >> 20} MiB")
     return root
+
+
+def chromium() -> str | None:
+    """Where the browser lies."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chromium-headless-shell"))), None)
 
 
 @contextmanager
