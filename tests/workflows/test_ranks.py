@@ -17,6 +17,7 @@ import torch
 
 import datastates
 from datastates import Cancelled, InvalidInput, Repository
+from datastates.lineage.change import clones
 from datastates.lineage.show.studies import study
 from datastates.workflows import Plan, Progress, SerialExecutor, Variant, explore
 from datastates.workflows.running.launch import launch
@@ -82,6 +83,19 @@ def test_variants_of_two_ranks_fork_from_a_state_of_two_parts_and_are_recorded_o
     ours, theirs = model_of(repo, "done/s/low"), model_of(repo, "by-hand")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not torch.equal(ours["0.weight"], model_of(repo, "done/s/high")["0.weight"])
+
+
+@pytest.mark.in_turn("variants of ranks")
+def test_the_first_rank_takes_the_start_from_the_explorer_s_memory_and_passes_it_on(repo: Repository) -> None:
+    plan = Plan((Variant("low", None, 1, {"lr": 1e-3}),))
+    report = explored(repo, plan, ranks=2, share="tcp://127.0.0.1:0")
+    assert report, report.errors
+    with repo.core.reading() as session:
+        (clone,) = clones.clones_of(session, repo.state("start/s").uid)
+    assert clone.source.startswith("tcp://127.0.0.1:")
+    run(2, f"{HERE}:fork_by_hand", folder=str(repo.location.packs.parent), rate=1e-3, epochs=1)
+    ours, theirs = model_of(repo, "done/s/low"), model_of(repo, "by-hand")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.in_turn("variants of ranks")
@@ -166,7 +180,6 @@ def test_what_does_not_go_together_is_refused(repo: Repository) -> None:
 
     wrong: dict[str, dict[str, Any]] = {
         "ranks is 0": {"ranks": 0},
-        "share hands states over": {"ranks": 2, "share": "ucx://127.0.0.1:0"},
         "executor is for variants in other processes": {"group": SoloGroup()},
         "group is 2: give": {"group": 2},
     }

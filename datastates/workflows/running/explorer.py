@@ -118,7 +118,7 @@ def explore(
         the group that it is in, and each group takes the next variant that no other has.
     :param stop: asked after each epoch whether a variant ends there.
     :param share: a url such as ``ucx://127.0.0.1:0`` on which ``repo`` is served meanwhile: workers then take starting states from its
-        memory.
+        memory; with ``ranks`` the first rank does, and passes on what the others want of it too.
     :param progress: whether the plan and its progress are shown.
     :raises Conflict: the study is being explored by another process, began from another state, or a variant was trained by another plan;
         nothing was run.
@@ -351,8 +351,6 @@ def _check(plan: Plan, study: str, train: Train, executor: object, stop: Stop | 
         raise InvalidInput(f"train is {values.shown(train)}: pass a function that takes a Job")
     if group is not None:
         return _check_group(group, executor, options)
-    if options["ranks"] > 1 and options["share"] is not None:
-        raise InvalidInput("share hands states over to single processes, and each variant has several ranks: leave it out, they read files")
     if executor is None or options["ranks"] > 1:
         check_pickles(train, stop)
     if executor is None:

@@ -113,9 +113,11 @@ def run_as_rank(task: Task) -> Outcome:
         torch.set_num_threads(task.threads)
         name, group = task.assignment.variant.name, find()
         repository = repository_at(task.location, task.config, task.threads)
+        near = _Near(repository, task.share if group.rank == 0 else None)  # which passes on what several ranks want of it
         try:
             with _claimed(repository, task.assignment, lambda: None, rank=group.rank):  # the ranks of an attempt before may still be ending
-                return Outcome(name, train_variant(repository, task.assignment, task.train, stop=task.stop, group=group).uid, source="disk")
+                done = train_variant(repository, task.assignment, task.train, stop=task.stop, group=group, fetch=near.fetch)
+                return Outcome(name, done.uid, source=near.source)
         except Exception as exc:  # likewise
             return failed(name, exc)
 
