@@ -31,7 +31,7 @@ class Push(Move):
 
     def __init__(self, sources: Sources, core: Core, state: State, *, tags: bool) -> None:
         self.state, self._sources, self._core, self._tags = state, sources, core, tags
-        refuse_parts(state, "a push")
+        refuse_parts(state, "a push", instead="serve it here, and clone it there with repo=, which takes any number of parts")
         self._source = _CountedSource(core.open_payload(state, verify=False), partial(core.tiers.reopen, state, verify=False))
         self.bytes_total = sum(self._source.lengths)
         self._landed: StateRecord | None = None

@@ -15,7 +15,6 @@ from datastates.clone.transfer import Cloned
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.states import State
 from datastates.opening.core import Opened
-from datastates.store.parts import refuse_parts
 from datastates.transport.clone import groups as meeting
 from datastates.transport.clone import torch_groups as torch_meeting
 from datastates.transport.failures import describe, revive
@@ -50,6 +49,7 @@ class _Invitation(msgspec.Struct, frozen=True):
     url: str = ""
     token: str = ""
     uid: str = ""
+    parts: int = 1
     failure: Failure | None = None
 
 
@@ -68,8 +68,9 @@ class _Broadcasting(meeting.Group):
     ) -> Cloned | None:
         """Clone a state from the root's repository to every other rank, in a chain; collective. ``data`` as for ``Repository.serve``.
 
-        Each other rank takes it into its own ``repo``'s memory, or ``into`` live objects. The root serves on its own address only
-        while this runs, with a token that the group exchanges. Returns what this rank cloned (the root: None) once all are done.
+        A state of several parts, all of which the root has to reach, goes to each rank straight from the root. Each other rank takes it
+        into its own ``repo``'s memory, or ``into`` live objects. The root serves on its own address only while this runs, with a token
+        that the group exchanges. Returns what this rank cloned (the root: None) once all are done.
 
         :raises Unavailable: another rank failed; names it. What this one cloned stays. Its own error is raised as itself.
         :raises InvalidInput: there is no such rank.
@@ -86,10 +87,9 @@ class _Broadcasting(meeting.Group):
         token, server = secrets.token_urlsafe(32), None
         try:
             state = repo.core.state(rev)
-            refuse_parts(state, "broadcast")
-            uid, host = state.uid, _LOOPBACK if is_one_host else own_address()
+            host = _LOOPBACK if is_one_host else own_address()
             server = repo.serve(f"ucx://{host}:0", token=token, timeout_s=timeout_s, data=data) if self.size > 1 else None
-            invitation = _Invitation(server.url if server is not None else "", token, uid)
+            invitation = _Invitation(server.url if server is not None else "", token, state.uid, state.world_size)
         except Exception as exc:  # whatever it is, the others must not wait for ever
             self.exchange(msgspec.msgpack.encode(_Invitation(failure=describe(exc))))
             raise
@@ -107,7 +107,8 @@ class _Broadcasting(meeting.Group):
         cloned, error = None, None
         try:
             with connect(invitation.url, token=invitation.token, timeout_s=timeout_s, data=data) as peer:
-                cloned = peer.clone(invitation.uid, into=into, repo=repo if into is None else None, chain=True)
+                into_repo, is_chain = repo if into is None else None, invitation.parts == 1
+                cloned = peer.clone(invitation.uid, into=into, repo=into_repo, chain=is_chain)
         except BaseException as exc:  # raised below, once the other ranks know
             error = exc
         self._agree(error, root)

@@ -17,15 +17,13 @@ from .tier import Reader
 __all__ = ["PartsReader", "open_parts", "refuse_parts"]
 
 
-def refuse_parts(state: State, what: str) -> None:
-    """Raise if a state has several parts, of which ``what`` knows nothing.
+def refuse_parts(state: State, what: str, *, instead: str = "load it here, and capture that") -> None:
+    """Raise if a state has several parts, of which ``what`` knows nothing; ``instead`` is what to do.
 
     :raises Unsupported: it has.
     """
     if state.world_size > 1:
-        raise Unsupported(
-            f"state {state.uid} has {state.world_size} parts, and {what} takes states of one part: load it here, and capture that"
-        )
+        raise Unsupported(f"state {state.uid} has {state.world_size} parts, and {what} takes states of one part: {instead}")
 
 
 def open_parts(openers: Sequence[Callable[[], Reader]], uid: str, *, rank: int = 0) -> Reader:
