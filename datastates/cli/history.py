@@ -84,6 +84,7 @@ def log(
         shown, is_table = states[: limit or None], columns is not None or sort is not None or as_csv
         if is_table and not shell.as_json:
             _write_table(shell, session, shown, chosen=chosen, asked=_asked(session, sort), as_csv=as_csv)
+        late = None if shell.as_json or as_csv else _late(session, shown)
     if shell.as_json:
         shell.write_lines(shown)
     elif not is_table:
@@ -94,6 +95,8 @@ def log(
         _say_empty(shell)
     elif len(shown) < len(states):
         shell.hint(f"these are the newest {limit}: -n 0 shows all, -n another number" if sort is None else _first(limit))
+    if late is not None:
+        shell.hint(late)
 
 
 def show(
@@ -235,6 +238,18 @@ def _say_empty(shell: Shell) -> None:
         f"no states yet in {where}: a training that captures records them there, `datastates clone` and `datastates import` bring them, "
         "`datastates demo` makes some to look at"
     )
+
+
+def _late(session: Session, shown: Sequence[State]) -> str | None:
+    """What waits for parts of ranks: of the training of the newest state that is shown, of all where there is none yet."""
+    if shown and shown[0].world_size == 1:
+        return None
+    from datastates.lineage.change.awaited import waiting
+    from datastates.lineage.search.incomplete import late
+
+    from .incomplete import late_text
+
+    return late_text(late(session, shown[0].uid) if shown else waiting(session))
 
 
 def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: bool) -> list[State]:

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datastates.lineage.show.branches import Life
+
 from .shell import AsJson, Repo, Shell
 
 if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
     from datastates.api.models import Replica, StateDetail
     from datastates.lineage.change.awaited import Waiting
     from datastates.lineage.search.incomplete import GivenUpState
+    from datastates.opening.home import Home
 
     from .tables import Table
 
-__all__ = ["part_facts", "register"]
+__all__ = ["late_text", "part_facts", "register"]
 
 LISTED = 16
 """A line a rank, for at most so many; of more ranks a line a place."""
+
+
+LATE_S = 5.0
+"""So long a state may wait for parts before ``log`` says so: ranks are never quite at once."""
+
+_WHAT_TO_DO = {
+    Life.RUNNING: (
+        "which runs: its log says why it is late, or 'py-spy dump --pid {pid}' there; what waits is given up after the job's "
+        "group_patience_s"
+    ),
+    Life.ENDED: "which has ended: start the job again, which goes on from its newest whole state; 'datastates gc' removes what waits",
+    Life.UNKNOWN: "of which nothing is to be seen from here: look on {host}",
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -36,21 +54,39 @@ def incomplete(
 ) -> None:
     """Show the states of several ranks that wait for the parts of some, and those that were given up, and why."""
     from datastates.lineage.search.incomplete import incomplete as ask
+    from datastates.opening.home import look_at
 
     shell = Shell(context, repo, as_json)
+    home = look_at(shell.location())
     with shell.reading() as session:
         found = ask(session, limit=limit or 2**31)
+        advice = [] if shell.as_json else _advice(session, home, found.waiting)
     if shell.as_json:
         shell.write_json(found)
         return
     if found.waiting:
         shell.write(_waiting_table(found.waiting))
+        for line in advice:
+            shell.hint(line)
     else:
         shell.hint("no state waits for parts of other ranks")
     if found.given_up:
         shell.write(*([""] if found.waiting else []), _given_up_table(found.given_up))
     if len(found.given_up) < found.total_given_up:
         shell.hint(f"these are the last {len(found.given_up)} of {found.total_given_up} that were given up: -n 0 shows all")
+
+
+def late_text(found: Sequence[Waiting]) -> str | None:
+    """What ``log`` says of states that wait; None where none has waited for long."""
+    from datetime import UTC, datetime
+
+    from .render import age_text
+
+    late = [each for each in found if (datetime.now(UTC) - each.since).total_seconds() > LATE_S]
+    if not late:
+        return None
+    more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
+    return f"{late[0]}, {age_text(late[0].since)}{more}: 'datastates incomplete' says whose process that is, and what to do"
 
 
 def part_facts(state: StateDetail) -> Iterator[tuple[str, str]]:
@@ -77,6 +113,24 @@ def part_facts(state: StateDetail) -> Iterator[tuple[str, str]]:
         ranks = ranks_text(dict.fromkeys(one.rank for one in found))
         gone = "" if status == "ok" else f", {status}"
         yield "parts", f"{tier} on {node or '?'}: rank {ranks}, {size_text(sum(one.bytes for one in found))} added there{gone}"
+
+
+def _advice(session: Session, home: Home, found: Sequence[Waiting]) -> list[str]:
+    """A line for each process that is late, of at most ``LISTED``: which it is, and what to do."""
+    from datastates.lineage.change.runs import of_ranks
+    from datastates.opening.life import life_of
+
+    lines: dict[str, None] = {}
+    for each in found[:LISTED]:
+        runs = of_ranks(session, each.uid, each.missing[:LISTED])
+        for rank in each.missing[:LISTED]:
+            named, run = f"rank {rank} of {each.world_size}", runs.get(rank)
+            if run is None:
+                lines[f"{named} tracks nothing here: start all ranks of the job; 'datastates gc' removes what waits"] = None
+            else:
+                what = _WHAT_TO_DO[life_of(run, home)].format(pid=run.pid, host=run.host)
+                lines[f"{named} is process {run.pid} on {run.host}, {what}"] = None
+    return list(lines)[:LISTED]
 
 
 def _held(replica: Replica) -> str:

@@ -41,6 +41,7 @@ __all__ = [
     "listing",
     "note",
     "of_job",
+    "of_ranks",
     "parts_in_memory",
     "recover",
     "start",
@@ -160,6 +161,17 @@ def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[
 def of_job(job: str, rank: int, size: int) -> dict[str, Value]:
     """What the runs of a training of several ranks say of it: one of each rank, of which people see that of rank 0."""
     return {f"{OURS}job": job, _RANK: rank, f"{OURS}ranks": size}
+
+
+def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Run]:
+    """The runs of these ranks of the job that captures a state, whole or not, by rank; those that tracked."""
+    told = select(_part.c.run_id).where(_part.c.state_uid == uid, _part.c.run_id.is_not(None)).limit(1)
+    job = session.execute(select(_run.c.config[f"{OURS}job"].as_string()).where(_run.c.id == told.scalar_subquery())).scalar()
+    if job is None:
+        return {}
+    rank = _run.c.config[_RANK].as_integer()
+    found = _runs(session, select(_run).where(_run.c.config[f"{OURS}job"].as_string() == job, rank.in_(sorted(ranks))))
+    return {each.config[_RANK]: each for each in found}  # type: ignore[misc]  # the query says that it is a number
 
 
 def counted() -> ColumnElement[bool]:

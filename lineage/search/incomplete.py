@@ -18,7 +18,7 @@ from .holders import node_of
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["GivenUpState", "Incomplete", "Part", "incomplete", "parts_of", "why_none"]
+__all__ = ["GivenUpState", "Incomplete", "Part", "incomplete", "late", "parts_of", "why_none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,12 @@ def incomplete(session: Session, *, limit: int) -> Incomplete:
     return Incomplete(tuple(found), tuple(_given_up(row) for row in rows), total)
 
 
+def late(session: Session, uid: str) -> list[Waiting]:
+    """The states that wait for parts, of the training that captured this whole one: as far as its first two ranks have told theirs."""
+    uids = list(session.execute(_LATE, {"uid": uid}).scalars())
+    return sorted(waiting(session, uids), key=lambda each: (each.since, each.uid)) if uids else []
+
+
 def parts_of(session: Session, uid: str) -> list[Part]:
     """The parts that were told of a state, by rank; none of a state of one part."""
     return [
@@ -112,6 +118,9 @@ _COUNT = select(func.count()).select_from(_part).where(*_is_given_up)
 _BEGINNING = (
     select(_part.c.state_uid).where(_part.c.state_uid >= bindparam("low"), _part.c.state_uid < bindparam("high")).distinct().limit(2)
 )
+_same = _part.alias("same")
+_first_two = select(_same.c.run_id).where(_same.c.state_uid == bindparam("uid"), _same.c.rank.in_((0, 1)))
+_LATE = select(_part.c.state_uid).where(_part.c.run_id.in_(_first_two), _part.c.place.is_not(None), _part.c.status.not_in(WHYS)).distinct()
 _PARTS = (
     select(_part, _run.c.uid.label("run"), func.coalesce(_folder.c.host, _part.c.node).label("place_name"))
     .outerjoin_from(_part, _run, _run.c.id == _part.c.run_id)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from datastates.cli import incomplete
 from datastates.lineage import Database
 from tests.support.parts import Job, run_job
 
@@ -31,6 +32,38 @@ def test_what_waits_and_what_was_given_up_are_two_tables(root: Path, invoke: Inv
     assert "there was no room in memory" in done.out
     found = invoke("incomplete", "--json").json
     assert (found["waiting"][0]["missing"], found["given_up"][0]["why"], found["total_given_up"]) == ([2], "skipped", 1)
+
+
+def test_whose_process_is_late_and_what_to_do_is_said(root: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incomplete, "LATE_S", 0.0)
+    database = Database(f"sqlite:///{root}/lineage.db")
+    try:
+        job = run_job(database, of_one_job=True)
+    finally:
+        database.close()
+    waits = f"state {job.waits} (branch ddp, step 6) waits for the parts of rank 2 of 3"
+    for words in (("log", "ddp"), ("log", "ddp", "--sort", "step")):
+        assert waits in invoke(*words).err
+        assert "'datastates incomplete' says whose process that is" in invoke(*words).err
+    assert waits not in invoke("log", "ddp", "--json").err
+    assert waits not in invoke("log", "main").err
+    said = invoke("incomplete").err
+    assert "rank 2 of 3 is process 102 on host1, of which nothing is to be seen from here: look on host1" in said
+
+
+def test_a_rank_that_ended_or_never_came_is_said(root: Path, invoke: Invoke) -> None:
+    database = Database(f"sqlite:///{root}/lineage.db")
+    try:
+        run_job(database, of_one_job=True, ended=True)
+    finally:
+        database.close()
+    said = invoke("incomplete").err
+    assert "rank 2 of 3 is process 102 on host1, which has ended: start the job again, which goes on" in said
+
+
+def test_a_rank_of_which_no_process_is_known_is_said(root: Path, invoke: Invoke) -> None:
+    job_of(root)
+    assert "rank 2 of 3 tracks nothing here: start all ranks of the job" in invoke("incomplete").err
 
 
 @pytest.mark.usefixtures("root")

@@ -29,12 +29,16 @@ class Job:
     runs: list[str]
 
 
-def run_job(database: Database, *, size: int = 3, steps: int = 4, ended: bool = False) -> Job:
-    """Ranks 0 and 1 are on ``host0``, the others on ``host1``; each has a loss of its own, recorded by rank."""
+def run_job(database: Database, *, size: int = 3, steps: int = 4, ended: bool = False, of_one_job: bool = False) -> Job:
+    """Ranks 0 and 1 are on ``host0``, the others on ``host1``; each has a loss of its own, recorded by rank.
+
+    ``of_one_job``: their runs say that they belong together, as those of a job do.
+    """
     names = [_uid(f"run {rank}") for rank in range(size)]
     for rank, name in enumerate(names):
         with database.write() as session:
-            runs.start(session, Run(name, _host(rank), "ann", 100 + rank, ("train.py",), None, None, {}, {}, BEGAN))
+            said = runs.of_job("j" * 24, rank, size) if of_one_job else {}
+            runs.start(session, Run(name, _host(rank), "ann", 100 + rank, ("train.py",), None, None, said, {}, BEGAN))
     whole: list[str] = []
     for step in range(1, steps + 1):
         whole.append(_tell(database, names, step, whole[-1] if whole else None, range(size)))
