@@ -162,10 +162,11 @@ class Engine:
                 return [*self._next_write(), *self._drop_surplus()]
             case Adopted(uid):
                 self._on_adopted(uid)
-            case Wanted(uid):
-                self._awaited.add(uid)
+            case Wanted(uid, is_near):
+                if not is_near:
+                    self._awaited.add(uid)
                 if uid in self._entries or uid in self._near:
-                    self._want(uid)
+                    self._want(uid, is_near=is_near)
                 else:
                     self._asked.add(uid)  # not recorded yet
             case RefsChanged(tagged, branches):
@@ -362,7 +363,7 @@ class Engine:
         if entry is not None:
             is_wanted = uid in self._queue or uid == self._writing
             entry.is_near = is_near and (entry.is_near or not is_wanted)
-        if uid in self._near:
+        if uid in self._near and not is_near:
             del self._near[uid]
             self._onward.append(uid)
         if self._is_in_memory_only(uid) and uid != self._writing:
@@ -387,7 +388,8 @@ class Engine:
         uid = self._most_urgent() if self._is_behind else next(iter(self._queue))
         del self._queue[uid]
         self._writing = uid
-        return [Write(uid)]
+        entry = self._entries.get(uid)
+        return [Write(uid, entry is not None and entry.is_near)]
 
     def _most_urgent(self) -> str:
         """Of those that were tried least: one state that cannot be written must not keep the others from it."""

@@ -79,9 +79,10 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Somebody asked for a state to become durable."""
+    """Somebody asked for a state to become durable; ``is_near``: and to stay off further tiers."""
 
     uid: str
+    is_near: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write this state to the local tier."""
+    """Write this state to the local tier; ``is_near``: it stays off further ones, as things stand."""
 
     uid: str
+    is_near: bool = False
 
 
 @dataclass(frozen=True, slots=True)

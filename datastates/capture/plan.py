@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import torch
+from blake3 import blake3
 
 from datastates.content.division import Box
 from datastates.content.geometry import compact, dense_view, spec_of
@@ -36,12 +37,16 @@ DEFER_BYTES = LARGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What all captures of a plan have in common, encoded for the manifest once."""
+    """What all captures of a plan have in common, encoded for the manifest once.
+
+    ``form`` is equal on all ranks whose parts make one state together; empty where one process has all of it.
+    """
 
     skeleton: msgspec.Raw
     tensors: msgspec.Raw
     chunk_lengths: tuple[int, ...]
     bytes_total: int
+    form: str = ""
 
     @property
     def slot_bytes(self) -> int:
@@ -277,6 +282,8 @@ def _lay_out(
     shares: Shares | None,
     frozen: Collection[int],
 ) -> CopyPlan:
+    skeleton = encode_skeleton(flat.skeleton)
+    form = "" if shares is None else _form_of(skeleton, specs, shares)
     # Large ones in the order of the leaves, whether still or not: what a prefix trained and a variant freezes then fills the same chunks,
     # up to the first that the variant trains.
     still_small, still_large = _by_size([source for source in sources if id(source.tensor) in frozen])
@@ -306,10 +313,11 @@ def _lay_out(
     ]
     lengths = tuple(sum(chunk) for chunk in sizes)
     layout = Layout(
-        skeleton=msgspec.Raw(encode_skeleton(flat.skeleton)),
+        skeleton=msgspec.Raw(skeleton),
         tensors=msgspec.Raw(msgspec.msgpack.encode(specs)),
         chunk_lengths=lengths,
         bytes_total=sum(lengths),
+        form=form,
     )
     return CopyPlan(
         layout,
@@ -327,6 +335,11 @@ def _lay_out(
         stills=stills_of([source for source in sources if source.is_still], lengths),
         eager_bytes=sum(source.flat.numel() for source in sources if not source.is_deferred),
     )
+
+
+def _form_of(skeleton: bytes, specs: Sequence[TensorSpec], shares: Shares) -> str:
+    """What every part says alike, and must: the tree, each tensor as a whole (no shard is known yet), and who stores what of it."""
+    return blake3(skeleton).update(msgspec.msgpack.encode(specs)).update(shares.digest).hexdigest(8)
 
 
 def _by_size(sources: list[_Source]) -> tuple[list[_Source], list[_Source]]:

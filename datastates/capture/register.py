@@ -291,9 +291,9 @@ class Register:
             progress.give_up(f"state {uid} left the memory of another rank before it became durable there: make more states durable")
         self._forget_left(uid)
 
-    def _on_wanted(self, uid: str) -> None:
-        """Another rank makes a state durable, so this one writes its part."""
-        self._post(Wanted(uid))
+    def _on_wanted(self, uid: str, is_near: bool) -> None:
+        """Another rank makes a state durable, so this one writes its part; or has it go on to further tiers, as this one does then."""
+        self._post(Wanted(uid, is_near))
 
     def _on_given_up(self, entry: Entry, given_up: GivenUp) -> None:
         """A state will never be whole of which this process told a part: it leaves memory, and its line goes on from the one before it."""
@@ -330,12 +330,14 @@ class Register:
             if is_near:
                 self._near[uid] = ranks
         if not is_near:
+            self.journal.pass_on(uid)  # the other ranks may have heard otherwise
             self._copies.put(uid, ranks, progress)
         self._forget_left(uid)
 
     def pass_on(self, uids: Iterable[str]) -> None:
         """Durable states that were kept near go on to the further tiers. Runs under the lock."""
         for uid in uids:
+            self.journal.pass_on(uid)
             self._copies.put(uid, self._near.pop(uid, (0,)), self._progress.get(uid))
 
     def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:

@@ -165,6 +165,8 @@ class Runner:
         self._room.expect(line, size_bytes)
         self._paces.begin(line)
         is_led = line.part is not None and line.part.rank > 0  # rank 0 says which states become durable: all ranks, or none, write one
+        if line.part is not None:
+            self._named.join(line.part.rank, line.part.size)
         self._post(LineOpened(line.name, Cadence(every=None, interval_s=None) if is_led else cadence, line.branch))
 
     def know_best(self, line: Line, bests: Mapping[Best, tuple[float, str] | None]) -> None:
@@ -555,10 +557,9 @@ class Runner:
 
     def _act(self, action: Action) -> None:
         match action:
-            case Write(uid):
-                self._register.journal.want(uid)
-                if self._register.journal.has_news:
-                    self._rounds.wake()
+            case Write(uid, is_near):
+                self._register.journal.want(uid, is_near=is_near)
+                self._tell_others()
                 self._writer.put(uid)
             case Evict(uids, until):
                 self._evict(uids, until)
@@ -566,11 +567,16 @@ class Runner:
                 self._paces.take(action)
             case PassOn(uids):
                 self._register.pass_on(uids)
+                self._tell_others()
             case GiveUp(uids):
                 self._register.give_up(uids, "state {uid} gave way to newer ones before it was written (back_pressure='drop-oldest')")
 
             case GiveWay(uids, until):
                 self._give_way(uids, until)
+
+    def _tell_others(self) -> None:
+        if self._register.journal.has_news:
+            self._rounds.wake()
 
     def _give_way(self, uids: tuple[str, ...], until: int) -> None:
         for uid in uids:

@@ -14,10 +14,12 @@ __all__ = ["Entry"]
 class Entry:
     """A state to be told, and the tip of its line before it: its uid and digest.
 
-    ``rank`` is whose part of several it is, ``reduce`` how the metrics of all go together; None: it is the whole state.
+    ``rank`` is whose part of several it is, ``reduce`` how the metrics of all go together, ``form`` what all parts have in common; None:
+    it is the whole state.
     """
 
     new: NewState
     before: tuple[str, str] | None
     rank: int | None = None
     reduce: Reduce = FIRST
+    form: str = ""

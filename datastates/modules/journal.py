@@ -65,7 +65,7 @@ _MOST_GONE = 1000
 class Listener:
     """Called when the lineage knows of a state (and, of one that was told late, why its branch did not move), when it knows of its replica
     on disk and the bytes added there, and when it refuses either. Of a part that was told: when its state is whole, or given up, and when
-    another rank makes that durable, or has lost its part before.
+    another rank makes that durable (and whether it keeps it off further tiers), or has lost its part before.
     On the thread that told it, which may be any.
     """
 
@@ -74,7 +74,7 @@ class Listener:
     failed: Callable[[str, Exception, Entry | None], None]
     whole: Callable[[Entry, Outcome], None]
     given_up: Callable[[Entry, GivenUp], None]
-    wanted: Callable[[str], None]
+    wanted: Callable[[str, bool], None]
     lost: Callable[[str], None]
 
 
@@ -220,12 +220,12 @@ class Journal:
         return self._parts.is_to_tell
 
     def missing(self, uid: str) -> str | None:
-        """What a state that was told waits for, for people; None where it does not wait, or nothing is known."""
-        if uid not in self._parts or self._away_since is not None:
+        """What of other ranks a state waits for, for people; None where it does not wait, or nothing is known."""
+        if self._away_since is not None or not (uid in self._parts or self._parts.is_half(uid)):
             return None
         try:
             with self._database.read() as session:
-                return next((str(each) for each in parts.waiting(session, [uid])), None)
+                return self._parts.missing(session, uid, self._local.name)
         except DatastatesError:
             return None
 
@@ -234,9 +234,16 @@ class Journal:
         """Whether other ranks may make durable what this one has in memory only."""
         return self._parts.may_be_wanted
 
-    def want(self, uid: str) -> None:
-        """A state is to be durable: if it has several parts the other ranks are told, who write theirs. Never waits."""
-        self._parts.want(uid)
+    def want(self, uid: str, *, is_near: bool = False) -> None:
+        """A state is to be durable: if it has several parts the other ranks are told, who write theirs. Never waits.
+
+        ``is_near``: and is to stay off further tiers, there as here.
+        """
+        self._parts.want(uid, is_near=is_near)
+
+    def pass_on(self, uid: str) -> None:
+        """A state that stayed off further tiers goes on; if it has several parts the other ranks are told. Never waits."""
+        self._parts.pass_on(uid)
 
     def ask(self, patience_s: float | None = None) -> None:
         """Hear what became of the parts that wait, and tell of those that there are not. What waited for longer is given up."""
@@ -430,8 +437,8 @@ class Journal:
                 self._parts.become_whole(uid)
                 self._listener.whole(entry, outcome)
             self._parts.end(uid)
-        for uid in wanted:
-            self._listener.wanted(uid)
+        for uid, is_near in wanted.items():
+            self._listener.wanted(uid, is_near)
         for uid, added, is_durable in self._parts.settled(heard):
             if is_durable:
                 self._listener.durable(uid, added)
@@ -566,7 +573,7 @@ class Journal:
     def _tell_again(self, session: Session, entry: Entry) -> None:
         new = entry.new
         if entry.rank is not None:
-            parts.record_part(session, new, rank=entry.rank, reduce=entry.reduce)
+            parts.record_parts(session, [parts.Telling(new, entry.rank, entry.reduce, entry.form)])
             return
         try:
             with session.begin_nested():

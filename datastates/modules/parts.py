@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
+from datastates.lineage.change.awaited import ranks_text, waiting
 from datastates.lineage.change.parts import Telling
+from datastates.lineage.lookup import state
+from datastates.lineage.search.holders import replicas_of
 from datastates.lineage.states import Status
 
 from .entry import Entry
 from .telling import Heard, Said, Skip
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
 
 __all__ = ["Parts"]
 
@@ -25,6 +32,8 @@ class Parts:
         self._skips: dict[str, Skip] = {}
         self._unwritten: dict[str, int] = {}
         self._wishes: dict[str, int] = {}
+        self._near: dict[str, int] = {}
+        """The states that stay off further tiers, here and on all other ranks, until one of them has them go on."""
         self._half: dict[str, int] = {}
         """The states of which this rank's part is on disk, and not yet those of others; with the bytes that it added."""
 
@@ -40,8 +49,8 @@ class Parts:
 
     @property
     def may_be_wanted(self) -> bool:
-        """Whether another rank may yet make durable what this one has in memory only, or has on disk alone."""
-        return bool(self._unwritten or self._half)
+        """Whether another rank may yet make durable what this one has in memory only, has on disk alone, or keeps near."""
+        return bool(self._unwritten or self._half or self._near)
 
     def is_half(self, uid: str) -> bool:
         """Whether this rank's part of a state is on disk, and that of another is not, as far as is known."""
@@ -63,10 +72,21 @@ class Parts:
         """This rank has no part of a state; told with the next transaction."""
         self._skips[skip.facts.uid] = skip
 
-    def want(self, uid: str) -> None:
-        """This rank makes its part of a state durable: so are the others to do, which are told with the next transaction."""
+    def want(self, uid: str, *, is_near: bool = False) -> None:
+        """This rank makes its part of a state durable: so are the others to do, which are told with the next transaction.
+
+        ``is_near``: and keeps it off further tiers.
+        """
         rank = self._unwritten.pop(uid, None)
         if rank is not None:  # else it was another one that began
+            self._wishes[uid] = rank
+            if is_near:
+                self._near[uid] = rank
+
+    def pass_on(self, uid: str) -> None:
+        """What was kept near goes on to further tiers: so are the parts of the others to do."""
+        rank = self._near.pop(uid, None)
+        if rank is not None:
             self._wishes[uid] = rank
 
     def leave(self, uids: Iterable[str]) -> None:
@@ -78,19 +98,30 @@ class Parts:
         """What was told of a part that is waited for."""
         return self._waiting[uid][0]
 
+    def missing(self, session: Session, uid: str, tier: str) -> str | None:
+        """What of other ranks a state waits for, for people: their parts, or that these are on their disks, which are the ``tier``."""
+        if uid in self._waiting:
+            return next((str(each) for each in waiting(session, [uid])), None)
+        if uid not in self._half:
+            return None
+        size, there = state(session, uid).world_size, {one.rank for one in replicas_of(session, uid) if one.tier == tier}
+        late = ranks_text(sorted(set(range(size)) - there))
+        return f"the parts of rank {late} of {size} are not on the disks of their ranks, whose logs may say why" if late else None
+
     # --- what is said -------------------------------------------------------------------------------------------------------
 
     def said(self, entries: Sequence[Entry] = (), *, late: Sequence[str] = (), patience_s: float | None = None) -> Said:
         """What is to be told besides these parts, and what is asked."""
         told = {entry.new.uid: entry for entry, _ in self._waiting.values()} | {entry.new.uid: entry for entry in entries}
         return Said(
-            parts=tuple(Telling(entry.new, _rank(entry), entry.reduce) for entry in entries),
+            parts=tuple(Telling(entry.new, _rank(entry), entry.reduce, entry.form) for entry in entries),
             skips=tuple(self._skips.values()),
             late=tuple(late),
             patience_s=patience_s or 0.0,
             wishes=dict(self._wishes),
+            near=frozenset(uid for uid in self._wishes if uid in self._near),
             asked={uid: _rank(entry) for uid, entry in told.items()},
-            wanted=tuple(list(self._unwritten)[-_MOST_ASKED:]),
+            wanted=(*list(self._unwritten)[-_MOST_ASKED:], *list(self._near)[-_MOST_ASKED:]),
             halves=tuple(list(self._half)[-_MOST_ASKED:]),
         )
 
@@ -115,13 +146,22 @@ class Parts:
         """A state waits no longer."""
         self._waiting.pop(uid, None)
 
-    def heed(self, said: Said, heard: Heard) -> list[str]:
-        """This was told, and that was heard. The states that others make durable, and this one does not yet."""
+    def heed(self, said: Said, heard: Heard) -> dict[str, bool]:
+        """This was told, and that was heard. The states that others make durable, or have go on, and this one does not yet; and whether
+        they are to stay near."""
         for skip in said.skips:
             self._skips.pop(skip.facts.uid, None)
         for uid in said.wishes:
-            self._wishes.pop(uid, None)
-        return [uid for uid in heard.wanted if self._unwritten.pop(uid, None) is not None]
+            if (uid in said.near) == (uid in self._near):  # else it was passed on meanwhile, which is to be told
+                self._wishes.pop(uid, None)
+        wanted: dict[str, bool] = {}
+        for uid in heard.wanted:
+            is_near, rank = uid in heard.near, self._unwritten.pop(uid, None)
+            if rank is not None and is_near:
+                self._near[uid] = rank
+            if rank is not None or (not is_near and self._near.pop(uid, None) is not None):
+                wanted[uid] = is_near
+        return wanted
 
     def settled(self, heard: Heard) -> list[tuple[str, int, bool]]:
         """The states that wait no longer for the disks of others: with the bytes that this rank added, and whether they are durable."""

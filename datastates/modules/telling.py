@@ -60,8 +60,9 @@ class Said:
     """What one process has to tell and to ask.
 
     It tells its parts, those that it has not, what waited longer than ``patience_s``, which states it makes durable (by uid, as which
-    rank), what a tier holds, and what left the memory of ``holder`` in ``tier``. It asks what became of states (by uid, of its part of
-    that rank), which of them others make ``wanted``, and how safe others are. ``is_durable``: it has to survive the database's own end.
+    rank; those that are ``near`` stay off further tiers), what a tier holds, and what left the memory of ``holder`` in ``tier``. It asks
+    what became of states (by uid, of its part of that rank), which of them others make ``wanted``, and how safe others are.
+    ``is_durable``: it has to survive the database's own end.
     """
 
     parts: tuple[Telling, ...] = ()
@@ -69,6 +70,7 @@ class Said:
     late: tuple[str, ...] = ()
     patience_s: float = 0.0
     wishes: dict[str, int] = field(default_factory=dict)
+    near: frozenset[str] = frozenset()
     marks: tuple[Mark, ...] = ()
     evicted: tuple[str, ...] = ()
     tier: str = ""
@@ -87,12 +89,13 @@ class Said:
 @dataclass(frozen=True, slots=True)
 class Heard:
     """What a transaction said to one process: what became of states, which of its parts the lineage does not know, which states others
-    make durable, how safe states are, and those that were marked. Heeded once it is committed.
+    make durable (``near``: and keep off further tiers), how safe states are, and those that were marked. Heeded once it is committed.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     forgotten: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
+    near: frozenset[str] = frozenset()
     statuses: dict[str, Status] = field(default_factory=dict)
     marked: dict[str, Status] = field(default_factory=dict)
 
@@ -107,8 +110,9 @@ def tell(session: Session, told: Sequence[Said]) -> list[Heard]:
     for patience_s in sorted({each.patience_s for each in told if each.late}):
         late = {uid for each in told if each.patience_s == patience_s for uid in each.late}
         give_up(session, late, why=Why.LATE, reason=f"it told no part within {patience_s:g} s")
-    for rank in sorted({rank for each in told for rank in each.wishes.values()}):
-        want_parts(session, [uid for each in told for uid, of in each.wishes.items() if of == rank], rank=rank)
+    wishes = [(rank, uid in each.near, uid) for each in told for uid, rank in each.wishes.items()]
+    for rank, is_near in sorted({(rank, is_near) for rank, is_near, _ in wishes}):
+        want_parts(session, [uid for of, near, uid in wishes if (of, near) == (rank, is_near)], rank=rank, is_near=is_near)
     marked = {}
     for one in sorted((one for each in told for one in each.marks), key=lambda one: one.uid):  # in one order, as everyone locks them
         status = mark(session, one.uid, one.status, tier=one.tier, node=one.node, rank=one.rank, bytes=one.bytes)
@@ -118,13 +122,14 @@ def tell(session: Session, told: Sequence[Said]) -> list[Heard]:
         evict(session, left, tier=tier, node=holder)
     found, unknown = outcomes_of(session, [pair for each in told for pair in each.asked.items()])
     forgotten = set(unknown)
-    wanted = set(wanted_parts(session, {uid for each in told for uid in each.wanted}))
+    wanted = wanted_parts(session, {uid for each in told for uid in each.wanted})
     statuses = statuses_of(session, list({uid: None for each in told for uid in each.halves}))
     return [
         Heard(
             {uid: found[uid] for uid in each.asked if uid in found},
             tuple(uid for uid, rank in each.asked.items() if (uid, rank) in forgotten),
             tuple(uid for uid in each.wanted if uid in wanted),
+            frozenset(uid for uid in each.wanted if wanted.get(uid)),
             {uid: statuses[uid] for uid in each.halves if uid in statuses},
             {one.uid: marked[one.uid, one.rank] for one in each.marks},
         )

@@ -22,8 +22,8 @@ class Work:
     ``parent_digests`` are those of ``facts.parents``. ``content`` lacks the chunks, which ``digest`` adds (``manifest``); ``before`` is the
     tip of its line, on which it hangs. The slots are whoever's made this until ``dedup`` takes them out of the list; then ``bytes_new`` of
     them were new in memory. There is an ``entry`` once the lineage may have heard of it. ``rank`` is whose part of several it is,
-    ``reduce`` how the metrics of all of them go together. ``known`` are chunks that were digested before: what the memory tier holds
-    of them need not be in their slots.
+    ``reduce`` how the metrics of all of them go together, ``form`` what they have in common. ``known`` are chunks that were digested
+    before: what the memory tier holds of them need not be in their slots.
     """
 
     facts: StateFacts
@@ -37,6 +37,7 @@ class Work:
     entry: Entry | None = None
     rank: int | None = None
     reduce: Reduce = FIRST
+    form: str = ""
     known: Mapping[int, bytes] = field(default_factory=dict)
 
     def digested(self) -> Manifest:
@@ -48,7 +49,7 @@ class Work:
         """Its ``entry`` of the journal, now that the state is in a tier of which ``holder`` names the place."""
         digest, total = self.digested().digest, sum(self.lengths)
         new = NewState(self.facts, digest, tier.gives, bytes_total=total, bytes_new=self.bytes_new, tier=tier.name, node=holder)
-        self.entry = Entry(new, self.before, self.rank, self.reduce)
+        self.entry = Entry(new, self.before, self.rank, self.reduce, self.form)
         return self.entry
 
 

@@ -14,10 +14,13 @@ from datastates.lineage.change import refs
 from datastates.lineage.search import walk
 from datastates.lineage.states import State
 from datastates.opening.core import Core, Opened, core_of
+from datastates.store.passing import open_shared
+from datastates.store.reading import of_state
 from datastates.system.logs import event
 from datastates.tracking.belonging import find
 from datastates.tracking.together import Together
 from datastates.transport.clone.groups import Group
+from datastates.transport.clone.meeting import Meeting
 
 __all__ = ["latest"]
 
@@ -28,7 +31,7 @@ _logger = logging.getLogger(__name__)
 def latest(repo: Opened, branch: str = "main", *, group: Group | None = None) -> State:
     """The newest state of a branch of which every part verifies, read anew. Collective: each rank reads its share, and all get the same.
 
-    A part that is damaged, or that no rank can reach, makes all go on to the state before it.
+    A part that is damaged, that no rank can reach, or that does not fit the others, makes all go on to the state before it.
 
         state = datastates.ranks.latest(repo)
         run = repo.track(branch=f"from-{state.step}", start=state, model=model, optimizer=optimizer)
@@ -45,15 +48,13 @@ def latest(repo: Opened, branch: str = "main", *, group: Group | None = None) ->
         with ranks.united("look at a state"):
             state = core.state(uid)
         missing = _missing(core, state, ranks)
-        if not missing:
+        why = f"of its {state.world_size} parts {', '.join(map(str, sorted(missing)))} does not verify" if missing else ""
+        why = why or _misfit(core, state, ranks)
+        if not why:
             return state
         if ranks.is_first:
             about = event("state.passed_over", state=uid, step=state.step, parts=sorted(missing))
-            parts = ", ".join(map(str, sorted(missing)))
-            _logger.warning(
-                "branch %s: state %s (step %d) is passed over: of its %d parts %s does not verify",
-                branch, uid[:10], state.step, state.world_size, parts, extra=about,
-            )  # fmt: skip
+            _logger.warning("branch %s: state %s (step %d) is passed over: %s", branch, uid[:10], state.step, why, extra=about)
         uid = ranks.first("find an older state", partial(_older, core, state), str)
     raise Unavailable(f"no state of branch {branch!r} verifies: bring its files back (`datastates repair --from FOLDER`), or begin anew")
 
@@ -78,6 +79,17 @@ def _missing(core: Core, state: State, ranks: Together) -> set[int]:
     mine = {part for part in parts if part % ranks.size == ranks.rank}
     left = parts - _told(_sound(core, state, mine), ranks)
     return left - _told(_sound(core, state, left - mine), ranks) if left else left
+
+
+def _misfit(core: Core, state: State, ranks: Together) -> str:
+    """Why parts each of which verifies do not make this state together; empty where they do."""
+    meeting, opened = Meeting(ranks.group, f"look at state {state.uid}"), partial(core.tiers.open_part, state)
+    try:
+        with meeting.united(), open_shared(meeting, state.uid, state.world_size, opened, rank=0) as reader:
+            of_state(reader, state)
+    except (Corrupt, Unavailable) as exc:
+        return str(exc)
+    return ""
 
 
 def _told(sound: list[int], ranks: Together) -> set[int]:

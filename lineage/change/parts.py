@@ -63,14 +63,21 @@ __all__ = [
 _COUNTER = -(1 << 31)
 """The rank of the row that counts the parts that were told, as its ``world_size``; an earlier version had none."""
 
+_FAR, _NEAR = "wanted", "near"
+"""What the row of a part of a whole state says once its rank makes it durable: to go on to further tiers, or not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """What one rank captured of a state: ``new`` is what ``record`` takes, but for this part; ``reduce`` how the metrics go together."""
+    """What one rank captured of a state: ``new`` is what ``record`` takes, but for this part; ``reduce`` how the metrics go together.
+
+    ``form`` is equal for parts that make one state together: they have the same tree, and divide its tensors alike. Empty: not said.
+    """
 
     new: NewState
     rank: int
     reduce: Reduce = FIRST
+    form: str = ""
 
 
 def record_part(session: Session, new: NewState, *, rank: int, reduce: Reduce = FIRST) -> State | None:
@@ -144,15 +151,21 @@ def abandon(session: Session) -> list[str]:
     return ended
 
 
-def want_parts(session: Session, uids: Collection[str], *, rank: int) -> None:
-    """This rank makes its part of these whole states durable, and the others are to do the same: one part alone is worth nothing."""
+def want_parts(session: Session, uids: Collection[str], *, rank: int, is_near: bool = False) -> None:
+    """This rank makes its part of these whole states durable, and the others are to do the same: one part alone is worth nothing.
+
+    ``is_near``: it keeps them off further tiers, as the others are to do, until one rank wants them without that.
+    """
     if uids:
-        session.execute(_WANT, {"uids": sorted(uids), "of_rank": rank})
+        session.execute(_WANT, {"uids": sorted(uids), "of_rank": rank, "how": _NEAR if is_near else _FAR})
 
 
-def wanted_parts(session: Session, uids: Collection[str]) -> list[str]:
-    """Those of these whole states that some rank makes durable."""
-    return sorted(session.execute(_WANTED, {"uids": sorted(uids)}).scalars()) if uids else []
+def wanted_parts(session: Session, uids: Collection[str]) -> dict[str, bool]:
+    """Those of these whole states that some rank makes durable; and whether all who do keep them off further tiers."""
+    found: dict[str, bool] = {}
+    for row in session.execute(_WANTED, {"uids": sorted(uids)}) if uids else ():
+        found[row.state_uid] = found.get(row.state_uid, True) and row.said == _NEAR
+    return found
 
 
 def arrive_parts(session: Session, uid: str, parts: Sequence[tuple[str, int]], *, tier: str, node: str) -> None:
@@ -232,6 +245,8 @@ def _tell(session: Session, parts: Sequence[Telling], runs: Mapping[str | None, 
     if size == 1:
         record(session, new)
         return False
+    for each in parts[1:]:
+        _check_alike(each, parts[0].rank, _common(parts[0]))
     count = int(session.execute(_COUNT, {"uid": new.uid}).scalar_one() if found.count is None else found.count) + len(parts)
     made = [_row(each, runs) for each in parts]
     if found.count is None:
@@ -248,15 +263,9 @@ def _was_told(told: Telling, known: Mapping[int, Any], whole: str | None) -> boo
     :raises Conflict: another one was, or what it says of the state is not what another part says, as far as that is kept.
     """
     new, rank, size = told.new, told.rank, told.new.facts.world_size
-    ours = _place_of(new.facts)
     for other in known.values():
-        theirs = ours if other.place is None else json.loads(other.place)
-        pairs = [("world_size", size, other.world_size), *((key, ours[key], theirs[key]) for key in ours)]
-        wrong = [f"{key} {here!r} and not {there!r}" for key, here, there in pairs if here != there]
-        if wrong:
-            raise Conflict(
-                f"rank {rank} of state {new.uid} says {', '.join(wrong)}, which rank {other.rank} says: ranks must capture as one"
-            )
+        place = {} if other.place is None else json.loads(other.place)
+        _check_alike(told, other.rank, place | {"world_size": other.world_size})
     digest = whole if size == 1 else known[rank].digest if rank in known else None
     if digest is None and whole is not None:
         raise Conflict(f"there is a state {new.uid} already, which has no such parts: every capture needs a uid of its own")
@@ -266,6 +275,23 @@ def _was_told(told: Telling, known: Mapping[int, Any], whole: str | None) -> boo
             "every capture needs a uid of its own"
         )
     return digest is not None
+
+
+def _check_alike(told: Telling, other: int, theirs: Mapping[str, Any]) -> None:
+    """Raise unless a part says of its state what that of the rank ``other`` says, as far as that is kept.
+
+    :raises Conflict: it does not; says what is different.
+    """
+    ours = _common(told)
+    wrong = [key for key in ours if key in theirs and ours[key] != theirs[key]]
+    if wrong == ["form"]:
+        raise Conflict(
+            f"rank {told.rank} of state {told.new.uid} has another tree than rank {other}, or divides its tensors otherwise: let all ranks"
+            " change what they track before the same capture"
+        )
+    if wrong:
+        said = ", ".join(f"{key} {ours[key]!r} and not {theirs[key]!r}" for key in wrong)
+        raise Conflict(f"rank {told.rank} of state {told.new.uid} says {said}, which rank {other} says: ranks must capture as one")
 
 
 def _settle(session: Session, uids: Iterable[str]) -> None:
@@ -281,6 +307,7 @@ def _complete(session: Session, uid: str) -> bool:
     """Record a state all of whose parts are there, unless it waits for its parent; whether it waits no longer."""
     first = session.execute(_FIRST, {"uid": uid}).one()
     place, size = json.loads(first.place), first.world_size
+    place.pop("form", None)
     parent, awaited = _standing(session, place["parent"])
     if awaited is not None:
         _wait_for(session, awaited, uid)
@@ -406,7 +433,7 @@ def _row(told: Telling, runs: Mapping[str | None, int | None]) -> dict[str, obje
         "bytes_total": new.bytes_total,
         "bytes_new": new.bytes_new,
         "told_at": to_us(None),
-        "place": json.dumps(_place_of(facts)),
+        "place": json.dumps({key: value for key, value in _common(told).items() if key != "world_size"}),
         "said": json.dumps(said),  # not the database's JSON, which knows neither NaN nor whole numbers of any size
     }
 
@@ -420,6 +447,12 @@ def _run_ids(session: Session, uids: Collection[str | None]) -> dict[str | None,
         if uid not in found:
             raise NotFound(f"there is no run {uid!r}: start it before it records parts")
     return found
+
+
+def _common(told: Telling) -> dict[str, Any]:
+    """What a part says of its state, and each other part too; of the form only where it is said."""
+    common = {"world_size": told.new.facts.world_size, **_place_of(told.new.facts)}
+    return common | ({"form": told.form} if told.form else {})
 
 
 def _place_of(facts: StateFacts) -> dict[str, Any]:
@@ -477,8 +510,8 @@ _RUNS = select(_run.c.uid, _run.c.id).where(_run.c.uid.in_(bindparam("runs", exp
 _INSERT = insert(_part)
 _SETTLED = update(_part).where(*_parts_of_it).values(place=None, said=None)
 _is_whole = (_is_part, _part.c.place.is_(None), _part.c.state_uid.in_(_uids))
-_WANT = update(_part).where(*_is_whole, _part.c.rank == bindparam("of_rank")).values(said="wanted")
-_WANTED = select(_part.c.state_uid).where(*_is_whole, _part.c.said.is_not(None)).distinct()
+_WANT = update(_part).where(*_is_whole, _part.c.rank == bindparam("of_rank")).values(said=bindparam("how"))
+_WANTED = select(_part.c.state_uid, _part.c.said).where(*_is_whole, _part.c.said.is_not(None)).distinct()
 _DROP = delete(_part).where(*_parts_of_it)
 _is_child = (_of_uid, _part.c.rank < 0, _part.c.rank > _COUNTER)
 _CHILDREN = select(_part.c.said).where(*_is_child).order_by(_part.c.rank.desc())

@@ -18,7 +18,7 @@ from datastates.content.root import root_digest
 from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, State, Status
 from datastates.lineage.change import parts, refs, runs
-from datastates.lineage.change.parts import record_part, waiting
+from datastates.lineage.change.parts import Telling, record_part, record_parts, waiting
 from datastates.lineage.change.record import evict, mark, record
 from datastates.lineage.search import pages, walk
 from datastates.lineage.search.holders import holder, replicas_of
@@ -143,6 +143,26 @@ def test_a_part_that_contradicts_is_refused(database: Database, new_state: Make,
         with pytest.raises(Conflict, match=f"{next(iter(changes))} .* and not"):
             tell(database, replace(told[2], facts=replace(told[2].facts, **changes)), 2)
     assert tell(database, told[2], 2) is not None
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize("wrong", ["form", "step", "world_size"])
+def test_parts_that_do_not_fit_each_other_are_no_state(database: Database, new_state: Make, wrong: str, is_together: bool) -> None:
+    first, second = parts_of(new_state(step=1, branch="main"), 2)
+    if wrong != "form":
+        changes: dict[str, Any] = {wrong: 3}
+        second = replace(second, facts=replace(second.facts, **changes))
+    told = [Telling(first, 0, form="one"), Telling(second, 1, form="another" if wrong == "form" else "one")]
+    said = "rank 1 of state .* has another tree than rank 0" if wrong == "form" else f"rank 1 of state .* says {wrong} 3 and not"
+    if not is_together:
+        with database.write() as session:
+            record_parts(session, told[:1])
+    with pytest.raises(Conflict, match=said), database.write() as session:
+        record_parts(session, told if is_together else told[1:])
+    assert not visible(database, first.uid)
+    with database.write() as session:
+        record_parts(session, [told[0], replace(told[1], new=replace(second, facts=first.facts), form="one")])
+    assert visible(database, first.uid)
 
 
 def test_ranks_that_are_none_are_refused(database: Database, new_state: Make) -> None:
