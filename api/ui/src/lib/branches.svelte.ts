@@ -14,14 +14,23 @@ class BranchList {
   isLoading = $state(false);
 
   #next: string | null = null;
+  /** Whether something changed since the question that is under way was put. */
+  #isStale = false;
   #ending = new AbortController();
 
   /** Read anew; as many as were here, so that nothing jumps. What was here stays until the answer is. */
   async open(): Promise<void> {
+    this.#isStale = false;
     this.#ending.abort();
     this.#ending = new AbortController();
     const wanted = Math.max(PAGE, Math.min(500, this.items.length));
     await this.#fetch(null, wanted);
+  }
+
+  /** The lineage changed. A question that is under way is answered first: given up each time, one that takes long would never be. */
+  async refresh(): Promise<void> {
+    this.#isStale = this.isLoading;
+    if (!this.isLoading) await this.open();
   }
 
   async more(): Promise<void> {
@@ -41,6 +50,7 @@ class BranchList {
     this.#ending.abort();
     this.items = [];
     this.whole = this.problem = null;
+    this.isLoading = this.#isStale = false;
   }
 
   async #fetch(after: string | null, limit: number): Promise<void> {
@@ -58,6 +68,7 @@ class BranchList {
       this.problem = asProblem(error);
     }
     this.isLoading = false;
+    if (this.#isStale) await this.open();
   }
 }
 
