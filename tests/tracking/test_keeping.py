@@ -128,7 +128,7 @@ def test_captures_in_flight_are_waited_for_before_more_is_taken_than_is_kept(tmp
             weight.add_(1)
             run.capture()
         assert repo.core.arena is not None
-        assert repo.core.arena.warm <= 6
+        assert repo.core.arena.warm <= 7, "and one that was being warmed when a capture took the last"
 
 
 def test_one_line_says_how_many_states_are_kept_and_how_to_keep_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
