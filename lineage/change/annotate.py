@@ -35,7 +35,8 @@ def annotate(session: Session, uid: str, attributes: Mapping[str, Value]) -> Sta
     """
     for key in attributes:
         values.key(key, "the name of an attribute")
-    rows = [columns_of(key, value, "attribute") for key, value in attributes.items() if value is not None]
+    plain = {key: values.plain(value, f"attribute {key!r}") for key, value in attributes.items() if value is not None}
+    rows = [columns_of(key, value, "attribute") for key, value in plain.items()]
     id_ = session.execute(_LOCK_STATE, {"uid": uid}).scalar()
     if id_ is None:
         raise unknown(uid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -119,9 +120,7 @@ def test_nothing_of_a_wrong_chunk_gets_where_it_belongs(at: int, state: Sent) ->
 
 
 @pytest.mark.parametrize("how", ["other digests", "cannot be digested"])
-def test_a_device_that_digests_wrongly_is_asked_no_more(
-    how: str, state: Sent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_that_digests_wrongly_is_asked_no_more(how: str, state: Sent, caplog: pytest.LogCaptureFixture) -> None:
     asked, right = list[int](), Digester.lanes
 
     def lanes(digester: Digester) -> torch.Tensor:
@@ -130,8 +129,7 @@ def test_a_device_that_digests_wrongly_is_asked_no_more(
             raise RuntimeError("no compiler")
         return right(digester) + 1
 
-    monkeypatch.setattr(Digester, "lanes", lanes)
-    with caplog.at_level(logging.WARNING):
+    with patch.object(Digester, "lanes", lanes), caplog.at_level(logging.WARNING):  # ends before the patch that every test has here
         check_landing(state, Lateness.BOTH)
     assert len(asked) == 1
     assert [how in message for message in caplog.messages] == [True]

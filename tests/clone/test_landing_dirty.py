@@ -24,6 +24,12 @@ torch.set_num_threads(1)
 Objects = dict[str, Any]
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_dirty() -> None:
+    """What other tests of this process left half written is not what these are about."""
+    dirty._marked.clear()
+
+
 def begun(here: Objects, state: Sent) -> ObjectsSink:
     sink = ObjectsSink(state.checked, here, atomic=False)
     feed(sink, state.chunks, list(sink.missing())[:1])

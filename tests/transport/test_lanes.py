@@ -58,11 +58,11 @@ class PairedTransport(TcpTransport):
             if self.listener is None:
                 self.listener = await tcp.listen("tcp://127.0.0.1:0", _refuse, tls=self.server, join=self._join)
         name, key = secrets.token_bytes(16), secrets.token_bytes(32)
-        theirs = self.end("tcp", Terms(name, key, "client:1"), lambda: 0)
+        theirs = self.end("tcp", Terms(name, key, "client:1", timeout_s=PATIENCE_S), lambda: 0)
         assert isinstance(theirs, Lanes)
         self.halves[task] = theirs
         _, host, port = tcp.split(self.listener.url)
-        terms = Terms(name, key, "server:1", (host, port), host, tcp.client_context(self.client))
+        terms = Terms(name, key, "server:1", (host, port), host, tcp.client_context(self.client), PATIENCE_S)
         return await Lanes(terms, lambda: 0, lambda: None).link(b"lanes")
 
     async def finish(self) -> None:
