@@ -7,6 +7,8 @@ since the epoch, as in the schema. Fields are only ever added, at the end.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from .states import Value
@@ -25,6 +27,7 @@ __all__ = [
     "SealLine",
     "StateLine",
     "VariantLine",
+    "fitting",
 ]
 
 VERSION = 1
@@ -187,3 +190,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     variants: tuple[VariantLine, ...] = ()
     reports: tuple[ReportLine, ...] = ()
     attributes: tuple[AttributesLine, ...] = ()
+
+
+def fitting(attributes: Mapping[str, Value]) -> dict[str, Value]:
+    """Attributes as a chronicle takes them: integers of more than 64 bits, which earlier versions took, as texts."""
+    return {key: str(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value for key, value in attributes.items()}

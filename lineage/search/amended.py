@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, BindParameter, Integer, bindparam, select, tuple_
 
 from datastates.lineage.amendments import Amended
-from datastates.lineage.chronicle import AttributesLine, ReportLine, SampleLine, SealLine, VariantLine
+from datastates.lineage.chronicle import AttributesLine, ReportLine, SampleLine, SealLine, VariantLine, fitting
 from datastates.lineage.lookup import states
 from datastates.lineage.schema import AmendmentRow, ReportRow, ReportSampleRow, SealRow, StateRow, VariantRow, table
 
@@ -83,7 +83,7 @@ def _report(session: Session, name: str) -> list[ReportLine]:
 
 def _attributes(session: Session, uids: list[str]) -> tuple[AttributesLine, ...]:
     ids = list(session.execute(_IDS, {"names": uids}).scalars()) if uids else []
-    return tuple(AttributesLine(state.uid, state.attributes) for state in states(session, ids))
+    return tuple(AttributesLine(state.uid, fitting(state.attributes)) for state in states(session, ids))
 
 
 _amendment, _state, _seal, _variant, _report_row, _sample = (

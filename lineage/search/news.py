@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, Integer, Select, bindparam, func, select
 
 from datastates.lineage import settings
-from datastates.lineage.chronicle import CloneLine, Entry, EventLine, Mark, RemarkLine, RunLine, StateLine
+from datastates.lineage.chronicle import CloneLine, Entry, EventLine, Mark, RemarkLine, RunLine, StateLine, fitting
 from datastates.lineage.lookup import states
 from datastates.lineage.schema import CloneRow, NoteRow, RefEventRow, RefRow, RepositoryRow, RunRow, StateRow, table, to_us
 
@@ -122,7 +122,7 @@ def _states(session: Session, ids: list[int]) -> list[StateLine]:
             created_at=to_us(state.created_at),
             message=state.message,
             metrics=state.metrics,
-            attributes=state.attributes,
+            attributes=fitting(state.attributes),
             status=state.status.value,
             bytes_total=state.bytes_total,
             bytes_new=state.bytes_new,

@@ -375,3 +375,15 @@ def test_a_rebuilding_that_is_killed_can_be_done_again(folder: Path, kind: str) 
     datastates.reindex(folder, replace=True)
     assert told(folder) == before
     assert not list(folder.glob(".reindex*"))
+
+
+def test_integers_of_more_than_64_bits_which_earlier_versions_took_are_told_as_texts(tmp_path: Path) -> None:
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        (_, uid) = train(repo, "main", 2)
+        add = "INSERT INTO attribute SELECT id, 'huge', 'int', :number, :digits FROM state WHERE uid = :uid"
+        with repo.core.database.write() as session:
+            session.execute(text(add), {"number": 2.0**80, "digits": str(2**80), "uid": uid})
+    (tmp_path / "runs" / DATABASE).unlink()
+    datastates.reindex(tmp_path / "runs")
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        assert repo.state(uid).attributes["huge"] == str(2**80)
