@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -26,18 +26,16 @@ from .opened import Opened
 __all__ = ["Upkeep"]
 
 
-def _peers(value: object, what: str) -> Sequence[Peer]:
-    """Connected peers.
+def _peer(value: object, what: str) -> object:
+    """A connected peer.
 
-    :raises InvalidInput: one of them is none.
+    :raises InvalidInput: it is none.
     """
     from datastates.clone.peer import Peer
 
-    found = list(value) if isinstance(value, Iterable) else [value]
-    peers = [each for each in found if isinstance(each, Peer)]
-    if not isinstance(value, Iterable) or len(peers) < len(found):
-        raise InvalidInput(f"{what} is {values.shown(value)}: give a list of peers, as peers=[datastates.connect(url)]")
-    return peers
+    if not isinstance(value, Peer):
+        raise InvalidInput(f"{what} is {values.shown(value)}: give peers, as peers=[datastates.connect(url)]")
+    return value
 
 
 class Upkeep(Opened):
@@ -127,7 +125,7 @@ class Upkeep(Opened):
 
         return prune(self.core, None if policy is None else retention_of(policy), dry_run=dry_run)
 
-    @values.takes(source=values.optional(values.path), peers=_peers, on_progress=values.optional(values.callback))
+    @values.takes(source=values.optional(values.path), peers=values.several(_peer), on_progress=values.optional(values.callback))
     def repair(
         self,
         *,

@@ -25,9 +25,9 @@ from datastates import Config, Conflict, Status
 from datastates.errors import NotFound, Unavailable
 from datastates.upkeep.eviction import evict
 from tests.drivers.crashes import restored
-from tests.support.dying import Say, durable_in, frozen
+from tests.support.dying import BALLAST, Say, durable_in, frozen, live_of
 from tests.support.forge import forge
-from tests.support.training import begin, digest, update
+from tests.support.training import begin, update
 
 TRAININGS, READERS = 4, 2
 CONFIG = Config(memory_bytes=32 << 20, durable_interval_s=None, retention="all")
@@ -38,10 +38,11 @@ def capture(folder: str, branch: str, captures: int, say: Say) -> None:
     torch.set_num_threads(1)
     kept, evicted = list[str](), 0
     with datastates.open(folder, config=CONFIG) as repo:
-        run, model, optimizer = begin(repo, branch, lambda *words: None, frozen=frozen())
+        ballast = torch.zeros(BALLAST)
+        run, model, optimizer = begin(repo, branch, lambda *words: None, frozen=frozen(), ballast=ballast)
         for number in range(captures):
             loss = update(model, optimizer)
-            taken = run.capture(metrics={"loss": loss}, message=digest(model, optimizer))
+            taken = run.capture(metrics={"loss": loss}, message=live_of(model, optimizer, ballast))
             if number % 2 == 0:
                 kept.append(taken.wait("durable").uid)
             if len(kept) > 3:
