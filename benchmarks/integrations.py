@@ -55,6 +55,10 @@ Steps = Iterator[object]
 """A training: each ``next`` makes one step, and captures if it does that. ``close`` of the generator ends it."""
 
 
+Save = Callable[[dict[str, Any], Path, int], object]
+"""Saves the state of a step, by its number, in a folder."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What all ways train alike."""
@@ -167,6 +171,24 @@ def own_loop(cadence: Mapping[str, Any] | None) -> Callable[[Setting, Path], Ste
                     yield run.capture(metrics={"loss": update(tokens)})
 
     return begin
+
+
+def saving(setting: Setting, folder: Path, save: Save | None) -> Steps:
+    """A loop that hands all its state to ``save`` at each step, if there is one."""
+    folder.mkdir(exist_ok=True, parents=True)
+    model = setting.model()
+    optimizer, loader = setting.optimizer(model), setting.loader()
+    step = 0
+    while True:
+        for (tokens,) in loader:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(tokens)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if save is not None:
+                save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, folder, step)
+            yield loss
 
 
 MEMORY: dict[str, Any] = {}

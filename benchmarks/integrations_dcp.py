@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint
-from integrations import Setting, Steps, Way
+from integrations import Save, Setting, Steps, Way, saving
 
 import datastates
 from datastates.config import Config
@@ -20,8 +20,6 @@ __all__ = ["ways"]
 
 dcp: Any = torch.distributed.checkpoint  # type checkers are told that it exports nothing
 _KEPT = 3
-
-Save = Callable[[dict[str, Any], Path, int], object]
 
 
 def ways() -> list[Way]:
@@ -65,22 +63,9 @@ def _by_writer(save: Any) -> Callable[[Setting, Path], Steps]:
     return begin
 
 
-def _steps(setting: Setting, folder: Path, save: Save | None) -> Iterator[object]:
+def _steps(setting: Setting, folder: Path, save: Save | None) -> Steps:
     warnings.simplefilter("ignore", UserWarning)  # that torch saves from one process
-    folder.mkdir(exist_ok=True, parents=True)
-    model = setting.model()
-    optimizer, loader = setting.optimizer(model), setting.loader()
-    step = 0
-    while True:
-        for (tokens,) in loader:
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(tokens)
-            loss.backward()
-            optimizer.step()
-            step += 1
-            if save is not None:
-                save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, folder, step)
-            yield loss
+    return saving(setting, folder, save)
 
 
 def _to_folder(state: dict[str, Any], folder: Path, step: int) -> object:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from integrations import Setting, Steps, Way
+from integrations import Save, Setting, Steps, Way, saving
 
 import datastates
 from datastates.config import Config
@@ -16,8 +16,6 @@ from datastates.config import Config
 __all__ = ["ways"]
 
 _KEPT = 3
-
-Save = Callable[[dict[str, Any], Path, int], object]
 
 
 def ways() -> list[Way]:
@@ -32,29 +30,12 @@ def ways() -> list[Way]:
 
 
 def _loop(save: Save | None) -> Callable[[Setting, Path], Steps]:
-    return lambda setting, folder: _steps(setting, folder, save)
+    return lambda setting, folder: saving(setting, folder, save)
 
 
 def _by_state(setting: Setting, folder: Path) -> Steps:
     with datastates.open(folder, config=Config(retention="latest:3")) as repo:
-        yield from _steps(setting, folder, lambda state, where, step: datastates.save(state, "main", repo=repo))
-
-
-def _steps(setting: Setting, folder: Path, save: Save | None) -> Iterator[object]:
-    folder.mkdir(exist_ok=True, parents=True)
-    model = setting.model()
-    optimizer, loader = setting.optimizer(model), setting.loader()
-    step = 0
-    while True:
-        for (tokens,) in loader:
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(tokens)
-            loss.backward()
-            optimizer.step()
-            step += 1
-            if save is not None:
-                save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, folder, step)
-            yield loss
+        yield from saving(setting, folder, lambda state, where, step: datastates.save(state, "main", repo=repo))
 
 
 def _to_file(state: dict[str, Any], folder: Path, step: int) -> object:

@@ -13,28 +13,16 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, InvalidInput, Repository
+from datastates import InvalidInput, Repository
 from datastates.clone.peer import Peer
 from datastates.lineage.change import clones
 from tests.support import warm
 from tests.support.colliding import collide_somewhere
 from tests.support.ranks import ranks_of
+from tests.upkeep.test_repair import COUNT, QUIET, train
 
-QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 TOKEN = "a token of at least sixteen characters"
-COUNT = 3
 ROOT = Path(__file__).parents[2]
-
-
-def train(folder: Path) -> list[str]:
-    """Durable states, the oldest first; a frozen tensor of 6 MiB is stored once."""
-    frozen, weight = torch.arange(1_572_864.0), torch.zeros(300)
-    with datastates.open(folder, config=QUIET) as repo, repo.track(frozen=frozen, weight=weight, rng=False) as run:
-        uids = []
-        for _ in range(COUNT):
-            weight += 1
-            uids.append(run.capture().wait("durable").uid)
-        return uids
 
 
 @pytest.fixture(scope="module")
