@@ -325,12 +325,15 @@ _FINISHED = select(_ref.c.name, _ref.c.state_id).where(_ref.c.kind == RefKind.TA
 
 
 def _best(direction: Direction) -> Any:
-    value = _metric.c.value
-    held = _state.c.status.not_in(_GONE)
+    """By the states of the segment, each with its value: joined to them, SQLite may walk all values of the metric, of every branch."""
+    of_state = (_metric.c.state_id == _state.c.id) & (_metric.c.key == bindparam("of"))
+    found = select(_state.c.id, select(_metric.c.value).where(of_state).scalar_subquery().label("value")).where(
+        _state.c.segment_id == bindparam("segment", type_=BigInteger), _state.c.status.not_in(_GONE)
+    )
+    held = found.subquery()
+    value = held.c.value
     finite = value.is_not(None) & (value > -math.inf) & (value < math.inf)
-    found = select(_state.c.id, value).join_from(_state, _metric, (_metric.c.state_id == _state.c.id) & (_metric.c.key == bindparam("of")))
-    found = found.where(_state.c.segment_id == bindparam("segment", type_=BigInteger), held, finite)
-    return found.order_by(value.asc() if direction is Direction.MIN else value.desc(), _state.c.id).limit(1)
+    return select(held.c.id, value).where(finite).order_by(value.asc() if direction is Direction.MIN else value.desc(), held.c.id).limit(1)
 
 
 def _back() -> Any:
