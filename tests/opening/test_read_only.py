@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import errno
 import shutil
-import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from alembic import command as alembic
+from sqlalchemy import create_engine
 from typer.testing import CliRunner
 
 import datastates
 from datastates import Status, Unavailable
 from datastates.cli.app import app
 from datastates.lineage import Database
+from datastates.lineage.migrations.upgrade import config
 from tests.support.lodgers import CONFIG
 
 
@@ -107,26 +109,10 @@ def test_an_older_schema_is_read_without_being_changed(tmp_path: Path, sealed: P
 
 def downgrade(path: Path) -> None:
     """Make a lineage as version 0002 of the schema had it."""
-    connection = sqlite3.connect(path)
-    connection.execute("DROP TABLE folder")
-    connection.execute("DROP TABLE seal")
-    connection.execute("DROP TABLE part")
-    connection.execute("DROP TABLE stretch")
-    connection.execute("DROP TABLE segment")
-    connection.execute("DROP INDEX ix_state_segment_id_state_status_state_bytes_new")
-    connection.execute("ALTER TABLE state DROP COLUMN segment_id")
-    connection.execute("DROP TABLE setting")
-    connection.execute("DROP INDEX ix_run_process")
-    connection.execute("ALTER TABLE run DROP COLUMN process")
-    connection.execute("ALTER TABLE run DROP COLUMN branch")
-    for table in ("variant", "report_sample", "report", "note"):
-        connection.execute(f"DROP TABLE {table}")
-    connection.execute("ALTER TABLE run DROP COLUMN is_carried")
-    connection.execute("CREATE TABLE pack (id INTEGER PRIMARY KEY)")
-    connection.execute("CREATE TABLE pack_ref (pack_id INTEGER PRIMARY KEY)")
-    connection.execute("UPDATE alembic_version SET version_num = 'datastates_0002'")
-    connection.commit()
-    connection.close()
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        alembic.downgrade(config(connection), "datastates_0002")
+    engine.dispose()
 
 
 def test_a_lineage_alone_can_be_read(tmp_path: Path, sealed: Path) -> None:
