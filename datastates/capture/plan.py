@@ -1,7 +1,7 @@
 """The copy plan: where each byte of a state goes, compiled once and reused until the layout changes.
 
 A plan knows, for each chunk, which pieces of which tensors make it up. Copying a state is then: one slot a chunk, one
-``split`` of each slot into destination views, one ``_foreach_copy_`` for all pieces. Everything is copied as bytes, so
+look-up of each slot's destination views, one ``_foreach_copy_`` for all pieces. Everything is copied as bytes, so
 that pieces of all dtypes go through the same call.
 """
 
@@ -176,15 +176,6 @@ class CopyPlan:
         """
         if any(map(devices().is_recording, self.devices)):
             raise InvalidInput("a graph is being recorded, and nothing of it happens now: capture after it, or after a replay")
-
-    def targets(self, chunk: int, slot: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The destination views of a chunk's pieces inside its slot (uint8, ``CHUNK_BYTES`` long)."""
-        sizes = self.sizes[chunk]
-        if len(sizes) == 1:
-            return (slot if sizes[0] == CHUNK_BYTES else slot[: sizes[0]],)
-        length = self.layout.chunk_lengths[chunk]
-        views: Sequence[torch.Tensor] = torch.split(slot if length == CHUNK_BYTES else slot[:length], sizes)
-        return views
 
     def _take_over(self, source: _Source, leaf: Leaf) -> bool:
         tensor, spec = leaf.tensor, self.specs[source.leaf]

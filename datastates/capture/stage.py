@@ -164,7 +164,7 @@ def _pairs(job: CopyJob, arena: Arena) -> Pairs:
     sources: list[torch.Tensor] = []
     for chunk, pieces in enumerate(job.plan.deferred):
         if pieces.sources:
-            targets += map(job.plan.targets(chunk, arena.tensor(job.slots[chunk])).__getitem__, pieces.places)
+            targets += map(arena.pieces(job.slots[chunk], job.plan.sizes[chunk]).__getitem__, pieces.places)
             sources += pieces.sources
     return targets, sources
 
@@ -176,10 +176,9 @@ def _copy_eager(plan: CopyPlan, slots: Sequence[int], arena: Arena) -> None:
     for chunk, pieces in enumerate(plan.eager):
         if not pieces.sources:
             continue
-        slot = arena.tensor(slots[chunk])
         if 1 < len(pieces.sources) == len(plan.sizes[chunk]):
-            torch.cat(pieces.sources, out=slot[: plan.layout.chunk_lengths[chunk]])
+            torch.cat(pieces.sources, out=arena.tensor(slots[chunk])[: plan.layout.chunk_lengths[chunk]])
         else:
-            targets += map(plan.targets(chunk, slot).__getitem__, pieces.places)
+            targets += map(arena.pieces(slots[chunk], plan.sizes[chunk]).__getitem__, pieces.places)
             sources += pieces.sources
     copy((targets, sources))

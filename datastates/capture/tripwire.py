@@ -54,11 +54,12 @@ class Armed:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The watched tensors of one item size on one device: sampled with one call, looked up in the arena with one ``take``.
+    """The watched tensors of one item size on one device: sampled with one call, looked up in the arena with one more.
 
     ``members`` says for each sampled element which tensor it is of. NumPy joins strided pieces of host memory in half the time that
-    ``torch.cat`` takes. Its ``arrays`` hold as long as the ``tensors`` lie at the same ``pointers``; ``views`` follow a storage that was
-    resized.
+    ``torch.cat`` takes, and keeps the interpreter's lock over short ones, which training would else be given and asked for again. Its
+    ``arrays`` hold as long as the ``tensors`` lie at the same ``pointers``; ``views`` follow a storage that was resized. ``copies`` are
+    where the samples lie once they are copied: the chunk, and the words there.
     """
 
     members: npt.NDArray[np.int64]
@@ -67,8 +68,7 @@ class _Group:
     arrays: list[npt.NDArray[Any]]
     views: list[torch.Tensor]
     word: torch.dtype
-    chunks: npt.NDArray[np.int64]
-    words: npt.NDArray[np.int64]
+    copies: list[tuple[int, slice]]
 
     def sample(self) -> torch.Tensor:
         if self.arrays and [*map(torch.Tensor.data_ptr, self.tensors)] == self.pointers:
@@ -99,10 +99,10 @@ class Tripwire:
         ``versions`` are those at the first fence after ``capture``, or at the end of the copy.
         """
         hit = {i for i, (old, new) in enumerate(zip(armed.versions, versions, strict=True)) if new != old}
-        places = np.asarray(slots, dtype=np.int64)
         for group, sample in zip(self._groups, armed.samples, strict=True):
             before = (sample.cpu() if sample.device.type != "cpu" else sample).numpy()
-            copied = arena.numpy().view(before.dtype).take(places[group.chunks] * (CHUNK_BYTES // before.itemsize) + group.words)
+            words = arena.numpy().view(before.dtype).reshape(-1, CHUNK_BYTES // before.itemsize)
+            copied = np.concatenate([words[slots[chunk], part] for chunk, part in group.copies])
             if copied.tobytes() != before.tobytes():
                 hit.update(group.members[np.nonzero(copied != before)[0]].tolist())
         return [*dict.fromkeys(self._paths[i] for i in sorted(hit))]
@@ -112,17 +112,27 @@ def _group(watched: Sequence[Watched], size: int, device: torch.device) -> _Grou
     members = [i for i, item in enumerate(watched) if (_word_size(item), devices().of(item.flat)) == (size, device)]
     tensors = [watched[i].tensor for i in members]
     counts = [watched[i].samples for i in members]
-    views, positions = [], []
+    views, copies = [], []
     for i, count in zip(members, counts, strict=True):
         words = watched[i].flat.view(_WORDS[size])
         step = (words.numel() - 1) // (count - 1)
         views.append(words[: (count - 1) * step + 1 : step])
-        positions.append(watched[i].start + size * step * np.arange(count, dtype=np.int64))
-    chunks, offsets = np.divmod(np.concatenate(positions), CHUNK_BYTES)
+        copies += _parts(watched[i].start // size, step, count, CHUNK_BYTES // size)
     # Through DLPack: ``Tensor.numpy`` would forbid the owner to resize the storage.
     arrays = [np.from_dlpack(view) for view in views] if device.type == "cpu" else []
     pointers = [*map(torch.Tensor.data_ptr, tensors)]
-    return _Group(np.repeat(members, counts), tensors, pointers, arrays, views, _WORDS[size], chunks, offsets // size)
+    return _Group(np.repeat(members, counts), tensors, pointers, arrays, views, _WORDS[size], copies)
+
+
+def _parts(start: int, step: int, count: int, length: int) -> list[tuple[int, slice]]:
+    """Every ``step``-th word of a stream from ``start`` on, ``count`` of them, in chunks of ``length`` words."""
+    parts = []
+    while count:
+        chunk, first = divmod(start, length)
+        here = min(count, -(-(length - first) // step))
+        parts.append((chunk, slice(first, first + (here - 1) * step + 1, step)))
+        start, count = start + here * step, count - here
+    return parts
 
 
 _VERSION = operator.attrgetter("_version")

@@ -50,6 +50,7 @@ class Arena:
             self.flat = torch.frombuffer(self._view, dtype=torch.uint8)
         """All slots as one tensor; only what is acquired may be read."""
         self._tensors: list[torch.Tensor | None] = [None] * self.capacity
+        self._pieces: dict[int, tuple[Sequence[int], Sequence[torch.Tensor]]] = {}
         self._free: dict[int, None] = {}
         self._warm = 0
         self._coming = 0
@@ -171,6 +172,16 @@ class Arena:
             tensor = self._tensors[slot] = self.flat[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
         return tensor
 
+    def pieces(self, slot: int, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        """A slot as ``uint8`` tensors of these sizes, one behind the other; the same objects as long as the same ``sizes`` object asks.
+
+        To make dozens of views, and to drop them, costs as much as to copy what they show.
+        """
+        known = self._pieces.get(slot)
+        if known is None or known[0] is not sizes:
+            known = self._pieces[slot] = sizes, torch.split(self.tensor(slot)[: sum(sizes)], list(sizes))
+        return known[1]
+
     def memory(self, slot: int, length: int = CHUNK_BYTES) -> memoryview:
         """The first ``length`` bytes of a slot, and of those that lie behind it."""
         self._check_open()
@@ -230,7 +241,7 @@ class Arena:
 
     def _forget(self) -> None:
         self._is_closed = True
-        self._free, self._tensors = {}, [None] * self.capacity
+        self._free, self._tensors, self._pieces = {}, [None] * self.capacity, {}
         self._warm = self.capacity
         self._view = memoryview(b"")
         self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")

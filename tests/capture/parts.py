@@ -50,7 +50,7 @@ def copied(plan: CopyPlan) -> list[bytes]:
     chunks = []
     for index, length in enumerate(plan.layout.chunk_lengths):
         slot = torch.zeros(length, dtype=torch.uint8)
-        targets = plan.targets(index, slot)
+        targets = torch.split(slot, plan.sizes[index])
         for pieces in (plan.eager[index], plan.deferred[index]):
             for place, source in zip(pieces.places, pieces.sources, strict=True):
                 targets[place].copy_(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 import threading
@@ -73,6 +74,19 @@ def test_slots_are_pages_that_do_not_overlap(arena: Arena) -> None:
         assert torch.frombuffer(arena.memory(slot), dtype=torch.uint8).unique().tolist() == [slot]
         assert arena.memory(slot, 100).nbytes == 100
         assert arena.flat[slot * CHUNK_BYTES] == slot
+
+
+def test_the_pieces_of_a_slot_are_the_same_objects_until_other_sizes_are_asked_for(arena: Arena) -> None:
+    (slot,) = acquire(arena, 1)
+    sizes, others = [3, 5], [3, 5]
+    pieces = arena.pieces(slot, sizes)
+    assert all(map(operator.is_, pieces, arena.pieces(slot, sizes)))
+    for number, piece in enumerate(pieces):
+        piece.fill_(number + 1)
+    assert bytes(arena.memory(slot, 8)) == bytes([1, 1, 1, 2, 2, 2, 2, 2])
+    anew = arena.pieces(slot, others)
+    assert anew[0] is not pieces[0]
+    assert [piece.tolist() for piece in anew] == [[1, 1, 1], [2, 2, 2, 2, 2]]
 
 
 def test_a_slot_is_released_once(arena: Arena) -> None:
@@ -160,10 +174,12 @@ def test_a_closed_arena_refuses_but_what_was_handed_out_stays(arena: Arena) -> N
     (slot,) = acquire(arena, 1)
     view = arena.memory(slot)
     view[:3] = b"abc"
+    sizes = [3, 5]
+    arena.pieces(slot, sizes)
     arena.close()
     arena.close()
     assert bytes(view[:3]) == b"abc"
-    for use in (lambda: arena.acquire(1), lambda: arena.memory(slot), lambda: arena.tensor(slot)):
+    for use in (lambda: arena.acquire(1), lambda: arena.memory(slot), lambda: arena.tensor(slot), lambda: arena.pieces(slot, sizes)):
         with pytest.raises(Closed):
             use()
 
