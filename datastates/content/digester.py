@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from datastates.system.devices import devices
+
 from .blocks import LANES, Blocks, Part, brought
 from .xxh3 import INITIAL, INNER, LAST, SCRAMBLE
 
@@ -37,6 +39,7 @@ class Digester:
         self._is_in_order = self._blocks.order == sorted(self._blocks.order)
         self._constants: dict[str, torch.Tensor] = {}
         self._launch: Any = None
+        self._places: list[int] = []
 
     @property
     def launches(self) -> int:
@@ -53,11 +56,14 @@ class Digester:
         with torch.no_grad():
             edges = blocks.gathered()
             if _has_kernels(blocks.like):
-                if self._launch is None:
+                places = [run.data.data_ptr() for run in blocks.runs]
+                if self._launch is None or places != self._places:  # a storage that was resized lies elsewhere
                     from .kernels import Launch  # Triton, which may not be there
 
-                    self._launch = Launch(blocks)
-                found = self._launch(edges)
+                    self._launch, self._places = Launch(blocks), places
+                device = devices().of(blocks.like)
+                with devices().on(devices().current(device)):  # Triton launches on whichever device is selected
+                    found = self._launch(edges)
             else:
                 found = self._by_operators(edges)
             return found if self._is_in_order else found[self._constant("places", np.argsort(blocks.order))]

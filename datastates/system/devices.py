@@ -26,8 +26,9 @@ __all__ = ["Devices", "Mark", "Memory", "Shared", "Stream", "built_for", "device
 _ASYNCHRONOUS = frozenset({"cuda", "xpu"})
 """Kinds of devices (ROCm's call themselves ``cuda``) that have streams and events; any other is read and written as host memory is."""
 
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for every context of the process, not for that of one device."""
+_PRIORITY = -1
+"""Of our streams. torch gives out the same 32 streams of a priority again and again, to all of a process: what records graphs has the usual
+one, and what we queue on a stream that is recorded becomes a part of the graph."""
 
 _RELAXED = 2
 """``cudaStreamCaptureModeRelaxed``: what other threads record is no reason to refuse a call of this one."""
@@ -188,7 +189,7 @@ class _Torch:
 
     @property
     def kind(self) -> str:
-        found = torch.accelerator.current_accelerator()
+        found = _accelerator()
         return "" if found is None else found.type
 
     def of(self, tensor: torch.Tensor) -> torch.device:
@@ -203,7 +204,7 @@ class _Torch:
 
     def stream(self, device: torch.device) -> Stream:
         with _selected(device):
-            made: Stream = torch.get_device_module(device).Stream(device)
+            made: Stream = torch.get_device_module(device).Stream(device, priority=_PRIORITY)
         return made
 
     @contextmanager
@@ -224,10 +225,11 @@ class _Torch:
             stream.wait_event(mark.event)
 
     def is_recording(self, device: torch.device) -> bool:
-        is_recording = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+        module = torch.get_device_module(device)
+        is_recording = getattr(module, "is_current_stream_capturing", None)
         if is_recording is None:
             return False
-        with torch.accelerator.device_index(device.index):
+        with module.device(device.index):
             return bool(is_recording())
 
     def memory(self, device: torch.device) -> Memory:
@@ -243,12 +245,14 @@ class _Torch:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def register(self, device: torch.device, address: int, length: int) -> None:
+        _check_registers(device)
         with _selected(device):
-            torch.cuda.check_error(int(_runtime(device).cudaHostRegister(address, length, _PORTABLE)))
+            driver.register(address, length)
 
     def unregister(self, device: torch.device, address: int) -> None:
+        _check_registers(device)
         with _selected(device):
-            torch.cuda.check_error(int(_runtime(device).cudaHostUnregister(address)))
+            driver.unregister(address)
 
     def in_use(self) -> Sequence[torch.device]:
         module = _module()
@@ -329,8 +333,16 @@ def names() -> list[str]:
 
 def _module() -> Any:
     """torch's module for the accelerators that it is built for; None: for none that has streams."""
-    kind = torch.accelerator.current_accelerator()
+    kind = _accelerator()
     return torch.get_device_module(kind) if kind is not None and kind.type in _ASYNCHRONOUS else None
+
+
+def _accelerator() -> torch.device | None:
+    """What this torch is built for."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # so torch 2.6 says that it is built for none
+        return None
 
 
 def _is_used(module: Any, index: int) -> bool:
@@ -344,7 +356,7 @@ def _is_used(module: Any, index: int) -> bool:
 @contextmanager
 def _selected(device: torch.device) -> Iterator[None]:
     """With that device selected, and whatever another thread records; what was selected before is again only if it is in use."""
-    with torch.accelerator.device_index(device.index), _unhindered():
+    with torch.get_device_module(device).device(device.index), _unhindered():  # torch.accelerator.device_index came with torch 2.8
         yield
 
 
@@ -374,8 +386,6 @@ def _name(device: torch.device) -> bytes:
     return str(torch.get_device_module(device).get_device_properties(device).uuid).encode()
 
 
-def _runtime(device: torch.device) -> Any:
+def _check_registers(device: torch.device) -> None:
     if device.type != "cuda":
-        raise RuntimeError(f"torch cannot pin memory of ours for {device.type}")
-    runtime: Any = torch.cuda.cudart  # without types
-    return runtime()
+        raise RuntimeError(f"memory of ours cannot be pinned for {device.type}")

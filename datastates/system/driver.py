@@ -1,26 +1,53 @@
-"""The runtime's calls that torch does not offer: memory of a device that another process may open. For ``devices`` alone.
+"""The runtime's calls that torch does not offer, or offers without their errors: memory of the host that is pinned where it is mapped, and
+memory of a device that another process may open. For ``devices`` alone.
 
-CUDA's and HIP's names differ by their beginning only. torch's own way to share memory (its reductions) takes the name of a file from
-whoever sends it, which must not be a peer's: so a handle here is what the driver gave, 64 bytes, and nothing else.
+CUDA's and HIP's names differ by their beginning only. A call that fails leaves its error behind on its thread, and whoever launches a
+kernel there next, torch above all, takes it for its own: so it is taken away here, by the same library that was called.
+
+torch's own way to share memory (its reductions) takes the name of a file from whoever sends it, which must not be a peer's: so a handle
+here is what the driver gave, 64 bytes, and nothing else.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-__all__ = ["HANDLE_BYTES", "allocate", "close", "export", "free", "open_handle", "runtime_call"]
+__all__ = ["HANDLE_BYTES", "allocate", "close", "export", "free", "open_handle", "register", "runtime_call", "unregister"]
 
 HANDLE_BYTES = 64
 
 _LAZY_PEER_ACCESS = 1
 """``cudaIpcMemLazyEnablePeerAccess``, the only value that there is."""
 
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: pinned for every context of the process, not for that of one device."""
+
+_RUNTIMES = ("libcudart", "libamdhip64")
+
 
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+def register(address: int, length: int) -> None:
+    """Pin memory of the host that is mapped already.
+
+    :raises RuntimeError: the driver refuses; says why.
+    """
+    _call("HostRegister", ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_uint(_PORTABLE))
+
+
+def unregister(address: int) -> None:
+    """Undo it, while the memory is still mapped.
+
+    :raises RuntimeError: the driver refuses.
+    """
+    _call("HostUnregister", ctypes.c_void_p(address))
 
 
 def allocate(length: int) -> int:
@@ -82,12 +109,24 @@ def close(address: int) -> None:
 @functools.cache
 def runtime_call(name: str) -> Any:
     """A call of the runtime that torch has loaded, by its name without ``cuda`` or ``hip``; None where torch did not bring it along."""
-    for prefix in ("cuda", "hip"):
-        try:
-            return getattr(ctypes.CDLL(None), prefix + name)
-        except (AttributeError, OSError):
-            continue
-    return None
+    found = (getattr(library, prefix + name, None) for library in _libraries() for prefix in ("cuda", "hip"))
+    return next((call for call in found if call is not None), None)
+
+
+@functools.cache
+def _libraries() -> tuple[ctypes.CDLL, ...]:
+    """Where the runtime may be: among what every library sees, which is the rule, or loaded for those alone that ask for it."""
+    return (ctypes.CDLL(None), *(ctypes.CDLL(path, mode=os.RTLD_NOLOAD) for path in loaded(_RUNTIMES)))
+
+
+def loaded(names: tuple[str, ...]) -> list[str]:
+    """The paths of the libraries of this process whose file names begin so; a wheel's own have a hash behind that."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/") and not line.endswith(" (deleted)"))
+    return [path for path in dict.fromkeys(paths) if Path(path).name.startswith(names) and ".so" in path]
 
 
 def _length(address: int) -> int:
@@ -120,4 +159,13 @@ def _call(name: str, *arguments: object) -> None:
 def _check(name: str, error: int) -> None:
     if error:
         runtime_call("GetLastError")()  # or the next call of anybody would be told of it
-        raise RuntimeError(f"the driver refuses {name} (error {error})")
+        raise RuntimeError(f"the driver refuses {name} (error {error}{_meaning(error)})")
+
+
+def _meaning(error: int) -> str:
+    call = runtime_call("GetErrorString")
+    if call is None:
+        return ""
+    call.restype = ctypes.c_char_p
+    said: bytes | None = call(error)
+    return "" if said is None else f": {said.decode(errors='replace')}"

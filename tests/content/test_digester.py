@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +27,7 @@ from tests.support.effort import examples, part
 from tests.support.late import LateDevices, Lateness
 
 if TYPE_CHECKING:
-    from datastates.content.blocks import Part
+    from datastates.content.blocks import Blocks, Part
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -131,6 +133,50 @@ def test_a_device_digests_what_is_there_when_its_turn_comes(lateness: Lateness) 
         assert late.schedule.waits_of_this_thread() == waits, "the host waited for the device"
         late.schedule.catch_up()
     assert digests_of(brought.numpy(), digester.lengths) == [chunk_digest(data.numpy().data)]
+
+
+def launching(monkeypatch: pytest.MonkeyPatch, launch: Callable[[Blocks], object]) -> None:
+    """In the place of Triton's kernels."""
+    kernels = ModuleType("datastates.content.kernels")
+    kernels.Launch = launch  # type: ignore[attr-defined]  # as the module has it
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr("datastates.content.digester._has_kernels", lambda _: True)
+
+
+def test_kernels_are_launched_with_the_device_selected_on_which_the_bytes_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton asks which device is selected, and not where its tensors lie."""
+    late, selected = LateDevices(Lateness.COPIES), list[int]()
+
+    def launch(edges: torch.Tensor) -> torch.Tensor:
+        selected.append(late.selected)
+        return edges
+
+    launching(monkeypatch, lambda blocks: launch)
+    with late.running():
+        Digester([(4096, [(0, late.put(torch.zeros(4096, dtype=torch.uint8), 1))])]).lanes()
+    assert (selected, late.selected) == ([1], 0)
+
+
+def test_kernels_are_told_where_the_bytes_lie_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read memory by its address; a storage that is resized to nothing and back, as by FSDP, lies elsewhere."""
+    late, told, size = LateDevices(Lateness.COPIES), list[int](), 1 << 20
+
+    def launch(blocks: Blocks) -> Callable[[torch.Tensor], torch.Tensor]:
+        told.append(blocks.runs[0].data.data_ptr())
+        return lambda edges: edges
+
+    launching(monkeypatch, launch)
+    with late.running():
+        data = late.put(torch.zeros(size, dtype=torch.uint8))
+        digester, before = Digester([(size, [(0, data)])]), data.data_ptr()
+        digester.lanes()
+        digester.lanes()
+        late.schedule.catch_up()
+        other = torch.UntypedStorage(size)  # so that the place is not the same again
+        data.untyped_storage().resize_(2 * size)
+        digester.lanes()
+        assert other.data_ptr() != data.data_ptr() != before
+        assert told == [before, data.data_ptr()]
 
 
 INTERPRETED = [

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from datastates.system import devices as seam
+from datastates.system import driver
 from datastates.system.devices import Memory, devices
 
 DEVICE = torch.device("cuda", 1)
@@ -21,19 +23,33 @@ TOLD: dict[str, Any] = {
 }
 
 
+class Stream:
+    """One of the library's. Asks it whatever it is asked itself."""
+
+    def __init__(self, library: Library, device: torch.device) -> None:
+        self._library, self.device = library, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+
 class Library:
     """torch's module for CUDA. ``asked`` has what was asked, with which device selected, and in which mode."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int]] = []
-        self.selected, self.mode = 0, 0
-        self.device = DEVICE
+        self.selected, self.mode, self.priority = 0, 0, 0
 
     @contextmanager
-    def device_index(self, index: int) -> Iterator[None]:
+    def device(self, index: int) -> Iterator[None]:
         before, self.selected = self.selected, index
         yield
         self.selected = before
+
+    def Stream(self, device: torch.device, priority: int) -> Stream:
+        self.asked.append(("Stream", self.selected, self.mode))
+        self.priority = priority
+        return Stream(self, device)
 
     def exchange(self, mode: Any) -> None:
         found = ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))
@@ -44,7 +60,7 @@ class Library:
             self.asked.append((name, self.selected, self.mode))
             if name in TOLD:
                 return TOLD[name]
-            return nullcontext() if name == "stream" else 0 if name.startswith("cuda") else self
+            return nullcontext() if name == "stream" else self
 
         return ask
 
@@ -53,9 +69,8 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
     monkeypatch.setattr(torch, "get_device_module", lambda _: made)
-    monkeypatch.setattr(torch.accelerator, "device_index", made.device_index)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
+    for name in ("register", "unregister"):
+        monkeypatch.setattr(driver, name, getattr(made, name))
     monkeypatch.setattr(seam, "_exchange_mode", lambda: made.exchange)
     return made
 
@@ -70,9 +85,14 @@ def test_every_call_for_a_device_is_made_with_that_device_selected_and_minds_no_
     mark.synchronize()
     devices().register(DEVICE, 4096, 4096)
     devices().unregister(DEVICE, 4096)
-    names = ["Stream", "stream", "Event", "record", "wait_event", "query", "synchronize", "cudaHostRegister", "cudaHostUnregister"]
+    names = ["Stream", "stream", "Event", "record", "wait_event", "query", "synchronize", "register", "unregister"]
     assert library.asked == [(name, 1, 2) for name in names]
     assert (library.selected, library.mode) == (0, 0)
+
+
+def test_a_stream_of_ours_is_none_of_those_on_which_graphs_are_recorded(library: Library) -> None:
+    devices().stream(DEVICE)
+    assert library.priority == -1
 
 
 def test_a_device_has_what_is_free_and_what_torch_keeps_there(library: Library) -> None:
@@ -99,8 +119,10 @@ def test_whether_a_graph_is_recorded_is_asked_as_the_user_records_it(library: Li
 
 
 def test_memory_for_devices_without_registration_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match="cannot pin memory of ours for xpu"):
-        seam._runtime(torch.device("xpu", 0))
+    device = torch.device("xpu", 0)
+    for call in (partial(devices().register, device, 4096, 4096), partial(devices().unregister, device, 4096)):
+        with pytest.raises(RuntimeError, match="cannot be pinned for xpu"):
+            call()
 
 
 def test_a_torch_without_accelerators_has_none() -> None:
@@ -108,3 +130,11 @@ def test_a_torch_without_accelerators_has_none() -> None:
         pytest.skip("this torch is built for an accelerator")
     assert (devices().kind, devices().generators(), devices().set_generators({0: torch.zeros(1)})) == ("", {}, 0)
     assert (seam.built_for(), seam.names()) == (None, [])
+
+
+def test_a_torch_that_says_by_an_error_that_it_has_none_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("Please register an accelerator")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)
+    assert (devices().kind, devices().in_use(), seam.names()) == ("", [], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 
 import pytest
@@ -18,8 +19,12 @@ _KINDS = {
     "IpcGetMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(driver._Handle), ctypes.c_void_p),
     "IpcOpenMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, _Out, driver._Handle, ctypes.c_uint),
     "IpcCloseMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
+    "HostRegister": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
+    "HostUnregister": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
     "GetLastError": ctypes.CFUNCTYPE(ctypes.c_int),
+    "GetErrorString": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int),
 }
+_WHY = ctypes.create_string_buffer(b"out of patience")
 _Range = ctypes.CFUNCTYPE(ctypes.c_int, _Out, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p)
 
 
@@ -35,6 +40,9 @@ class Runtime:
             "IpcGetMemHandle": self.export,
             "IpcOpenMemHandle": self.open,
             "IpcCloseMemHandle": lambda where: self.said("close", where),
+            "HostRegister": lambda where, length, flags: self.said("register", where, length, flags),
+            "HostUnregister": lambda where: self.said("unregister", where),
+            "GetErrorString": lambda error: ctypes.addressof(_WHY),
             "GetLastError": lambda: self.said("forget") * 0,
         }
         self.calls = {name: _KINDS[name](call) for name, call in calls.items()}
@@ -76,6 +84,12 @@ def test_memory_is_made_told_of_and_given_back(runtime: Runtime) -> None:
     assert runtime.asked == [("allocate", LENGTH), ("export", WHERE), ("free", WHERE)]
 
 
+def test_memory_of_ours_is_pinned_for_all_devices(runtime: Runtime) -> None:
+    driver.register(WHERE, LENGTH)
+    driver.unregister(WHERE)
+    assert runtime.asked == [("register", WHERE, LENGTH, 1), ("unregister", WHERE)]
+
+
 def test_a_handle_goes_to_the_driver_as_it_came_and_the_driver_says_how_long_the_memory_is(runtime: Runtime) -> None:
     assert driver.open_handle(HANDLE) == (WHERE, LENGTH)
     driver.close(WHERE)
@@ -89,12 +103,27 @@ def test_memory_of_which_the_driver_does_not_say_how_long_it_is_is_let_go(runtim
     assert runtime.asked[-1] == ("close", WHERE)
 
 
-@pytest.mark.parametrize("call", [lambda: driver.allocate(1), lambda: driver.open_handle(HANDLE), lambda: driver.export(WHERE)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: driver.allocate(1),
+        lambda: driver.open_handle(HANDLE),
+        lambda: driver.export(WHERE),
+        lambda: driver.register(WHERE, LENGTH),
+        lambda: driver.unregister(WHERE),
+    ],
+)
 def test_what_the_driver_refuses_is_an_error_that_nobody_else_is_told_of(call: Callable[[], object], runtime: Runtime) -> None:
     runtime.error = 201
-    with pytest.raises(RuntimeError, match="error 201"):
+    with pytest.raises(RuntimeError, match="error 201: out of patience"):
         call()
     assert runtime.asked[-1] == ("forget",)
+
+
+def test_a_runtime_that_only_torch_sees_is_found_by_what_is_mapped() -> None:
+    (found,) = driver.loaded(("libc.so", "libc-2"))
+    assert ctypes.CDLL(found, mode=os.RTLD_NOLOAD).getpid() == os.getpid()
+    assert driver.loaded(("no library has this name",)) == []
 
 
 def test_where_the_runtime_is_not_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.streams: dict[torch.device, Stream] = {}
+        self.selected = 0
         self.depth = 0
         self.graph: Graph | None = None
 
@@ -150,6 +151,11 @@ class LateDevices:
         found = self._homes.get(_dense(tensor).untyped_storage()._cdata)
         return None if found is None or found.storage.expired() else found
 
+    @property
+    def selected(self) -> int:
+        """The device on which this thread launches what torch's operators do not choose one for."""
+        return self._local.selected
+
     def current_for(self, device: torch.device) -> Stream:
         """This thread's stream on a device."""
         return self._local.streams.get(device) or self._default[device]
@@ -193,12 +199,13 @@ class LateDevices:
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         self.reached.add(stream.device.index)
-        before = self._local.streams.get(stream.device)
-        self._local.streams[stream.device] = stream
+        before, selected = self._local.streams.get(stream.device), self._local.selected
+        self._local.streams[stream.device], self._local.selected = stream, stream.device.index
         try:
             with self.active():
                 yield
         finally:
+            self._local.selected = selected
             if before is None:
                 del self._local.streams[stream.device]
             else:
