@@ -10,12 +10,13 @@ else reads it: the crossing has ended, which the host knows, and whoever put it 
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -32,6 +33,8 @@ __all__ = ["Packing", "Snapshot", "Snapshots", "packing_of", "piece_of", "tensor
 
 _logger = logging.getLogger(__name__)
 
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
 _SPARED = 8
 """An eighth of a device stays free, beside what the training took of it at most so far."""
 
@@ -40,10 +43,12 @@ _SPARED = 8
 class Packing:
     """Where what a plan has on one device lies in a snapshot: each stretch of the stream whole, and as far behind a whole KiB as there.
 
-    ``parts`` are in order; a number is so many zeros. ``stretches`` say the start in the stream, the first byte here and the one behind.
+    ``parts`` are in order, as words of one kind; a number is so many words of zeros. ``stretches`` say the start in the stream, the first
+    byte here and the one behind.
     """
 
-    parts: tuple[Source | int, ...]
+    parts: tuple[torch.Tensor | int, ...]
+    word: torch.dtype
     stretches: tuple[tuple[int, int, int], ...]
     size: int
 
@@ -80,7 +85,7 @@ class Snapshot:
 
     def piece(self, start: int, length: int) -> torch.Tensor | None:
         """So many bytes of the stream, where they lie here; None where they do not."""
-        index = bisect_right(self.packing.stretches, start, key=itemgetter(0)) - 1
+        index = bisect_right(self.packing.stretches, start, key=operator.itemgetter(0)) - 1
         if index < 0:
             return None
         begin, first, last = self.packing.stretches[index]
@@ -135,8 +140,9 @@ class Snapshots:
             memory = self._memory_for(packing, current, room)
             if memory is None:
                 return None
-            zeros = memory.new_zeros(ALIGNED_BYTES)
-            torch.cat([zeros[:part] if isinstance(part, int) else part.flat for part in packing.parts], out=memory)
+            words = memory.view(packing.word)
+            zeros = words.new_zeros(ALIGNED_BYTES // words.itemsize)
+            torch.cat([zeros[:part] if isinstance(part, int) else part for part in packing.parts], out=words)
             snapshot = Snapshot(uid, packing, memory, current, devices().mark(current))
             self._held.append(snapshot)
         return snapshot
@@ -184,7 +190,7 @@ class Snapshots:
             if oldest.memory.numel() == size and oldest.stream == stream:
                 return oldest.memory
         try:
-            return next(part for part in packing.parts if not isinstance(part, int)).flat.new_empty(size)
+            return next(part for part in packing.parts if not isinstance(part, int)).new_empty(size, dtype=torch.uint8)
         except torch.OutOfMemoryError:
             self._give_up(device, "there is no memory for one more")
             return None
@@ -245,7 +251,16 @@ def packing_of(route: Route, gaps: Collection[tuple[int, int, int]]) -> Packing:
         size += source.flat.numel()
         end = source.start + source.flat.numel()
         stretches.append((begin, first, size))
-    return Packing(tuple(parts), tuple(stretches), size)
+    word = _widest(parts)
+    words = (part // word.itemsize if isinstance(part, int) else part.flat.view(word) for part in parts)
+    return Packing(tuple(words), word, tuple(stretches), size)
+
+
+def _widest(parts: Sequence[Source | int]) -> torch.dtype:
+    """The widest words that all parts consist of. torch joins wide ones faster, and 2**31 or more only by a launch for each part."""
+    lengths = [part if isinstance(part, int) else part.flat.numel() | int(part.flat.storage_offset()) for part in parts]
+    common = functools.reduce(operator.or_, lengths, 0)
+    return next(word for word in _WORDS if not common % word.itemsize)
 
 
 def piece_of(near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:

@@ -430,9 +430,9 @@ def test_what_lies_elsewhere_is_restored_from_memory(only: str | None, opened: O
 
 def filled(plan: CopyPlan) -> Snapshot:
     packing = packing_of(plan.routes[HOST], plan.gaps)
-    parts = [torch.zeros(part, dtype=torch.uint8) if isinstance(part, int) else part.flat for part in packing.parts]
+    parts = [torch.zeros(part, dtype=packing.word) if isinstance(part, int) else part for part in packing.parts]
     marked: Any = None
-    return Snapshot("", packing, torch.cat(parts), marked, marked)
+    return Snapshot("", packing, torch.cat(parts).view(torch.uint8), marked, marked)
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
@@ -469,4 +469,23 @@ def test_a_snapshot_has_each_tensor_as_far_into_a_kib_as_the_stream(is_mixed: bo
 
 
 def test_packing_of_nothing_is_nothing() -> None:
-    assert packing_of(compile_plan(flatten({"a": torch.empty(0)})).routes[HOST], []) == Packing((), (), 0)
+    assert packing_of(compile_plan(flatten({"a": torch.empty(0)})).routes[HOST], []) == Packing((), torch.int64, (), 0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "word"),
+    [
+        ([torch.zeros(4096, dtype=torch.float64), torch.zeros(2, dtype=torch.float32)], torch.int64),
+        ([torch.zeros(20_000), torch.zeros(()), torch.zeros(20_000)[1:]], torch.int32),
+        ([torch.zeros(20_000), torch.zeros(20_000, dtype=torch.int16)[1:]], torch.int16),
+        ([torch.zeros(20_000), torch.zeros(3, dtype=torch.bool)], torch.uint8),
+        ([torch.zeros(20_000, dtype=torch.uint8)[1:4097]], torch.uint8),
+    ],
+    ids=lambda each: "" if isinstance(each, list) else str(each),
+)
+def test_what_is_packed_is_joined_by_the_widest_words_that_it_consists_of(tensors: list[torch.Tensor], word: torch.dtype) -> None:
+    plan = compile_plan(flatten({"tensors": tensors}))
+    packing = packing_of(plan.routes[HOST], plan.gaps)
+    assert packing.word == word
+    assert all(isinstance(part, int) or part.dtype == word for part in packing.parts)
+    assert sum(part if isinstance(part, int) else part.numel() for part in packing.parts) * word.itemsize == packing.size
