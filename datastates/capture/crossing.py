@@ -117,10 +117,13 @@ class Crossings:
             return
         aside, held = list[tuple[int, torch.Tensor]](), list[torch.Tensor]()
         small = [source for source in route.small if not is_within(source, skipped)] if skipped else route.small
-        if small:
-            with torch.no_grad():
-                aside = aside_of(small)
         large = [(source.start, source.flat) for source in route.large]
+        if small:
+            try:
+                with torch.no_grad():
+                    aside = aside_of(small)
+            except torch.OutOfMemoryError:  # what needs no room there: the training waits for the copies
+                large += [(source.start, source.flat) for source in small]
         if skipped:
             large = [*beside(large, skipped)]
         if large:

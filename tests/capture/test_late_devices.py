@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 import datastates
+from datastates.capture import crossing
 from datastates.capture.crossing import Crossings
 from datastates.capture.handle import Capture
+from datastates.capture.routes import Source, aside_of
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Corrupt, Torn
@@ -284,6 +286,25 @@ def test_memory_that_cannot_be_pinned_slows_captures_and_fails_none(repo: Reposi
     late.most_registered = 0
     check_captures(repo, late, may_wait=True)
     assert sum("pageable" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
+def test_a_device_without_room_for_what_is_put_aside_slows_captures_and_fails_none(lateness: Lateness, repo: Repository) -> None:
+    late = LateDevices(lateness)
+    late.most_bytes, tried = 1 << 30, list[int]()
+    with pytest.MonkeyPatch.context() as patched:
+
+        def full(small: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
+            tried.append(len(small))
+            late.most_bytes = 0
+            try:
+                return aside_of(small)
+            finally:
+                late.most_bytes = 1 << 30
+
+        patched.setattr(crossing, "aside_of", full)
+        check_captures(repo, late)
+    assert len(tried) == STEPS
 
 
 def launches_of_a_capture(repo: Repository, layers: int) -> int:
