@@ -182,6 +182,8 @@ def _updates(place: Place) -> Found:
 
 def _training(place: Place, kept: float = 0.0) -> Found:
     """Segments with a capture at every step between segments without; forward and backward take longer than the copy."""
+    if kept and not place.is_accelerator:
+        raise Skip("nothing is kept on a device where there is none")
     model = Model.make(place)
     floor = Floor.make(place, model.size)
     copy, windows = floor.to_host(), 1
@@ -200,6 +202,8 @@ def _training(place: Place, kept: float = 0.0) -> Found:
             plain.append(_segment(model, windows, steps, None))
             overheads.append(100 * (2 * captured[-1] / (plain[-2] + plain[-1]) - 1))
         snapshots = repo.stats().activity.snapshots
+    if kept and not snapshots:
+        raise AssertionError("no state was kept on the device")
     found: Found = {"windows": windows, "steps": steps, "copy_ms": 1e3 * copy, "forward_backward_ms": 1e3 * batch}
     found |= {"plain_step_ms": [1e3 * each for each in plain], "captured_step_ms": [1e3 * each for each in captured]}
     return found | {"kept": snapshots, "is_longer_than_the_copy": batch > copy, "overhead_percent": overheads}

@@ -39,12 +39,12 @@ Make = Callable[[Place], Training]
 
 
 def cases(place: Place) -> Sequence[Case]:
-    """Each stock optimizer in each of its forms, and then other ways to step."""
+    """Ways to step, those first that only an accelerator has; then each stock optimizer in each of its forms."""
     made: dict[str, Make] = {form.id: partial(by_form, form) for form in _forms(place)}
     chosen = set(made | WAYS) if not place.is_quick else LATE_QUICK if place.where.kind == "late" else QUICK
     return [
-        *(Case(name, partial(check, make), limit_s=30) for name, make in (made | WAYS).items() if name in chosen),
         *(Case(name, partial(_accelerated, make), limit_s=60) for name, make in ACCELERATED.items()),
+        *(Case(name, partial(check, make), limit_s=30) for name, make in (WAYS | made).items() if name in chosen),
         *(
             _kept(name, make)
             for name, make in (made | WAYS | ACCELERATED).items()

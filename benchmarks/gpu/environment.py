@@ -7,6 +7,7 @@ import platform
 import resource
 import shutil
 import subprocess
+import sysconfig
 import threading
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,9 @@ __all__ = ["cases"]
 
 PACKAGES = ("torch", "triton", "numpy", "msgspec", "xxhash", "blake3", "sqlalchemy", "cuda-bindings", "ucxx-cu12", "ucxx-cu13")
 ASKED = ("clocks.sm", "clocks.mem", "clocks.max.sm", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current")
+SETTINGS = ("PYTORCH_", "CUDA_", "NVIDIA_VISIBLE", "HIP_", "TORCH_CUDA")
+"""Variables that change what a device does begin so."""
+
 FIXED = ("name", "driver_version", "memory.total", "power.limit", "mig.mode.current", "persistence_mode")
 
 
@@ -33,6 +37,9 @@ def cases(place: Place) -> Sequence[Case]:
 
 def _software(place: Place) -> Found:
     found: Found = {"python": platform.python_version(), "built for": devices.built_for() or "no accelerator"}
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    found["what Triton compiles with"] = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang") or "no compiler"
+    found["Python.h"] = headers.exists()
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -67,6 +74,8 @@ def _device(place: Place) -> Found:
         "multiprocessors": properties.multi_processor_count,
         "memory_GiB": round(total / (1 << 30), 1),
         "free_GiB": round(free / (1 << 30), 1),
+        "allocator": torch.cuda.get_allocator_backend(),
+        **{name: value for name, value in os.environ.items() if name.startswith(SETTINGS)},
         **_asked(FIXED),
     }
 
@@ -102,7 +111,10 @@ def _asked(fields: Sequence[str]) -> Found:
     if shutil.which("nvidia-smi") is None:
         return {"nvidia-smi": "not here"}
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except subprocess.TimeoutExpired:
+        return {"nvidia-smi": "did not answer within 5 s"}
     if done.returncode:
         return {"nvidia-smi": (done.stdout + done.stderr).strip()[:200]}
     return dict(zip(fields, map(str.strip, done.stdout.strip().split(",")), strict=False))

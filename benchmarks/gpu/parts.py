@@ -30,7 +30,7 @@ class Part:
 
 
 PARTS = (
-    Part("environment", "Environment", ".environment", 15),
+    Part("environment", "Environment", ".environment", 40),
     Part("probes", "Probes", ".probes", 50),
     Part("tests", "Tests marked gpu", ".marked", 120),
     Part("correctness", "Every step over optimizers", ".correctness", 100),

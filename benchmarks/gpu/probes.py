@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from datastates.system import driver
 from datastates.system.devices import devices
 
 from .case import Case, Found, Skip
@@ -30,6 +31,7 @@ def cases(place: Place) -> Sequence[Case]:
     probes: dict[str, Callable[[Place], Found]] = {
         "mapped memory is registered": _registration,
         "copies cross two registrations": _crossing,
+        "a registration that is refused": _refused,
         "speed of copies": _copies,
         "marks order streams": _order,
         "torch notices synchronisations": _noticing,
@@ -104,6 +106,22 @@ def _crossing(place: Place) -> Found:
             found[name] = f"refused: {str(exc).splitlines()[0][:120]}"
     mapped.unregister(place.device)
     return found
+
+
+def _refused(place: Place) -> Found:
+    """What the driver refuses to register is refused by an error, and the next kernel of this thread is told of none."""
+    mapped = _Mapped(16 * MIB)
+    mapped.register(place.device, mapped.length)
+    try:
+        devices().register(place.device, mapped.address, mapped.length)
+    except RuntimeError as exc:
+        said = str(exc)
+    else:
+        raise RuntimeError("memory was registered twice")
+    torch.ones(4, device=place.device).add_(1)
+    place.finish()
+    mapped.unregister(place.device)
+    return {"said": said}
 
 
 def _copies(place: Place) -> Found:
@@ -190,7 +208,7 @@ def _recording(place: Place) -> Found:
         "ask for a stream": lambda: devices().stream(place.device),
         "ask for pinned memory": lambda: devices().pinned((8 << 20,), torch.uint8),
     }
-    found: Found = {"relaxed mode is there": _has_relaxed()}
+    found: Found = {"relaxed mode is there": driver.runtime_call("ThreadExchangeStreamCaptureMode") is not None}
     for mode in ("global", "thread_local", "relaxed"):
         for name, call in calls.items():
             found[f"{mode}, {name}"] = _recorded(place, mode, call)
@@ -199,13 +217,6 @@ def _recording(place: Place) -> Found:
     if broken:
         raise RuntimeError(f"not beside a recording: {'; '.join(broken)}")
     return found
-
-
-def _has_relaxed() -> bool:
-    try:
-        return bool(ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode)
-    except AttributeError:
-        return False
 
 
 def _recorded(place: Place, mode: str, call: Callable[[], object]) -> str:
