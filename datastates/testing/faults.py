@@ -11,15 +11,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-from sqlalchemy import event, exc
+from sqlalchemy import exc
 
 from datastates.content.manifest import Manifest
 from datastates.errors import Unavailable, Unsupported
 from datastates.lineage.database import Database
 from datastates.store.tier import Payload, Placed, Reader, SupportsRemoval, Tier
 from datastates.system.deeds import hindered
+
+if TYPE_CHECKING:
+    from sqlalchemy.pool import PoolProxiedConnection
 
 __all__ = [
     "Fault",
@@ -169,25 +172,27 @@ class FaultyDatabase(Fault):
 
     def __init__(self, repo: Kept) -> None:
         super().__init__()
-        self._engine = repo.core.database.engine
+        self._pool = repo.core.database.engine.pool
+        self._connect = self._pool.connect
 
     def __enter__(self) -> Self:
-        event.listen(self._engine, "begin", self._on_begin, insert=True)
+        self._pool.connect = self._asked  # type: ignore[method-assign]  # a listener that is removed breaks a thread that goes over them
         return self
 
     def __exit__(self, *error: object) -> None:
-        event.remove(self._engine, "begin", self._on_begin)
+        self._pool.connect = self._connect  # type: ignore[method-assign]  # as it was
         self.mend()
 
     def fail(self, number: int = errno.ECONNREFUSED) -> None:
         """From now on it does not answer."""
         super().fail(number)
 
-    def _on_begin(self, connection: object) -> None:
+    def _asked(self) -> PoolProxiedConnection:
         try:
             self.strike()
         except OSError as error:
             raise exc.OperationalError("BEGIN", None, error) from error
+        return self._connect()
 
 
 class WrappedTier(Tier):

@@ -14,7 +14,7 @@ from torch import nn
 from datastates.clone.landing import ObjectsSink
 from datastates.clone.landing.desks import Desks
 from datastates.content.digester import Digester
-from tests.support.cloning import Sent, feed, fill, sent
+from tests.support.cloning import Sent, check_landing, feed, fill, sent
 from tests.support.counted import counted
 from tests.support.late import LateDevices, Lateness
 from tests.support.late.digests import digesting_at_once
@@ -46,27 +46,10 @@ def by_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def check_landing(state: Sent, lateness: Lateness) -> None:
-    late, here = LateDevices(lateness), model(2)
-    late.put(here)
-    with late.running(), torch.no_grad():
-        for parameter in here.parameters():
-            parameter.add_(1)
-        sink = ObjectsSink(state.checked, {"model": here}, atomic=False, scratch=2)
-        feed(sink, state.chunks)
-        sink.commit()
-        doubled = [parameter * 2 for parameter in here.parameters()]
-        sink.close()
-        late.schedule.catch_up()
-    expected = model(1)
-    assert all(map(torch.equal, here.state_dict().values(), expected.state_dict().values()))
-    assert all(torch.equal(found, parameter * 2) for found, parameter in zip(doubled, expected.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
 def test_a_chunk_is_checked_where_it_belongs_and_lands_in_order(lateness: Lateness, state: Sent, by_host: list[int]) -> None:
     assert len(state.chunks) > 2
-    check_landing(state, lateness)
+    check_landing(state, model, lateness, scratch=2)
     assert not by_host
 
 
@@ -93,7 +76,7 @@ def test_a_wait_of_a_check_that_is_taken_out_is_noticed(
     plant: Callable[..., None] = without
     plant(monkeypatch, *fault)
     with suppress(AssertionError):  # a chunk that is not there is refused
-        check_landing(state, lateness)
+        check_landing(state, model, lateness, scratch=2)
     assert by_host
 
 
@@ -130,7 +113,7 @@ def test_a_device_that_digests_wrongly_is_asked_no_more(how: str, state: Sent, c
         return right(digester) + 1
 
     with patch.object(Digester, "lanes", lanes), caplog.at_level(logging.WARNING):  # ends before the patch that every test has here
-        check_landing(state, Lateness.BOTH)
+        check_landing(state, model, Lateness.BOTH, scratch=2)
     assert len(asked) == 1
     assert [how in message for message in caplog.messages] == [True]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from datastates.clone.landing import ObjectsSink
 from datastates.clone.landing.unloading import Unloading
-from tests.support.cloning import Sent, feed, sent
+from tests.support.cloning import Sent, check_landing, feed, sent
 from tests.support.late import LateDevices, Lateness
 from tests.support.planting import without
 
@@ -25,31 +25,13 @@ def state() -> Sent:
     return sent({"model": model(1)})
 
 
-def check_landing(state: Sent, lateness: Lateness, *, atomic: bool = False) -> None:
-    """What the owner queued on the tensors does not change what has landed; and what is queued after the clone sees it."""
-    late, here = LateDevices(lateness), model(2)
-    late.put(here)
-    with late.running(), torch.no_grad():
-        for parameter in here.parameters():
-            parameter.add_(1)
-        sink = ObjectsSink(state.checked, {"model": here}, atomic=atomic, scratch=1)
-        feed(sink, state.chunks)
-        sink.commit()
-        doubled = [parameter * 2 for parameter in here.parameters()]
-        sink.close()
-        late.schedule.catch_up()
-    expected = model(1)
-    assert all(map(torch.equal, here.state_dict().values(), expected.state_dict().values()))
-    assert all(torch.equal(found, parameter * 2) for found, parameter in zip(doubled, expected.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
 def test_what_lands_on_a_device_lands_in_order(lateness: Lateness, state: Sent) -> None:
-    check_landing(state, lateness)
+    check_landing(state, model, lateness)
 
 
 def test_an_atomic_clone_into_a_device_is_written_in_order(state: Sent) -> None:
-    check_landing(state, Lateness.BOTH, atomic=True)
+    check_landing(state, model, Lateness.BOTH, atomic=True)
 
 
 PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
@@ -71,7 +53,7 @@ def test_a_wait_of_a_clone_that_is_taken_out_is_noticed(
     plant: Callable[..., None] = without
     plant(monkeypatch, *fault)
     with pytest.raises(AssertionError):
-        check_landing(state, lateness)
+        check_landing(state, model, lateness)
 
 
 def test_a_clone_waits_for_the_device_once_where_buffers_are_enough(state: Sent) -> None:

@@ -10,7 +10,7 @@ import networkx as nx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Engine, event
+from sqlalchemy import event
 
 from datastates.errors import Ambiguous, InvalidInput, NotFound
 from datastates.lineage import Database, Edge, EdgeKind, NewState, State, Status
@@ -43,11 +43,11 @@ def counted(database: Database) -> Iterator[list[str]]:
     def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
         statements.append(statement)
 
-    event.listen(Engine, "before_cursor_execute", note)
+    event.listen(database.engine, "before_cursor_execute", note)
     try:
         yield statements
     finally:
-        event.remove(Engine, "before_cursor_execute", note)
+        event.remove(database.engine, "before_cursor_execute", note)
 
 
 def uids(states: list[State]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,12 @@ def test_a_faulty_database_does_not_answer_until_it_is_mended(tmp_path: Path) ->
         with repo.track(weight=torch.zeros(3), rng=False) as run:
             run.capture()
         assert [ref.name for ref in repo.refs()] == ["main"]
+
+
+def test_whoever_waits_for_a_faulty_database_is_answered_once_the_fault_is_over(tmp_path: Path) -> None:
+    with datastates.open(tmp_path) as repo, ThreadPoolExecutor(1) as pool:
+        with FaultyDatabase(repo) as database:
+            database.stall()
+            asked = pool.submit(repo.refs)
+            assert database.is_met.wait(60)
+        assert asked.result(60) == []

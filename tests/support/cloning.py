@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import torch
+from torch import nn
 
 from datastates.capture.plan import compile_plan
 from datastates.capture.stage import CopyJob, Stager
-from datastates.clone.landing import CheckedManifest, read_manifest
+from datastates.clone.landing import CheckedManifest, ObjectsSink, read_manifest
 from datastates.content.digest import chunk_digest, encode, state_digest
 from datastates.content.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
 from datastates.content.tree import encode_values, flatten
 from datastates.objects.adapters import Adapted
 from datastates.store.arena import Arena
 from datastates.transport.sink import Sink
+from tests.support.late import LateDevices, Lateness
 
-__all__ = ["Sent", "feed", "sent"]
+__all__ = ["Sent", "check_landing", "feed", "fill", "sent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +75,22 @@ def fill(buffers: Sequence[memoryview], data: bytes) -> None:
     for buffer in buffers:
         buffer[:] = data[done : done + len(buffer)]
         done += len(buffer)
+
+
+def check_landing(state: Sent, make: Callable[[int], nn.Module], lateness: Lateness, *, atomic: bool = False, scratch: int = 1) -> None:
+    """A clone of ``make(1)`` lands in ``make(2)`` on a late device: what the owner queued before does not change what has landed, and
+    what is queued after the clone sees it."""
+    late, here = LateDevices(lateness), make(2)
+    late.put(here)
+    with late.running(), torch.no_grad():
+        for parameter in here.parameters():
+            parameter.add_(1)
+        sink = ObjectsSink(state.checked, {"model": here}, atomic=atomic, scratch=scratch)
+        feed(sink, state.chunks)
+        sink.commit()
+        doubled = [parameter * 2 for parameter in here.parameters()]
+        sink.close()
+        late.schedule.catch_up()
+    expected = make(1)
+    assert all(map(torch.equal, here.state_dict().values(), expected.state_dict().values()))
+    assert all(torch.equal(found, parameter * 2) for found, parameter in zip(doubled, expected.parameters(), strict=True))

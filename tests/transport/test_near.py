@@ -21,6 +21,7 @@ from datastates.transport import loop
 from datastates.transport.clone.fetch import Fetched, fetch
 from datastates.transport.contract import Terms
 from datastates.transport.protocol import Open, Opened
+from datastates.transport.session import neighbours
 from datastates.transport.session.neighbours import Neighbours, meet
 from datastates.transport.session.server import Server
 from datastates.transport.session.session import Session
@@ -189,6 +190,19 @@ def test_memory_of_several_pieces_is_filled_in_order(other: subprocess.Popen[str
 TERMS = Terms(bytes(16), bytes(32), "peer", ("127.0.0.1", 1))
 
 
+def visitor(door: Neighbours) -> socket.socket:
+    guest = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    guest.settimeout(PATIENCE_S)
+    guest.connect("\0" + door.name)
+    return guest
+
+
+def heard(guest: socket.socket) -> bytes:
+    with suppress(ConnectionResetError):
+        return guest.recv(32)
+    return b""
+
+
 async def knock(door: Neighbours, terms: Terms) -> bool:
     """Whether a process that this one started is let in by its door; it would read this one."""
     script = f"""
@@ -214,7 +228,41 @@ def test_only_who_knows_the_session_is_let_in(knows: str) -> None:
         assert await knock(door, said) is (knows == "all")
         if knows != "all":
             assert not door.has(TERMS.name)
-        door.close()
+        await door.close()
+
+    loop.run(test(), PATIENCE_S)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_door_that_closes_while_somebody_comes_in_sends_them_away(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "_MEET_S", 10 * PATIENCE_S)
+
+    async def test() -> None:
+        door = Neighbours()
+        await door.open()
+        with visitor(door) as guest:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await door.close()
+            assert await asyncio.to_thread(heard, guest) == b""
+
+    loop.run(test(), PATIENCE_S)
+
+
+def test_whoever_proves_that_they_are_near_when_the_session_is_over_is_sent_away() -> None:
+    async def test() -> None:
+        door = Neighbours()
+        await door.open()
+        door.expect(TERMS)
+        with visitor(door) as guest:
+            hello = TERMS.name + bytes(32)
+            guest.sendall(hello)
+            nonce = await asyncio.to_thread(heard, guest)
+            door.forget(TERMS.name)
+            guest.sendall(neighbours._code(TERMS, b"client", hello + nonce))
+            assert await asyncio.to_thread(heard, guest) == b""
+            assert not door.has(TERMS.name)
+        await door.close()
 
     loop.run(test(), PATIENCE_S)
 
@@ -243,6 +291,6 @@ def test_the_process_itself_is_no_neighbour() -> None:
         await door.open()
         door.expect(TERMS)
         assert await meet(door.name, TERMS) is None
-        door.close()
+        await door.close()
 
     loop.run(test(), 10)

@@ -23,7 +23,7 @@ from contextlib import suppress
 
 from datastates.transport.contract import Terms
 from datastates.transport.wire.near import Near, is_wanted, own_beacon
-from datastates.transport.wire.sockets import keep_from_children, who
+from datastates.transport.wire.sockets import keep_from_children, stop_listening, who
 
 __all__ = ["Neighbours", "meet"]
 
@@ -43,8 +43,9 @@ class Neighbours:
         self._server: asyncio.Server | None = None
         self._expected: dict[bytes, Terms] = {}
         self._here: dict[bytes, asyncio.StreamWriter] = {}
-        self._visitors = 0
+        self._arriving: set[asyncio.StreamWriter] = set()
         self._news = asyncio.Event()
+        self._is_closed = False
 
     async def open(self) -> None:
         """Let them in from now on."""
@@ -73,32 +74,37 @@ class Neighbours:
         if writer is not None:
             writer.close()
 
-    def close(self) -> None:
-        """Let nobody in any more; idempotent."""
-        if self._server is not None:
-            self._server.close()
-        for name in list(self._here):
-            self.forget(name)
+    async def close(self) -> None:
+        """Let nobody in any more, and send everybody away; idempotent."""
+        self._is_closed = True
+        server, self._server = self._server, None
+        if server is not None:
+            await stop_listening(server)
+        self._expected.clear()
+        for writer in [*self._arriving, *self._here.values()]:
+            writer.close()
+        self._here.clear()
 
     async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = writer.get_extra_info("socket")
         _, user, _ = who(connection)
-        if user != os.geteuid() or self._visitors >= _AT_ONCE:
+        if self._is_closed or user != os.geteuid() or len(self._arriving) >= _AT_ONCE:
             writer.close()
             return
         keep_from_children(writer, connection)
-        self._visitors += 1
+        self._arriving.add(writer)
         try:
             async with asyncio.timeout(_MEET_S):
                 name = await self._greet(reader, writer)
         except (OSError, EOFError, TimeoutError):
             name = None
         finally:
-            self._visitors -= 1
+            self._arriving.discard(writer)
         if name is None:
             writer.close()
         else:
-            await reader.read(1)  # until the other end leaves
+            with suppress(OSError):
+                await reader.read(1)  # until the other end leaves
             self.forget(name)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
@@ -111,6 +117,8 @@ class Neighbours:
         said = await reader.readexactly(_CODE_BYTES)
         if name in self._here or not hmac.compare_digest(said, _code(terms, b"client", hello + nonce)):
             return None
+        if name not in self._expected:
+            return None  # the session ended meanwhile
         self._here[name] = writer
         writer.write(_code(terms, b"server", hello + nonce) + _place.pack(*own_beacon()))
         return name

@@ -115,7 +115,7 @@ class Server:
         except BaseException:
             threads.shutdown(wait=False)
             if self._service is not None:
-                self._service.neighbours.close()
+                await self._service.neighbours.close()
             raise
 
     async def close(self, *, grace_s: float = 1.0) -> None:
@@ -129,7 +129,7 @@ class Server:
         if self._visits:
             await asyncio.wait(self._visits)
         if self._service is not None:
-            self._service.neighbours.close()
+            await self._service.neighbours.close()
             self._service.fingerprints.close()
             self._service.threads.shutdown(wait=False)
 

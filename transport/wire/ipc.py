@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,7 @@ from datastates.transport.protocol import Laid, Land, Message, Room
 
 from .near import address_of
 from .staging import PART_BYTES, Lending, Stretch
+from .transfers import Transfers
 
 __all__ = ["ADDRESS", "IpcEnd"]
 
@@ -197,7 +198,7 @@ class IpcEnd:
 class _IpcLink(Link):
     def __init__(self, end: IpcEnd, generation: int) -> None:
         self._end, self._generation = end, generation
-        self._transfers: set[asyncio.Task[None]] = set()
+        self._transfers = Transfers()
         self._waiting: set[asyncio.Future[Any]] = set()  # for the peer
         self._telling: set[asyncio.Future[Any]] = set()  # the peer, which may read nothing any more
         self._unposted: set[asyncio.Future[None]] = set()
@@ -205,7 +206,7 @@ class _IpcLink(Link):
         self._aborting: asyncio.Task[None] | None = None
 
     async def send(self, tag: int, data: memoryview) -> None:
-        await self._shielded(self._send(tag, data.cast("B")))
+        await self._transfers.run(self._send(tag, data.cast("B")))
 
     async def receive(self, tag: int, into: memoryview) -> None:
         if into.readonly:
@@ -242,23 +243,7 @@ class _IpcLink(Link):
             telling.cancel()
         for lender in self._lenders:
             lender.refuse(self, Disconnected(_ABORTED))
-        while self._transfers:
-            await asyncio.wait(list(self._transfers))
-
-    async def _shielded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task that goes on if the caller is cancelled."""
-        await asyncio.shield(self._spawn(work))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._transfers.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._transfers.discard(task)
-        if not task.cancelled():
-            task.exception()  # looked at: who began it may wait no more
+        await self._transfers.end()
 
     # --- out ---------------------------------------------------------------------------------------------------------------
 
@@ -292,7 +277,7 @@ class _IpcLink(Link):
         posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unposted.add(posted)
         posted.add_done_callback(self._unposted.discard)
-        await self._shielded(self._receive(tag, device, into, ready, posted))
+        await self._transfers.run(self._receive(tag, device, into, ready, posted))
 
     async def _receive(self, tag: int, device: torch.device, into: torch.Tensor, ready: Mark | None, posted: asyncio.Future[None]) -> None:
         arriving = list[asyncio.Task[None]]()
@@ -312,7 +297,7 @@ class _IpcLink(Link):
                 except BaseException:
                     landing.lending.give_back(stretch)
                     raise
-                arriving.append(self._spawn(self._land(landing, laid, stretch, part, ready)))
+                arriving.append(self._transfers.begin(self._land(landing, laid, stretch, part, ready)))
         finally:
             posted.set_result(None)
         await asyncio.gather(*arriving)

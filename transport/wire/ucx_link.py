@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from datastates.errors import Disconnected, InvalidInput, PeerFault
 from datastates.transport.contract import Link
 
 from .staging import PART_BYTES, Stretch
+from .transfers import Transfers
 from .ucx_process import Helper, fail
 
 __all__ = ["UcxLink"]
@@ -31,14 +31,14 @@ class UcxLink(Link):
 
     def __init__(self, helper: Helper, number: int, threads: ThreadPoolExecutor, on_abort: Callable[[UcxLink], None]) -> None:
         self._helper, self._number, self._threads, self._on_abort = helper, number, threads, on_abort
-        self._transfers: set[asyncio.Task[None]] = set()
+        self._transfers = Transfers()
         self._waiting: set[asyncio.Future[None]] = set()  # for the helper
         self._unposted: set[asyncio.Future[None]] = set()
         self._aborting: asyncio.Task[None] | None = None
 
     async def send(self, tag: int, data: memoryview) -> None:
         """Send to the receiver of the tag in the peer's process."""
-        await self._shielded(self._send(tag, data.cast("B")))
+        await self._transfers.run(self._send(tag, data.cast("B")))
 
     async def receive(self, tag: int, into: memoryview) -> None:
         """Receive from the sender of the tag to this process."""
@@ -48,7 +48,7 @@ class UcxLink(Link):
         self._unposted.add(posted)
         posted.add_done_callback(self._unposted.discard)
         try:
-            await self._shielded(self._receive(tag, into.cast("B"), posted))
+            await self._transfers.run(self._receive(tag, into.cast("B"), posted))
         except PeerFault as exc:
             raise PeerFault(f"the message of tag {tag} has more than the {into.nbytes} bytes that were waited for") from exc
 
@@ -72,24 +72,8 @@ class UcxLink(Link):
             fail(future, Disconnected(_ABORTED))
         for region in (self._helper.out, self._helper.into):
             region.refuse(self, Disconnected(_ABORTED))
-        while self._transfers:
-            await asyncio.wait(list(self._transfers))
+        await self._transfers.end()
         self._on_abort(self)
-
-    async def _shielded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task that goes on if the caller is cancelled."""
-        await asyncio.shield(self._spawn(work))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._transfers.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._transfers.discard(task)
-        if not task.cancelled():
-            task.exception()  # looked at: who began it may wait no more
 
     async def _send(self, tag: int, data: memoryview) -> None:
         region, sent = self._helper.out, list[asyncio.Future[None]]()
@@ -117,7 +101,7 @@ class UcxLink(Link):
                 except BaseException:
                     region.give_back(stretch)
                     raise
-                landing.append(self._spawn(self._land(arrived, stretch, part)))
+                landing.append(self._transfers.begin(self._land(arrived, stretch, part)))
         finally:
             posted.set_result(None)
         await asyncio.gather(*landing)
