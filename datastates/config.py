@@ -1,4 +1,4 @@
-"""Every choice that a repository takes, as one frozen value; the environment is read once, by the entry point."""
+"""All settings of a repository, as one frozen value; the environment is read once, by the entry point."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ class BackPressure(StrEnum):
 
 
 class OnFailure(StrEnum):
-    """What a training does when its states cannot be written, as the disk is full, fails or is gone: go on, and write them when it can be;
-    or raise that at its next capture."""
+    """What a training does when its states cannot be written because the disk is full, failing or gone: go on and write them later, or
+    raise the error at its next capture."""
 
     CONTINUE = "continue"
     RAISE = "raise"
 
 
 class Data(StrEnum):
-    """What carries the bytes of clones: UCX where both sides found RDMA and our own connections otherwise; UCX, for which the network
-    must be private; our own connections; or, where both sides are processes of one host and user, and both say so, the driver of their
-    devices."""
+    """What carries the bytes of clones.
+
+    ``AUTO`` is UCX where both sides found RDMA, and our own connections otherwise; ``UCX`` needs a private network; ``TCP`` is our own
+    connections; ``IPC`` is the driver of the devices, where both sides are processes of one host and user and both chose it.
+    """
 
     AUTO = "auto"
     UCX = "ucx"
@@ -79,27 +81,33 @@ def data_plane(value: object, what: str = "data") -> Data:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The defaults suit one training process on one machine.
+    """All settings of a repository; the defaults suit one training process on one machine.
 
-    ``memory_bytes`` is the budget of the arena, staging and kept states together (plain values and manifests count), in bytes or as
-    ``"2G"``; None keeps as many states as ``policy.keeping`` says, and takes a quarter of the memory that is available when the arena is
-    made at most, for states that may not leave. ``memory_latest`` is how many of its newest states each training keeps there (None: as many
-    as fit); what is older leaves at the next capture, unless a name leads to it or it is about to be written. ``device_bytes`` is how much
-    of each device's own memory the newest states may take as copies there, in bytes or as ``"2G"``: updates then wait for no copy to the
-    host, and ``run.guard`` and restores go back without it; 0 keeps none. ``durable_interval_s`` writes
-    the newest state at most that often (None: never by time), ``durable_every`` every so many captures; ``cadence`` is both as one value,
-    or another policy (``datastates.Cadence``, ``CheckFreq``, …, joined by ``|``; or as text), and given instead.
-    ``on_failure`` says whether a training goes on (``continue``) when nothing can be written, or is told by an error (``raise``).
-    ``direct_io`` None tries it and falls back. ``data`` is what carries the bytes of clones. ``on_step`` is called with a name after each
-    durable step (see ``store.tiers.packs_in``), on the thread that took it: for tests and traces. ``modules`` are your own steps, which
-    are called with every state that is captured or merged (``datastates.Module``). ``tiers`` are your own, nearest first
-    (``datastates.store.Tier``): each state that becomes durable is put there too, and read from there when it is nowhere nearer. They
-    are closed with the repository. ``retention`` says which durable states keep their bytes (``datastates.Retention``, or its text).
-    ``write_bytes_per_s`` is how fast states are written to disk at most, in bytes or as ``"50M"``, but for what is left when a training
-    or the repository is closed.
-    ``group_patience_s`` is how long the states of a job of several ranks wait for a part that a rank does not tell; then they are given up.
-    ``trace`` is a file, for Perfetto, that says when each thread captured, copied, digested, recorded and wrote which state; it is
-    written when the repository is closed, and ``{pid}`` in its name is the process.
+    - ``memory_bytes``: the budget of the arena, for staging and kept states together (plain values and manifests count), in bytes or as
+      ``"2G"``. None keeps as many states as ``policy.keeping`` says; states that may not leave then take at most a quarter of the memory
+      that is available when the arena is made.
+    - ``memory_latest``: how many of its newest states each training keeps in memory; None: as many as fit. Older ones leave at the next
+      capture, unless a name leads to them or they are about to be written.
+    - ``device_bytes``: how much of each device's own memory copies of the newest states may take, in bytes or as ``"2G"``. Updates then
+      wait for no copy to the host, and ``run.guard`` and restores go back without it. 0 keeps none.
+    - ``durable_interval_s``: the newest state is written at most this often; None: never by time. ``durable_every``: every so many
+      captures are written. ``cadence``: both as one value, or another policy (``datastates.Cadence``, ``CheckFreq``, …, joined by ``|``)
+      or its text; given instead of the other two.
+    - ``retention``: which durable states keep their bytes (``datastates.Retention``, or its text).
+    - ``back_pressure``: what a capture does when memory is full.
+    - ``on_failure``: whether a training goes on (``continue``) when nothing can be written, or is told by an error (``raise``).
+    - ``write_bytes_per_s``: how fast states are written to disk at most, in bytes or as ``"50M"``; what is left when a training or the
+      repository is closed is written at full speed.
+    - ``direct_io``: whether packs are written past the page cache; None tries it and falls back.
+    - ``data``: what carries the bytes of clones.
+    - ``modules``: your own steps, called with every state that is captured or merged (``datastates.Module``).
+    - ``tiers``: your own tiers, nearest first (``datastates.store.Tier``). Each state that becomes durable is put there too, and read from
+      there when no nearer tier has it. They are closed with the repository.
+    - ``group_patience_s``: how long states of a job of several ranks wait for a part that a rank does not report; then they are given up.
+    - ``on_step``: called with a name after each durable step (see ``store.tiers.packs_in``), on the thread that took it; for tests and
+      traces.
+    - ``trace``: a file for Perfetto that says when each thread captured, copied, digested, recorded and wrote which state. It is written
+      when the repository is closed; ``{pid}`` in its name is replaced by the process id.
     """
 
     memory_bytes: int | None = None

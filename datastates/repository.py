@@ -1,4 +1,4 @@
-"""The door that a script opens: a lineage database plus payload tiers, and everything that is asked of both; most of it is in ``door``."""
+"""What a script opens: a lineage database and the tiers that hold payload. Most methods of ``Repository`` are in ``door``."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def open(
     memory_bytes: int | str | None = None,
     config: Config | None = None,
 ) -> Repository:
-    """Open a repository, and make it if it is not there.
+    """Open a repository; create it if it does not exist.
 
-    States whose process died are marked ``lost`` here, and each branch goes back to its newest restorable state. Where nothing may be
-    written, a repository can be read.
+    Opening marks as ``lost`` the states that only a dead process held in memory, and moves each branch back to its newest restorable
+    state. Where nothing may be written, a repository can still be read.
 
         with datastates.open("runs") as repo:
             print(repo.refs())
@@ -65,10 +65,10 @@ def open(
     :param url: a folder (SQLite and packs inside), or ``postgresql+psycopg://…`` with ``packs``.
     :param packs: the folder of the packs, when the lineage is on a server.
     :param memory_bytes: the budget for staging and kept states, in bytes or as ``"2G"``; instead of the one in ``config``.
-    :param config: every other choice; without it the defaults, as the environment changes them.
+    :param config: all other settings; None: the defaults, as changed by the environment.
     :raises Unavailable: the database does not answer.
     :raises NotFound: there are packs, but the lineage beside them is gone.
-    :raises InvalidInput: the url is none of these, or the folder is something else.
+    :raises InvalidInput: the url has another form, or the folder holds something else.
     """
     if not isinstance(config, Config | None):
         raise InvalidInput(f"config is {values.shown(config)}: give a datastates.Config")
@@ -173,15 +173,15 @@ class Repository(Upkeep, Names, History, Algebra):
         :param strict: as in ``restore``.
         :param durable_every: make every so many captures durable; None: as configured.
         :param durable_interval_s: make the newest state durable at most this often; None: as configured.
-        :param cadence: both as one value, or another policy (``CheckFreq()``, joined by ``|`` with others), or its text, instead.
+        :param cadence: both of these as one value, or another policy (``CheckFreq()``, or several joined by ``|``), or the text of one.
         :param retention: which durable states of this branch keep their bytes, such as ``"latest:5 every:1000"``; None: as configured.
         :param keep_best: a metric, or several, whose best state so far becomes durable and keeps its bytes, so that ``@best:METRIC`` can be
-            restored. ``"reward:max"`` says that larger is better; else the metric's name does.
+            restored. ``"reward:max"`` says that larger is better; otherwise the metric's name decides.
         :param back_pressure: what a capture does when memory is full: ``wait``, ``skip`` or ``drop-oldest``; None: as configured.
         :param on_failure: what a training does while nothing can be written: ``continue``, or ``raise`` at its next capture; None: as
             configured.
         :param defer: False copies everything before ``capture`` returns.
-        :param objects: what is tracked besides, by name; here a name may be that of an argument, such as ``start``.
+        :param objects: further objects to track, by name; here a name may be that of an argument, such as ``start``.
         :param config: the configuration of this training, for people to find and compare it by: a mapping, an argparse namespace, a
             dataclass, nested as you like. It is recorded as plain values by flat names such as ``optimizer.lr``; nothing of it is restored.
         :param group: the processes that track this training together, each as one rank: ``datastates.ranks.TorchGroup()``,
@@ -189,9 +189,10 @@ class Repository(Upkeep, Names, History, Algebra):
             torch.distributed or MPI where one of them is initialised, else this process. ``track`` is then collective: all ranks call it.
         :param own: names of what each rank keeps for itself and gets back as its own, besides random numbers, loaders and samplers.
             Everything else is to be equal on all ranks, and each stores its share of it.
-        :param reduce: what the metrics of a state are, of those that the ranks give: ``"first"`` (rank 0's), ``"mean"``, ``"max"``,
+        :param reduce: how the metrics that the ranks give become those of the state: ``"first"`` (rank 0's), ``"mean"``, ``"max"``,
             ``"min"``, ``"sum"``, ``"each"`` (rank 0's, and all as ``loss@3``), or a dict of these by the name of a metric.
-        :param check: ``"start"`` compares what is to be equal on all ranks now, by digests; None does not. See ``run.check_replicas``.
+        :param check: ``"start"`` checks now, by digests, that what should be equal on all ranks is equal; None does not check. See
+            ``run.check_replicas``.
         :param more: what is tracked, by name: anything with ``state_dict`` and ``load_state_dict``, generators of random numbers
             (torch's, Python's, NumPy's), nested containers of those, of tensors and of plain values. All are restored in place; values that
             cannot be (numbers, text, tuples) are in the tracker's ``values``.
@@ -245,7 +246,8 @@ class Repository(Upkeep, Names, History, Algebra):
         :param only: names, or patterns of paths (``"model"``, ``"optimizer/state/*"``); everything else is ``None`` in the tree, and is not
             read.
         :param device: where the tensors go.
-        :param rank: where several ranks captured the state together, whose own things (random numbers, place in the data) it has.
+        :param rank: for a state that several ranks captured together: the rank whose own values (random numbers, place in the data) the
+            tree has.
         :raises Corrupt: a stored byte is wrong; names the file and the tensor, and the nearest ancestor that verifies.
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         """
@@ -269,8 +271,8 @@ class Repository(Upkeep, Names, History, Algebra):
         :param into: the objects, by the names under which they were tracked.
         :param only: names, or patterns of paths, of what is restored; all else is left alone and not read.
         :param strict: False restores what fits, and the report says what does not.
-        :param group: the ranks of a job that restore it together, each calling this: what several want is read once and passed on, and each
-            gets its own things back. Without it this process restores alone, and gets those of rank 0.
+        :param group: the ranks of a job that restore it together; each of them calls this. What several need is read once and passed on,
+            and each gets back what was its own. None: this process restores alone, and gets what was rank 0's own.
         :raises InvalidInput: names, shapes or types do not fit; lists them.
         """
         return restore(
@@ -292,7 +294,7 @@ class Repository(Upkeep, Names, History, Algebra):
     )
     @values.unpacks(ServeOptions, **_SERVED)
     def serve(self, url: str = "tcp://127.0.0.1:0", *, group: Group | None = None, **options: Unpack[ServeOptions]) -> Server:
-        """Let other processes browse this lineage and clone its states, from memory where they are there, while training goes on.
+        """Let other processes browse this lineage and clone its states, from memory where possible, while training goes on.
 
             with repo.serve("tcp://127.0.0.1:0") as server:
                 print(server.url)
@@ -301,19 +303,19 @@ class Repository(Upkeep, Names, History, Algebra):
 
         :param url: ``tcp://HOST:PORT``, or ``ucx://…`` to allow UCX; port 0 takes any that is free. ``http://127.0.0.1:0`` serves the page
             and the web API instead.
-        :param token: what peers must prove that they know. A server that other machines can reach needs one, here, as ``token_file`` or as
+        :param token: the secret that peers must know. A server that other machines can reach needs one, here, as ``token_file`` or as
             ``DATASTATES_TOKEN``.
         :param token_file: a file that holds the token.
         :param tls: certificates for TLS 1.3.
         :param is_writable: whether peers may push states, or make and move names on the page; needs a token.
         :param timeout_s: a peer that is silent for so long is treated as dead.
-        :param data: what carries the bytes: ``tcp`` (ours), ``ucx`` (at a ``ucx://`` url; says that the network is private), or ``auto``:
-            UCX where both sides found RDMA, ours otherwise. ``ipc``, if both sides say it: into memory of a GPU that both processes of
-            this host use. None: as configured (``DATASTATES_DATA``).
-        :param pictures: with ``http://``: gives the picture of a sample for its index, for the page's outliers: an array, or bytes of a
-            PNG, JPEG, GIF or WebP of at most 1 MiB.
-        :param group: the ranks of a job that all serve, each at an address of its own and with one token, which is collective: whoever
-            clones a state from one of them finds the others, which have its other parts.
+        :param data: what carries the bytes: ``tcp`` (our own connections), ``ucx`` (needs a ``ucx://`` url, and asserts that the network is
+            private), ``auto`` (UCX where both sides found RDMA, else ``tcp``), or ``ipc`` (both sides must choose it: straight into memory
+            of a GPU that both processes of this host use). None: as configured (``DATASTATES_DATA``).
+        :param pictures: with ``http://``: a function that takes the index of a sample and gives its picture, which the page shows among
+            outliers: an array, or the bytes of a PNG, JPEG, GIF or WebP of at most 1 MiB.
+        :param group: the ranks of a job, all of which call this and serve with one token, each at its own address. A peer that clones a
+            state from one of them finds the others, which have its other parts.
         :raises InvalidInput: other machines can reach it, or it is writable, and there is no token.
         :raises Unavailable: the address is taken.
         :raises Unsupported: ``data="ucx"``, and UCXX is not installed.
@@ -347,9 +349,9 @@ class Repository(Upkeep, Names, History, Algebra):
 
     @property
     def trouble(self) -> str | None:
-        """What keeps this process from writing its states, since when, and what that has cost so far; None while all is well.
+        """Why this process cannot write its states, since when, and what that has cost so far; None while all is well.
 
-        Until then they are in memory only, and not durable.
+        While there is trouble, new states are in memory only.
         """
         return None if self.core.running is None else self.core.running.trouble
 
@@ -359,7 +361,7 @@ class Repository(Upkeep, Names, History, Algebra):
             self.core.running.flush()
 
     def close(self) -> None:
-        """Make durable what is to be (tags, branch heads), end the threads, let go; idempotent.
+        """Make tagged states and branch heads durable, end the threads and release everything; idempotent.
 
         :raises DatastatesError: (or another error of the background) that no handle and no later capture has raised.
         """

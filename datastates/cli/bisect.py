@@ -38,14 +38,16 @@ def bisect(
     bad: Annotated[str, typer.Argument(metavar="BAD", help="A descendant of it that is bad.", autocompletion=ref_names)],
     metric: Annotated[
         str | None,
-        typer.Option("--metric", metavar="CONDITION", help="Bad is where this holds: 'loss > 5'. Nothing is restored.", show_default=False),
+        typer.Option(
+            "--metric", metavar="CONDITION", help="A state is bad where this holds: 'loss > 5'. Nothing is restored.", show_default=False
+        ),
     ] = None,
     command: Annotated[
         str | None,
         typer.Option(
             "--run",
             metavar="COMMAND",
-            help="Bad is where it ends with 1 to 124; 0 is good, 125 skips. {path} is a folder of the state's safetensors, {uid} its uid.",
+            help="A state is bad where it ends with 1 to 124; 0: good, 125: skip. {path}: a folder of its safetensors, {uid}: its uid.",
             show_default=False,
         ),
     ] = None,
@@ -54,13 +56,13 @@ def bisect(
         typer.Option(
             "--python",
             metavar="MODULE:FUNCTION",
-            help="Bad is where it says True; it takes what repo.load gives. None skips.",
+            help="A state is bad where this returns True; it takes what repo.load returns. None skips.",
             show_default=False,
         ),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="PATTERN", help="Restore only this for it: model; may be repeated.", show_default=False),
+        typer.Option("--only", metavar="PATTERN", help="Restore only these objects for it: model; may be repeated.", show_default=False),
     ] = None,
     reset: Annotated[bool, typer.Option("--reset", help="Forget what an earlier bisection of this question found.")] = False,
     repo: Repo = None,
@@ -68,7 +70,8 @@ def bisect(
 ) -> None:
     """Find the first bad state between two, by restoring about log2 of their number.
 
-    Broken off, the same command goes on where it was. States whose bytes are gone are not tried: the answer may be a range then.
+    A bisection that was broken off goes on when the same command is given again. States whose bytes are gone are not tried: the answer may
+    then be a range.
     """
     shell = Shell(context, repo, as_json)
     asked = [(kind, said) for kind, said in (("metric", metric), ("run", command), ("python", function)) if said is not None]

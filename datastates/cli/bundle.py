@@ -20,7 +20,7 @@ __all__ = ["register"]
 
 _SHOWN = 20
 
-Revs = Annotated[list[str], typer.Argument(metavar="REV…", help="States: uids, names, main~3, …", autocompletion=ref_names)]
+Revs = Annotated[list[str], typer.Argument(metavar="REV", help="States: uids, names, main~3, …", autocompletion=ref_names)]
 
 
 def register(app: typer.Typer) -> None:
@@ -43,17 +43,17 @@ def export_states(
         ),
     ] = None,
     kind: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="Of --into: torch, safetensors, hf (Hugging Face) or dcp.")
+        str, typer.Option("--format", metavar="FORMAT", help="With --into: torch, safetensors, hf (Hugging Face) or dcp.")
     ] = "torch",
     pattern: Annotated[
         str | None,
-        typer.Option("--pattern", metavar="NAME", help="Of --into: 'step_{step}.pt', or with {uid}.", show_default=False),
+        typer.Option("--pattern", metavar="NAME", help="With --into: 'step_{step}.pt', or with {uid}.", show_default=False),
     ] = None,
-    history: Annotated[bool, typer.Option("--history", help="Of --into: also all ancestors of each state that can be restored.")] = False,
+    history: Annotated[bool, typer.Option("--history", help="With --into: also all ancestors of each state that can be restored.")] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write states with their lineage and tags to a folder that `import` reads elsewhere; with --into to files of torch and others."""
+    """Write states with their lineage and tags to a folder that `import` reads elsewhere; with --into, files of torch and others."""
     if (bundle is None) == (into is None):
         raise InvalidInput("states go to a bundle or to files: give --bundle FOLDER, or --into FOLDER with --format")
     shell = Shell(context, repo, as_json)
@@ -89,9 +89,9 @@ def _export_files(
 
 def import_states(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `export` wrote; with --pattern a folder of checkpoint files.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `export` wrote; with --pattern, a folder of checkpoint files.")],
     digest: Annotated[
-        str | None, typer.Option("--digest", metavar="HEX", help="What `export` said of it; a bundle of another digest is refused.")
+        str | None, typer.Option("--digest", metavar="HEX", help="The digest that `export` printed; a bundle with another one is refused.")
     ] = None,
     pattern: Annotated[
         str | None,
@@ -102,23 +102,24 @@ def import_states(
             show_default=False,
         ),
     ] = None,
-    branch: Annotated[str, typer.Option("--branch", metavar="NAME", help="Of --pattern: a new branch, or that of an earlier import.")] = (
+    branch: Annotated[str, typer.Option("--branch", metavar="NAME", help="With --pattern: a new branch, or that of an earlier import.")] = (
         "imported"
     ),
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Of --pattern: only say which files there are.")] = False,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Of --pattern: leave out files that are refused, and say why.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="With --pattern: only say which files there are.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="With --pattern: leave out files that are refused, and say why.")] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
     """Bring the states of a folder that `export` wrote into a repository, durable; those that no tag names get the tag import/UID.
 
-    With --pattern a folder of files of torch.save, of safetensors, or of folders of Hugging Face or torch.distributed.checkpoint becomes a
-    branch. Nothing in them is executed. The same command goes on where one was broken off.
+    With --pattern, a folder of checkpoints of torch.save, safetensors, Hugging Face or torch.distributed.checkpoint becomes a branch.
+
+    Nothing in them is executed. An import that was broken off goes on when the same command is given again.
     """
     shell = Shell(context, repo, as_json)
     if pattern is not None:
         if digest is not None:
-            raise InvalidInput("--digest is of a bundle: leave it out, or --pattern")
+            raise InvalidInput("--digest belongs to a bundle: leave it out, or leave out --pattern")
         return _import_files(shell, folder, pattern, branch, dry_run=dry_run, skip_bad=skip_bad)
     with shell.repository() as repository:
         from datastates.export.bundle import import_bundle

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from datastates.config import Data
 from datastates.errors import Conflict, InvalidInput, OverBudget, Unavailable
-from datastates.opening.location import DATABASE, Location, locate
+from datastates.opening.location import DATABASE, Location
 
 from .interrupt import orderly
-from .shell import AsJson, Globals, Shell
+from .peers import TlsCa, TokenFile, trusting
+from .shell import AsJson, Shell
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -44,7 +44,6 @@ def clone(
         str,
         typer.Argument(metavar="SOURCE", help=f"{_FORM}; what follows the port is the revision: quote ~ and @{{}} for the shell."),
     ],
-    into: Annotated[str, typer.Option("--into", metavar="DIR", help="The repository that takes it; made if it is not there.")],
     branch: Annotated[
         str | None,
         typer.Option("--branch", "-b", metavar="NAME", help="Begin this branch at it (default: tag it clone/…).", show_default=False),
@@ -56,12 +55,8 @@ def clone(
             "--also", metavar="URL", help="A further source (tcp://HOST:PORT), to share the work; may be repeated.", show_default=False
         ),
     ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option("--token-file", metavar="FILE", help="Holds the token (default: DATASTATES_TOKEN).", show_default=False)
-    ] = None,
-    tls_ca: Annotated[
-        Path | None, typer.Option("--tls-ca", metavar="FILE", help="TLS, trusting these certificates.", show_default=False)
-    ] = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
     data: Annotated[
         Data | None,
         typer.Option("--data", help="What carries the bytes (default: DATASTATES_DATA, else auto). ucx needs ucx://.", show_default=False),
@@ -69,21 +64,30 @@ def clone(
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Treat a source that is silent for this long as dead.")
     ] = 10.0,
+    repo: Annotated[
+        str | None,
+        typer.Option(
+            "--repo",
+            "-r",
+            "--into",
+            metavar="URL",
+            help="The repository that takes it; made if it is not there (default: as for other commands).",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Clone a state that another process serves, with its ancestry, and make it durable. Only what DIR does not hold is moved."""
-    shell = Shell(context, None, as_json)
+    """Clone a state that another process serves, with its ancestry, and make it durable here. Only what is not here yet is moved."""
+    shell = Shell(context, repo, as_json)
     url, rev = split_source(source)
     if branch is not None:
         _check_name(branch)
-    location = locate(into, context.ensure_object(Globals).packs)
+    location = shell.location(must_exist=False)
     import_module("datastates.repository")  # what takes long to import comes before anything is begun
     from datastates.clone.peer import connect
-    from datastates.transport.contract import Tls
 
     orderly()
-    tls = None if tls_ca is None else Tls(trusted=tls_ca)
-    with connect([url, *(also or [])], token_file=token_file, tls=tls, timeout_s=timeout, data=data) as peer:
+    with connect([url, *(also or [])], token_file=token_file, tls=trusting(tls_ca), timeout_s=timeout, data=data) as peer:
         state = peer.state(rev)
         with _made(location), _opened(location, state) as repository:
             name = _Name.of(repository, state, branch)

@@ -31,9 +31,9 @@ def compare(
     context: typer.Context,
     revs: Annotated[
         list[str],
-        typer.Argument(metavar="REV...", help="Two to 32 states: names of branches, uids, main@best:val_loss, …", autocompletion=ref_names),
+        typer.Argument(metavar="REV", help="Two to 32 states: names of branches, uids, main@best:val_loss, …", autocompletion=ref_names),
     ],
-    show_same: Annotated[bool, typer.Option("--all", "-a", help="What is the same in all of them, too.")] = False,
+    show_same: Annotated[bool, typer.Option("--all", "-a", help="Also show what is the same in all of them.")] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:

@@ -35,7 +35,7 @@ def show_config(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the configuration that a state was trained with, since when it is so, and what was another before."""
+    """Show the configuration that a state was trained with, since when each value holds, and what it was before."""
     from datastates.lineage.search import revision
     from datastates.lineage.show.configured import changes, configured
 

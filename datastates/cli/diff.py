@@ -44,10 +44,10 @@ def diff(
         ),
     ] = None,
     stat: Annotated[
-        bool, typer.Option("--stat", help="Counts only, by what manifests say: no payload is read, and what may have changed is 'unread'.")
+        bool, typer.Option("--stat", help="Only count, by the manifests: no payload is read, and what may have changed is 'unread'.")
     ] = False,
-    order: Annotated[Order, typer.Option("--sort", help="As in the tree, or what changed most first.")] = Order.TREE,
-    show_same: Annotated[bool, typer.Option("--all", "-a", help="Tensors that did not change, too.")] = False,
+    order: Annotated[Order, typer.Option("--sort", help="The order: as in the tree, or what changed most first.")] = Order.TREE,
+    show_same: Annotated[bool, typer.Option("--all", "-a", help="Also show tensors that did not change.")] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:

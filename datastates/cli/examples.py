@@ -29,7 +29,7 @@ EXAMPLES = {
     "restore": "datastates restore main@best:val_loss --into weights.safetensors --only model",
     "export": "datastates export baseline --bundle baseline-bundle",
     "import": "datastates import baseline-bundle --repo elsewhere",
-    "clone": "datastates clone tcp://127.0.0.1:4711/main --into mine",
+    "clone": "datastates clone tcp://127.0.0.1:4711/main --repo mine",
     "serve": "datastates serve http://127.0.0.1:8642 tcp://127.0.0.1:4711",
     "token": "datastates token clone.token",
     "init": "datastates init elsewhere",

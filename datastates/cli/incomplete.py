@@ -52,7 +52,7 @@ def incomplete(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the states of several ranks that wait for the parts of some, and those that were given up, and why."""
+    """Show the states of several ranks that still wait for parts, and those that were given up, and why."""
     from datastates.lineage.search.incomplete import incomplete as ask
     from datastates.opening.home import look_at
 

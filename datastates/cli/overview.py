@@ -118,7 +118,7 @@ def runs(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the trainings, the last begun first, and which of them still run."""
+    """List the trainings, the newest first, and say which of them still run."""
     from datastates.api.processes import infos
     from datastates.lineage.change import runs as lineage_runs
 

@@ -87,7 +87,7 @@ def list_refs(context: typer.Context, repo: Repo = None, as_json: AsJson = False
 
 def reflog(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A branch or a tag, also one that was deleted.", autocompletion=ref_names)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A branch or a tag, even one that was deleted.", autocompletion=ref_names)],
     limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Show at most this many; 0 shows all.")] = 20,
     repo: Repo = None,
     as_json: AsJson = False,

@@ -42,7 +42,7 @@ def du(
     context: typer.Context,
     branch: Annotated[
         str | None,
-        typer.Argument(metavar="[BRANCH]", help="Its states, one by one; without it, all branches.", autocompletion=branch_names),
+        typer.Argument(metavar="BRANCH", help="Its states, one by one; without it, all branches.", autocompletion=branch_names),
     ] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Show at most this many; 0 shows all.")] = _LISTED,
     repo: Repo = None,

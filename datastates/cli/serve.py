@@ -212,7 +212,7 @@ def _announce(shell: Shell, repository: Repository, server: Server, *, has_tls: 
         rev = next((name for name in ("main", *named) if name in named), "REV")
         for line in (
             f"serving {repository.location} at {server.url}",
-            f"clone with: datastates clone {_dialled(server.url)}/{rev} --into DIR{options}",
+            f"clone with: datastates clone {_dialled(server.url)}/{rev} --repo DIR{options}",
         ):
             shell.console.print(line, soft_wrap=True)  # to be copied: not folded
 

@@ -14,6 +14,7 @@ from datastates.errors import InvalidInput
 from .complete import ref_names
 from .exits import EXIT_CODES
 from .interrupt import orderly
+from .peers import TlsCa, TokenFile, trusting
 from .shell import AsJson, Repo, Shell
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ def register(app: typer.Typer) -> None:
 
 def gc(
     context: typer.Context,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what there is to be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be done.")] = False,
     unknown: Annotated[
-        bool, typer.Option("--unknown", help="Delete also states that no lineage was told of; `reindex` takes them in instead.")
+        bool, typer.Option("--unknown", help="Also delete states that no lineage knows; `reindex` takes them in instead.")
     ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
@@ -62,13 +63,13 @@ def verify(
     context: typer.Context,
     rev: Annotated[
         str | None,
-        typer.Argument(metavar="[REV]", help="A state; without one, everything in the folder of packs.", autocompletion=ref_names),
+        typer.Argument(metavar="REV", help="A state; without one, everything in the folder of packs.", autocompletion=ref_names),
     ] = None,
     since: Annotated[
         str | None, typer.Option("--since", metavar="UID", help="Go on where an earlier check of everything ended.", show_default=False)
     ] = None,
     limit: Annotated[
-        float | None, typer.Option("--for", metavar="SECONDS", help="End after so long, and say how to go on.", show_default=False)
+        float | None, typer.Option("--for", metavar="SECONDS", help="Stop after this time, and say how to go on.", show_default=False)
     ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
@@ -78,7 +79,7 @@ def verify(
     if rev is None:
         return _verify_all(shell, since, limit)
     if since is not None or limit is not None:
-        raise InvalidInput("--since and --for are of a check of everything: leave out the state, or leave them out")
+        raise InvalidInput("--since and --for belong to a check of everything: leave out the state, or leave out these options")
     with shell.repository() as repository:
         state = repository.verify(rev)
     if shell.as_json:
@@ -161,7 +162,7 @@ def reindex(
         bool, typer.Option("--replace", help="Rebuild a lineage that is there; its file is kept beside the new one.")
     ] = False,
     lineage: Annotated[
-        str | None, typer.Option("--lineage", metavar="UID", help="Which one, if the folder serves several.", show_default=False)
+        str | None, typer.Option("--lineage", metavar="UID", help="Which lineage, if the folder serves several.", show_default=False)
     ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
@@ -191,11 +192,9 @@ def reindex(
 def _connected(urls: list[str], token_file: Path | None, tls_ca: Path | None) -> Iterator[Peer]:
     """Each by itself: what one of them cannot give, the next one may have."""
     from datastates.clone.peer import connect
-    from datastates.transport.contract import Tls
 
-    tls = None if tls_ca is None else Tls(trusted=tls_ca)
     for url in urls:
-        yield connect(url, token_file=token_file, tls=tls)
+        yield connect(url, token_file=token_file, tls=trusting(tls_ca))
 
 
 def repair(
@@ -210,16 +209,12 @@ def repair(
         list[str] | None,
         typer.Option("--peer", metavar="URL", help="A process that serves them (tcp://HOST:PORT); may be repeated.", show_default=False),
     ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option("--token-file", metavar="FILE", help="Holds their token (default: DATASTATES_TOKEN).", show_default=False)
-    ] = None,
-    tls_ca: Annotated[
-        Path | None, typer.Option("--tls-ca", metavar="FILE", help="TLS, trusting these certificates.", show_default=False)
-    ] = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check everything, and bring back what is damaged from where else it is; of the rest, name what can be restored instead."""
+    """Check everything, and bring back what is damaged from other places; for the rest, name what can be restored instead."""
     from .payload import progress_of
 
     shell = Shell(context, repo, as_json)

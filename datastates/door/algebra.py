@@ -1,4 +1,4 @@
-"""What is made of several states: comparisons, changes, merges, ensembles."""
+"""What involves several states: comparisons, changes, merges, ensembles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Algebra(Opened):
 
     @values.takes(revs=values.several(values.revision))
     def compare(self, revs: Sequence[str | State]) -> Comparison:
-        """States beside each other: configuration, metrics, attributes and code, what differs first; and where each can be restored.
+        """Put states beside each other: configuration, metrics, attributes and code, differences first; and where each can be restored.
 
         It reads no payload, so states whose bytes are gone can be compared as well.
 
@@ -58,7 +58,7 @@ class Algebra(Opened):
         """What changed between two states: each tensor's norms, distance, cosine, largest change, changed fraction; metrics, config, code.
 
         It needs memory for a few tensors only; what both hold in the same chunks is not read. Where the bytes of one of them are gone,
-        all else is told, and ``lacking`` says why no tensors are, and which state can be restored instead.
+        everything but the tensors is compared, and ``lacking`` says why and which state can be restored instead.
 
             for change in repo.diff("main~3", "main").tensors:
                 print(change.path, change.relative)
@@ -116,9 +116,9 @@ class Algebra(Opened):
         verdicts: str | os.PathLike[str] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Bisection:
-        """The first state on the path from ``good`` to ``bad`` of which a predicate holds; at most ceil(log2(n)) + 1 of n are restored.
+        """The first state on the path from ``good`` to ``bad`` for which a predicate holds; at most ceil(log2(n)) + 1 of n are restored.
 
-        States whose bytes are gone are not tried; where one of them may be the first, ``candidates`` are all that may.
+        States whose bytes are gone are not tried; if one of them may be the first, ``candidates`` lists all that may.
         ``repo.bisect("warm", "main", lambda tree: tree["model"]["weight"].abs().max() > 100, only="model").bad`` is such a state.
 
         :param good: where it does not hold yet.
@@ -128,7 +128,7 @@ class Algebra(Opened):
         :param only: what is loaded for it, as in ``load``.
         :param verdicts: a file that keeps what was found, so that a bisection that was broken off goes on; it is of one question.
         :param on_progress: called with the states that were tried, and how many these will be at most.
-        :raises InvalidInput: ``bad`` does not descend from ``good``, or the predicate does not hold of one and of the other not.
+        :raises InvalidInput: ``bad`` does not descend from ``good``, or the predicate does not tell the two apart.
         """
         from datastates.algebra.bisection import bisect
 

@@ -1,4 +1,4 @@
-"""Names of states: tags and branches, and what was noted of them."""
+"""Names of states: tags and branches, and the notes on them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Names(Opened):
 
     @property
     def notes(self) -> Notes:
-        """What people wrote of states and branches.
+        """What people wrote about states and branches.
 
         repo.notes.write("Diverges *after* the warm-up.", state="main")
         """

@@ -75,8 +75,8 @@ class Upkeep(Opened):
                 print(damage.state, damage.tensors, damage.problem)
 
         :param rev: the state; None: all of them.
-        :param since: go on behind this uid: the ``mark`` of an earlier report.
-        :param limit_s: end after so many seconds; the report then has a ``mark``.
+        :param since: go on after this uid, the ``mark`` of an earlier report.
+        :param limit_s: stop after this many seconds; the report then has a ``mark``.
         :param on_progress: called with the bytes that were read, and those that there are.
         :raises Corrupt: the first wrong byte of a state that was named.
         """
@@ -85,23 +85,23 @@ class Upkeep(Opened):
 
             return check_all(self.core, Limits(since, limit_s), on_progress=on_progress)
         if since is not None or limit_s is not None:
-            raise InvalidInput("since and limit_s are of a check of everything: leave out the state, or leave them out")
+            raise InvalidInput("since and limit_s belong to a check of everything: leave out the state, or leave out these arguments")
         state = self.state(rev)
         verify(self.core, state)
         return state
 
     @values.takes(dry_run=values.flag, unknown=values.flag, on_progress=values.optional(values.callback))
     def gc(self, *, dry_run: bool = False, unknown: bool = False, on_progress: Callable[[int, int], None] | None = None) -> GcReport:
-        """Make room on disk: what crashes left, files of states that were evicted, packs that no state needs; packs most of whose bytes
-        nobody needs are rewritten. Captures, restores and clones go on beside it, in any process; interrupted, it goes on next time.
+        """Make room on disk: delete what crashes left, files of evicted states and packs that no state needs; rewrite packs most of whose
+        bytes nobody needs. Captures, restores and clones go on beside it, in any process. If it is interrupted, the next call finishes.
 
             print(repo.gc(dry_run=True).bytes_freed)
 
-        :param dry_run: only say what there is to be done.
+        :param dry_run: only report what would be done.
         :param unknown: delete also states of which no lineage was told, because their process died before it could; ``reindex`` takes
             them in instead.
         :param on_progress: called with the bytes of packs set free so far, and those that are to be.
-        :raises Conflict: another process does it in this folder; with ``unknown``: or is at work there.
+        :raises Conflict: another process collects in this folder; with ``unknown``, also if another process uses it at all.
         """
         from datastates.upkeep.gc import gc  # few ask for it
 

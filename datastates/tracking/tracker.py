@@ -71,7 +71,7 @@ class Tracker:
     def head(self) -> State | None:
         """The newest state of the branch, once every capture so far is recorded; None before the first.
 
-        A capture that tore has no state: the head is the one before it then, and the log says so.
+        A torn capture has no state: the head is then the state before it, and the log says so.
         """
         return self._training.head()
 
@@ -138,7 +138,7 @@ class Tracker:
         return self._training.loops.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of those of ``count`` epochs that are left, from 0: a training that was stopped goes on in the epoch in which it was.
+        """The numbers, from 0, of the epochs that are left of ``count``: a training that was stopped goes on in its epoch.
 
             with repo.track(branch="three-epochs", model=model, optimizer=optimizer) as run:
                 for epoch in run.epochs(3):
@@ -291,9 +291,9 @@ class Tracker:
         return self._training.ranks.group
 
     def check_replicas(self) -> list[Difference]:
-        """What differs between ranks that should hold the same: each with its ``path``, and the ``ranks`` that have it otherwise than most.
+        """The differences between ranks that should hold the same: each has its ``path``, and the ``ranks`` that disagree with the others.
 
-        Collective, and it waits for all copies and devices: not for every step. Nothing in a single process.
+        Collective. It waits for all copies and devices, so it is too slow for every step. In a single process it finds nothing.
 
             with repo.track(branch="replicas", model=model, optimizer=optimizer) as run:
                 assert not run.check_replicas()
@@ -364,7 +364,7 @@ class Tracker:
         :param back: how many good states the first rewind goes back; each further one in a row goes back by twice as many.
         :param data: ``skip`` goes on with the batches that follow, ``reshuffle`` takes those since then again in another order.
         :param limit: how many rewinds in a row are made at most.
-        :param keep: names of tracked objects that are not to go back, such as a count of batches.
+        :param keep: names of tracked objects that keep their present values, such as a count of batches.
         :raises InvalidInput: one of these means nothing, or there is no order of the data that could be changed.
         :raises Unsupported: the training has several ranks.
         """

@@ -84,8 +84,15 @@ def test_state_that_was_cloned_is_durable_and_named_with_its_ancestry(invoke: In
     assert [ref["name"] for ref in invoke("refs", "-r", into, "--json").lines] == [done["tag"]]
 
 
+def test_the_repository_may_be_named_before_the_command_as_for_others(invoke: Invoke, url: str, tmp_path: Path) -> None:
+    done = invoke("--repo", tmp_path / "to", "clone", f"{url}/main", "--json").json
+
+    assert done["repository"] == str(tmp_path / "to")
+    assert value(tmp_path / "to", done["tag"]) == 3
+
+
 def test_output_says_what_names_the_state_and_how_to_restore_it(invoke: Invoke, url: str, tmp_path: Path) -> None:
-    done = invoke("clone", f"{url}/warm", "--into", tmp_path / "to", "--branch", "mine", "--tags")
+    done = invoke("clone", f"{url}/warm", "--repo", tmp_path / "to", "--branch", "mine", "--tags")
 
     assert "branch mine" in done.out
     command = done.out.splitlines()[1].partition("datastates ")[2].replace("FILE", str(tmp_path / "out"))
@@ -99,9 +106,9 @@ def test_output_says_what_names_the_state_and_how_to_restore_it(invoke: Invoke, 
 
 
 def test_state_that_is_here_already_is_named_and_nothing_moves(invoke: Invoke, url: str, tmp_path: Path) -> None:
-    first = invoke("clone", f"{url}/main", "--into", tmp_path / "to", "--json").json
-    again = invoke("clone", f"{url}/main", "--into", tmp_path / "to", "--json").json
-    named = invoke("clone", f"{url}/main", "--into", tmp_path / "to", "--branch", "mine", "--json").json
+    first = invoke("clone", f"{url}/main", "--repo", tmp_path / "to", "--json").json
+    again = invoke("clone", f"{url}/main", "--repo", tmp_path / "to", "--json").json
+    named = invoke("clone", f"{url}/main", "--repo", tmp_path / "to", "--branch", "mine", "--json").json
 
     assert first["bytes_moved"] > 0
     assert (again["bytes_moved"], again["sources"], again["tag"]) == (0, {}, first["tag"])
@@ -110,7 +117,7 @@ def test_state_that_is_here_already_is_named_and_nothing_moves(invoke: Invoke, u
 
 @pytest.mark.parametrize(("rev", "step"), [("exp/fork", 1), ("main~2", 1), ("main@{0}", 3), ('"exp/fork"', 1), ("main@step:2", 2)])
 def test_all_behind_the_port_is_the_revision(invoke: Invoke, url: str, tmp_path: Path, rev: str, step: int) -> None:
-    assert invoke("clone", f"{url}/{rev}", "--into", tmp_path / "to", "--json").json["step"] == step
+    assert invoke("clone", f"{url}/{rev}", "--repo", tmp_path / "to", "--json").json["step"] == step
 
 
 def test_source_is_split_at_the_first_slash_behind_the_port() -> None:
@@ -138,7 +145,7 @@ def test_clone_that_fails_says_why_and_leaves_nothing(
     invoke: Invoke, url: str, tmp_path: Path, source: str, options: Sequence[str], code: int, said: str
 ) -> None:
     keep(tmp_path / "token", TOKEN)
-    failed = invoke("clone", source.format(url=url), "--into", tmp_path / "to" / "here", *options)
+    failed = invoke("clone", source.format(url=url), "--repo", tmp_path / "to" / "here", *options)
 
     assert (failed.code, failed.out) == (code, "")
     assert failed.err.startswith("error: ")
@@ -148,7 +155,7 @@ def test_clone_that_fails_says_why_and_leaves_nothing(
 
 def test_state_that_does_not_fit_leaves_nothing(invoke: Invoke, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATASTATES_MEMORY", "4M")
-    failed = invoke("clone", f"{url}/main", "--into", tmp_path / "to")
+    failed = invoke("clone", f"{url}/main", "--repo", tmp_path / "to")
 
     assert failed.code == 7
     assert "DATASTATES_MEMORY" in failed.err
@@ -172,10 +179,10 @@ def test_server_for_other_machines_wants_a_token_and_refuses_who_has_none(invoke
     keep(tmp_path / "token", TOKEN)
     with serving("ucx://0.0.0.0:0", "--repo", store, DATASTATES_TOKEN=TOKEN) as (process, said):
         source = said["url"].replace("0.0.0.0", "127.0.0.1") + "/main"
-        without = invoke("clone", source, "--into", tmp_path / "to")
+        without = invoke("clone", source, "--repo", tmp_path / "to")
         assert (without.code, (tmp_path / "to").exists()) == (8, False)
         assert "DATASTATES_TOKEN" in without.err
-        assert invoke("clone", source, "--into", tmp_path / "to", "--token-file", tmp_path / "token").code == 0
+        assert invoke("clone", source, "--repo", tmp_path / "to", "--token-file", tmp_path / "token").code == 0
         process.terminate()
         assert process.wait(30) == 0
 
