@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections.abc import Callable
 
@@ -13,6 +15,9 @@ from datastates.values import optional, seconds, string, takes
 __all__ = ["Capture", "Progress"]
 
 _RANK = {Status.CAPTURED: 0, Status.DURABLE: 1, Status.REPLICATED: 2, Status.EXTERNAL: 3}
+
+SAY_AGAIN_S = 1.0
+"""How often a caller that waits says so."""
 
 
 class Progress:
@@ -128,8 +133,7 @@ class Capture:
         if goal is not Status.CAPTURED:
             self._progress.asked = weakref.ref(self)
             self._want(self.uid)
-        self._hurry()
-        if not self._progress.changed.wait_for(lambda: self._has_reached(goal), timeout_s):
+        if not self._wait_for(goal, timeout_s):
             why = self._missing(self.uid) or (None if goal is Status.CAPTURED else self._trouble())
             raise TimeoutError(
                 f"state {self.uid} (step {self.step}) is not {goal} after {timeout_s} s; it is {self.status or 'being copied'}"
@@ -138,6 +142,17 @@ class Capture:
         state = self._progress.state
         assert state is not None
         return state
+
+    def _wait_for(self, goal: Status, timeout_s: float | None) -> bool:
+        """Say again and again that somebody waits, until the state has reached it; False when ``timeout_s`` went by before."""
+        ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self._hurry()
+            left = ends_at - time.monotonic()
+            if self._progress.changed.wait_for(lambda: self._has_reached(goal), min(left, SAY_AGAIN_S)):
+                return True
+            if left <= SAY_AGAIN_S:
+                return False
 
     def _has_reached(self, goal: Status) -> bool:
         now = self._progress

@@ -164,10 +164,12 @@ class Runner:
         """Begin a tracker; memory for captures of about this size is made warm meanwhile."""
         self._room.expect(line, size_bytes)
         self._paces.begin(line)
-        is_led = line.part is not None and line.part.rank > 0  # rank 0 says which states become durable: all ranks, or none, write one
         if line.part is not None:
             self._named.join(line.part.rank, line.part.size)
-        self._post(LineOpened(line.name, Cadence(every=None, interval_s=None) if is_led else cadence, line.branch))
+            self._polling.join(line.part.size)
+            if line.part.rank:  # rank 0 says which states become durable, but for those that every rank can say by itself
+                cadence = cadence.counted() or Cadence(every=None, interval_s=None)
+        self._post(LineOpened(line.name, cadence, line.branch))
 
     def know_best(self, line: Line, bests: Mapping[Best, tuple[float, str] | None]) -> None:
         """See ``Host.know_best``."""
@@ -347,6 +349,7 @@ class Runner:
     def join(self, place: Place, *, seats: int, is_first: bool) -> None:
         """See ``Host.join``."""
         self._register.journal.join(place, seats=seats, is_first=is_first)
+        self._polling.share(seats)
 
     def missing(self, uid: str) -> str | None:
         """See ``Host.missing``."""

@@ -95,6 +95,8 @@ class Journal:
         self._evicting = Mutex()
         self._away_since: float | None = None
         self._why = ""
+        self.on_half: Callable[[], None] = lambda: None
+        """Called when a part of this process is on its disk, and those of other ranks are not on theirs yet; on any thread."""
 
     @property
     def pending(self) -> int:
@@ -200,8 +202,7 @@ class Journal:
             except BaseException:
                 del self._marks[uid]
                 raise
-        if not self._parts.is_half(uid):
-            self._listener.durable(uid, _added(placed))
+        self._tell_durable(uid, placed)
 
     # --- states of several parts ---------------------------------------------------------------------------------------------
 
@@ -213,6 +214,11 @@ class Journal:
     def is_waiting_for_others(self) -> bool:
         """Whether a part that was told waits for those of other ranks, or one that there is not is still to be told."""
         return not self._parts.is_idle
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a part waits for those of other ranks: to be told, or to be on their disks."""
+        return self._parts.is_awaiting
 
     @property
     def has_news(self) -> bool:
@@ -507,8 +513,13 @@ class Journal:
             del self._marks[uid]
             self._listener.failed(uid, error, None)
         else:
-            if not self._parts.is_half(uid):
-                self._listener.durable(uid, _added(placed))
+            self._tell_durable(uid, placed)
+
+    def _tell_durable(self, uid: str, placed: Sequence[Placed]) -> None:
+        if self._parts.is_half(uid):
+            self.on_half()
+        else:
+            self._listener.durable(uid, _added(placed))
 
     def _tell_evictions(self, session: Session) -> list[str]:
         evicted = self._leaving()

@@ -48,6 +48,11 @@ class Parts:
         return bool(self._skips or self._wishes)
 
     @property
+    def is_awaiting(self) -> bool:
+        """Whether a part waits for those of other ranks: to be told, or to be on their disks."""
+        return bool(self._waiting or self._half)
+
+    @property
     def may_be_wanted(self) -> bool:
         """Whether another rank may yet make durable what this one has in memory only, has on disk alone, or keeps near."""
         return bool(self._unwritten or self._half or self._near)

@@ -57,6 +57,11 @@ class Cadence(Policy):
             return None
         return moment.last_write + self.interval_s
 
+    def counted(self) -> Policy | None:
+        """See ``Policy``."""
+        is_plain = type(self) is Cadence  # what somebody made of it may go by anything
+        return Cadence(self.every, None) if is_plain and self.every is not None else None
+
     def told(self) -> CadenceChoice:
         """See ``Policy``."""
         return CadenceChoice(str(self), f"{self._said()}, as it was told", every=self.every, interval_s=self.interval_s)

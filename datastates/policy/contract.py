@@ -116,6 +116,13 @@ class Policy(ABC):
         """The same, told that processes of this repository fail every ``mtbf_s`` seconds; what a user said of it stays."""
         return self
 
+    def counted(self) -> Policy | None:
+        """What of it goes by the number of a capture and its metrics alone, so that every rank of a group comes to it by itself.
+
+        None: nothing, as it goes by clocks or costs, or by what was picked before.
+        """
+        return None
+
     @abstractmethod
     def __str__(self) -> str:
         """The text that means it."""
@@ -174,6 +181,11 @@ class AnyOf(Policy):
     def informed(self, mtbf_s: float, /) -> Policy:
         """See ``Policy``."""
         return AnyOf(tuple(one.informed(mtbf_s) for one in self.members))
+
+    def counted(self) -> Policy | None:
+        """See ``Policy``; nothing where something is computed, which also says what goes on to further tiers."""
+        found = [] if self.is_computed else [own for one in self.members if (own := one.counted()) is not None]
+        return AnyOf(tuple(found)) if found else None
 
     def _together(self, each: Mapping[Policy, CadenceChoice], chosen: CadenceChoice | None = None) -> CadenceChoice:
         """One choice that says them all; what was computed comes first."""

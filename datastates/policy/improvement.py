@@ -50,6 +50,10 @@ class OnImprovement(Policy):
         """See ``Policy``."""
         return None
 
+    def counted(self) -> Policy | None:
+        """See ``Policy``."""
+        return self if type(self) is OnImprovement else None  # what somebody made of it may go by anything
+
     def told(self) -> CadenceChoice:
         """See ``Policy``."""
         return CadenceChoice(str(self), f"each state with a {'larger' if self.rises else 'smaller'} {self.metric} than all before")

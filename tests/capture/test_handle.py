@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import datastates
+from datastates.capture import handle
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Conflict, InvalidInput, OverBudget, Unavailable
@@ -280,3 +281,13 @@ def test_a_state_that_can_never_fit_is_refused_with_the_budget_it_needs(opened: 
         too_big.capture()
     run, _, _ = track(repo)
     assert run.capture().wait(timeout_s=60).step == 1
+
+
+def test_whoever_waits_says_so_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handle, "SAY_AGAIN_S", 0.01)
+    said: list[str] = []
+    waiting = handle.Capture(handle.Progress("0" * 24), 1, want=said.append, hurry=lambda: said.append("hurry"))
+    with pytest.raises(TimeoutError, match=r"is not durable after 0\.5 s; it is being copied"):
+        waiting.wait("durable", timeout_s=0.5)
+    assert said[:1] == ["0" * 24]
+    assert said.count("hurry") > 3

@@ -9,8 +9,8 @@
 Whoever knows the key belongs; the processes of a job exchange it among themselves.
 
 Rules:
-- What is handed in while an answer is being worked out is answered together the next time. The first waits ``LINGER_S`` for others at
-  most, and not at all once every caller that is connected has handed something in.
+- What is handed in while an answer is being worked out is answered together the next time. The first waits 20 ms for others at
+  most, 1 ms for each seat, and not at all once every caller that is connected has handed something in.
 - A caller whose desk does not answer closes its connection, and only then does by itself what it had handed in. The desk can see that
   (``Asked.is_awaited``): what it does for nobody any more it has to leave undone.
 - An empty answer means that the caller has to do it by itself.
@@ -40,8 +40,8 @@ __all__ = ["MOST_BYTES", "Asked", "Caller", "Desk", "Place"]
 
 _logger = logging.getLogger(__name__)
 
-LINGER_S = 0.02
-"""From the first that is handed in to the beginning of the work on it, at most."""
+LINGER_S, LINGER_FOR_EACH_S = 0.02, 0.001
+"""From the first that is handed in to the beginning of the work on it, at most: in all, and for each seat."""
 
 ANSWER_S = 10.0
 """So long a caller waits for an answer."""
@@ -218,7 +218,7 @@ class Desk:
         ends_at = None
         while not self._is_closed and (not self._waiting or len(self._waiting) < len(self._here)):
             if self._waiting and ends_at is None:
-                ends_at = time.monotonic() + LINGER_S
+                ends_at = time.monotonic() + min(LINGER_S, self._seats * LINGER_FOR_EACH_S)
             self._news.clear()
             try:
                 async with asyncio.timeout(None if ends_at is None else ends_at - time.monotonic()):
