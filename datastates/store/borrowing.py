@@ -75,6 +75,15 @@ def stamp_of(status: os.stat_result) -> Stamp:
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
+def is_there(path: Path, size: int, stamp: Stamp | None = None) -> bool:
+    """Whether a file of that size is there, and is the one of the ``stamp`` where that is given."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return False
+    return status.st_size == size if stamp is None else stamp_of(status) == stamp
+
+
 class _Pack:
     """A pack to compare with. It is read, not mapped: a mapped file that somebody cuts short ends the process.
 

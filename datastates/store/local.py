@@ -31,7 +31,7 @@ from datastates.lineage.states import Status
 from datastates.system.regular import read_regular
 from datastates.system.sharing import make_folders
 
-from .borrowing import Borrowed, Stamp, find_borrowed, stamp_of
+from .borrowing import Borrowed, Stamp, find_borrowed, is_there
 from .collecting import Collected, Collector
 from .comparing import are_equal
 from .files import (
@@ -199,7 +199,7 @@ class LocalTier(DurableTier):
             for part in wanted.intersection(self.parts()):
                 with suppress(NotFound, Corrupt, Unavailable):
                     manifest = self.part_manifest(*part)
-                    if all(_is_there(self.root / pack.name, pack.size) for pack in manifest.packs):
+                    if all(is_there(self.root / pack.name, pack.size) for pack in manifest.packs):
                         found[part] = Placed(manifest, own_bytes(manifest))
             if found:
                 sync_folder(self.root)  # who was killed may have renamed the last file, and not yet have synced its name
@@ -399,7 +399,7 @@ class LocalTier(DurableTier):
         plan, file = staged.plan, staged.file
         try:
             with locked(self.root, is_shared=True):  # what is referred to is not removed before the manifest says so
-                if not all(_is_there(self.root / info.name, info.size, staged.stamps.get(info.name)) for info in plan.borrowed):
+                if not all(is_there(self.root / info.name, info.size, staged.stamps.get(info.name)) for info in plan.borrowed):
                     return None
                 if staged.pack is not None:
                     staged.pack.commit()
@@ -486,14 +486,6 @@ def _readable(manifest: Manifest) -> bytes:
     except (Corrupt, TypeError, ValueError, OverflowError) as exc:
         raise Unsupported(f"state {uid} was not written, because it could not be read again: {exc}") from exc
     return encoded
-
-
-def _is_there(path: Path, size: int, stamp: Stamp | None = None) -> bool:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return False
-    return status.st_size == size if stamp is None else stamp_of(status) == stamp
 
 
 def _hints(plan: PutPlan) -> Iterator[Hint]:

@@ -8,11 +8,13 @@ each step:
     manifest-replaced   the state's manifest, by one rename; its digest covers no places, so it is what it was
     pack-removed        the old pack, once no manifest needs it: perhaps of a state that came meanwhile
 
-Wherever that ends, each state has its bytes, and the next collection goes on. Readers have the old pack open, and keep it.
+Wherever that ends, each state has its bytes, and the next collection goes on. Readers have the old pack open, and keep it. States that are
+dropped meanwhile take along what was moved for them alone: the next state then moves it anew.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from datastates.errors import Corrupt, Unavailable
 from datastates.system.interrupts import checkpoint
 from datastates.system.regular import read_regular
 
+from .borrowing import is_there
 from .files import free_pack_name, locked, sync_folder, temporary, write_chunks, write_file
 from .index import SHARED_BYTES, ChunkIndex, Hint
 from .mapped import MappedReader
@@ -126,25 +129,35 @@ class Rewriting:
                 data, manifest = _read(path)
             except FileNotFoundError:
                 return 0  # dropped
-            plan = self._planned(manifest, is_left, moved)
-            if plan is None:
-                return 0
-            with MappedReader(self._root, manifest, verify=True) as reader, temporary(self._root / plan.name) as new:
-                if plan.layout is not None:
-                    chunks = (chunk(reader, index) for index in plan.new)
-                    write_chunks(new.fd, new.path, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
-                    self._on_step("pack-moved")
-                write_file(file.fd, file.path, encode(plan.manifest))
-                with locked(self._root, is_shared=False):
-                    if _bytes_of(path) != data:
-                        return 0  # dropped, or another one has come
+            while (plan := self._planned(manifest, is_left, moved)) is not None:
+                with MappedReader(self._root, manifest, verify=True) as reader, temporary(self._root / plan.name) as new:
                     if plan.layout is not None:
-                        new.commit()
-                        self._on_step("pack-renamed")
-                    file.commit()
-                self._on_step("manifest-replaced")
-        self._note(plan, manifest, moved)
-        return 0 if plan.layout is None else plan.layout.size
+                        chunks = (chunk(reader, index) for index in plan.new)
+                        write_chunks(new.fd, new.path, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
+                        self._on_step("pack-moved")
+                    os.ftruncate(file.fd, 0)  # what an attempt before has written
+                    write_file(file.fd, file.path, encode(plan.manifest))
+                    with locked(self._root, is_shared=False):
+                        if _bytes_of(path) != data:
+                            return 0  # dropped, or another one has come
+                        gone = self._gone(plan, moved)
+                        if not gone:
+                            if plan.layout is not None:
+                                new.commit()
+                                self._on_step("pack-renamed")
+                            file.commit()
+                if not gone:
+                    self._on_step("manifest-replaced")
+                    self._note(plan, manifest, moved)
+                    return 0 if plan.layout is None else plan.layout.size
+                for place in [place for place, (pack, _) in moved.items() if pack in gone]:
+                    del moved[place]  # the bytes are where they were before, for this state needs them there
+        return 0
+
+    def _gone(self, plan: PutPlan, moved: Moved) -> set[PackInfo]:
+        """The packs that chunks were moved into, and that went with the states that needed them. Runs under the lock."""
+        into = {pack for pack, _ in moved.values()}
+        return {pack for pack in plan.borrowed if pack in into and not is_there(self._root / pack.name, pack.size)}
 
     def _planned(self, manifest: Manifest, is_left: Callable[[Place], bool], moved: Moved) -> PutPlan | None:
         """None where the state needs none of those places any more."""

@@ -116,6 +116,20 @@ def test_a_state_that_is_dropped_while_its_chunks_move_does_not_come_back(tmp_pa
     assert not list(tmp_path.glob("b.*"))
 
 
+def test_chunks_that_moved_with_a_state_that_is_dropped_move_again_for_the_others(tmp_path: Path) -> None:
+    """The pack that they were moved into was the dropped state's alone: the next state has not yet said that it needs it."""
+    sparse(tmp_path)
+
+    def drop(step: str) -> None:
+        if step == "manifest-replaced" and LocalTier(tmp_path).has("b"):
+            LocalTier(tmp_path).remove("b")
+
+    done = LocalTier(tmp_path, on_step=drop).collect()
+    assert (done.rewritten, done.left) == (1, [])
+    check(LocalTier(tmp_path), "c")
+    assert len(packs(tmp_path)) == 2, "its own, and what was moved"
+
+
 def test_a_pack_that_a_state_needs_by_now_stays(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path)
     base = tier.put(small("a", *SEEDS["a"])).manifest
