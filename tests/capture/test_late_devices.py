@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import datastates
 from datastates.capture import crossing
@@ -205,6 +206,32 @@ def test_states_of_a_training_with_sparse_gradients_are_right(lateness: Lateness
         for capture, state in zip(captures, expected, strict=True):
             found = loaded(repo, capture.wait(timeout_s=30).uid)
             assert [path for path, value in state.items() if not torch.equal(value, found[path])] == []
+
+
+@pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
+def test_averages_of_weights_are_what_they_were_when_each_state_was_captured(lateness: Lateness, repo: Repository) -> None:
+    """No fence comes before the update of an average: none of it may be copied later."""
+
+    def averaged(put: Callable[[Any], Any]) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, AveragedModel]]:
+        model, optimizer = build()
+        average = AveragedModel(put(model), multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for number in range(STEPS):
+            average.update_parameters(model)
+            step(model, optimizer, number, lambda batch: put(batch.clone()))
+            yield model, optimizer, average
+
+    expected = [{name: value.clone() for name, value in average.state_dict().items()} for _, _, average in averaged(lambda found: found)]
+    late, captures = LateDevices(lateness), list[Capture]()
+    late.schedule.patience_s = 5
+    with late.running(), ExitStack() as stack:
+        for model, optimizer, average in averaged(late.put):
+            if not captures:
+                run = stack.enter_context(repo.track(model=model, optimizer=optimizer, average=average))
+            captures.append(run.capture())
+        late.schedule.catch_up()
+        for capture, state in zip(captures, expected, strict=True):
+            found = repo.load(capture.wait(timeout_s=30).uid)["average"]
+            assert [name for name, value in state.items() if not torch.equal(value, found[name])] == []
 
 
 def test_a_fence_waits_on_the_host_for_host_memory_only(repo: Repository) -> None:

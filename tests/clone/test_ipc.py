@@ -188,6 +188,16 @@ def test_a_clone_that_is_atomic_goes_by_the_host(url: str, monkeypatch: pytest.M
     assert not copied
 
 
+def test_a_clone_into_a_repository_goes_by_the_host(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    copied = counted(monkeypatch, "datastates.transport.wire.ipc._copy")
+    opened, connected = datastates.open(tmp_path / "runs", config=CONFIG), datastates.connect(url, token=TOKEN, data="ipc", timeout_s=2.0)
+    with opened as own, connected as peer:
+        found = own.load(peer.clone("main", repo=own).state.uid)["model"]
+    assert not copied
+    assert all(torch.equal(value, found[name]) for name, value in model(1).state_dict().items())
+
+
 def test_a_process_that_is_not_near_is_told_what_to_do(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(near.SWITCH, "0")
     with pytest.raises(Unsupported, match="data='auto'"):

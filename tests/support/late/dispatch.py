@@ -75,6 +75,9 @@ class Operators(TorchDispatchMode):
         if home is None or schema.name in _METADATA or _is_view(schema):
             return func(*args, **kwargs)
         stream = late.current_for(home.stream.device)
+        if schema.name == "aten::set_":  # another memory for a tensor, as in its deep copy: the host does that
+            func(*args, **kwargs)
+            return late.adopt(args[0], stream)
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return self._at_once(func, args, kwargs, stream)
         writes = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
