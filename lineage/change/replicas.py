@@ -97,10 +97,8 @@ def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> lis
         batch = {"ids": some}
         session.execute(_LOCK_STATES, batch)  # in id order, as everyone does
         session.execute(_DROP_REPLICAS, {**batch, "on_tier": tier, "on_node": node})
-        gone = session.execute(_UNHELD, batch).all()
-        if gone:
-            session.execute(_EVICT, {"ids": [row.id for row in gone]})
-            evicted += [row.uid for row in gone]
+        gone = session.execute(_EVICT_UNHELD, batch).all()
+        evicted += [row.uid for row in sorted(gone, key=lambda row: int(row.id))]
     return evicted
 
 
@@ -144,11 +142,15 @@ _RANKS_ON = select(func.count(_replica.c.rank.distinct())).where(
 _DROP_REPLICAS = delete(_replica).where(
     _replica.c.state_id.in_(_ids), _replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node")
 )
-_UNHELD = select(_state.c.id, _state.c.uid).where(_state.c.id.in_(_ids), _state.c.status.not_in(_GONE), unheld()).order_by(_state.c.id)
 _HELD = (
     select(_state.c.uid)
     .join_from(_replica, _state, _state.c.id == _replica.c.state_id)
     .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
     .where(_replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"))
 )
-_EVICT = update(_state).where(_state.c.id.in_(_ids)).values(status=Status.EVICTED.value)
+_EVICT_UNHELD = (
+    update(_state)
+    .where(_state.c.id.in_(_ids), _state.c.status.not_in(_GONE), unheld())
+    .values(status=Status.EVICTED.value)
+    .returning(_state.c.id, _state.c.uid)
+)
