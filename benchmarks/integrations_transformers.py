@@ -53,7 +53,13 @@ def loop(cadence: Mapping[str, Any] | None, **options: Any) -> Callable[[Setting
 
         def train() -> None:
             quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "logging_steps": 1_000}
-            sizes = {"per_device_train_batch_size": setting.batch, "max_steps": 100_000, "max_grad_norm": 0.0, "learning_rate": 1e-4}
+            sizes = {
+                "per_device_train_batch_size": setting.batch,
+                "max_steps": 100_000,
+                "max_grad_norm": 0.0,
+                "learning_rate": 1e-4,
+                "optim": "adamw_torch",
+            }
             args = TrainingArguments(str(folder / "out"), **{**quiet, **sizes, **options})
             callbacks: list[Any] = [Waiting(turns)]
             if cadence is not None:

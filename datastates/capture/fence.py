@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from datastates.objects.optimizers import has_hooks, with_inner
+from datastates.objects.prepared import passes_on
 
 if TYPE_CHECKING:
     from .stage import CopyJob
@@ -96,7 +97,7 @@ class Fence:
 
     def _hooks_of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[_Handle]:
         # Whoever averages weights in place to evaluate them calls it `eval` and `train`, as schedule-free optimizers do.
-        own = [name for name in ("eval", "train") if callable(getattr(optimizer, name, None))]
+        own = [name for name in ("eval", "train") if callable(getattr(optimizer, name, None)) and not passes_on(optimizer)]
         if not has_hooks(optimizer):
             return [self._waiting(optimizer, name) for name in ("step", "load_state_dict", *own)]
         # Compiled steps run it as it is, each time: traced, it is a reason to compile again, and a warning.

@@ -1,4 +1,4 @@
-"""Loaders, samplers and schedulers as Accelerate prepares them: what they wrap, and what only they know of their place.
+"""Loaders, samplers, schedulers and optimizers as Accelerate prepares them: what they wrap, and what only they know of their place.
 
 A prepared loader passes for a ``DataLoader`` (``isinstance`` says so) and has a ``state_dict`` even where there is nothing behind it. It
 reads one batch ahead of the one that it hands out. It counts the passes that were made, and tells its sampler that count when a pass
@@ -20,6 +20,7 @@ __all__ = [
     "is_stateful",
     "load_loader",
     "mark_of",
+    "passes_on",
     "put_mark",
     "reads_ahead",
     "resume_afresh",
@@ -110,6 +111,12 @@ def bare_scheduler(found: Any) -> Any:
     """The scheduler that Accelerate's wrapper steps, or ``found`` itself."""
     kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
     return found.scheduler if kind is not None and isinstance(found, kind) else found
+
+
+def passes_on(found: object) -> bool:
+    """Whether ``found`` is Accelerate's wrapper of an optimizer, whose ``eval`` and ``train`` call those of what it wraps, if any."""
+    kind = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    return kind is not None and isinstance(found, kind)
 
 
 def _is(found: object, name: str) -> bool:

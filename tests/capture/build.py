@@ -58,6 +58,11 @@ class Gate:
         """Copies go on."""
         self._open.set()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether copies go on."""
+        return self._open.is_set()
+
     def pass_through(self) -> None:
         """Runs on the stage thread."""
         assert self._open.wait(60)

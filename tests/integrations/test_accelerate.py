@@ -257,6 +257,17 @@ def test_what_cannot_be_tracked_is_refused_with_the_next_step(repo: Repository, 
     assert repo.refs() == []
 
 
+def test_gradients_of_several_processes_are_in_no_state(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = accelerator(3)
+    objects = found.prepare(*parts())
+    monkeypatch.setattr(Accelerator, "num_processes", property(partial(given, 2)))
+    said = r"2 processes accumulate gradients, .* capture where accelerator\.sync_gradients is true"
+    with track(found, repo) as run, pytest.raises(Unsupported, match=said):
+        losses(found, run, *objects)
+    with track(found, repo, branch="without", gradients=False) as run:
+        assert len(losses(found, run, *objects)) == 4
+
+
 def test_a_cell_that_is_run_again_goes_on_or_says_why_not(repo: Repository) -> None:
     found = accelerator()
     objects = found.prepare(*parts())

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 import datastates
-from datastates import Config, InvalidInput, NotFound, Repository, Unsupported
+from datastates import Config, Conflict, InvalidInput, NotFound, Repository, Unsupported
 from datastates.integrations import kept
 from datastates.integrations.dcp import Reader, Writer
 from tests.integrations.checkpoints import assert_same, build, saved
@@ -319,6 +319,11 @@ def test_checkpoint_id_is_a_tag_that_moves_to_the_newest_save_under_it(repo: Rep
     assert [event.new for event in repo.reflog("step-7")] == [repo.state("main~1").uid, repo.state("main~2").uid]
     with pytest.raises(InvalidInput, match="cannot name"):
         dcp.save({"w": torch.ones(1)}, storage_writer=Writer(repo), checkpoint_id="two words")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.full((2,), 4.0)}, storage_writer=Writer(repo), checkpoint_id="main")
+    assert isinstance(cause(caught.value), Conflict)
+    assert f"'main', which is a branch: the state was saved as {repo.state('main').uid[:10]}" in str(cause(caught.value))
+    assert saved(repo, repo.state("main"))["w"][0] == 4
 
 
 def test_address_names_repository_and_branch_or_revision(folder: Path) -> None:

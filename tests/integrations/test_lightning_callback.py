@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import datastates
 from datastates import Config, Repository
 from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.integrations.lightning import DatastatesCallback
+from datastates.integrations.lightning.data import Data
 from tests.integrations.lightning_jobs import BATCHES, Automatic, Items, Plateau, trainer_of
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning", "DeprecationWarning")]
@@ -264,6 +265,15 @@ def test_several_processes_are_refused_before_the_training(repo: Repository, tmp
 
     with pytest.raises(Unsupported, match=r'2 processes by SingleDeviceStrategy, .* use strategy="ddp"'):
         DatastatesCallback(repo).setup(Two(), None, "fit")
+
+
+def test_an_epoch_that_other_processes_shared_is_refused() -> None:
+    class Two:
+        world_size = 2
+
+    for is_over, said in ((False, "within an epoch that 1 processes shared, and this Trainer has 2: use devices=1"), (True, None)):
+        with pytest.raises(InvalidInput, match=said) if said else nullcontext():
+            Data(Two(), lambda _: None).load_state_dict({"loaders": [{"is_over": is_over}]})
 
 
 @pytest.mark.slow

@@ -187,12 +187,13 @@ def test_removing_a_checkpoint_takes_its_name_and_leaves_its_state(repo: Reposit
     assert len(list(repo.log("main"))) == 3
 
 
-def test_a_training_that_goes_back_takes_the_branch_along(repo: Repository, tmp_path: Path) -> None:
+def test_a_training_that_goes_back_takes_the_branch_along(repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Fitted(repo, tmp_path, callbacks=[ModelCheckpoint(tmp_path / "saved", save_top_k=-1)], max_epochs=3)
     middle = repo.state("main~1")
     Fitted(repo, tmp_path, callbacks=[ModelCheckpoint(tmp_path / "more", save_top_k=-1)], max_epochs=3, ckpt_path="datastates:main~1")
     assert repo.state("main").parents == (middle.uid,)
     assert repo.state("main@{2}").step == 21
+    assert f"branch main goes back to {middle.uid[:10]}, from which the training goes on" in caplog.text
     Fitted(repo, tmp_path, branch="side", callbacks=[ModelCheckpoint(tmp_path / "side")], max_epochs=3, ckpt_path="datastates:main~2")
     assert repo.state("side").parents[0] == repo.state("main~1").parents[0] or repo.state("side~2") == repo.state("main~2")
     with pytest.raises(Conflict, match="does not descend"):

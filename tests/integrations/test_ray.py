@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import datastates
-from datastates import InvalidInput, Repository
+from datastates import InvalidInput, NotFound, Repository
 from tests.integrations.raying import job, step, train
 from tests.support.effort import IS_THOROUGH, SEED, effort
 
@@ -202,6 +202,17 @@ def test_a_checkpoint_that_names_no_state_is_refused_with_what_to_do(tmp_path: P
         named(checkpoint)
     (tmp_path / "datastates.json").write_text('{"repository": "runs", "state": "abc", "branch": "main", "owner": "main"}')
     assert named(checkpoint, rank=3) == Named("runs", "abc", "main", "main"), "a rank that is new goes on from that of rank 0"
+
+
+def test_a_checkpoint_of_another_repository_is_refused_with_the_one_that_it_names(tmp_path: Path) -> None:
+    from datastates.integrations.ray import Named, _onwards, _Worker
+
+    worker, found = _Worker("tried/1", 0, is_trial=True), Named("/elsewhere/runs", "0" * 24, "tried/1", "tried/1")
+    with (
+        datastates.open(tmp_path / "runs") as repo,
+        pytest.raises(NotFound, match=r"names state 0+ of /elsewhere/runs, and .* has no such"),
+    ):
+        _onwards(repo, worker, "tried/1", found)
 
 
 def test_outside_of_ray_a_training_is_sent_to_track(tmp_path: Path) -> None:

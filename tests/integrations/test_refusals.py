@@ -126,3 +126,14 @@ def test_an_option_that_there_is_not_is_refused_by_its_name(name: str, repo: Rep
     found = importlib.import_module(f"datastates.integrations.{name}")
     with pytest.raises(TypeError, match="durable_evry"):
         found.DatastatesCallback(repo, durable_evry=1)
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn("integrations")
+def test_which_run_of_wandb_goes_on_is_not_asked(repo: Repository) -> None:
+    found = importlib.import_module("datastates.integrations.wandb")
+    with (
+        repo.track(branch="tracked", model=nn.Linear(1, 1)) as run,
+        pytest.raises(TypeError, match="id, resume: the lineage says which run"),
+    ):
+        found.WandbLog(run, id="mine", resume="allow")

@@ -235,6 +235,8 @@ def test_what_is_not_there_is_said_and_nothing_is_made(folder: Path) -> None:
     datastates.save({"v": 1}, "runs/main")
     with pytest.raises(NotFound, match="mian"):
         datastates.load("runs/mian")
+    with datastates.open("runs") as repo, pytest.raises(InvalidInput, match="is of a repository that is not named: give repo= too"):
+        datastates.load(repo.state("main"))
     for wrong in ("main", "", "https://host/main"):
         with pytest.raises(InvalidInput):
             datastates.save({"v": 1}, wrong)

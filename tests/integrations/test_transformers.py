@@ -11,16 +11,32 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import datastates
 from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.integrations.transformers import DatastatesCallback
+from tests.capture.build import Gate, held_back
 
 from .trainers import Net, Noisy, Told, trainer
 
 Lines = list[tuple[object, ...]]
 in_turn = pytest.mark.in_turn("integrations")
+
+
+class Held(TrainerCallback):  # type: ignore[misc]  # as below
+    """Holds the copy that is begun after a step until somebody waits for it; ``waited`` says whether anybody had before the next update."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate, self.waited = gate, list[bool]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step < state.max_steps:
+            self.gate.hold()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step:
+            self.waited.append(self.gate.is_open)
 
 
 class StopAt(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
@@ -68,6 +84,15 @@ def test_the_callback_changes_no_loss(repo: datastates.Repository, make: Callabl
     assert losses(make(DatastatesCallback(repo))) == losses(make())
 
 
+def test_nothing_waits_for_a_copy_before_the_next_update(
+    repo: datastates.Repository, make: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_back(monkeypatch) as gate:
+        held = Held(gate)
+        assert len(losses(make(DatastatesCallback(repo), held))) == 22
+    assert held.waited == [False] * 21
+
+
 def test_train_goes_on_where_the_branch_stands_and_ends_where_the_other_did(repo: datastates.Repository, make: Callable[..., Told]) -> None:
     whole = make()
     expected = losses(whole)
@@ -100,8 +125,9 @@ def test_a_state_of_an_epochs_last_step_has_the_evaluation_that_follows_it(
 
 @pytest.mark.exact("transformers", "fork")
 def test_a_fork_goes_on_as_its_parent_did_and_a_variant_by_its_own_arguments(
-    repo: datastates.Repository, make: Callable[..., Told]
+    repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "datastates")
     expected = losses(make(DatastatesCallback(repo)))
     same = losses(make(DatastatesCallback(repo, "same", start="main@step:9")))
     variant = make(DatastatesCallback(repo, "slow", start="main@step:9"), learning_rate=1e-3, weight_decay=0.1)
@@ -114,6 +140,9 @@ def test_a_fork_goes_on_as_its_parent_did_and_a_variant_by_its_own_arguments(
     assert {group["weight_decay"] for group in variant.optimizer.param_groups} >= {0.1}
     assert repo.state("slow").config["learning_rate"] == 1e-3
     assert repo.diff("main", "slow").config["learning_rate"] == (1e-2, 1e-3)
+    assert [line for line in caplog.messages if "as TrainingArguments say now" in line] == [
+        "branch slow: weight_decay 0.0 -> 0.1, learning_rate 0.01 -> 0.001, as TrainingArguments say now"
+    ]
 
 
 @in_turn
@@ -529,6 +558,27 @@ def test_what_one_branch_cannot_follow_is_refused(repo: datastates.Repository, m
     several.is_fsdp_enabled = True
     with pytest.raises(Unsupported, match="trains with fsdp"):
         several.train()
+
+
+@in_turn
+def test_a_branch_that_moves_while_a_training_begins_is_said(repo: datastates.Repository, make: Callable[..., Told]) -> None:
+    class Moving(TrainerCallback):  # type: ignore[misc]  # as above
+        def on_train_begin(self, *args: Any, **more: Any) -> None:
+            repo.move("main", "main~1", expected=repo.state("main").uid)
+
+    losses(make(DatastatesCallback(repo), max_steps=3))
+    with pytest.raises(Conflict, match="'main' was moved while this training began: start it again"):
+        make(Moving(), DatastatesCallback(repo)).train()
+    assert repo.state("main").step == 2
+    assert len(losses(make(DatastatesCallback(repo), max_steps=3))) == 1
+
+
+def test_a_trainer_of_another_version_is_refused_by_what_it_lacks(
+    repo: datastates.Repository, make: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Trainer, "_load_rng_state")
+    with pytest.raises(Unsupported, match=r"has no _load_rng_state: datastates works with 5\.4 and newer"):
+        make(DatastatesCallback(repo))
 
 
 def test_wrong_arguments_are_refused_by_name(repo: datastates.Repository) -> None:

@@ -18,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 import datastates
 from datastates import Config, InvalidInput, PermutationSampler, Repository
+from datastates.capture.fence import Fence
 from datastates.content.tree import flatten
 from datastates.objects.adapters import Adapted
 from datastates.objects.restore import restore_into
@@ -324,3 +325,29 @@ def test_nothing_is_said_of_a_prepared_training(repo: Repository, caplog: pytest
                     if run.step % 3 == 0:
                         break
     assert not caplog.text
+
+
+class Averaging(torch.optim.SGD):
+    """As schedule-free ones do: to evaluate, the weights are exchanged for their average, in place."""
+
+    def eval(self) -> None: ...
+    def train(self) -> None: ...
+
+
+@pytest.mark.parametrize(("kind", "is_waiting"), [(torch.optim.SGD, False), (Averaging, True)])
+def test_a_prepared_optimizer_waits_to_train_and_to_evaluate_where_the_one_inside_changes_weights_for_that(
+    kind: type[torch.optim.SGD], is_waiting: bool
+) -> None:
+    model, waited = nn.Linear(2, 2), list[str]()
+    optimizer: Any = accelerator().prepare(kind(model.parameters(), lr=0.1))
+    fence = Fence(lambda: waited.append(""))
+    fence.install([optimizer], [model])
+    for change in (optimizer.train, optimizer.eval):
+        waited.clear()
+        change()
+        assert bool(waited) is is_waiting
+    waited.clear()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert waited, "an update always does"
+    fence.remove()
