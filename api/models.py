@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Generic, TypeVar
 
+from datastates.lineage.endings import Ending
 from datastates.lineage.search.holders import Replica
 from datastates.lineage.search.incomplete import Incomplete, Part
 from datastates.lineage.show.branches import Branch, Branches, Life
@@ -137,10 +138,14 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo(Run):
-    """A process that tracked, whether it still runs, and the branches whose newest states it captured, by name."""
+    """A process that tracked, whether it still runs, and the branches whose newest states it captured, by name.
+
+    ``ending`` is how it ended; null while it goes on, as far as is known.
+    """
 
     life: Life
     branches: tuple[str, ...]
+    ending: Ending | None = None
 
 
 # What goes on

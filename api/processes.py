@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from datastates.lineage.change import runs
-from datastates.lineage.show.branches import Branch
+from datastates.lineage.endings import ending_of
+from datastates.lineage.show.branches import Branch, Life
 from datastates.lineage.show.processes import processes
 from datastates.lineage.states import Run
 from datastates.opening.home import Home
@@ -26,14 +27,19 @@ __all__ = ["infos", "now"]
 def infos(session: Session, found: Sequence[Run], home: Home) -> list[RunInfo]:
     """These runs, in their order; ``home`` is the folder in which leases are looked for."""
     heads = runs.branches_of(session, [run.uid for run in found])
-    return [
-        RunInfo(
-            **{field.name: getattr(run, field.name) for field in fields(Run)},
-            life=life_of(run, home),
-            branches=tuple(heads.get(run.uid, ())),
+    died = runs.died(session, {run.process for run in found if run.process is not None})
+    made = []
+    for run in found:
+        life = life_of(run, home)
+        made.append(
+            RunInfo(
+                **{field.name: getattr(run, field.name) for field in fields(Run)},
+                life=life,
+                branches=tuple(heads.get(run.uid, ())),
+                ending=ending_of(run, died, is_over=life is Life.ENDED),
+            )
         )
-        for run in found
-    ]
+    return made
 
 
 def now(session: Session, home: Home, *, metric: str | None = None, limit: int) -> Processes:

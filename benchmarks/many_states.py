@@ -27,7 +27,10 @@ EVERY = 50
 
 
 def make(path: Path, count: int, branches: int = BRANCHES, *, is_furnished: bool = False) -> None:
-    """A lineage in a new file: ``fill``, with ``furnish`` where asked, and the summaries that ``record`` would have kept."""
+    """A lineage in a new file: ``fill``, with ``furnish`` where asked, and the summaries that ``record`` would have kept.
+
+    It is not analyzed, as those of people are not.
+    """
     database = Database(f"sqlite:///{path}")
     with sqlite3.connect(path) as connection:
         fill(connection, count, branches)
@@ -36,7 +39,6 @@ def make(path: Path, count: int, branches: int = BRANCHES, *, is_furnished: bool
     connection.close()
     with database.write() as session:
         v0007_segments.fill(session.connection())
-        session.connection().exec_driver_sql("analyze")  # with what is in the segments: counted as empty they are joined in a wrong order
     database.close()
 
 

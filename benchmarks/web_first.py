@@ -180,7 +180,7 @@ def act(browser: Browser, base: str, rounds: int) -> dict[str, list[float]]:
 
 
 def actions(page: Page, number: int) -> dict[str, tuple[Callable[[], object], str]]:
-    """What one does, in order, each with a part of the request that answers it."""
+    """What one does, in order, each with a part of the request that answers it, which no request has that follows captures."""
     field = page.get_by_role("combobox", name="Filter")
 
     def search(text: str) -> None:
@@ -196,7 +196,7 @@ def actions(page: Page, number: int) -> dict[str, tuple[Callable[[], object], st
     return {
         "sort by best": (header("Best"), "sort=best"),
         "sort by bytes": (header("Bytes"), "sort=bytes"),
-        "filter branches": (lambda: search(f"metrics.loss < 0.{3 + number % 6}"), "/branches"),
+        "filter branches": (lambda: search(f"metrics.loss < 0.{3 + number % 6}"), "q=metrics.loss"),
         "group by a setting": (lambda: page.get_by_label("grouped by").select_option("config.optimizer"), "group="),
         "history of a branch": (lambda: page.locator(f"{ROWS} .enter").nth(number % 20).click(), "/graph?"),
         "open a state": (lambda: page.locator("[role=row][id^=state-]").nth(2).click(), ""),
@@ -205,8 +205,8 @@ def actions(page: Page, number: int) -> dict[str, tuple[Callable[[], object], st
         "curves": (lambda: page.keyboard.press("c"), "/series"),
         "every state": (scene("States"), "/graph?"),
         "to the end": (lambda: page.keyboard.press("End"), ""),
-        "find states": (lambda: search(f"metrics.rare > 0.5 and step > {number}"), "/states?"),
-        "back to the branches": (scene("Branches"), "/branches"),
+        "find states": (lambda: search(f"metrics.rare > 0.5 and step > {number}"), "q=metrics.rare"),
+        "back to the branches": (scene("Branches"), ""),
     }
 
 

@@ -372,7 +372,7 @@ class Repository(Upkeep, Names, History, Algebra):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self.close()
+            self.core.close(error)
         except Exception as exc:  # it must not hide the error that ended the block
             if error is None:
                 raise

@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -32,8 +33,8 @@ _SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else 
 class Closable(Protocol):
     """An object that is closed at exit."""
 
-    def close(self) -> None:
-        """Make durable what is to be, and let go."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Make durable what is to be, and let go. ``error`` ended the process, if any did."""
 
 
 class _Ender:
@@ -67,6 +68,7 @@ _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 _ends: set[Callable[[], None]] = set()
 _owner: int | None = None
 _ender: _Ender | None = None
+_exit_code = 0  # that of a signal which ends the process
 
 
 def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
@@ -112,7 +114,7 @@ def _close_all() -> None:
                 signal.signal(number, signal.SIG_IGN)  # the end is under way: whoever asks twice must not break it off
     for closable in list(_open):
         try:
-            closable.close()
+            closable.close(_uncaught())
         except Exception:  # the others are to be closed too; an interrupt ends it
             _logger.exception("closing a repository at exit failed")
     settle()
@@ -123,6 +125,13 @@ def _close_all() -> None:
             _logger.exception("ending a repository at exit failed")
 
 
+def _uncaught() -> BaseException | None:
+    """What ends the process, where nobody caught it. Where a person types, an error ends nothing but a line."""
+    if _exit_code:
+        return SystemExit(_exit_code)
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
 def _take_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
@@ -131,4 +140,6 @@ def _take_signals() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    global _exit_code
+    _exit_code = 128 + number
+    raise SystemExit(_exit_code)

@@ -12,6 +12,7 @@ from rich.style import Style
 from rich.text import Text
 
 from datastates.api.models import RunInfo, Stats
+from datastates.lineage.endings import Ending, How
 from datastates.lineage.show.branches import Branch, Branches, Life, Point
 from datastates.lineage.show.by_rank import ranks_of
 from datastates.lineage.show.colours import colour_of
@@ -27,6 +28,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _GAP = 2  # blanks between columns
 _NAME = 24  # of a branch, where not all fits
 _MARKS = {Life.RUNNING: ("●", "green"), Life.ENDED: ("○", "bright_black"), Life.UNKNOWN: ("?", "yellow")}
+_ENDS = {How.FAILED: ("✗", "red"), How.KILLED: ("✗", "red"), How.INTERRUPTED: ("◌", "yellow")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def branches_table(found: Branches, width: int, *, now: datetime | None = None) 
     """One branch a row; what matters most where not everything fits into ``width``."""
     items, metric = found.items, found.metric or "metric"
     columns = [
-        _column("", [Text(*_MARKS[item.life]) for item in items], 0),
+        _column("", [_mark(item.life, item.ending) for item in items], 0),
         _column("branch", [_name(item.name, width) for item in items], 0),
         _column("group", [Text(_value(item.group)) for item in items] if found.groups else [], 1),
         _column("step", [Text(str(item.step), justify="right") for item in items], 2),
@@ -57,6 +59,7 @@ def branches_table(found: Branches, width: int, *, now: datetime | None = None) 
         _column("last", [_point(item.last) for item in items] if found.metric else [], 4),
         _column("forked at", [_fork(item) for item in items], 4),
         _column("changed", [Text(age_text(item.changed_at, now)) for item in items], 7),
+        _column("ended", [Text("" if item.ending is None else _unwell(item.ending)) for item in items], 6),
         _column("states", [Text(str(item.states)) for item in items], 8),
         _column("restorable", [Text(f"{item.restorable}, {item.durable} durable") for item in items], 9),
         _column("new bytes", [Text(size_text(item.bytes)) for item in items], 10),
@@ -70,7 +73,7 @@ def branches_table(found: Branches, width: int, *, now: datetime | None = None) 
 def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = None) -> Table:
     """One run a row, the last begun first."""
     columns = [
-        _column("", [Text(*_MARKS[run.life]) for run in found], 0),
+        _column("", [_mark(run.life, run.ending) for run in found], 0),
         _column("run", [Text(short(run.uid), style="yellow") for run in found], 0),
         _column("branches", [_names(run.branches) for run in found], 1),
         _column("began", [Text(age_text(run.started_at, now)) for run in found], 1),
@@ -80,6 +83,7 @@ def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = N
         _column("user", [Text(clean(run.user)) for run in found], 6),
         _column("commit", [Text((run.git_commit or "")[:10] + ("*" if run.git_dirty else "")) for run in found], 4),
         _column("command", [Text(clean(" ".join(run.argv))) for run in found], 7),
+        _column("error", [Text(clean(run.ending.error or "") if run.ending else "") for run in found], 8),
     ]
     return _fitted([column for column in columns if any(cell.plain for cell in column.cells)], width)
 
@@ -111,6 +115,8 @@ def rows_of(found: Branches) -> list[dict[str, object]]:
         {
             "branch": item.name,
             "life": item.life.value,
+            "ending": None if item.ending is None else item.ending.how.value,
+            "error": None if item.ending is None else item.ending.error,
             "head": item.head,
             "step": item.step,
             "status": item.status.value,
@@ -228,12 +234,27 @@ def _value(value: object) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else clean(str(value))
 
 
+def _mark(life: Life, ending: Ending | None) -> Text:
+    return Text(*(_MARKS[life] if ending is None else _ENDS.get(ending.how, _MARKS[life])))
+
+
+def _unwell(ending: Ending) -> str:
+    """How it ended, unless it just ended: ``failed at step 7: RuntimeError``."""
+    if ending.how is How.ENDED:
+        return ""
+    said = ending.how.value + ("" if ending.step is None else f" at step {ending.step}")
+    return said if ending.error is None else f"{said}: {clean(ending.error).partition(':')[0]}"
+
+
 def _ran(run: RunInfo, now: datetime | None) -> str:
     if run.life is Life.RUNNING:
         return f"{duration_text(((now or datetime.now(UTC)) - run.started_at).total_seconds())}, running"
     if run.finished_at is None:
-        return "ended without a word" if run.life is Life.ENDED else "unknown"
-    return f"{duration_text((run.finished_at - run.started_at).total_seconds())}, until {time_text(run.finished_at)}"
+        return "killed" if run.life is Life.ENDED else "unknown"
+    if run.ending is not None and run.ending.how is How.KILLED:
+        return f"killed, found {time_text(run.finished_at)}"
+    took = duration_text((run.finished_at - run.started_at).total_seconds())
+    return f"{took}, {(run.ending and _unwell(run.ending)) or f'until {time_text(run.finished_at)}'}"
 
 
 def _range(least: float | None, most: float | None) -> str:

@@ -269,10 +269,14 @@ def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: b
 
 
 def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]:
-    """The histories of several heads in one, each state once. Row ids fall along every path: a child comes before its parents."""
+    """The histories of several heads in one, each state once. Row ids fall along every path: a child comes before its parents.
+
+    So the newest ``limit`` states lie on the paths of as many heads, the newest.
+    """
     from datastates.lineage.lookup import ids_of
     from datastates.lineage.search import walk
 
+    heads = [head for _, head in sorted(zip(ids_of(session, heads), heads, strict=True), reverse=True)][:limit]
     found = {state.uid: state for head in heads for state in walk.log(session, head, limit=limit)}
     order = sorted(zip(ids_of(session, list(found)), found.values(), strict=True), key=lambda pair: -pair[0])
     return [state for _, state in order[:limit]]

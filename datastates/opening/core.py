@@ -61,6 +61,13 @@ class Training(Protocol):
     def fence(self) -> None:
         """Wait until no copy reads its tensors any more."""
 
+    def close(self, error: BaseException | None = None) -> None:
+        """End it; idempotent. ``error`` ended it, if any did."""
+
+
+class Saver(Protocol):
+    """A tracker that nobody else holds."""
+
     def close(self) -> None:
         """End it; idempotent."""
 
@@ -76,7 +83,7 @@ class Core:
     """An open repository without its door. Safe from any thread, but for ``close``, which belongs to its opener.
 
     ``database`` and ``tiers`` are there from the start. What captures and arrivals need besides is made by ``engage``; until then
-    ``engaged``, ``tiers.captured``, ``arena``, ``running`` and ``run_uid`` are None. ``savers``, by branch, are trainings that nobody else
+    ``engaged``, ``tiers.captured``, ``arena``, ``running`` and ``run_uid`` are None. ``savers``, by branch, are trackers that nobody else
     holds: they capture what they are given.
     """
 
@@ -97,7 +104,7 @@ class Core:
             raise
         self.engaged: Belongings | None = None
         self.trainings: weakref.WeakSet[Training] = weakref.WeakSet()
-        self.savers: dict[str, Training] = {}
+        self.savers: dict[str, Saver] = {}
         self.servers: list[Server] = []
         self._engaging = Mutex()
         self._is_closed = self._is_ended = self._has_written = False
@@ -265,8 +272,8 @@ class Core:
         with self.tiers.durable.hurrying():
             self.running.drain(say)
 
-    def close(self) -> None:
-        """End servers and trainings, make durable what is to be, let go; idempotent.
+    def close(self, error: BaseException | None = None) -> None:
+        """End servers and trainings, make durable what is to be, let go; idempotent. ``error`` ended the trainings, if any did.
 
         :raises DatastatesError: (or another error of the background) that no handle and no later capture has raised.
         """
@@ -278,7 +285,7 @@ class Core:
         errors: list[Exception] = []
         for training in list(self.trainings):
             try:
-                training.close()
+                training.close(error)
             except Exception as exc:  # the others are to be closed too
                 errors.append(exc)
         try:

@@ -19,6 +19,7 @@ from datastates.capture.shutdown import end_later
 from datastates.content.spread import is_spread
 from datastates.content.tree import Flat, flatten
 from datastates.errors import Closed, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.lineage import endings
 from datastates.lineage.change import refs as lineage_refs
 from datastates.lineage.change import runs
 from datastates.lineage.states import State, Value
@@ -282,7 +283,7 @@ class Training:
         self.core.drain()
         if not self.core.database.is_closed:  # the repository may have been closed after an interrupt of this
             with suppress(Unavailable, NotFound), self.core.database.write() as session:  # its process finishes it at the latest
-                runs.note(session, self.run.uid, facts_of(self.line))
+                runs.note(session, self.run.uid, {**facts_of(self.line), **endings.facts_of(error, self.step)})
                 runs.finish(session, self.run.uid)
         self._is_ended = True  # an interrupt before this: the next call goes on
         self._finalizer.detach()

@@ -35,6 +35,7 @@ __all__ = [
     "branches_of",
     "by_ids",
     "counted",
+    "died",
     "finish",
     "get",
     "in_memory",
@@ -141,6 +142,11 @@ def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]
     for name, uid in session.execute(_CAPTURED_HEADS, {"runs": list(uids)}):
         found.setdefault(uid, []).append(name)
     return found
+
+
+def died(session: Session, uids: Collection[str]) -> dict[str, datetime]:
+    """When processes were found dead, by uid; those of these that never were are left out."""
+    return {uid: from_us(at) for uid, at in session.execute(_FOUND_DEAD, {"runs": list(uids)})}
 
 
 def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[list[Run], str | None]:
@@ -335,6 +341,9 @@ _CAPTURED_HEADS = (
     .join(_run, _run.c.id == _state.c.run_id)
     .where(_ref.c.kind == RefKind.BRANCH.value, _run.c.uid.in_(bindparam("runs", expanding=True)))
     .order_by(_ref.c.name)
+)
+_FOUND_DEAD = select(_run.c.uid, _run.c.finished_at).where(
+    _run.c.uid.in_(bindparam("runs", expanding=True)), _run.c.finished_at.is_not(None), _run.c.config[DIED].as_boolean()
 )
 _training = _run.alias("training")
 _GONE_HEADS = (

@@ -45,10 +45,10 @@ def durable(session: Session, *, tier: str, node: str, keys: Collection[str] = (
     after, place = 0, {"on_tier": tier, "on_node": node}
     while rows := session.execute(_PAGES, {**place, "after": after}).all():
         metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
-        if keys:
-            span = {**place, "low": rows[0].id, "high": rows[-1].id, "keys": list(keys)}
-            for state_id, key, value in session.execute(_METRICS, span):
-                metrics[state_id][key] = value
+        for some in batches([row.id for row in rows], _BATCH) if keys else ():
+            for state_id, key, value in session.execute(_METRICS, {"ids": some, "keys": list(keys)}):
+                if value is not None:
+                    metrics[state_id][key] = value
         for row in rows:
             yield Durable(*row, metrics.get(row.id, _NONE))
         after = rows[-1].id
@@ -106,11 +106,8 @@ _PAGES = (
     .order_by(_replica.c.state_id)
     .limit(_PAGE)
 )
-_METRICS = (
-    select(_metric.c.state_id, _metric.c.key, _metric.c.value)
-    .join_from(_replica, _metric, _metric.c.state_id == _replica.c.state_id)
-    .where(*_here, _replica.c.state_id.between(bindparam("low", type_=BigInteger), bindparam("high", type_=BigInteger)))
-    .where(_metric.c.key.in_(bindparam("keys", expanding=True)), _metric.c.value.is_not(None))
+_METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(  # with a word on values, SQLite may walk all of a metric's
+    _metric.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)), _metric.c.key.in_(bindparam("keys", expanding=True))
 )
 _FORKS = select(_segment.c.branch, _segment.c.fork_id).where(_segment.c.branch.is_not(None), _segment.c.fork_id.is_not(None))
 _NAMED = select(_ref.c.name, _ref.c.kind, _ref.c.state_id).order_by(_ref.c.kind.desc(), _ref.c.name)
@@ -126,8 +123,11 @@ _NEWEST_RUNS = select(_run.c.branch, _run.c.config).where(_run.c.id.in_(_newest)
 
 @cache
 def _nearest() -> Select[Any]:
-    """Of each state that has a name: itself, or the nearest first parent that the tier of the node holds."""
-    next_ = _state.alias("next")
+    """Of each state that has a name: itself, or the nearest first parent that the tier of the node holds.
+
+    Parents are older than their children: below the oldest state that is held nobody looks.
+    """
+    next_, oldest = _state.alias("next"), select(func.min(_replica.c.state_id)).where(*_here).scalar_subquery()
     held = exists().where(*_here)
     start = select(
         _state.c.id.label("start"), _state.c.id, _state.c.parent_id, held.where(_replica.c.state_id == _state.c.id).label("here")
@@ -135,5 +135,5 @@ def _nearest() -> Select[Any]:
     walk = start.where(_state.c.id.in_(select(_ref.c.state_id))).cte("nearest", recursive=True)
     is_held = held.where(_replica.c.state_id == next_.c.id).label("here")
     step = select(walk.c.start, next_.c.id, next_.c.parent_id, is_held).join_from(walk, next_, next_.c.id == walk.c.parent_id)
-    walk = walk.union_all(step.where(~walk.c.here))
+    walk = walk.union_all(step.where(~walk.c.here, next_.c.id >= oldest))
     return select(walk.c.start, walk.c.id).where(walk.c.here)

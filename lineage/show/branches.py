@@ -12,6 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from operator import itemgetter
 
+from datastates.lineage.endings import Ending
 from datastates.lineage.states import Run, Status, Value
 
 from .goals import Direction
@@ -79,6 +80,7 @@ class Branch:
     ``best_restorable`` are of the metric that was chosen; None where no own state has a number. ``config`` is what differs between the
     configuration of its newest run and that of the run that captured its fork: of a root all of it. ``began_at`` is when its first
     own state was captured, ``changed_at`` when its newest one was; ``steps_per_s`` goes over the latest captures of its newest run.
+    ``ending`` is how that run ended; None while it goes on, as far as is known.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Branch:
     study: str | None = None
     variant: str | None = None
     group: Value = None
+    ending: Ending | None = None
 
 
 @dataclass(frozen=True, slots=True)

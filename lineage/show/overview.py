@@ -20,6 +20,7 @@ from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.batches import batches
 from datastates.lineage.change import runs
+from datastates.lineage.endings import Ending, How, ending_of
 from datastates.lineage.schema import MetricRow, RefRow, RunRow, SegmentRow, StateRow, StretchRow, from_us, table, to_us
 from datastates.lineage.search.conditions import Scope, condition
 from datastates.lineage.search.query import parse_query
@@ -184,10 +185,13 @@ class _Page:
         lines = lines_of(session, [(row.head_id, row.segment_id, row.states) for row in rows], self.metric, POINTS)
         rates = _rates(session, rows)
         done = set(session.execute(_FINISHED).all())
+        died = runs.died(session, {run.process for run in known.values() if run.process is not None})
         made = []
         for row in rows:
             run = known.get(row.run_id or 0)
             tally, restorable = row.tally, best.get(row.name)
+            is_done = (_DONE + row.name, row.head_id) in done
+            life = Life.ENDED if is_done else _life(run, self.living)
             made.append(
                 Branch(
                     name=row.name,
@@ -206,7 +210,7 @@ class _Page:
                     config=_differences(configs, row),
                     run=None if run is None else run.uid,
                     host=None if run is None else run.host,
-                    life=Life.ENDED if (_DONE + row.name, row.head_id) in done else _life(run, self.living),
+                    life=life,
                     began_at=None if row.began_us is None else from_us(row.began_us),
                     changed_at=from_us(row.changed_us),
                     took_s=row.took_us / 1e6,
@@ -214,6 +218,7 @@ class _Page:
                     study=_text(studies.get(row.head_id)),
                     variant=_text(variants.get(row.head_id)),
                     group=row.group,
+                    ending=Ending(How.ENDED) if is_done else None if run is None else ending_of(run, died, is_over=life is Life.ENDED),
                 )
             )
         return tuple(made)

@@ -12,6 +12,8 @@ import pytest
 from datastates.api.models import Branches
 from datastates.cli.glance import branches_table, duration_text, spark_text
 from datastates.lineage import Database
+from datastates.lineage.change import runs
+from datastates.lineage.endings import facts_of
 from datastates.lineage.show.overview import branches
 from tests.cli.conftest import uid
 
@@ -76,6 +78,23 @@ def test_runs_and_numbers(invoke: Invoke) -> None:
     stats = invoke("stats", "--json").json
     assert (stats["states"], stats["branches"], stats["tags"], stats["runs"]) == (11, 2, 1, 1)
     assert "9 captured, 1 durable, 1 evicted" in invoke("stats").out
+
+
+def test_a_training_that_failed_says_so(invoke: Invoke, root: Path) -> None:
+    database = Database(f"sqlite:///{root}/lineage.db")
+    with database.write() as session:
+        runs.note(session, "a" * 24, facts_of(ValueError("no more data"), 7))
+        runs.finish(session, "a" * 24)
+    database.close()
+    assert [line["ending"] for line in invoke("branches", "--json").lines] == 2 * [
+        {"how": "failed", "error": "ValueError: no more data", "step": 7}
+    ]
+    assert invoke("branches").out.count("✗") == 2
+    (row,) = invoke("runs").out.splitlines()[1:]
+    assert row.startswith("✗")
+    assert "failed at step 7: ValueError" in row
+    first, _ = csv.DictReader(io.StringIO(invoke("branches", "--csv").out))
+    assert (first["ending"], first["error"]) == ("failed", "ValueError: no more data")
 
 
 @pytest.mark.parametrize("command", [["branches"], ["runs"], ["stats"], ["best", "loss"], ["watch", "--times", "1"]])

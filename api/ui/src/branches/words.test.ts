@@ -1,5 +1,5 @@
 import { expect, it } from "vitest";
-import { formatTook, nextBy, pathOf, settingText } from "./words";
+import { formatTook, lifeText, nextBy, pathOf, settingText } from "./words";
 
 it("says how long something took in the unit that fits", () => {
   expect([0.25, 42, 204, 18_000, 200_000].map(formatTook)).toEqual(["0.3 s", "42 s", "3.4 min", "5.0 h", "2.3 d"]);
@@ -18,4 +18,11 @@ it("draws a curve from corner to corner, over what is not a number", () => {
 
 it("turns an order, then leaves it", () => {
   expect([nextBy("", "best"), nextBy("best", "best"), nextBy("-best", "best"), nextBy("best", "name")]).toEqual(["best", "-best", "", "name"]);
+});
+
+it("says how a training ended, or that it runs", () => {
+  const ended = (how: "ended" | "failed" | "killed", error: string | null = null, step: number | null = null) => lifeText({ life: "ended", ending: { how, error, step } });
+  expect([ended("ended"), ended("killed")]).toEqual(["its training has ended", "its process was killed: it ended without closing"]);
+  expect(ended("failed", "ValueError: no more data", 7)).toBe("its training failed at step 7: ValueError: no more data");
+  expect([lifeText({ life: "running", ending: null }), lifeText({ life: "ended", ending: null })]).toEqual(["its process runs", "its process has ended"]);
 });

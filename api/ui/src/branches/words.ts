@@ -32,6 +32,20 @@ export function nextBy(by: string, sort: string): string {
   return by === sort ? `-${sort}` : by === `-${sort}` ? "" : sort;
 }
 
+const ENDED: Readonly<Record<string, string>> = {
+  ended: "its training has ended",
+  failed: "its training failed",
+  interrupted: "its training was interrupted",
+  killed: "its process was killed: it ended without closing",
+};
+
+/** What is known of a branch's training: whether its process runs, or how it ended. */
+export function lifeText({ life, ending }: Pick<Branch, "life" | "ending">): string {
+  if (!ending) return LIFE_MEANS[life] ?? life;
+  const said = `${ENDED[ending.how] ?? ending.how}${ending.step == null ? "" : ` at step ${ending.step}`}`;
+  return ending.error ? `${said}: ${ending.error}` : said;
+}
+
 export const LIFE_MEANS: Readonly<Record<string, string>> = {
   running: "its process runs",
   ended: "its process has ended",

@@ -13,7 +13,7 @@ export function branchesSheet(items: readonly Branch[], metric: string | null, g
   const settings = unique(items.flatMap((one) => one.config.map((setting) => setting.key))).sort();
   const point = metric ?? "metric";
   const sheet = new Sheet([
-    "branch", "life", "study", "variant", ...(grouped ? [grouped] : []), "forked_from", "forked_at_step", "forked_at_state",
+    "branch", "life", "ending", "error", "study", "variant", ...(grouped ? [grouped] : []), "forked_from", "forked_at_step", "forked_at_state",
     ...["last", "best", "best_restorable"].flatMap((which) => [`${point}.${which}`, `${point}.${which}.step`, `${point}.${which}.state`]),
     ...settings.map((key) => `config.${key}`),
     "step", "head", "status", "states", "restorable", "durable", "bytes", "took_s", "steps_per_s", "began_at", "changed_at", "host",
@@ -21,7 +21,7 @@ export function branchesSheet(items: readonly Branch[], metric: string | null, g
   for (const one of items) {
     const own = new Map(one.config.map((setting) => [setting.key, setting.value]));
     sheet.add([
-      one.name, one.life, one.study, one.variant, ...(grouped ? [one.group as Value] : []), one.fork?.branch, one.fork?.step, one.fork?.state,
+      one.name, one.life, one.ending?.how, one.ending?.error, one.study, one.variant, ...(grouped ? [one.group as Value] : []), one.fork?.branch, one.fork?.step, one.fork?.state,
       ...[one.last, one.best, one.best_restorable].flatMap((at): Cell[] => (at ? [measured(at.value), at.step, at.state] : [null, null, null])),
       ...settings.map((key) => own.get(key)),
       one.step, one.head, one.status, one.states, one.restorable, one.durable, one.bytes, one.took_s, one.steps_per_s, one.began_at, one.changed_at, one.host,
