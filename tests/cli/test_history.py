@@ -199,3 +199,8 @@ def test_nothing_that_a_terminal_would_obey_is_printed(invoke: Invoke, root: Pat
 def test_settings_are_columns(invoke: Invoke) -> None:
     configured = invoke("find", "config.lr = 0.1 and branch = main and step < 3", "--columns", "step,config.lr").out.splitlines()
     assert [line.split()[1:] for line in configured] == [["step", "lr"], ["2", "0.1"], ["1", "0.1"]]
+
+
+def test_the_newest_of_all_histories_is_that_of_the_newest_head(invoke: Invoke) -> None:
+    assert [line["uid"] for line in invoke("log", "--all", "-n", "1", "--json").lines] == [uid("1", 8)]
+    assert [line["uid"] for line in invoke("log", "--all", "-n", "3", "--json").lines] == [uid("1", 8), uid("f", 6), uid("f", 5)]
