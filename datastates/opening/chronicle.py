@@ -34,7 +34,7 @@ from datastates.lineage.change.clones import repository_uid
 from datastates.lineage.chronicle import VERSION, Entry, Mark
 from datastates.lineage.database import Database
 from datastates.lineage.search.news import is_behind, news
-from datastates.system.regular import open_regular
+from datastates.system.regular import open_regular, write_at
 from datastates.system.sharing import make_folder_like, may_read, share
 
 __all__ = ["CHRONICLES", "Chronicle", "catch_up", "chronicles", "tell_anew"]
@@ -146,7 +146,7 @@ def _append(fd: int, database: Database, pages: int) -> bool:
         if entry is None:
             return True
         frame = _frame(entry)
-        os.pwrite(fd, frame, end)
+        write_at(fd, frame, end)  # what is left of one that cannot be written the next writer cuts off
         os.fsync(fd)
         end, mark = end + len(frame), entry.mark
     return False

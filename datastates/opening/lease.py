@@ -53,7 +53,11 @@ class Lease:
         held = hold(folder / uid)
         if held is None:
             raise BlockingIOError(f"{folder / uid} is held by another process")
-        held.write(msgspec.json.encode(_Note(held.inode, node_name(), os.getpid())).decode())
+        try:
+            held.write(msgspec.json.encode(_Note(held.inode, node_name(), os.getpid())).decode())
+        except OSError:
+            held.close()
+            raise
         self._held = held
 
     def beat(self) -> None:

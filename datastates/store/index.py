@@ -24,7 +24,7 @@ from pathlib import Path
 
 from datastates.content.digest import decode
 from datastates.errors import DatastatesError
-from datastates.system.regular import open_regular, read_regular
+from datastates.system.regular import open_regular, read_regular, write_at
 
 from .files import temporary
 from .naming import MAX_MANIFEST, uid_of
@@ -137,7 +137,7 @@ class ChunkIndex:
         with temporary(self._path) as file:
             os.ftruncate(file.fd, PAGE << bits + 1)
             for number in range(1 << bits):
-                os.pwrite(file.fd, _split(os.pread(fd, PAGE, number * PAGE), bits, here), 2 * number * PAGE)
+                write_at(file.fd, _split(os.pread(fd, PAGE, number * PAGE), bits, here), 2 * number * PAGE)
             file.commit()
 
 
@@ -148,7 +148,7 @@ def _insert(fd: int, bits: int, entries: list[bytes]) -> list[bytes]:
         page = os.pread(fd, PAGE, at)
         if page[PAGE - _ENTRY.size + _STEM_AT] and bits < _MOST_BITS and _is_crowded(fd, bits):
             return entries[number:]
-        os.pwrite(fd, entry + page[: -_ENTRY.size], at)
+        write_at(fd, entry + page[: -_ENTRY.size], at)
     return []
 
 

@@ -16,7 +16,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from .regular import open_regular
+from .regular import open_regular, write_at
 from .sharing import may_read, share
 
 __all__ = ["Held", "hold", "is_held"]
@@ -41,9 +41,16 @@ class Held:
         return os.fstat(self._fd).st_ino
 
     def write(self, note: str) -> None:
-        """Write a text for processes that read the file."""
+        """Write a text for processes that read the file, which is empty where that fails.
+
+        :raises OSError: it cannot be written.
+        """
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, note.encode(), 0)
+        try:
+            write_at(self._fd, note.encode(), 0)
+        except OSError:
+            os.ftruncate(self._fd, 0)
+            raise
 
     def touch(self) -> None:
         """Change the file's time to now: others see that the holder is at work, not only that it lives."""

@@ -15,7 +15,7 @@ from datastates.errors import Corrupt
 
 from .sharing import FILE_MODE
 
-__all__ = ["make_regular", "open_regular", "read_at", "read_regular"]
+__all__ = ["make_regular", "open_regular", "read_at", "read_regular", "write_at"]
 
 _READ_BYTES = 16 << 20
 
@@ -70,3 +70,16 @@ def read_at(fd: int, into: memoryview, offset: int) -> int:
     while done < into.nbytes and (count := os.preadv(fd, [into[done:]], offset + done)):
         done += count
     return done
+
+
+def write_at(fd: int, data: bytes, offset: int) -> None:
+    """Write all of it from there on: the kernel may take less, where the disk fills, a quota or a limit is reached, or a signal comes.
+
+    :raises OSError: the rest cannot be written; what came before it is there.
+    """
+    view, done = memoryview(data), 0
+    while done < view.nbytes:
+        count = os.pwrite(fd, view[done:], offset + done)
+        if not count:
+            raise OSError(errno.EIO, f"nothing was written at offset {offset + done}")
+        done += count
