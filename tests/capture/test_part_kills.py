@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import datastates
-from datastates.errors import NotFound
+from datastates.errors import NotFound, Unavailable
 from datastates.lineage.change.parts import part_digests, waiting
 from datastates.lineage.states import Status
+from datastates.ranks import SoloGroup, latest
 from datastates.transport.session.desk import Place
-from datastates.upkeep.latest import latest, problems_of
 from tests.support.effort import seeds
 from tests.support.forge import Forge, forge
 from tests.support.part_deaths import STAGES, STAGES_OF_A_TELLER
-from tests.support.ranks import ranks_of
+from tests.support.ranks import problems_of, ranks_of
 
 STEPS = 5
 JOB = "tests.support.part_deaths:rank_of"
@@ -93,9 +93,11 @@ def see_whole_or_none(
         assert {repo.state(uid).uid for uid in told["whole"]} == told["whole"]
         for state in states:
             if state.status is Status.DURABLE:
-                assert problems_of(repo.core, state) == ()
+                assert problems_of(repo, state) == []
                 assert torch.equal(repo.load(state)["rows"], expected(state.step))
-        newest = latest(repo.core, "main") if states else None
+        newest = None
+        with suppress(NotFound, Unavailable):
+            newest = latest(repo, group=SoloGroup())
         assert newest == next((state for state in reversed(states) if state.status is Status.DURABLE), None)
     with ranks_of(url, None if packs is None else [Path(packs)] * size, size, job=f"again-{seed}") as ranks:
         captures = [rank.capture() for rank in ranks]

@@ -25,8 +25,8 @@ from datastates.modules.work import Work
 from datastates.ranks import SoloGroup, latest
 from datastates.testing import FaultyDisk
 from datastates.tracking.tracker import Tracker
-from datastates.upkeep.latest import problems_of
 from tests.support.jobs import Ranks, Say, job, run
+from tests.support.ranks import problems_of
 
 HERE = "tests.ranks.test_attacks"
 ROWS, STEPS, AT = 40, 6, 3
@@ -262,7 +262,7 @@ def see_sound(folder: Path, states: dict[int, str], *, but: tuple[int, ...] = ()
         assert repo.incomplete().waiting == ()
         for state in found:
             if state.step not in but:
-                assert problems_of(repo.core, state) == ()
+                assert problems_of(repo, state) == []
                 assert torch.equal(repo.load(state)["rows"], rows(state.step))
 
 

@@ -14,13 +14,16 @@ import datastates
 from datastates.capture import uids
 from datastates.capture.line import Part
 from datastates.config import Config
+from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.lineage.change.parts import part_digests
 from datastates.tracking import start
 
 if TYPE_CHECKING:
+    from datastates.lineage.states import State
     from datastates.repository import Repository
     from datastates.tracking.tracker import Tracker
 
-__all__ = ["Rank", "as_rank", "ranks_of"]
+__all__ = ["Rank", "as_rank", "problems_of", "ranks_of"]
 
 
 class Rank:
@@ -63,3 +66,19 @@ def ranks_of(url: str | Path, packs: Sequence[Path] | None, size: int, job: str 
             repo = stack.enter_context(datastates.open(url, packs=None if packs is None else packs[rank], config=given))
             ranks.append(Rank(repo, Part(rank, size, job)))
         yield ranks
+
+
+def problems_of(repo: Repository, state: State) -> list[str]:
+    """What is wrong with the parts of a state, as far as this process can open them; nothing, if every byte is as it was captured."""
+    with repo.core.database.read() as session:
+        digests = part_digests(session, state.uid)
+    found = []
+    for rank in range(state.world_size):
+        try:
+            with repo.core.tiers.open_part(state, rank)[0] as reader:
+                reader.verify()
+                if digests and reader.manifest.digest != digests[rank]:
+                    found.append(f"rank {rank}: its digest is {reader.manifest.digest[:16]}, the lineage knows {digests[rank][:16]}")
+        except (Corrupt, NotFound, Unavailable) as exc:
+            found.append(f"rank {rank}: {type(exc).__name__}")
+    return found

@@ -11,9 +11,9 @@ import datastates
 from datastates.lineage.change.parts import waiting
 from datastates.lineage.states import Status, Why
 from datastates.modules.journal import Journal
-from datastates.upkeep.latest import candidates, latest, problems_of
+from datastates.ranks import SoloGroup, latest
 from datastates.upkeep.reindex import reindex
-from tests.support.ranks import Rank, ranks_of
+from tests.support.ranks import Rank, problems_of, ranks_of
 
 if TYPE_CHECKING:
     import pytest
@@ -44,14 +44,9 @@ def test_the_newest_state_that_counts_is_one_of_which_every_part_verifies(tmp_pa
     pack.write_bytes(data)
     (tmp_path / "packs" / f"{states[1].uid}.0.manifest").unlink()
     with datastates.open(tmp_path) as repo:
-        assert [state.uid for state in candidates(repo.core, "main")] == [state.uid for state in reversed(states)]
-        (damaged,) = problems_of(repo.core, states[2])
-        assert damaged.startswith(f"rank 1 of state {states[2].uid}: ")
-        assert problems_of(repo.core, states[2], rank=0, size=2) == ()
-        assert problems_of(repo.core, states[1], rank=0, size=2) == (f"rank 0 of state {states[1].uid}: its part is not here",)
-        found = latest(repo.core, "main")
-        assert found is not None
-        assert found.uid == states[0].uid
+        assert problems_of(repo, states[2]) == ["rank 1: Corrupt"]
+        assert problems_of(repo, states[1]) == ["rank 0: NotFound"]
+        assert latest(repo, group=SoloGroup()).uid == states[0].uid
         assert {(each.state, each.rank) for each in repo.verify().damage} == {(states[2].uid, 1), (states[1].uid, 0)}
 
 
@@ -67,7 +62,7 @@ def test_a_lineage_of_several_ranks_is_rebuilt_from_their_folder(tmp_path: Path)
         again = repo.state("main")
         assert (again.uid, again.digest, again.status) == (states[0].uid, states[0].digest, Status.DURABLE)
         assert repo.verify(again.uid).uid == states[0].uid
-        assert problems_of(repo.core, again) == ()
+        assert problems_of(repo, again) == []
 
 
 def test_a_rank_that_died_before_it_said_that_its_part_is_on_disk_has_it_all_the_same(
@@ -87,7 +82,7 @@ def test_a_rank_that_died_before_it_said_that_its_part_is_on_disk_has_it_all_the
     in_child(body)
     with datastates.open(tmp_path) as repo:
         assert repo.state("main").status is Status.DURABLE
-        assert problems_of(repo.core, repo.state("main")) == ()
+        assert problems_of(repo, repo.state("main")) == []
 
 
 def test_what_waits_is_listed_and_what_will_never_be_whole_is_removed(tmp_path: Path) -> None:
