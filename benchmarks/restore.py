@@ -1,10 +1,13 @@
 """Restoring into a live model and AdamW: from memory and from the page cache, verified and not, beside memcpy, torch.load and safetensors.
 
-    python benchmarks/restore.py [--part warm|one|cold] [--state small|large] [--rounds 7] [--quick] [--json FILE]
+    python benchmarks/restore.py [--part warm|bound|one|cold] [--state small|large] [--rounds 7] [--quick] [--json FILE]
 
 Every way fills the same objects, whose memory was touched before, with the same bytes, in turn, round after round; a speed is compared with
 that of the others in the same round. After each turn the objects are compared with what was saved. The floor is ``copy_`` from other
 tensors in memory. A way that is verified has compared every byte with its digest before the first one was written.
+
+``bound`` does what a verified restore cannot do without, and nothing else: each chunk digested, and then all of them copied; or read twice
+and digested twice, from a file in the page cache; by one thread and by two.
 
 ``cold`` asks the kernel to forget the files before each turn, and says how many bytes came from the disk then: what lies under a virtual
 disk may keep a cache of its own.
@@ -18,9 +21,10 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,7 +32,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from common import machine, out, short, spread, table
 from gpt import LARGE, TINY, Trainer
 from safetensors.torch import load_file, save_file
@@ -40,6 +46,8 @@ from datastates.demo.model import Shape
 
 SMALL = Shape(layers=6, heads=6, width=312, context=256, vocabulary=5_000)
 """8.7M parameters; with AdamW 104 MB."""
+
+CHUNK = 4 << 20
 
 STATES = {"small": SMALL, "large": LARGE}
 
@@ -212,6 +220,56 @@ def warm(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
     return found
 
 
+def bound(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
+    """Two passes over so many bytes, without objects, names and states."""
+    with bench(shape, in_memory=False) as one:
+        source = max((path for path in one.packs if "repo" in path.parts), key=lambda path: path.stat().st_size)
+        size = size_of(one.saved) // CHUNK * CHUNK
+        there, here = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+        fd = os.open(source, os.O_RDONLY)
+        ways: dict[str, Way] = {FLOOR: partial(copy_into, {"": torch.from_numpy(here)}, {"": torch.from_numpy(there)})}
+        for threads in (1, 2):
+            passes = (partial(_digest, there), partial(_copy, there, here))
+            ways[f"bare, memory, {threads} threads"] = partial(_in_passes, passes, size, threads)
+            passes = (partial(_read_into, fd, None), partial(_read_into, fd, here))
+            ways[f"bare, page cache, {threads} threads"] = partial(_in_passes, passes, size, threads)
+        found: dict[str, list[float]] = {way: [] for way in ways}
+        for index in range(rounds + 1):
+            for way, run in ways.items():
+                start = time.perf_counter()
+                run()
+                if index:
+                    found[way].append(time.perf_counter() - start)
+        os.close(fd)
+        show(f"{name}: the bytes alone, digested before the first is written", found, size, (FLOOR,))
+        return found
+
+
+def _in_passes(passes: Sequence[Callable[[int], None]], size: int, threads: int) -> None:
+    for each in passes:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(each, range(0, size, CHUNK)))
+
+
+def _digest(data: np.ndarray[Any, Any], at: int) -> None:
+    xxhash.xxh3_128_digest(data.data[at : at + CHUNK])
+
+
+def _copy(data: np.ndarray[Any, Any], into: np.ndarray[Any, Any], at: int) -> None:
+    np.copyto(into[at : at + CHUNK], data[at : at + CHUNK])
+
+
+_room = threading.local()
+
+
+def _read_into(fd: int, into: np.ndarray[Any, Any] | None, at: int) -> None:
+    if into is None and not hasattr(_room, "memory"):
+        _room.memory = np.empty(CHUNK, np.uint8)
+    view = (_room.memory if into is None else into[at : at + CHUNK]).data
+    os.preadv(fd, [view], at)
+    xxhash.xxh3_128_digest(view)
+
+
 def one_tensor(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
     """One tensor of a state: what is read for it."""
     rows, found = [], {}
@@ -288,7 +346,7 @@ def _io(key: str) -> int:
     return int(lines[key])
 
 
-PARTS: dict[str, Callable[[str, Shape, int], dict[str, Any]]] = {"warm": warm, "one": one_tensor, "cold": cold}
+PARTS: dict[str, Callable[[str, Shape, int], dict[str, Any]]] = {"warm": warm, "bound": bound, "one": one_tensor, "cold": cold}
 
 
 def main() -> None:
@@ -309,7 +367,7 @@ def main() -> None:
         f"{part}, {name}": PARTS[part](f"GPT + AdamW ({name})", shape, rounds)
         for part in options.part or PARTS
         for name, shape in states.items()
-        if part == "warm" or options.quick or name == "large" or options.state
+        if part in ("warm", "bound") or options.quick or name == "large" or options.state
     }
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

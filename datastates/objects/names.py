@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -103,8 +104,12 @@ def positional_name(group: int, position: int) -> str:
 
 def _inner_of(module: nn.Module) -> str | None:
     """The name under which a wrapper holds what it wraps; None for a module that is not a wrapper."""
-    for home, kind, inner in _WRAPPERS:
-        wrapper = getattr(sys.modules.get(home), kind, None)
-        if wrapper is not None and isinstance(module, wrapper) and module._modules.get(inner) is not None:
-            return inner
-    return None
+    inners = _inners(type(module))  # type: ignore[arg-type]  # a class can be hashed, whatever its instances' __hash__ takes
+    return next((inner for inner in inners if module._modules.get(inner) is not None), None)
+
+
+@lru_cache(maxsize=1024)
+def _inners(kind: type) -> tuple[str, ...]:
+    """The names under which modules of a class would hold what they wrap: it was made after the wrappers that it derives from."""
+    wrappers = ((getattr(sys.modules.get(home), name, None), inner) for home, name, inner in _WRAPPERS)
+    return tuple(inner for wrapper, inner in wrappers if wrapper is not None and issubclass(kind, wrapper))

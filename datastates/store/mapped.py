@@ -23,14 +23,13 @@ from datastates.system.memory import available_memory_bytes
 from datastates.system.regular import open_regular, read_at
 
 from .pack import MAX_HEADER, padded, places_of
-from .pouring import STRIDE_BYTES, Piece, Room, copy, legs, on_threads
+from .pouring import Piece, Room, copy, legs, on_threads
 from .staging import Stage
 from .tier import Reader
 
 __all__ = ["MappedReader"]
 
 _NAMED_PATHS = 8
-_AHEAD = 4
 _FEWEST = 4  # chunks; fewer are read before threads would have begun
 _KEPT = 2  # chunks that were read last: tensors that follow each other share them
 
@@ -53,7 +52,6 @@ class MappedReader(Reader):
         self._kept: dict[int, memoryview] = {}
         self._is_roomy: bool | None = None
         self._stage: Stage | None = None
-        self._told = 0
         self._is_closed = False
 
     def chunk(self, index: int) -> memoryview:
@@ -63,7 +61,6 @@ class MappedReader(Reader):
             return kept
         pack = self._pack(index)
         ref, length = self.manifest.refs[index], self.manifest.content.chunks[index].length
-        self._read_ahead(index)
         data = _memory(padded(length) if self._verifies else length)
         count = read_at(pack.fd, data, ref.offset)
         if self._verifies:
@@ -170,7 +167,6 @@ class MappedReader(Reader):
         """A whole chunk, checked while it is in the processor's cache. On any thread."""
         length = self.manifest.content.chunks[index].length
         into = into[: padded(length) if self._verifies else length]
-        self._read_ahead(index)
         count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset)
         if self._verifies:
             self._verify(into[:count], index)
@@ -178,20 +174,10 @@ class MappedReader(Reader):
             raise self._cut(index, count)
 
     def _look_through(self, room: Room, index: int) -> None:
-        """Check a chunk and what follows it, a stride at a time. On any thread."""
-        chunk = self.manifest.content.chunks[index]
-        self._read_ahead(index)
-
-        def strides() -> Iterator[memoryview]:
-            for at in range(0, padded(chunk.length), STRIDE_BYTES):
-                stride = room.memory[: min(STRIDE_BYTES, padded(chunk.length) - at)]
-                self._read_whole(index, at, stride)
-                yield stride[: max(0, chunk.length - at)]
-                self._check_zeros(index, stride[max(0, chunk.length - at) :])
-
-        if pieces_digest(strides()) != chunk.digest:
-            raise self._failed(index)
-        self._unverified.discard(index)
+        """Check a chunk and what follows it. On any thread."""
+        into = room.memory[: padded(self.manifest.content.chunks[index].length)]
+        count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset)
+        self._verify(into[:count], index)
 
     def _pour(self, index: int, pieces: Sequence[Piece], room: Room) -> None:
         """Each leg where it belongs; digested there, or in the room, while it is in the cache. On any thread."""
@@ -235,7 +221,6 @@ class MappedReader(Reader):
                 self._verify(into[:count], index)
             elif count < into.nbytes:
                 raise self._cut(index, offset + count)
-            self._read_ahead(index)
         else:
             into[:] = self.chunk(index)[offset : offset + into.nbytes]
 
@@ -248,14 +233,6 @@ class MappedReader(Reader):
         while len(kept) > _KEPT:
             del kept[next(iter(kept))]
         self._kept = kept
-
-    def _read_ahead(self, index: int) -> None:
-        """Have the disk read the next few chunks, those that it was not yet told."""
-        for upcoming in range(max(index, self._told), min(index + _AHEAD, len(self.manifest.refs))):
-            ref, pack = self.manifest.refs[upcoming], self._packs[self.manifest.refs[upcoming].pack]
-            if isinstance(pack, _Pack):
-                os.posix_fadvise(pack.fd, ref.offset, self.manifest.content.chunks[upcoming].length, os.POSIX_FADV_WILLNEED)
-        self._told = max(self._told, index + _AHEAD)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -343,6 +320,8 @@ def _open(path: Path, pack: PackInfo) -> _Pack | str:
         return f"{path} cannot be opened ({exc})"
     size = os.fstat(fd).st_size
     if size == pack.size:
+        # Not WILLNEED: it fills the page cache with small pages, and whatever is read there later takes twice as long.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return _Pack(fd, size)
     os.close(fd)
     return f"{path} has {size} bytes, {pack.size} were written"

@@ -1,4 +1,4 @@
-"""From a tier straight to where bytes belong: chunks are checked first, by strides that stay in the processor's cache, and then put.
+"""From a tier straight to where bytes belong: chunks are checked first, each while it is in the processor's cache, and then put.
 
 What is read into memory that was never touched costs more for the touching than for the reading. Here no such memory is taken.
 """
@@ -18,8 +18,8 @@ from datastates.content.manifest import CHUNK_BYTES
 
 __all__ = ["STRIDE_BYTES", "Leg", "Piece", "Room", "SupportsPouring", "copy", "cut", "legs", "on_threads"]
 
-STRIDE_BYTES = 512 << 10
-"""So much is read, digested and copied at a time: it stays in a cache of a megabyte."""
+STRIDE_BYTES = CHUNK_BYTES
+"""So much is read, digested and copied at a time, at most. With less, threads wait for the interpreter more often than the cache gains."""
 
 _DIRECT_BYTES = 64 << 10
 """From this size on a piece is worth a read of its own."""

@@ -15,6 +15,7 @@ from datastates.export.tensors import export, plan_export
 from datastates.store.files import locked
 from datastates.store.local import LocalTier
 from datastates.store.mapped import MappedReader
+from datastates.store.pouring import Room
 from datastates.system.regular import make_regular, open_regular, read_regular
 from datastates.testing.states import chunks_of, numbers, payload, small
 
@@ -53,14 +54,14 @@ def test_a_restore_and_a_verification_of_a_pack_that_is_cut_short_are_errors(tmp
     config = Config(memory_bytes=64 * MIB, durable_interval_s=None)
     with datastates.open(tmp_path, config=config) as repo, repo.track(rng=False, box={"w": torch.arange(3.0 * MIB)}) as run:
         run.capture().wait("durable")
-    read = MappedReader._read_ahead
+    check = MappedReader._look_through
 
-    def read_then_cut(reader: MappedReader, index: int) -> None:
-        read(reader, index)
+    def check_then_cut(reader: MappedReader, room: Room, index: int) -> None:
+        check(reader, room, index)
         cut(tmp_path / "packs", 2 * 4 * MIB)
 
     with datastates.open(tmp_path) as again:
-        monkeypatch.setattr(MappedReader, "_read_ahead", read_then_cut)
+        monkeypatch.setattr(MappedReader, "_look_through", check_then_cut)
         into = torch.zeros(3 * MIB)
         with pytest.raises(Corrupt, match=r"cut short|bytes, \d+ were written"):
             again.restore("main", into={"box": {"w": into}})

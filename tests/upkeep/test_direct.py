@@ -19,7 +19,7 @@ from datastates.content.manifest import CHUNK_BYTES
 from datastates.store import mapped, pouring
 from datastates.store.mapped import MappedReader
 from datastates.store.memory import _MemoryReader
-from datastates.store.pouring import STRIDE_BYTES, Piece, copy, cut, legs
+from datastates.store.pouring import STRIDE_BYTES, Piece, Room, copy, cut, legs
 from datastates.store.staging import Stage
 from datastates.system.regular import read_at
 from datastates.testing.states import numbers
@@ -191,13 +191,13 @@ def test_a_file_that_changes_after_it_was_checked_is_told_and_what_it_spoilt_is_
 
 def test_a_file_that_is_cut_short_while_it_is_checked_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = saved(tmp_path, {"w": LARGE})
-    read = MappedReader._read_whole
+    check = MappedReader._look_through
 
-    def read_then_cut(self: MappedReader, index: int, offset: int, into: memoryview) -> None:
-        read(self, index, offset, into)
+    def check_then_cut(self: MappedReader, room: Room, index: int) -> None:
+        check(self, room, index)
         os.truncate(pack, 2 * CHUNK_BYTES)
 
-    monkeypatch.setattr(MappedReader, "_read_whole", read_then_cut)
+    monkeypatch.setattr(MappedReader, "_look_through", check_then_cut)
     into = {"w": torch.zeros_like(LARGE)}
     with datastates.open(tmp_path) as repo, pytest.raises(Corrupt, match="cut short"):
         repo.restore("main", into=into)
