@@ -11,22 +11,27 @@ closes. What they do not replace are the locks of a transaction that is under wa
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from datastates.system.interrupts import Mutex
 from datastates.system.regular import open_regular
 
-__all__ = ["cast"]
+__all__ = ["alone", "cast"]
 
 _SET = getattr(fcntl, "F_OFD_SETLK", None)
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 _SHARED = 0x4000_0002  # of the database: whoever wants the file alone locks all 510 bytes from here on
 _IN_USE = 128  # of the index of the log: whoever empties it locks this byte
+_REFUSED = (errno.EAGAIN, errno.EACCES)  # the two that POSIX has for a lock that somebody holds
+_PATIENCE_S = 10.0
+_ASK_AGAIN_S = 0.01
 _turn = Mutex()
 _anchors: dict[tuple[int, int], _Anchor] = {}
 
@@ -80,6 +85,46 @@ def cast(path: Path) -> Callable[[Callable[[], None]], None]:
     return close
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[bool]:
+    """Whether no process, this one included, has the file open in SQLite, as far as can be seen.
+
+    Nobody comes to have it until the end of the block: who opens it waits, and finds what is at the path by then. To be held for moments.
+    """
+    with _turn:
+        fd = _opened(path)
+        try:
+            yield fd is None or _is_locked(fd)
+        finally:
+            if fd is not None and fd >= 0:
+                os.close(fd)
+
+
+_OURS = -1
+
+
+def _opened(path: Path) -> int | None:
+    """A descriptor; None where there is nothing to be locked; ``_OURS``: closing one would cost connections of this process their locks."""
+    try:
+        status = path.stat()
+        if (status.st_dev, status.st_ino) in _anchors:
+            return _OURS
+        return None if _SET is None else open_regular(path, os.O_RDWR)
+    except OSError:  # not there, or not ours to write
+        return None
+
+
+def _is_locked(fd: int) -> bool:
+    """Take the lock that keeps others away; whether nobody had one."""
+    if fd == _OURS:
+        return False
+    try:
+        _lock(fd, _SHARED, fcntl.F_WRLCK)
+    except OSError as exc:
+        return exc.errno not in _REFUSED  # on a file system without such locks leases have to do
+    return True
+
+
 def _anchored(path: Path) -> tuple[int, int] | None:
     if _SET is None:
         return None
@@ -101,12 +146,24 @@ def _locked(path: Path) -> list[int]:
     try:
         for name, start in ((path, _SHARED), (Path(f"{path}-shm"), _IN_USE)):
             found.append(open_regular(name))
-            _lock(found[-1], start, fcntl.F_RDLCK)
+            _lock_soon(found[-1], start)
     except BaseException:
         for fd in found:
             os.close(fd)
         raise
     return found
+
+
+def _lock_soon(fd: int, start: int) -> None:
+    """A shared lock; who replaces the file holds the other kind for moments."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return _lock(fd, start, fcntl.F_RDLCK)
+        except OSError as exc:
+            if exc.errno not in _REFUSED or time.monotonic() > until:
+                raise
+        time.sleep(_ASK_AGAIN_S)
 
 
 def _lock(fd: int, start: int, kind: int, *, length: int = 1) -> None:

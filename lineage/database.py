@@ -62,7 +62,7 @@ class Database:
 
     :raises NotFound: ``create`` is False and there is no lineage at ``url``.
     :raises InvalidInput: the URL is of another kind, or the database holds something else.
-    :raises Conflict: a newer version of datastates wrote it.
+    :raises Conflict: a newer version of datastates wrote it, or it was replaced meanwhile.
     :raises Unavailable: the server does not answer.
     """
 
@@ -75,9 +75,10 @@ class Database:
         self._closed = False
         self.read_only: str | None = None
         self._frozen: Frozen | None = None
+        path = Path(parsed.database or "")
         if self.is_sqlite:
-            path = Path(parsed.database or "")
             _prepare_file(path, create=create)
+            number = _number(path)
             self.read_only = why_frozen(path)
             self._frozen = None if self.read_only is None else Frozen(path)
         self._engine = _sqlite_engine(parsed, self._frozen) if self.is_sqlite else _postgresql_engine(parsed)
@@ -91,8 +92,9 @@ class Database:
         try:
             self._open(create=create)
             if self.is_sqlite and self._frozen is None:
-                self._anchor = weakref.finalize(self, anchor.cast(Path(parsed.database or "")), _nothing)
+                self._anchor = weakref.finalize(self, anchor.cast(path), _nothing)
                 self._anchor.atexit = False  # the kernel lets go
+                self._check_same(path, number)
         except BaseException:
             self.close()
             raise
@@ -181,6 +183,11 @@ class Database:
                 from .migrations.upgrade import upgrade  # Alembic takes 100 ms to import
 
                 upgrade(connection)
+
+    def _check_same(self, path: Path, number: int | None) -> None:
+        """Whoever rebuilds a lineage puts another file at its place; from now on nobody does."""
+        if _number(path) != number:
+            raise Conflict(f"{self._shown} was replaced while it was opened: open it again")
 
     def _use_wal(self) -> None:
         """Readers then never block the writer. The mode stays with the file; changing it ignores the busy timeout."""
@@ -276,6 +283,14 @@ def _prepare_file(path: Path, *, create: bool) -> None:
             os.close(fd)
     except OSError as error:
         raise Unavailable(f"{path} cannot be made ({error.strerror}): get the right to write there, or name another folder") from error
+
+
+def _number(path: Path) -> int | None:
+    """Which file is there."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _sqlite_engine(url: URL, frozen: Frozen | None) -> Engine:

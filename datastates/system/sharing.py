@@ -1,7 +1,8 @@
 """Files and folders for several users: they follow the umask, and what is made in a folder that a group shares, the group may write.
 
 A folder counts as shared when it is marked so: setgid, and its group may write in it. The umask of most users would have it otherwise.
-Every file is made with ``FILE_MODE``, from which the umask takes what it takes.
+Every file is made with ``FILE_MODE``, from which the umask takes what it takes. What root makes in a user's folder is that user's, who
+is to go on writing there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ FILE_MODE = 0o666
 
 
 def share(folder: Path, made: Path | int) -> None:
-    """Let the group write what was made in ``folder``, if that is shared."""
+    """Let the owner of ``folder`` have what root made in it, and the group write it, if the folder is shared."""
+    _hand_over(folder, made)
     if is_shared(folder):
         _add(made, stat.S_IWGRP | stat.S_IRGRP)
 
@@ -34,6 +36,7 @@ def make_folders(path: Path) -> None:
     if not path.is_dir():
         make_folders(path.parent)
         path.mkdir(exist_ok=True)
+        _hand_over(path.parent, path)
         if is_shared(path.parent):
             _add(path, stat.S_ISGID | stat.S_IRWXG)
 
@@ -48,7 +51,16 @@ def may_read(folder: Path, made: int) -> None:
 def make_folder_like(parent: Path, path: Path) -> None:
     """Make a folder in another one, for those who may write in that; one that exists is opened to them too."""
     path.mkdir(exist_ok=True)
+    _hand_over(parent, path)
     _add(path, stat.S_IMODE(parent.stat().st_mode))
+
+
+def _hand_over(folder: Path, made: Path | int) -> None:
+    if os.geteuid() == 0:
+        owner, status = folder.stat(), os.stat(made)
+        if owner.st_uid and not status.st_uid:
+            with suppress(OSError):  # a file server that trusts no root
+                os.chown(made, owner.st_uid, owner.st_gid)
 
 
 def _add(made: Path | int, bits: int) -> None:

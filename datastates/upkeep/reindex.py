@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from itertools import count
@@ -17,9 +17,11 @@ from datastates import values
 from datastates.content.digest import root_digest
 from datastates.content.manifest import Manifest
 from datastates.errors import Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable
+from datastates.lineage import anchor
 from datastates.lineage.change import folders, rebuild, refs, runs
 from datastates.lineage.change.clones import known, repository_uid
 from datastates.lineage.change.record import mark
+from datastates.lineage.change.withdraw import take_turns
 from datastates.lineage.database import Database
 from datastates.lineage.states import RefKind
 from datastates.opening.chronicle import Chronicle, chronicles, tell_anew
@@ -32,6 +34,7 @@ from datastates.store.placing import own_bytes
 from datastates.store.roles import DurableTier
 from datastates.store.tiers import VOLATILE, packs_in
 from datastates.system.interrupts import checkpoint, undisturbed
+from datastates.system.locks import hold
 
 from .retelling import Retelling, retell
 
@@ -42,6 +45,7 @@ __all__ = ["ReindexReport", "reindex"]
 
 _Manifests = dict[tuple[str, int], Manifest]
 _NEW = ".reindex.db"
+_TURN = ".reindexing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ def reindex(
     :param lineage: the uid of the lineage, if the folder serves several.
     :param replace: rebuild a lineage that is there; its file is kept beside the new one.
     :param on_progress: called with how many states are recorded, and how many there are.
-    :raises Conflict: a lineage is there and is not to be replaced, or a process is at work in the folder.
+    :raises Conflict: a lineage is there and is not to be replaced, or a process is at work in the folder, or has the lineage open.
     :raises NotFound: there is no folder of packs.
     """
     with undisturbed():
@@ -123,17 +127,59 @@ def _rebuilt(location: Location, lineage: str | None, tell: Callable[[int, int],
         raise Conflict(
             f"{final} is there: open the repository, or rebuild its lineage with --replace (replace=True), which keeps that file"
         )
+    with anchor.alone(final) as is_alone:
+        if not is_alone:
+            raise _in_use(final)
     making = location.root / _NEW
-    _remove(making)
-    try:
-        report = _into(URL.create("sqlite", database=str(making)).render_as_string(), location, lineage, tell)
-        _check_unused(location)
-        kept = _put_aside(final) if final.exists() else None
-        os.rename(making, final)
-        sync_folder(location.root)
-    finally:
+    with _taking_turns(location.root):
         _remove(making)
+        try:
+            before = _stamps(final)
+            report = _into(URL.create("sqlite", database=str(making)).render_as_string(), location, lineage, tell)
+            with anchor.alone(final) as is_alone:
+                _check_unused(location)
+                if not is_alone:
+                    raise _in_use(final)
+                if _stamps(final) != before:
+                    raise Conflict(f"{final} was written to meanwhile, and stays as it is: rebuild the lineage again")
+                kept = _put_aside(final) if final.exists() else None
+                os.rename(making, final)
+            sync_folder(location.root)
+        finally:
+            _remove(making)
     return _told_anew(replaced(report, replaced=None if kept is None else str(kept)), location)
+
+
+@contextmanager
+def _taking_turns(root: Path) -> Iterator[None]:
+    """Rebuild alone: whoever comes second would take the first one's half for what a dead process left."""
+    try:
+        held = hold(root / _TURN)
+    except OSError as exc:
+        raise Unavailable(f"no lineage can be made in {root} ({exc.strerror}): get the right to write there") from exc
+    if held is None:
+        raise Conflict(f"another process rebuilds the lineage in {root}: let it end")
+    try:
+        yield
+    finally:
+        held.close()
+
+
+def _in_use(path: Path) -> Conflict:
+    return Conflict(f"a process has {path} open, and would go on with what is there now: end it, then rebuild the lineage")
+
+
+def _stamps(path: Path) -> tuple[tuple[int, int, int] | None, ...]:
+    """By which a database is known again that nobody has written to."""
+    return tuple(map(_stamp, (path, Path(f"{path}-wal"))))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _told_anew(report: ReindexReport, location: Location) -> ReindexReport:
@@ -198,6 +244,7 @@ def _manifests(tier: DurableTier, others: list[Chronicle]) -> tuple[_Manifests, 
 
 def _write(database: Database, source: _Source, told: Retelling, location: Location, tell: Callable[[int, int], None]) -> ReindexReport:
     with database.write(durable=True) as session:
+        take_turns(session)  # two at once would both find it empty
         if not rebuild.is_empty(session):
             raise Conflict(f"{location} holds a lineage already: name an empty database")
         if source.chronicle is not None:
