@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from tests.support import warm
 EXAMPLE = Path(__file__).parents[2] / "examples" / "clone_between_processes.py"
 QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LARGEST_WRITE = 64 << 10
+TEMPORARY = re.escape(tempfile.gettempdir())
 SMALL_BY_NAME = re.compile(
     r"/lineage\.db(-wal|-shm|-journal)?$|/packs/\.lock$|/packs/leases/|/packs/chronicles/|/packs/\.tmp-identity$"  # A's lineage
-    r"|/\.git/index\.lock$"  # A asks for the commit
-    r"|^/dev/|^/proc/|^/sys/|^/tmp(/#\d+)?( \(deleted\))?$|^/tmp/\w{8}$"  # no file, or one that is gone at once
+    r"|/\.git/(worktrees/\w+/)?index\.lock$"  # A asks for the commit
+    rf"|^/dev/|^/proc/|^/sys/|^{TEMPORARY}(/#\d+)?( \(deleted\))?$|^{TEMPORARY}/\w{{8}}$"  # no file, or one that is gone at once
 )
 """What either side may open to write. UCX's segments in /dev/shm are memory that both map."""
 INTERRUPTED = " <unfinished ...>"
