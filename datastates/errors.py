@@ -24,7 +24,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 __all__ = [
     "Ambiguous",
@@ -56,6 +57,10 @@ class DatastatesError(Exception):
 
     kind: ClassVar[str] = "error"
     trouble: str | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]:
+        """Whole in another process too: a pool that cannot read back what a worker raised breaks, or waits for ever."""
+        return _again, (type(self), self.args), self.__dict__
 
     def repeats(self, said: BaseException) -> bool:
         """Whether an error says what another has said already."""
@@ -189,3 +194,9 @@ class Closed(DatastatesError, RuntimeError):
     """The repository or tracker was closed, or belongs to the parent of a forked process."""
 
     kind = "closed"
+
+
+def _again(kind: type[DatastatesError], args: tuple[object, ...]) -> DatastatesError:
+    error = kind.__new__(kind, *args)
+    error.args = args  # without __init__, which makes the message out of more than the message
+    return error

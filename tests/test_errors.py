@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -78,3 +81,19 @@ def test_details_travel_with_the_error() -> None:
     assert Unavailable("gone", nearest="ab12").nearest == "ab12"
     assert Unavailable("gone").nearest is None
     assert Unavailable("gone", is_gone=True).is_gone
+
+
+@pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    "error",
+    [
+        SyntaxProblem("unexpected '!'", text="step ! 3", column=6, expected=("'='", "'<'")),
+        Torn("torn", paths=("model/a",)),
+        Unavailable("gone", nearest="ab12", is_gone=True, trouble="disk"),
+        *(kind("said") for kind in subclasses(DatastatesError) if kind is not SyntaxProblem),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_crosses_processes_whole(error: DatastatesError, again: Callable[[DatastatesError], DatastatesError]) -> None:
+    found = again(error)
+    assert (type(found), str(found), found.args, vars(found)) == (type(error), str(error), error.args, vars(error))
