@@ -88,7 +88,7 @@ def _git() -> tuple[str | None, bool | None]:
 
 def _run_git(*words: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=True)
+        done = subprocess.run(["git", *words], capture_output=True, text=True, errors="replace", timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

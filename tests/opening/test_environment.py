@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -62,3 +63,15 @@ def test_a_run_names_the_commit_where_git_takes_too_long_to_look_for_changes(che
 
     monkeypatch.setattr(subprocess, "run", slow)
     assert environment._git() == (git("rev-parse", "HEAD"), None)
+
+
+def test_a_changed_file_whose_name_does_not_decode_is_a_change(checkout: Path) -> None:
+    git("config", "core.quotepath", "false")
+    name = os.fsencode(checkout) + b"/\xe9.txt"  # as Latin-1 has it
+    for text in ("one", "another"):
+        with open(name, "w") as file:
+            file.write(text)
+        if text == "one":
+            git("add", ".")
+            git("commit", "--quiet", "-m", "begin")
+    assert told() == (git("rev-parse", "HEAD"), True)
