@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -78,7 +77,7 @@ class Shell:
         """The repository that is meant, as it was named or found."""
         from datastates.opening.location import discover
 
-        return self._repo or discover(Path.cwd())
+        return self._repo or discover()
 
     def location(self, *, must_exist: bool = True) -> Location:
         """The location of the repository.

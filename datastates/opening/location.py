@@ -88,14 +88,17 @@ def check_whole(location: Location) -> None:
         )
 
 
-def discover(directory: Path, environ: Mapping[str, str] | None = None) -> str:
-    """The repository that is meant in ``directory`` when none is named.
+def discover(directory: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """The repository that is meant in ``directory``, or in the working directory, when none is named.
 
     ``DATASTATES_REPO``, or the nearest of the directory and its parents that is a repository, or ``runs`` in it.
+
+    :raises NotFound: the working directory was deleted.
     """
     named = (os.environ if environ is None else environ).get("DATASTATES_REPO")
     if named:
         return named
+    directory = _absolute("") if directory is None else directory
     for folder in (directory, *directory.parents):
         if (folder / DATABASE).is_file():
             return str(folder)
@@ -105,7 +108,7 @@ def discover(directory: Path, environ: Mapping[str, str] | None = None) -> str:
 def _in_folder(text: str, packs: str | os.PathLike[str] | None) -> Location:
     if not text:
         raise InvalidInput("the repository's url is empty: name a folder, or postgresql://user@host/database")
-    root = Path(text).expanduser().absolute()
+    root = _absolute(text)
     if root.name == DATABASE and root.is_file():
         raise InvalidInput(f"{text} is the lineage of a repository: name its folder, {Path(text).parent}")
     if root.exists() and not root.is_dir():
@@ -131,7 +134,27 @@ def _packs_folder(packs: str | os.PathLike[str]) -> Path:
     text = os.fspath(packs)
     if "://" in text:
         raise InvalidInput(f"packs={masking.text(text)!r}: packs live in a folder; object stores are not supported yet")
-    return Path(text).expanduser().absolute()
+    return _absolute(text)
+
+
+def _absolute(text: str) -> Path:
+    try:
+        found = Path(text).expanduser().absolute()
+    except FileNotFoundError:
+        raise NotFound(
+            "the working directory of this process was deleted or moved away: change to a folder that is there, or name the repository by "
+            "its absolute path"
+        ) from None
+    except RuntimeError:
+        raise InvalidInput(f"{text}: that user has no home directory here; write out the path, or ./~… for a folder of that name") from None
+    try:
+        str(found).encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(
+            f"{str(found)!a} is no UTF-8, in which lineages note where folders are: rename that folder, or make a symbolic link to it "
+            "and give that"
+        ) from None
+    return found
 
 
 def _hidden(url: URL) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,31 @@ def test_nearest_repository_is_discovered(tmp_path: Path) -> None:
     (tmp_path / "runs" / "lineage.db").touch()
     assert discover(inner, {}) == str(tmp_path / "runs")
     assert discover(inner, {"DATASTATES_REPO": "elsewhere"}) == "elsewhere"
+
+
+def test_a_relative_path_in_a_working_directory_that_was_deleted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(NotFound, match="the working directory of this process was deleted"):
+        locate("runs")
+    with pytest.raises(NotFound, match="the working directory of this process was deleted"):
+        discover(environ={})
+    assert discover(environ={"DATASTATES_REPO": "elsewhere"}) == "elsewhere"
+    assert locate(tmp_path / "runs").root == tmp_path / "runs"
+
+
+def test_the_home_of_nobody_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="that user has no home directory here"):
+        locate("~nobody-of-this-name/runs")
+
+
+def test_a_folder_whose_name_is_no_utf8_is_refused_and_a_link_to_it_is_not(tmp_path: Path) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xe9")
+    os.mkdir(folder)
+    for url, packs in ((folder, None), ("runs", folder)):
+        with pytest.raises(InvalidInput, match=r"udce9' is no UTF-8"):
+            locate(url, packs)
+    (tmp_path / "link").symlink_to(folder)
+    assert locate(tmp_path / "link").root == tmp_path / "link"
