@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from datastates.errors import InvalidInput
@@ -133,4 +134,4 @@ def _metrics(path: str, module: nn.Module) -> Iterator[str]:
 
 def _stamp(tensor: torch.Tensor | None) -> object:
     """Another one once the tensor was replaced or changed in place, as far as torch counts that."""
-    return None if tensor is None else (id(tensor), None if tensor.is_inference() else tensor._version)
+    return None if tensor is None else (id(tensor), None if is_lazy(tensor) or tensor.is_inference() else tensor._version)

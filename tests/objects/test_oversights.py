@@ -148,3 +148,15 @@ def test_an_object_that_is_new_is_left_as_it_is_where_that_is_asked_for(repo: Re
         repo.track(model=model, extra=torch.ones(3))
     with repo.track(model=model, extra=(extra := torch.ones(3)), only=["model", "rng"]):
         assert extra.tolist() == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_module_is_captured_once_it_has_a_shape(repo: Repository) -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with repo.track(model=model, optimizer=optimizer) as run:
+        with pytest.raises(InvalidInput, match="of a lazy module has no shape yet"):
+            run.capture()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        assert run.capture().wait().step == 2
