@@ -45,6 +45,7 @@ __all__ = [
     "shown",
     "size",
     "step",
+    "storable",
     "string",
     "takes",
     "text",
@@ -213,6 +214,11 @@ def text(value: object, what: str, *, at_most: int | None = None) -> str:
     if at_most is not None and len(found) > at_most:
         raise InvalidInput(f"{what} has {len(found)} characters: at most {at_most} fit")
     return found
+
+
+def storable(found: str) -> str:
+    """A text of the system's, such as an argument of the command line, as one that can be stored: what is no character is written out."""
+    return found.replace("\x00", "\\x00").encode(errors="backslashreplace").decode()
 
 
 def key(name: object, what: str) -> str:

@@ -21,6 +21,7 @@ from datastates.lineage.search.holders import holder
 from datastates.lineage.search.walk import nearest_restorable
 from datastates.lineage.states import DIED, OURS, RefKind, Run, Status, Value
 from datastates.system import masking
+from datastates.values import storable
 
 from . import segments
 from .parts import Waiting, drop_waiting
@@ -82,10 +83,10 @@ def start(session: Session, run: Run) -> None:
             "uid": run.uid,
             "process": run.process,
             "branch": run.branch,
-            "host": run.host,
-            "user": run.user,
+            "host": storable(run.host),
+            "user": storable(run.user),
             "pid": run.pid,
-            "argv": list(masking.arguments(run.argv)),
+            "argv": list(map(storable, masking.arguments(run.argv))),
             "git_commit": run.git_commit,
             "git_dirty": run.git_dirty,
             "config": {key: value for key, value in run.config.items() if key.startswith(OURS)},
@@ -318,7 +319,7 @@ def _to_run(row: Any, chosen: Mapping[str, Value]) -> Run:
         host=row.host,
         user=row.user,
         pid=row.pid,
-        argv=masking.arguments(row.argv),  # of a version that did not mask them too
+        argv=tuple(map(storable, masking.arguments(row.argv))),  # of a version that did neither, too
         git_commit=row.git_commit,
         git_dirty=row.git_dirty,
         config={**chosen, **_shown(row.config)},

@@ -10,6 +10,7 @@ from datastates.lineage import settings
 from datastates.lineage.chronicle import CloneLine, Entry, EventLine, Mark, RemarkLine, RunLine, StateLine, fitting
 from datastates.lineage.lookup import states
 from datastates.lineage.schema import CloneRow, NoteRow, RefEventRow, RefRow, RepositoryRow, RunRow, StateRow, table, to_us
+from datastates.values import storable
 
 from .amended import amendments, name_at
 
@@ -97,7 +98,7 @@ def _run_line(row: Any, chosen: dict[str, Any]) -> RunLine:
         host=row.host,
         user=row.user,
         pid=row.pid,
-        argv=tuple(row.argv),
+        argv=tuple(map(storable, row.argv)),  # earlier versions took any
         git_commit=row.git_commit,
         git_dirty=row.git_dirty,
         config={**row.config, **chosen},

@@ -74,6 +74,14 @@ def test_a_configuration_that_json_cannot_say_comes_back(database: Database) -> 
     assert math.isnan(config["a"])
 
 
+def test_words_that_are_no_text_are_written_out(database: Database) -> None:
+    run = new_run(argv=("train.py", "\udcff", "a\0b"), user="\udce9")
+    with database.write() as session:
+        runs.start(session, run)
+        found = runs.get(session, run.uid)
+    assert (found.argv, found.user) == (("train.py", "\\udcff", "a\\x00b"), "\\udce9")
+
+
 def test_a_run_starts_once(database: Database, run: Run) -> None:
     with pytest.raises(Conflict, match=f"run {run.uid} was recorded before"), database.write() as session:
         runs.start(session, run)

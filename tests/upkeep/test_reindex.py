@@ -387,3 +387,24 @@ def test_integers_of_more_than_64_bits_which_earlier_versions_took_are_told_as_t
     datastates.reindex(tmp_path / "runs")
     with datastates.open(tmp_path / "runs", config=QUIET) as repo:
         assert repo.state(uid).attributes["huge"] == str(2**80)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_an_argument_of_the_command_line_that_is_no_text_keeps_nothing_from_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
+) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")  # a file's name in another encoding, as a shell hands it over
+    monkeypatch.setattr(sys, "argv", ["train.py", "" if is_old else name])
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        train(repo, "main", 2)
+        if is_old:
+            with repo.core.database.write() as session:
+                session.execute(
+                    text("UPDATE run SET argv = :words"),
+                    {"words": msgspec.json.encode(["train.py", "?"]).decode().replace("?", "caf\\udce9.txt")},
+                )
+    (tmp_path / "runs" / DATABASE).unlink()
+    datastates.reindex(tmp_path / "runs")
+    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
+        assert repo.state("main").step == 2
+        assert {run.argv for run in repo.runs()} == {("train.py", "caf\\udce9.txt")}
