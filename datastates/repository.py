@@ -248,6 +248,7 @@ class Repository(Upkeep, Names, History, Algebra):
         :param device: where the tensors go.
         :param rank: for a state that several ranks captured together: the rank whose own values (random numbers, place in the data) the
             tree has.
+        :raises InvalidInput: a name or a pattern of ``only`` selects nothing.
         :raises Corrupt: a stored byte is wrong; names the file and the tensor, and the nearest ancestor that verifies.
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         """

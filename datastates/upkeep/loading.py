@@ -11,7 +11,7 @@ from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 from datastates.objects.redivision import Redivision
-from datastates.objects.report import RestoreReport, Selection
+from datastates.objects.report import RestoreReport, Selection, leaf_paths
 from datastates.opening.core import Core
 from datastates.store.passing import open_shared
 from datastates.store.reading import of_state, read_tree
@@ -49,7 +49,14 @@ def load(
     if rank >= state.world_size:
         raise InvalidInput(f"state {state.uid} has {state.world_size} parts, and rank is {rank}: give one below that")
     with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=rank) as reader:
-        return read_tree(reader, wants=Selection(only).wants, device=device)
+        selection = Selection(only)
+        tree = read_tree(reader, wants=selection.wants, device=device)
+    if only is not None:
+        known = leaf_paths(tree, "")
+        for path in known:
+            selection.wants(path)  # a value may be meant: those are always there
+        selection.refuse_unused(known)
+    return tree
 
 
 def restore(

@@ -69,6 +69,21 @@ def test_what_has_an_odd_name_is_asked_for_by_it(repo: Repository) -> None:
     assert repo.ensemble(["main"], nn.Linear(2, 2), only="net/1")(torch.ones(2)).mean.shape == (2,)
 
 
+def test_a_name_that_selects_nothing_is_refused_by_load(repo: Repository) -> None:
+    net = nn.Linear(2, 2)
+    with repo.track(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.5), objects={"best/loss": 3.0}) as run:
+        run.capture().wait()
+    misspelt: list[str | list[str]] = ["nte", ["net", "net/wieght"], "net/weight/*"]
+    for wrong in misspelt:
+        with pytest.raises(InvalidInput, match="selects nothing: try "):
+            repo.load("main", only=wrong)
+    named: list[str | list[str]] = ["optimizer", "optimizer/param_groups/*", "best/loss", []]
+    for values in named:
+        tree = repo.load("main", only=values)
+        assert tree["net"]["weight"] is None
+        assert tree["optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
 def test_a_name_that_cannot_be_stored_is_refused_by_track(repo: Repository, name: str) -> None:
     objects: dict[str, Any] = {name: torch.zeros(2)}
