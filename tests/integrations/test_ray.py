@@ -19,7 +19,8 @@ from tests.integrations.raying import job, step, train
 from tests.support.effort import IS_THOROUGH, SEED, effort
 
 ROOT = Path(__file__).parents[2]
-EPOCHS, STEPS, AT = 2, 6, 4
+EPOCHS, STEPS, AT, RATE = 2, 6, 4, 0.01
+"""With ten times the rate eight epochs end in NaN, which any state repeats."""
 
 ray: Any = pytest.importorskip("ray")
 pytest.importorskip("ray.tune")
@@ -64,7 +65,7 @@ def losses(epochs: int = EPOCHS, how: dict[str, Any] | None = None) -> list[str]
     """Those of the steps of a training that never stopped and knows nothing of Ray."""
     how = how or {}
     accumulate = how.get("accumulate", 1)
-    model, optimizer, loader = job(0.1, how.get("workers", 0))
+    model, optimizer, loader = job(RATE, how.get("workers", 0))
     found = []
     for count, (inputs,) in enumerate((batch for _ in range(epochs) for batch in loader), 1):
         loss = step(model, optimizer, inputs, is_last=count % accumulate == 0, is_half=how.get("is_half", False))
@@ -85,7 +86,7 @@ def files(checkpoint: Any) -> dict[str, int]:
 def tuned(runs: Path, space: dict[str, Any], *, scheduler: Any = None, max_failures: int = 0) -> list[Any]:
     tuner = ray.tune.Tuner(
         ray.tune.with_resources(train, {"cpu": 1}),
-        param_space={"lr": 0.1, "epochs": EPOCHS, "runs": str(runs), **space},
+        param_space={"lr": RATE, "epochs": EPOCHS, "runs": str(runs), **space},
         tune_config=ray.tune.TuneConfig(scheduler=scheduler),
         run_config=ray.tune.RunConfig(
             name="tried",
@@ -131,10 +132,12 @@ def test_a_trial_that_was_killed_goes_on_in_another_process_from_the_state_that_
             [step, step - 1] for step in reversed(dies)
         ], "what was captured and not reported is trained again"
         assert repo.state(found.state).attributes == {"ray.trial": found.branch}
-        assert repo.state(found.state).config["lr"] == 0.1
+        assert repo.state(found.state).config["lr"] == RATE
     assert files(result.checkpoint).keys() == {"datastates.json"}
     assert sum(files(result.checkpoint).values()) < 1000
-    assert list(result.metrics_dataframe["hex"]) == expected
+    told = list(result.metrics_dataframe["hex"])  # Ray drops lines of processes that were killed soon after their report
+    assert told == [loss for loss in expected if loss in told]
+    assert told[-1] == expected[-1]
 
 
 @pytest.mark.usefixtures("cluster")
@@ -172,7 +175,7 @@ def test_workers_of_train_that_were_killed_go_on_from_what_their_checkpoint_name
 
     from datastates.integrations.ray import named
 
-    config = {"lr": 0.1, "epochs": EPOCHS, "runs": str(runs), "dies_at": [4]}
+    config = {"lr": RATE, "epochs": EPOCHS, "runs": str(runs), "dies_at": [4]}
     result = TorchTrainer(
         train,
         train_loop_config=config,
