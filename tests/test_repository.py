@@ -106,7 +106,7 @@ def test_of_several_errors_at_the_end_one_is_raised_and_the_others_are_logged(tm
         def __init__(self, error: Exception) -> None:
             self.error = error
 
-        def close(self) -> None:
+        def close(self, error: BaseException | None) -> None:
             raise self.error
 
     repo = datastates.open(tmp_path, memory_bytes=64 << 20)

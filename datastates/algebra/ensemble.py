@@ -144,7 +144,10 @@ def _wanted(only: str, module: nn.Module) -> dict[str, _Wanted]:
 
 
 def _load(core: Core, state: State, only: str) -> dict[str, Any]:
-    tree: Any = load(core, state, only=only)
+    try:
+        tree: Any = load(core, state, only=only)
+    except InvalidInput as exc:
+        raise InvalidInput(f"state {state.uid} has no module {only!r}: {exc}") from exc
     for part in [join("", only)] if only in tree else only.split("/"):
         tree = next((child for key, child in tree.items() if join("", key) == part), None) if isinstance(tree, dict) else None
     if not isinstance(tree, dict):
