@@ -90,6 +90,8 @@ class Pass:
     def left_behind(self) -> dict[str, object]:
         """The untracked things on which the next pass over the same source depends: its own generators and samplers; usually nothing."""
         marks: dict[str, object] = {"marks": self._marks()} if self._marks() else {}
+        if self._is_prepared_keeper:
+            return {**marks, "generators": own} if (own := self._own_generators()) else marks
         if self._kind not in _BEGUN_AGAIN:
             return marks
         left = {"generators": self._own_generators(), "samplers": self._own_samplers()}
@@ -100,6 +102,8 @@ class Pass:
         self._put_marks(left_behind)
         if left_behind and self._kind in _BEGUN_AGAIN:
             self._put_own(left_behind)
+        elif self._is_prepared_keeper:
+            self._put_generators(left_behind)
 
     def begin(self, epoch: int | None, *, drop: bool = False) -> Iterator[Any]:
         """The batches of a new pass; ``epoch`` is told to samplers that ask for it. ``drop``: not the rest of one that was left."""
@@ -134,7 +138,7 @@ class Pass:
                 self._count_pass()
                 return None
             return self._counted(self._replay(place))
-        if is_used_up:
+        if is_used_up and not (self._is_prepared_keeper and self._begin.get("generators")):
             self._count_pass()
             return None
         if self._kind is _Kind.AHEAD and self._is_order_as_begun():
@@ -251,6 +255,7 @@ class Pass:
         """What is left of a prepared loader at its place: its sampler has to draw the order that it drew when the pass began."""
         with keeping_generators(self._tracked):
             RngState().load_state_dict(self._begin["rng"])
+            self._put_generators(self._begin)
             self._put_marks(self._begin)
             resume_afresh(self._prepared)
             iterator = iter(self._source)
@@ -349,10 +354,14 @@ class Pass:
             if _has_epoch(part) and i in self._begin["epochs"]:
                 set_epoch(part, self._begin["epochs"][i])
 
-    def _put_own(self, states: Mapping[str, Any]) -> None:
+    def _put_generators(self, states: Mapping[str, Any]) -> None:
+        own = states.get("generators", {})
         for i, generator in self._generators():
-            if i in states["generators"]:
-                generator.set_state(tensor_of(states["generators"][i]))
+            if i in own:
+                generator.set_state(tensor_of(own[i]))
+
+    def _put_own(self, states: Mapping[str, Any]) -> None:
+        self._put_generators(states)
         for i, state in states["samplers"].items():
             if i < len(self._parts) and has_state(self._parts[i]):
                 self._parts[i].load_state_dict(state)

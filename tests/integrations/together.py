@@ -45,6 +45,7 @@ def _lightning(folder: str, say: Say, *, epochs: int, is_tracked: bool = True, *
         "max_epochs": epochs,
         "devices": RANKS,
         "strategy": "ddp",
-        "limit_train_batches": 3,
-    }  # a fourth would be of one item
-    lightning_jobs.train(folder, say=say, ours=is_tracked, **job, **options)
+        "limit_train_batches": 3,  # a fourth would be of one item
+        **options,
+    }
+    lightning_jobs.train(folder, say=say, ours=is_tracked, **job)
