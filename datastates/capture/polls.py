@@ -25,7 +25,7 @@ MOST_HURRIED_S, MOST_S, LAST_S = 0.5, 1.0, 4.0
 however many."""
 
 PER_S, SELDOM_PER_S = 500, 100
-"""So many questions a second do all processes that ask put together at most: the first ones, and those that come at the longest pauses."""
+"""All processes together put so many questions a second at most: first questions, and those that come at the longest pauses."""
 
 _LASTS_S = 2.0
 """So long somebody who said so is taken to wait; whoever waits longer says it again."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from subprocess import Popen
 
 
-def errors_of(children: Sequence[Popen[str]]) -> list[tuple[str, int]]:
-    """Let them go once all are ready, and wait: what each wrote to its standard error, and its exit status."""
+def let_go(children: Sequence[Popen[str]]) -> None:
+    """Have them begin once all are ready."""
     for child in children:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
@@ -15,4 +15,9 @@ def errors_of(children: Sequence[Popen[str]]) -> list[tuple[str, int]]:
         assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
+
+
+def errors_of(children: Sequence[Popen[str]]) -> list[tuple[str, int]]:
+    """Let them go once all are ready, and wait: what each wrote to its standard error, and its exit status."""
+    let_go(children)
     return [(child.communicate()[1], child.returncode) for child in children]

@@ -18,7 +18,7 @@ from datastates.lineage import anchor
 from datastates.lineage.database import Database
 from datastates.opening.location import DATABASE
 from tests.support import warm
-from tests.support.at_once import errors_of
+from tests.support.at_once import errors_of, let_go
 
 QUIET = Config(memory_bytes=16 << 20, durable_interval_s=None)
 ROOT = Path(__file__).parents[2]
@@ -175,13 +175,7 @@ def test_two_at_once_lose_nothing(folder: Path, deeds: tuple[str, str], is_kille
     before = told(folder)
     children = [warm.Popen([sys.executable, "-c", DEEDS, str(folder), deed], stdin=-1, stdout=-1, stderr=-1, cwd=ROOT) for deed in deeds]
     if is_killed:
-        for child in children:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-        for child in children:
-            assert child.stdin is not None
-            child.stdin.write("go\n")
-            child.stdin.flush()
+        let_go(children)
         time.sleep(random.Random("/".join(deeds)).uniform(0.02, 0.4))
         children[0].kill()
         assert children[1].wait(120) == 0, children[1].communicate()[1]
