@@ -39,6 +39,7 @@ from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.recorder import Recorder
 from datastates.transport.session.desk import Place
 
+from . import lookout
 from .commit import Coming, Commits
 from .engine import MOST_HELD, Engine
 from .events import (
@@ -60,6 +61,7 @@ from .events import (
 )
 from .handle import Progress
 from .line import Line, Staged
+from .lookout import Lookout
 from .named import Named
 from .paces import Paces
 from .pipeline import Pipeline
@@ -87,9 +89,6 @@ _SAY_AGAIN_S = 0.2
 
 _LEAST_HELD = 64
 """So many states that share their bytes may be held however small the budget is."""
-
-_REFS_POLL_S = 1.0
-"""How often refs that other processes made are looked for."""
 
 
 class Runner:
@@ -151,8 +150,10 @@ class Runner:
         self._asked = weakref.WeakValueDictionary[str, Progress]()
         self._on_durable: Callable[[int], None] = lambda added: None
         self._named = Named(books.database, self._register.journal)
-        self._looked_at = 0.0
-        self._look_failed: str | None = None
+        self._lookout = Lookout(
+            (self._pulse.beat, self._watch.look, self._warmer.look, lambda: self._trouble.remind(self._engine.pending_writes)),
+            (self._register.journal.settle, self._look_at_refs, self._paces.note),
+        )
         self._is_closed = False
         self._is_abandoned = self._has_lost = False
         for thread in self._threads:
@@ -501,7 +502,7 @@ class Runner:
     def _tick_delay(self) -> float:
         with self._lock:
             due = self._engine.next_tick()
-        delay = min(_REFS_POLL_S, self._polling.delay())
+        delay = min(lookout.EVERY_S, self._polling.delay())
         return delay if due is None else min(delay, max(0.01, due - time.monotonic()))
 
     def _backlog(self) -> int:
@@ -513,25 +514,8 @@ class Runner:
         self._look_around()
 
     def _look_around(self) -> None:
-        """At most once a second, look for what waits for the lineage, and for refs that others made."""
-        if time.monotonic() - self._looked_at < _REFS_POLL_S:
-            return
-        self._pulse.beat()
-        self._watch.look()
-        self._warmer.look()
-        self._trouble.remind(self._engine.pending_writes)
-        try:
-            self._register.journal.settle()
-            self._look_at_refs()
-            self._paces.note()
-        except Exception as error:  # whatever the database says, the captures go on; it is said once
-            if self._look_failed != repr(error):
-                _logger.exception("looking for refs that others made failed; it is tried again")
-            self._look_failed = repr(error)
-        else:
-            self._look_failed = None
-        self._looked_at = time.monotonic()
-        self._register.hold_up()
+        if self._lookout.look():
+            self._register.hold_up()
 
     def _look_at_refs(self, *, is_forced: bool = False) -> None:
         """Any thread."""

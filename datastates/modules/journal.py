@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -41,6 +41,7 @@ from datastates.system.logs import event
 from datastates.transport.session.desk import Place
 
 from .entry import Entry
+from .leaving import Leaving
 from .parts import Parts
 from .telling import Heard, Mark, Said, Skip, Teller, tell
 
@@ -56,9 +57,6 @@ PATIENCE_S = 60.0
 
 _MOST_WAITING = 10_000
 """States that wait to be told; no more are captured then."""
-
-_MOST_GONE = 1000
-"""States that left memory and are kept only because no commit since was durable; the next one is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +88,7 @@ class Journal:
         self._marks: dict[str, tuple[Placed, ...]] = {}
         self._told: dict[str, Entry] = {}
         self._parts, self._teller = Parts(), Teller(database)
-        self._gone: list[str] = []
-        self._evicted: list[str] = []
-        self._evicting = Mutex()
+        self._evicted = Leaving()
         self._away_since: float | None = None
         self._why = ""
         self.on_half: Callable[[], None] = lambda: None
@@ -281,9 +277,8 @@ class Journal:
 
     def evict(self, uids: Iterable[str]) -> None:
         """States left this process's memory; told with the next state, or by ``tell_evictions``."""
-        with self._evicting:
-            left = list(uids)
-            self._evicted += left
+        left = list(uids)
+        self._evicted.add(left)
         self._parts.leave(left)
 
     def is_leaving(self, uid: str) -> bool:
@@ -303,7 +298,7 @@ class Journal:
                 self._recall()
                 with self._database.write(durable=True) as session:
                     told = self._tell_evictions(session)
-            self._note_evicted(told)
+            self._evicted.note(told)
             self._forget_gone()
 
     # --- the database is away, or has forgotten --------------------------------------------------------------------------------
@@ -410,7 +405,7 @@ class Journal:
     def _tell(self, entries: Sequence[Entry]) -> dict[str, State | None]:
         """The states that are recorded by that; None where a part was told, whose state may be whole by that, or not."""
         whole, told = [entry for entry in entries if entry.rank is None], [entry for entry in entries if entry.rank is not None]
-        is_durable, evicted = len(self._gone) >= _MOST_GONE, self._leaving()
+        is_durable, evicted = self._evicted.is_crowded, self._leaving()
         said = replace(self._parts.said(told), evicted=tuple(evicted), tier=CAPTURED, holder=self._holder, is_durable=is_durable)
         states: list[State] = []
         if whole:
@@ -420,7 +415,7 @@ class Journal:
         else:
             heard = self._teller.tell(said)
         self._told.update((entry.new.uid, entry) for entry in whole)
-        self._note_evicted(evicted)
+        self._evicted.note(evicted)
         if is_durable:
             self._forget_gone()
         self._parts.begin(told)
@@ -529,28 +524,18 @@ class Journal:
 
     def _leaving(self) -> list[str]:
         """What left memory, and is to be told: not before the state itself."""
-        with self._evicting:
-            return [uid for uid in self._evicted if uid not in self._waiting and uid not in self._parts]
-
-    def _note_evicted(self, told: list[str]) -> None:
-        """Note the evictions that were committed."""
-        if told:
-            with self._evicting:
-                done = set(told)
-                self._evicted = [uid for uid in self._evicted if uid not in done]
-            self._gone += told
+        return self._evicted.untold(lambda uid: uid not in self._waiting and uid not in self._parts)
 
     def _forget_gone(self) -> None:
         """A commit was durable: those before it are."""
-        for uid in self._gone:
+        for uid in self._evicted.settle():
             self._told.pop(uid, None)
-        self._gone.clear()
 
     def _recall(self) -> bool:
         """Tell again what the database has forgotten, runs included; whether there was anything."""
         with self._database.read() as session:
             unknown = [run for run in list(self._runs) if not _has_run(session, run)]
-            known = clones.known(session, {**self._told, **dict.fromkeys(self._evicted)})
+            known = clones.known(session, {**self._told, **dict.fromkeys(self._evicted.untold())})
         lost = [entry for uid, entry in self._told.items() if uid not in known]
         was_in_the_way = self._leave_out_unknown(known)
         if not unknown and not lost:
@@ -562,7 +547,7 @@ class Journal:
             for entry in lost:
                 self._tell_again(session, entry)
             tell(session, [Said(marks=tuple(self._mark_of(uid, placed) for (uid, _), placed in whole.items()))])
-            gone = clones.known(session, self._gone)
+            gone = clones.known(session, self._evicted.gone)
             lineage_record.evict(session, gone, tier=CAPTURED, node=self._holder)
         self._parts.begin(entry for entry in lost if entry.rank is not None)  # the other ranks tell theirs again, too
         self._forget_gone()
@@ -573,13 +558,9 @@ class Journal:
         )
         return True
 
-    def _leave_out_unknown(self, known: Iterable[str]) -> bool:
+    def _leave_out_unknown(self, known: Container[str]) -> bool:
         """States that left memory, and that nobody knows any more, would be in the way of all that comes; whether there were any."""
-        here = {*known, *self._told, *self._waiting, *(uid for uid in self._evicted if uid in self._parts)}
-        with self._evicting:
-            left = [uid for uid in self._evicted if uid in here]
-            is_less, self._evicted = len(left) < len(self._evicted), left
-        return is_less
+        return self._evicted.keep(lambda uid: uid in known or uid in self._told or uid in self._waiting or uid in self._parts)
 
     def _tell_again(self, session: Session, entry: Entry) -> None:
         new = entry.new

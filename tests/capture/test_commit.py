@@ -21,7 +21,7 @@ from sqlalchemy import select
 import datastates
 from datastates import Config, Conflict, State, Status, Torn, Tracker, Unavailable
 from datastates.algebra import merge
-from datastates.capture import commit, rounds, runner, shutdown
+from datastates.capture import commit, lookout, rounds, shutdown
 from datastates.capture.commit import Commits
 from datastates.capture.pipeline import Pipeline
 from datastates.capture.register import Register
@@ -235,7 +235,7 @@ class Rounds:
         patch.setattr(Database, "write", writing)
         patch.setattr(Stager, "_check", checked)
         patch.setattr(rounds, "ROUND_S", 3600.0)
-        patch.setattr(runner, "_REFS_POLL_S", 0.01)
+        patch.setattr(lookout, "EVERY_S", 0.01)
 
     def take(self, interruption: Interruption) -> None:
         """Three captures, of which all handles are told what became of them."""

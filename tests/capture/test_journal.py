@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import datastates
-from datastates.capture import runner
+from datastates.capture import lookout
 from datastates.config import Config
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.errors import Conflict, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.states import Status
-from datastates.modules import journal
+from datastates.modules import journal, leaving
 from datastates.repository import Repository
 from datastates.tracking.tracker import Tracker
 
@@ -65,7 +65,7 @@ def database(monkeypatch: pytest.MonkeyPatch) -> Away:
 
     monkeypatch.setattr(Database, "read", reading)
     monkeypatch.setattr(Database, "write", writing)
-    monkeypatch.setattr(runner, "_REFS_POLL_S", 0.01)
+    monkeypatch.setattr(lookout, "EVERY_S", 0.01)
     return away
 
 
@@ -172,7 +172,7 @@ def test_no_more_states_wait_than_can_be_kept_track_of(repo: Repository, databas
 def test_what_is_kept_to_be_told_again_is_bounded_although_nothing_becomes_durable(
     repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "_MOST_GONE", 5)
+    monkeypatch.setattr(leaving, "_MOST_GONE", 5)
     run, weight = begin(repo)
     capture(run, weight, 40)
     repo.flush()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import datastates
-from datastates.capture import runner
+from datastates.capture import lookout
 from datastates.errors import Closed, Conflict, Unavailable
 from datastates.lineage.change.parts import part_digests
 from datastates.lineage.database import Database
@@ -185,7 +185,7 @@ def test_while_the_database_is_away_parts_wait_and_are_told_when_it_is_back(tmp_
 
     monkeypatch.setattr(Database, "read", lambda self: asked(self, read))
     monkeypatch.setattr(Database, "write", lambda self, durable=False: asked(self, write, durable))
-    monkeypatch.setattr(runner, "_REFS_POLL_S", 0.01)
+    monkeypatch.setattr(lookout, "EVERY_S", 0.01)
     with ranks_of(tmp_path, None, 2) as ranks:
         first = wait([rank.capture() for rank in ranks])
         own = ranks[0].capture()

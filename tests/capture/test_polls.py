@@ -9,7 +9,7 @@ import pytest
 
 import datastates
 from datastates import Cadence, OnImprovement
-from datastates.capture import handle, runner
+from datastates.capture import handle, lookout, runner
 from datastates.capture.line import Line, Part
 from datastates.capture.polls import HURRIED_S, LAST_S, PER_S, SELDOM_S, SOON_S, Polls
 from datastates.policy.contract import Policy
@@ -69,7 +69,7 @@ def test_nobody_asks_where_nothing_is_to_be_heard() -> None:
 
 
 def test_a_rank_asks_for_the_disks_of_the_others_once_its_part_is_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_REFS_POLL_S", 3600.0)  # nothing else lets the engine thread look around,
+    monkeypatch.setattr(lookout, "EVERY_S", 3600.0)  # nothing else lets the engine thread look around,
     monkeypatch.setattr(handle, "SAY_AGAIN_S", 3600.0)  # nor does whoever waits
     with ranks_of(tmp_path, None, 2) as ranks:
         for _ in range(3):

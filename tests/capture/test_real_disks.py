@@ -20,7 +20,7 @@ from torch import nn
 
 import datastates
 from datastates import Capture, Config, Repository, Status
-from datastates.capture import engine, runner, watch
+from datastates.capture import engine, lookout, watch
 from datastates.content.manifest import CHUNK_BYTES
 from datastates.modules import journal
 from tests.support.effort import effort
@@ -194,7 +194,7 @@ def test_a_file_system_that_really_stalls(tmp_path: Path, ext4: Path, undisturbe
 def test_a_database_server_that_stops_for_a_while(
     tmp_path: Path, mortal_postgresql: Postgresql, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "_REFS_POLL_S", 0.05)
+    monkeypatch.setattr(lookout, "EVERY_S", 0.05)
     job, packs = Job(), tmp_path / "packs"
     url = mortal_postgresql.migrated()
     away_s = float(effort(20, 2))

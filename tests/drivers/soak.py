@@ -93,6 +93,11 @@ def trends(samples: Sequence[Sample]) -> dict[str, Trend]:
     return {name: trend([getattr(sample, name) for sample in settled]) for name in FIELDS}
 
 
+def is_flat(name: str, found: Trend) -> bool:
+    """Whether a field does not rise; descriptors may, by those of connections that are kept open."""
+    return found.is_flat or (name == "descriptors" and found.rise < POOLED)
+
+
 def run(folder: Path, count: int, *, samples: int = SAMPLES, retention: str = RETENTION, durable_every: int = 10) -> list[Sample]:
     """So many captures, measured so many times."""
     torch.set_num_threads(1)
@@ -161,7 +166,7 @@ def main() -> None:
             " ".join(f"{name}={getattr(sample, name):.6g}" for name in ("captures", "disk_mib", "lineage_mib", *FIELDS)) + "\n"
         )
     for name, found in trends(samples).items():
-        verdict = "flat" if found.is_flat or (name == "descriptors" and found.rise < POOLED) else "RISES"
+        verdict = "flat" if is_flat(name, found) else "RISES"
         sys.stdout.write(f"{name:14s} mean {found.mean:10.2f}  rises by {found.rise:9.3f} +- {found.error:.3f}  {verdict}\n")
     first, last = samples[len(samples) // 10], samples[-1]
     grown = (last.lineage_mib - first.lineage_mib) * (1 << 20) / (last.captures - first.captures)

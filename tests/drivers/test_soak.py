@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from datastates.upkeep import keeper
-from tests.drivers.soak import run, trend, trends
+from tests.drivers.soak import is_flat, run, trend, trends
 from tests.support.effort import IS_THOROUGH
 
 
@@ -31,4 +31,4 @@ def test_captures_with_retention_take_no_more_and_more(tmp_path: Path, monkeypat
         "threads",
         "resident_mib",
     ):  # not time and disk: others are at work, and retention passes are few in so short a run
-        assert found[name].is_flat, (name, found[name])
+        assert is_flat(name, found[name]), (name, found[name])

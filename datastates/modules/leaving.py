@@ -1,0 +1,64 @@
+"""What left this process's memory: until the lineage was told, and until a commit that survives its server came after that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from datastates.system.interrupts import Mutex
+
+__all__ = ["Leaving"]
+
+_MOST_GONE = 1000
+"""States that left memory and are kept only because no commit since was durable; the next one is."""
+
+
+class Leaving:
+    """The uids of states that left memory. ``add`` and ``in`` are safe from any thread and never wait; the rest runs in turn."""
+
+    def __init__(self) -> None:
+        self._untold: list[str] = []
+        self._gone: list[str] = []
+        self._changing = Mutex()
+
+    def __contains__(self, uid: str) -> bool:
+        """Whether a state left memory, and that was not told yet."""
+        return uid in self._untold
+
+    def add(self, uids: Iterable[str]) -> None:
+        """These left memory."""
+        with self._changing:
+            self._untold += uids
+
+    def untold(self, is_due: Callable[[str], bool] = lambda uid: True) -> list[str]:
+        """What is to be told, in the order in which it left."""
+        with self._changing:
+            return [uid for uid in self._untold if is_due(uid)]
+
+    def note(self, told: Collection[str]) -> None:
+        """These were told; a server that is killed may forget it."""
+        if told:
+            done = frozenset(told)
+            self.keep(lambda uid: uid not in done)
+            self._gone += told
+
+    def keep(self, is_kept: Callable[[str], bool]) -> bool:
+        """Forget the others of those that are to be told; whether there were any."""
+        with self._changing:
+            kept = [uid for uid in self._untold if is_kept(uid)]
+            is_less, self._untold = len(kept) < len(self._untold), kept
+        return is_less
+
+    @property
+    def gone(self) -> list[str]:
+        """What was told, and may still be forgotten."""
+        return list(self._gone)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many may still be forgotten that the next commit is to survive the server."""
+        return len(self._gone) >= _MOST_GONE
+
+    def settle(self) -> list[str]:
+        """A commit survives the server, and with it what was told before: these uids, nobody has to remember any more."""
+        gone, self._gone = self._gone, []
+        return gone
