@@ -167,8 +167,9 @@ class _Loop:
         await _end_tasks()
         for close in reversed(self.closers):
             try:
-                await close()
-            except Exception:  # the loop ends, whatever a transport does
+                async with asyncio.timeout(_STOP_S / 2):
+                    await close()
+            except Exception:  # the loop ends, whatever a transport does or waits for
                 _logger.exception("the transport did not close properly")
         await _end_tasks()
         await self.raw.shutdown_asyncgens()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -142,8 +143,10 @@ def diff(
             readers, lacking = _opened(core, (one, other), stack)
             if not lacking:
                 before, after = readers
-                tensors = tuple(_tensors(before, after, Selection(only).wants, on_progress or (lambda done, total: None), stat))
-                values = _masked(_delta(_values(before.manifest), _values(after.manifest)))
+                selection, told = Selection(only), [_values(reader.manifest) for reader in readers]
+                selection.check(chain((spec.path for reader in readers for spec in specs_of(reader)), *told))
+                tensors = tuple(_tensors(before, after, selection.wants, on_progress or (lambda done, total: None), stat))
+                values = _masked(_delta(*told))
     with core.database.read() as session:
         base = walk.merge_base(session, one.uid, other.uid)
         ran = [None if state.run is None else runs.get(session, state.run) for state in (one, other)]

@@ -176,7 +176,11 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
     def _stored_loop(self, state: State) -> Any:
         """What the state says of its Trainer; None where it is of no Trainer: its model is taken."""
         args = self.loop.trainer.args
-        return self.repo.load(state, only=LOOP, rank=args.process_index if state.world_size == args.world_size else 0).get(LOOP)
+        rank = args.process_index if state.world_size == args.world_size else 0
+        try:
+            return self.repo.load(state, only=LOOP, rank=rank)[LOOP]
+        except InvalidInput:  # it selects nothing
+            return None
 
     # --- events ------------------------------------------------------------------------------------------------------------
 

@@ -121,6 +121,17 @@ class Selection:
                 close = get_close_matches(pattern, names, n=3) or sorted({name.split("/", 1)[0] for name in names})
                 raise InvalidInput(f"only={pattern!r} selects nothing: try {', '.join(close)}, or a pattern like 'model/*'")
 
+    def check(self, known: Iterable[str]) -> None:
+        """Refuse patterns that select none of the ``known`` paths, and have selected nothing else.
+
+        :raises InvalidInput: names the pattern and what there is.
+        """
+        if self.patterns is not None:
+            paths = list(known)
+            for path in paths:
+                self.wants(path)
+            self.refuse_unused(paths)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:

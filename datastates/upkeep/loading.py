@@ -52,10 +52,7 @@ def load(
         selection = Selection(only)
         tree = read_tree(reader, wants=selection.wants, device=device)
     if only is not None:
-        known = leaf_paths(tree, "")
-        for path in known:
-            selection.wants(path)  # a value may be meant: those are always there
-        selection.refuse_unused(known)
+        selection.check(leaf_paths(tree, ""))  # a value may be meant: those are always there
     return tree
 
 

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import datastates
-from datastates import Repository
+from datastates import InvalidInput, Repository
 from datastates.algebra.diff import Change, Diff, TensorChange
 from datastates.cli.app import app
 from datastates.upkeep.eviction import evict
@@ -129,6 +129,9 @@ def test_values_metrics_and_attributes_that_differ_are_told_and_only_asks_for_a_
     assert found.attributes == {"new": (None, True), "old": (True, None)}
     assert (found.config, found.versions, found.code, found.base) == ({}, {}, None, None)
     assert {tensor.path for tensor in repo.diff("old", "new", only="model/*weight").tensors} == {"model/weight"}
+    assert not repo.diff("old", "new", only="epoch").tensors, "a value is there, whatever is asked for"
+    with pytest.raises(InvalidInput, match=r"only='modle' selects nothing: try .*model"):
+        repo.diff("old", "new", only=["model/weight", "modle"])
 
 
 def test_progress_ends_with_all_bytes(repo: Repository) -> None:

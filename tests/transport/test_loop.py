@@ -198,6 +198,27 @@ def test_stopping_ends_what_runs_and_closes_the_latest_first() -> None:
         loop.at_stop(lambda: close("from another thread"))
 
 
+def test_what_never_closes_keeps_nothing_else_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_STOP_S", 0.2)
+    closed, thread = list[str](), list[threading.Thread]()
+
+    async def close() -> None:
+        closed.append("first")
+
+    async def hang() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def register() -> None:
+        loop.at_stop(close)
+        loop.at_stop(hang)
+        thread.append(threading.current_thread())
+
+    loop.run(register())
+    loop.stop()
+    thread[0].join(10)
+    assert (closed, thread[0].is_alive()) == (["first"], False)
+
+
 def test_whatever_is_submitted_while_it_stops_ends() -> None:
     futures: list[concurrent.futures.Future[str]] = []
     is_over = threading.Event()

@@ -396,6 +396,27 @@ def test_the_helper_ends_with_its_training_however_that_ends(how: str) -> None:
         threading.Event().wait(0.01)
 
 
+def test_a_loop_that_is_stopped_while_a_helper_ends_leaves_the_next_loop_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_reaped, reap, threads = threading.Event(), Helper._reap, list[threading.Thread]()
+
+    def reap_late(helper: Helper) -> None:
+        is_reaped.wait(1.0)
+        reap(helper)
+
+    async def lose() -> None:
+        await echo()
+        helper().lost("gone")
+        threads.append(threading.current_thread())
+
+    monkeypatch.setattr(Helper, "_reap", reap_late)
+    loop.run(lose(), timeout_s=PATIENCE_S)
+    loop.stop()
+    is_reaped.set()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+    loop.run(echo(), timeout_s=PATIENCE_S)
+
+
 def test_a_report_that_nobody_asked_for_ends_the_helper() -> None:
     from datastates.transport.wire.ucx_words import Ended
 

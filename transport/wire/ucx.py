@@ -99,16 +99,18 @@ class UcxTransport(TcpTransport):
 
     async def close(self) -> None:
         """Abort every link, and end the helper."""
-        await super().close()
-        for link in list(self._links):
-            await link.abort()
         helper, threads, self._helper, self._threads, self._making = self._helper, self._threads, None, None, None
         self._in_vain, self._pause_until = 0, 0.0
         self._devices.clear()
-        if helper is not None:
-            await helper.close()
-        if threads is not None:
-            await asyncio.to_thread(threads.shutdown)
+        try:
+            await super().close()
+            for link in list(self._links):
+                await link.abort()
+        finally:
+            if helper is not None:
+                await helper.close()
+            if threads is not None:
+                await asyncio.to_thread(threads.shutdown)
 
     async def _started(self) -> Helper:
         if self._making is None:  # on this loop; the next one has another

@@ -254,15 +254,19 @@ class Helper:
     async def _bury(self, *, is_told: bool) -> None:
         if is_told:
             self._process.kill()
-        await asyncio.to_thread(self._reap)
-        if not is_told:
-            self._error = Disconnected(f"the process that runs UCX (pid {self.pid}) {_cause(self._process.returncode)}{self._words.last}")
-        if self._channel is not None:
-            self._channel.close()
-        self._words.close()
-        _alive.discard(self)
-        self._fail()
-        self._ended.set_result(None)
+        try:
+            await asyncio.to_thread(self._reap)
+        finally:  # the loop may be stopped meanwhile, which waits for this
+            if not is_told:
+                self._error = Disconnected(
+                    f"the process that runs UCX (pid {self.pid}) {_cause(self._process.returncode)}{self._words.last}"
+                )
+            if self._channel is not None:
+                self._channel.close()
+            self._words.close()
+            _alive.discard(self)
+            self._fail()
+            self._ended.set_result(None)
 
     def _reap(self) -> None:
         try:
@@ -379,7 +383,9 @@ def _settle(future: asyncio.Future[None], error: DatastatesError | None) -> None
 
 
 def _cause(code: int | None) -> str:
-    if code is None or code >= 0:
+    if code is None:
+        return "ended"
+    if code >= 0:
         return f"ended with status {code}"
     with suppress(ValueError):
         return f"was ended by {signal.Signals(-code).name}"
