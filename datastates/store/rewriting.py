@@ -26,7 +26,7 @@ from datastates.system.interrupts import checkpoint
 from datastates.system.regular import read_regular
 
 from .borrowing import is_there
-from .files import free_pack_name, locked, sync_folder, temporary, write_chunks, write_file
+from .files import Temporary, free_pack_name, locked, sync_folder, temporary, write_chunks, write_file
 from .index import SHARED_BYTES, ChunkIndex, Hint
 from .mapped import MappedReader
 from .naming import MAX_MANIFEST, manifest_name, uid_of
@@ -83,6 +83,15 @@ def sparse_packs(root: Path, manifests: Mapping[str, frozenset[str]]) -> list[Sp
     return sorted(found, key=lambda each: -each.dead_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Old:
+    """A manifest as it was read, and its bytes."""
+
+    path: Path
+    data: bytes
+    manifest: Manifest
+
+
 class Rewriting:
     """Moves what is needed of packs, in one folder."""
 
@@ -130,29 +139,35 @@ class Rewriting:
             except FileNotFoundError:
                 return 0  # dropped
             while (plan := self._planned(manifest, is_left, moved)) is not None:
-                with MappedReader(self._root, manifest, verify=True) as reader, temporary(self._root / plan.name) as new:
-                    if plan.layout is not None:
-                        chunks = (chunk(reader, index) for index in plan.new)
-                        write_chunks(new.fd, new.path, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
-                        self._on_step("pack-moved")
-                    os.ftruncate(file.fd, 0)  # what an attempt before has written
-                    write_file(file.fd, file.path, encode(plan.manifest))
-                    with locked(self._root, is_shared=False):
-                        if _bytes_of(path) != data:
-                            return 0  # dropped, or another one has come
-                        gone = self._gone(plan, moved)
-                        if not gone:
-                            if plan.layout is not None:
-                                new.commit()
-                                self._on_step("pack-renamed")
-                            file.commit()
-                if not gone:
-                    self._on_step("manifest-replaced")
-                    self._note(plan, manifest, moved)
-                    return 0 if plan.layout is None else plan.layout.size
-                for place in [place for place, (pack, _) in moved.items() if pack in gone]:
-                    del moved[place]  # the bytes are where they were before, for this state needs them there
+                added = self._carry_out(plan, _Old(path, data, manifest), file, moved, chunk)
+                if added is not None:
+                    return added
         return 0
+
+    def _carry_out(self, plan: PutPlan, old: _Old, file: Temporary, moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> int | None:
+        """The bytes of the pack that was written; None where the plan counts on packs that went meanwhile: ``moved`` forgets those."""
+        with MappedReader(self._root, old.manifest, verify=True) as reader, temporary(self._root / plan.name) as new:
+            if plan.layout is not None:
+                chunks = (chunk(reader, index) for index in plan.new)
+                write_chunks(new.fd, new.path, plan.layout.header, chunks, plan.layout.size, is_direct=self._is_direct())
+                self._on_step("pack-moved")
+            os.ftruncate(file.fd, 0)  # what an attempt before has written
+            write_file(file.fd, file.path, encode(plan.manifest))
+            with locked(self._root, is_shared=False):
+                if _bytes_of(old.path) != old.data:
+                    return 0  # dropped, or another one has come
+                gone = self._gone(plan, moved)
+                if gone:
+                    for place in [place for place, (pack, _) in moved.items() if pack in gone]:
+                        del moved[place]  # the bytes are where they were before, for this state needs them there
+                    return None
+                if plan.layout is not None:
+                    new.commit()
+                    self._on_step("pack-renamed")
+                file.commit()
+        self._on_step("manifest-replaced")
+        self._note(plan, old.manifest, moved)
+        return 0 if plan.layout is None else plan.layout.size
 
     def _gone(self, plan: PutPlan, moved: Moved) -> set[PackInfo]:
         """The packs that chunks were moved into, and that went with the states that needed them. Runs under the lock."""
