@@ -116,19 +116,6 @@ def test_a_module_sees_every_capture_in_order_with_its_facts_and_its_tensors(ope
     assert {seen.thread for seen in module.seen} == {"datastates-modules"}
 
 
-def test_a_module_that_asks_for_what_a_state_does_not_have_is_told_so(opened: Opening) -> None:
-    class Asking(Noting):
-        def process(self, item: Item) -> None:
-            assert item.tree(only="weight").keys() == {"weight"}
-            item.tree(only="wieght")
-
-    with opened(Asking()) as repo:
-        run, weight = begin(repo)
-        taken = capture(run, weight)
-    assert isinstance(taken.error, ModuleFailed)
-    assert "only='wieght' selects nothing: try weight" in str(taken.error.__cause__)
-
-
 def test_a_module_sees_a_merge(opened: Opening) -> None:
     module = Noting.running()
     with opened(module) as repo:
