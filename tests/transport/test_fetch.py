@@ -33,7 +33,7 @@ def run(sink: Sink, feeds: Sequence[Feed], window: int = 8) -> Fetched:
     try:
         return asyncio.run(clone())
     finally:
-        assert set(threading.enumerate()) == before
+        assert set(threading.enumerate()) <= before
 
 
 # --- what arrives --------------------------------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ def test_cancelling_leaves_no_task_no_thread_and_no_writer_and_the_rest_can_be_f
     for seed in range(block * 25, block * 25 + 25):
         before = set(threading.enumerate())
         asyncio.run(_cancel_once(random.Random(seed)))
-        assert set(threading.enumerate()) == before, f"seed {seed}"
+        assert set(threading.enumerate()) <= before, f"seed {seed}"
 
 
 async def _cancel_once(generator: random.Random) -> None:
