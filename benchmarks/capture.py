@@ -330,6 +330,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
     parser.add_argument("--size", choices=SIZES, action="append", help="for the part start: these sizes only")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the part start: how long each training takes")
+    parser.add_argument("--threads", type=int, default=1, help="for the part start: threads of torch in each training (1)")
     parser.add_argument("--method", choices=TRAINED, action="append", help="for the part training: these methods only, in many rounds")
     parser.add_argument("--rounds", type=int, help="how often each method is measured (5)")
     options = parser.parse_args()
@@ -349,7 +350,7 @@ def main() -> None:
             parts: dict[str, Callable[..., dict[str, Any]]] = {
                 **PARTS,
                 "training": partial(training, only=options.method or ()),
-                "start": partial(start, sizes=options.size or SIZES, seconds=options.seconds),
+                "start": partial(start, sizes=options.size or SIZES, seconds=options.seconds, threads=options.threads),
             }
             results = {part: parts[part](folder, quick=options.quick, rounds=rounds) for part in options.part or parts}
         finally:

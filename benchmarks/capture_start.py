@@ -1,14 +1,16 @@
 """The first half minute of a training with default settings, from ``track`` on, beside the same training without captures.
 
-    python benchmarks/capture.py --part start [--rounds N] [--quick] [--size 1M|30M|100M] [--seconds 30]
+    python benchmarks/capture.py --part start [--rounds N] [--quick] [--size 1M|30M|100M] [--seconds 30] [--threads 1]
 
 Each training has a process of its own, as each that starts pays anew. Plain and captured take turns; every step is captured.
+With as many threads of torch as there are cores, the training leaves nothing for what captures do in the background.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from common import out, short, spread, table
 from gpt import LARGE, MEDIUM, SMALL, TINY, Trainer
 
@@ -58,8 +61,9 @@ class Started:
         return max(after - before for before, after in pairwise([0.0, *self.ends_s]))
 
 
-def train(size: str, folder: Path | None, seconds: float, memory_bytes: int | None) -> Started:
+def train(size: str, folder: Path | None, seconds: float, memory_bytes: int | None, threads: int) -> Started:
     """Train in this process, captured into a repository where there is a folder for it."""
+    torch.set_num_threads(threads)
     trainer = Trainer.make(SHAPES[size])
     for _ in range(5):
         _step(trainer)
@@ -108,7 +112,9 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key + ":"))
 
 
-def start(folder: Path, *, quick: bool, rounds: int, sizes: Sequence[str] = SIZES, seconds: float = 60.0) -> dict[str, Any]:
+def start(
+    folder: Path, *, quick: bool, rounds: int, sizes: Sequence[str] = SIZES, seconds: float = 60.0, threads: int = 1
+) -> dict[str, Any]:
     """Plain and captured by turns, ``rounds`` times; the counted time, and the memory after a minute."""
     sizes, seconds = (("tiny",), 2 * WINDOW_S) if quick else (sizes, seconds)
     found: dict[str, dict[str, list[Started]]] = {}
@@ -117,16 +123,17 @@ def start(folder: Path, *, quick: bool, rounds: int, sizes: Sequence[str] = SIZE
         found[size] = {name: [] for name in names}
         for index in range(rounds):
             for name in names if index % 2 == 0 else reversed(names):
-                one = _in_a_process(size, name, folder / f"{size}-{index}-{name == GIVEN}", seconds)
+                one = _in_a_process(size, name, folder / f"{size}-{index}-{name == GIVEN}", seconds, threads)
                 found[size][name].append(one)
                 rates = " ".join(short(rate) for rate in one.rates(seconds))
                 sys.stderr.write(f"{size}, round {index + 1} of {rounds}: {name}: {rates} steps/s\n")
+        out(f"\n# {size} parameters, {threads} threads of torch on {len(os.sched_getaffinity(0))} cores")
         _report(size, found[size], min(seconds, COUNTED_S), seconds)
     return {size: msgspec.to_builtins(each) for size, each in found.items()}
 
 
-def _in_a_process(size: str, name: str, folder: Path, seconds: float) -> Started:
-    command = [sys.executable, __file__, size, str(seconds)]
+def _in_a_process(size: str, name: str, folder: Path, seconds: float, threads: int) -> Started:
+    command = [sys.executable, __file__, size, str(seconds), f"--threads={threads}"]
     command += [] if name == PLAIN else [f"--folder={folder}"]
     command += [f"--memory={GIVEN_BYTES}"] if name == GIVEN else []
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -172,5 +179,6 @@ if __name__ == "__main__":
     parser.add_argument("seconds", type=float)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--memory", type=int)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    out(msgspec.json.encode(train(options.size, options.folder, options.seconds, options.memory)).decode())
+    out(msgspec.json.encode(train(options.size, options.folder, options.seconds, options.memory, options.threads)).decode())
