@@ -6,6 +6,7 @@ it, and which lineage knows the folder by the ``folder`` rows of that.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -96,9 +97,10 @@ def settle_in(location: Location, database: Database) -> Home:
         try:
             uid = _identify(packs)
         except OSError as error:
-            raise Unavailable(
-                f"{packs} cannot be made a home of states ({error}): see that its disk is well and has room, or choose another folder"
-            ) from error
+            next_step = "see that its disk is well and has room, or choose another folder"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                next_step = "raise the limit of open files (`ulimit -n`), or close what this process holds open"
+            raise Unavailable(f"{packs} cannot be made a home of states ({error}): {next_step}") from error
     if uid is not None and database.read_only is None:
         with database.read() as session:
             known = folders.get(session, uid)

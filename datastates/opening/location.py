@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from datastates import values
-from datastates.errors import InvalidInput, NotFound
+from datastates.errors import InvalidInput, NotFound, Unavailable
 from datastates.system import masking
 
 __all__ = ["DATABASE", "DEFAULT", "Location", "check_whole", "discover", "locate"]
@@ -60,6 +61,7 @@ def locate(
 
     :raises InvalidInput: the url is neither, or a server's packs are not named.
     :raises NotFound: with ``must_exist``, no repository is there.
+    :raises Unavailable: this process may not look there, or the file system does not answer.
     """
     text = values.path(url, "url")
     packs = None if packs is None else values.path(packs, "packs")
@@ -154,6 +156,17 @@ def _absolute(text: str) -> Path:
             f"{str(found)!a} is no UTF-8, in which lineages note where folders are: rename that folder, or make a symbolic link to it "
             "and give that"
         ) from None
+    try:
+        found.stat()
+    except OSError as exc:
+        if exc.errno == errno.ENAMETOOLONG:
+            raise InvalidInput(
+                f"a path of {len(str(found))} characters, {str(found)[:60]}…, is too long for this system: name another folder"
+            ) from None
+        if exc.errno in (errno.EACCES, errno.EIO, errno.ESTALE):
+            raise Unavailable(
+                f"{found} cannot be looked at ({exc.strerror}): check the permissions of its folders, and the file system"
+            ) from exc
     return found
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 from sqlalchemy import create_engine, text
 
-from datastates.errors import InvalidInput, NotFound
+from datastates.errors import InvalidInput, NotFound, Unavailable
 from datastates.opening.location import discover, locate
 
 SERVER = "postgresql+psycopg://ann:secret@db:5433/lineage"
@@ -144,3 +145,18 @@ def test_a_folder_whose_name_is_no_utf8_is_refused_and_a_link_to_it_is_not(tmp_p
             locate(url, packs)
     (tmp_path / "link").symlink_to(folder)
     assert locate(tmp_path / "link").root == tmp_path / "link"
+
+
+def test_a_path_that_is_too_long_for_the_system_is_refused_in_a_short_line() -> None:
+    with pytest.raises(InvalidInput, match=r"too long for this system") as refused:
+        locate("a/" * 3000)
+    assert len(str(refused.value)) < 200
+
+
+def test_a_folder_that_this_user_may_not_look_into_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(Unavailable, match=r"closed cannot be looked at \(Permission denied\)"):
+        locate(tmp_path / "closed")
