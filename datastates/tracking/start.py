@@ -90,7 +90,7 @@ class _Job(msgspec.Struct, frozen=True):
 def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: object) -> dict[str, object]:
     """Everything that is tracked, by name; ``rng`` says whether the global random number generators are.
 
-    :raises InvalidInput: a name is taken, or given twice.
+    :raises InvalidInput: nothing is given, a name is taken, or given twice.
     """
     if not isinstance(rng, bool):
         raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename what you track")
@@ -100,6 +100,8 @@ def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: 
     if "rng" in objects:
         raise InvalidInput("the name 'rng' is taken by the random number generators: rename what you track")
     tracked = {values.text(name, "the name of what is tracked"): found for name, found in {**more, **objects}.items()}
+    if not tracked:
+        raise InvalidInput("there is nothing to capture: name what is trained, as in track(model=model, optimizer=optimizer)")
     if LOOPS in tracked:
         raise InvalidInput(f"the name {LOOPS!r} is taken by the place of run.epochs and run.steps: rename what you track")
     if OWN_BUFFERS in tracked:

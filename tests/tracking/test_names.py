@@ -48,3 +48,10 @@ def test_names_that_cannot_be_given_are_refused(repo: Repository, objects: Any, 
     with pytest.raises(InvalidInput, match=said):
         repo.track(rng=False, objects=objects, weight=torch.ones(3))
     assert repo.refs() == []
+
+
+@pytest.mark.parametrize("objects", [None, {}])
+def test_a_training_of_nothing_is_refused(repo: Repository, objects: dict[str, Any] | None) -> None:
+    with pytest.raises(InvalidInput, match=r"nothing to capture: .*track\(model=model"):
+        repo.track(objects=objects)
+    assert repo.refs() == []
