@@ -206,6 +206,7 @@ class Repository(Upkeep, Names, History, Algebra):
         with ranks.united("begin to track"):
             self.core.check_open()
             self.core.home.check_writable()
+            settings = configuration(config)
             plain, live = split_values(together(more, objects or {}, rng=rng))
             refuse_misspelt(plain.keys() & more.keys(), signature(Repository.track).parameters)
             terms = Terms(
@@ -221,7 +222,7 @@ class Repository(Upkeep, Names, History, Algebra):
                 if back_pressure is None
                 else values.choice(back_pressure, BackPressure, "back_pressure"),
                 on_failure=self.config.on_failure if on_failure is None else values.choice(on_failure, OnFailure, "on_failure"),
-                config=configuration(config),
+                config=settings,
                 retention=asked_for(retention_of(self.config.retention), retention, keep_best),
                 ranks=ranks,
                 own=_own(own, {*plain, *live}),
