@@ -138,6 +138,15 @@ def test_a_forked_child_neither_serves_nor_ends_what_its_parent_serves(repo: Rep
         assert not target.any()
 
 
+def test_each_peer_of_a_server_has_the_data_plane_that_it_asked_for(repo: Repository) -> None:
+    """A process that has moved bytes over UCX names its worker to every later peer, also to those that take none over UCX."""
+    for data in ("ucx", "auto", "tcp", "ucx"):
+        with repo.serve("ucx://127.0.0.1:0") as server, datastates.connect(server.url, data=data) as peer:
+            target = torch.ones(SLOT // 4)
+            peer.clone("main~1", into={"weights": {"it": target}})
+            assert not target.any(), data
+
+
 # --- what is given out ---------------------------------------------------------------------------------------------------
 
 

@@ -94,9 +94,9 @@ class Session:
         self._written_at: float | None = None  # when the frame that is being written was begun
         self._life = Life(self.peer, self._end)
         self._ipc = self._made_ipc() if self.data == "ipc" else None
-        addresses = (own.address, its.address) if self._ipc is None else (self._ipc.located, self._ipc.located)
-        self._plane = Plane(*addresses, self.peer, self._post)
-        self._plane.begin(self._ipc or begun.transport.end(self.data, begun.terms, lambda: self._plane.generation))
+        end = self._ipc or begun.transport.end(self.data, begun.terms, lambda: self._plane.generation)
+        told, address = (own.address, its.address) if end is begun.transport else (end.located, end.located)  # a session's own: the same
+        self._plane = Plane(end, told, address, self.peer, self._post)
         self._asking = Asking(self._post, self._clock, self.peer)
         self._receiving = Receiving(self._plane, self._post, self._clock)
         self._fingerprints = Fingerprints() if service is None else service.fingerprints

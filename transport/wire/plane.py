@@ -27,12 +27,11 @@ _MEET_S = 30.0  # for a peer that is alive to say where its end is; it may have 
 class Plane:
     """The link to one peer. No transfer can be stopped alone: to get memory back, drop the link; the next use makes a new one.
 
-    ``told`` is the own address as the peer knows it, ``address`` is the peer's; both may be empty.
+    ``end`` makes the links. ``told`` is the own address as the peer knows it, ``address`` is the peer's; both may be empty.
     """
 
-    def __init__(self, told: bytes, address: bytes, peer: str, post: Callable[[Message], Awaitable[None]]) -> None:
-        self._told, self._address, self._peer, self._post = told, address, peer, post
-        self._end: End
+    def __init__(self, end: End, told: bytes, address: bytes, peer: str, post: Callable[[Message], Awaitable[None]]) -> None:
+        self._end, self._told, self._address, self._peer, self._post = end, told, address, peer, post
         self._failure: Failure | None = None
         self._news = asyncio.Event()
         self._link: Link | None = None
@@ -40,12 +39,6 @@ class Plane:
         self._aborts: dict[int, asyncio.Task[None]] = {}
         self._is_closed = self._is_answering = False
         self.generation = 0
-
-    def begin(self, end: End) -> None:
-        """Set what makes the links; once, before anything else."""
-        self._end = end
-        if not self._told:
-            self._told = end.located
 
     async def link(self, generation: int | None = None) -> Link:
         """The link to send and receive on; for what was asked for in a ``generation``, only while that lasts.
