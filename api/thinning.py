@@ -25,17 +25,15 @@ def thin(values: npt.ArrayLike, points: int) -> npt.NDArray[np.intp]:
     stretches = -(-len(given) // size)
     padding = stretches * size - len(given)
 
-    def rows(array: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return np.pad(array, (0, padding), constant_values=np.nan).reshape(stretches, size)
+    def rows(array: npt.NDArray[np.float64], last: float) -> npt.NDArray[np.float64]:
+        return np.pad(array, (0, padding), constant_values=last).reshape(stretches, size)
 
     starts = np.arange(stretches) * size
-    low, high = rows(np.where(is_gap, np.inf, given)), rows(np.where(is_gap, -np.inf, given))
-    low[np.isnan(low)], high[np.isnan(high)] = np.inf, -np.inf
+    low, high = rows(np.where(is_gap, np.inf, given), np.inf), rows(np.where(is_gap, -np.inf, given), -np.inf)
     kept = [starts, np.minimum(starts + size, len(given)) - 1, starts + low.argmin(axis=1), starts + high.argmax(axis=1)]
     if is_gap.any():
-        kept.append(starts + rows(is_gap.astype(np.float64)).argmax(axis=1))
-    places = np.unique(np.concatenate(kept))
-    return places[places < len(given)]
+        kept.append(starts + rows(is_gap.astype(np.float64), 0.0).argmax(axis=1))
+    return np.unique(np.concatenate(kept))
 
 
 def pool(sums: npt.ArrayLike, counts: npt.ArrayLike, points: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:

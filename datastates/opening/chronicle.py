@@ -34,6 +34,7 @@ from datastates.lineage.change.clones import repository_uid
 from datastates.lineage.chronicle import VERSION, Entry, Mark
 from datastates.lineage.database import Database
 from datastates.lineage.search.news import is_behind, news
+from datastates.system.locks import close_lockable, open_lockable
 from datastates.system.regular import open_regular, write_at
 from datastates.system.sharing import make_folder_like, may_read, share
 
@@ -89,20 +90,17 @@ def catch_up(database: Database, packs: Path, *, pages: int = _ALL) -> bool:
     :raises Conflict: the lineage is older than what the folder was told: it was brought back from a copy.
     """
     folder, uid = _place(database, packs)
-    fd = open_regular(folder / uid, os.O_RDWR | os.O_CREAT)
+    fd = open_lockable(folder / uid, os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True  # whoever is at it tells of ours, too
-        try:
-            share(folder, fd)
-            may_read(folder, fd)
-            return _append(fd, database, pages)
-        finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child forked meanwhile shares this lock
+        share(folder, fd)
+        may_read(folder, fd)
+        return _append(fd, database, pages)
     finally:
-        os.close(fd)
+        close_lockable(fd)
 
 
 def tell_anew(database: Database, packs: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from datastates.system.deeds import at
 from datastates.system.interrupts import undisturbed
-from datastates.system.regular import open_regular
+from datastates.system.locks import close_lockable, open_lockable
 from datastates.system.sharing import may_read, share
 
 from .pace import Pace
@@ -77,27 +77,24 @@ def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[N
             return
         try:
             fcntl.flock(fd, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child forked meanwhile shares this lock
+            yield
         finally:
-            os.close(fd)
+            close_lockable(fd)
 
 
 def _open_lock(path: Path, *, is_shared: bool) -> int:
     """Open for writing where that is allowed: over NFS an exclusive lock needs it."""
     try:
-        return open_regular(path, os.O_RDWR)
+        return open_lockable(path, os.O_RDWR)
     except FileNotFoundError:
-        fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+        fd = open_lockable(path, os.O_RDWR | os.O_CREAT)
         may_read(path.parent, fd)
         share(path.parent, fd)
         return fd
     except OSError as exc:
         if exc.errno not in FORBIDDEN or (exc.errno == errno.EROFS and not is_shared):
             raise
-        return open_regular(path)
+        return open_lockable(path)
 
 
 @dataclass(slots=True)
@@ -134,13 +131,13 @@ def temporary(final: Path) -> Iterator[Temporary]:
             if not file.is_committed:
                 path.unlink(missing_ok=True)
     finally:
-        os.close(fd)
+        close_lockable(fd)
 
 
 def is_abandoned(path: Path) -> bool:
     """Whether nobody writes this temporary file any more; not of one that cannot be opened."""
     try:
-        fd = open_regular(path)
+        fd = open_lockable(path)
     except OSError:
         return False
     try:
@@ -148,14 +145,14 @@ def is_abandoned(path: Path) -> bool:
     except OSError:  # held; or over NFS, where another user's file cannot be locked
         return False
     finally:
-        os.close(fd)
+        close_lockable(fd)
     return True
 
 
 def remove_abandoned(path: Path) -> bool:
     """Delete a temporary file that nobody writes, and that nobody takes over meanwhile; whether it was deleted."""
     try:
-        fd = open_regular(path)
+        fd = open_lockable(path)
     except OSError:
         return False
     try:
@@ -166,7 +163,7 @@ def remove_abandoned(path: Path) -> bool:
     except OSError:  # held; or another user's
         return False
     finally:
-        os.close(fd)
+        close_lockable(fd)
     return True
 
 
@@ -234,16 +231,16 @@ def write_chunks(
 def _create_locked(path: Path) -> int:
     while True:
         at("open", path)
-        fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+        fd = open_lockable(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if _is_at(fd, path):
                 os.ftruncate(fd, 0)
                 return fd
         except BaseException:
-            os.close(fd)
+            close_lockable(fd)
             raise
-        os.close(fd)
+        close_lockable(fd)
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from datastates.content.digest import decode
 from datastates.errors import DatastatesError
+from datastates.system.locks import close_lockable, open_lockable
 from datastates.system.regular import open_regular, read_regular, write_at
 
 from .files import temporary
@@ -116,20 +117,17 @@ class ChunkIndex:
     def _locked(self) -> Iterator[tuple[int, int]]:
         """The file for writing, which no other process writes or replaces meanwhile."""
         while True:
-            fd = open_regular(self._path, os.O_RDWR)
+            fd = open_lockable(self._path, os.O_RDWR)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
-                try:
-                    bits = _bits(os.fstat(fd).st_size)
-                    if bits is None:
-                        raise OSError(f"{self._path} was changed meanwhile")
-                    if os.path.samestat(os.fstat(fd), os.stat(self._path)):
-                        yield fd, bits
-                        return
-                finally:
-                    fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child forked meanwhile shares this lock
+                bits = _bits(os.fstat(fd).st_size)
+                if bits is None:
+                    raise OSError(f"{self._path} was changed meanwhile")
+                if os.path.samestat(os.fstat(fd), os.stat(self._path)):
+                    yield fd, bits
+                    return
             finally:
-                os.close(fd)
+                close_lockable(fd)
 
     def _grow(self, fd: int, bits: int) -> None:
         """Put a file of twice the pages in the place of this one."""

@@ -3,7 +3,8 @@
 The lock belongs to one open file description, which nobody else has (``F_OFD_SETLK``): the process may open and close the file as
 often as it likes, as whoever copies the folder does, and keeps its lock. Record locks of older versions are seen, and see these.
 Where a kernel has no such locks ``flock`` takes their place. A forked child would share the description and hold the lock for a
-parent that is dead: it closes its own descriptor first thing.
+parent that is dead, as a loader's worker does that outlives its training: it closes its own descriptor first thing. So it is with
+locks that last for a moment, on what ``open_lockable`` opens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -19,13 +21,36 @@ from pathlib import Path
 from .regular import open_regular, write_at
 from .sharing import may_read, share
 
-__all__ = ["Held", "hold", "is_held"]
+__all__ = ["Held", "close_lockable", "hold", "is_held", "open_lockable"]
 
 _SET, _GET = getattr(fcntl, "F_OFD_SETLK", None), getattr(fcntl, "F_OFD_GETLK", None)
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 _UNKNOWN_TO_KERNEL = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _REFUSED = (errno.EAGAIN, errno.EACCES)  # the two that POSIX has for a lock that somebody holds
 _held: weakref.WeakSet[Held] = weakref.WeakSet()
+_lockable: set[int] = set()
+_forking = threading.RLock()
+"""Held while a process is forked, and while a descriptor is opened or closed that no child may keep."""
+
+
+def open_lockable(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor as of ``open_regular``, to be locked and then closed by ``close_lockable``; a forked child has it closed at once.
+
+    :raises OSError: as of ``open_regular``.
+    """
+    with _forking:
+        fd = open_regular(path, flags)
+        _lockable.add(fd)
+    return fd
+
+
+def close_lockable(fd: int) -> None:
+    """End its lock and close it."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)  # by name: a child that was not forked by Python shares it until it executes a program
+    with _forking:
+        _lockable.discard(fd)
+        os.close(fd)
 
 
 class Held:
@@ -65,12 +90,10 @@ class Held:
         if fd >= 0:
             if _is_at(fd, self.path):
                 self.path.unlink(missing_ok=True)
-            os.close(fd)
+            close_lockable(fd)
 
     def _forget(self) -> None:
-        """Forget the lock in a forked child: it is the parent's alone."""
-        if self._fd >= 0:
-            os.close(self._fd)
+        """Forget the lock in a forked child, which has closed it: it is the parent's alone."""
         self._fd = -1
 
 
@@ -82,19 +105,19 @@ def hold(path: Path) -> Held | None:
     :raises OSError: it cannot be made, or its file system has no locks.
     """
     while True:
-        fd = open_regular(path, os.O_CREAT | os.O_RDWR)
+        fd = open_lockable(path, os.O_CREAT | os.O_RDWR)
         try:
             if not _lock(fd):
-                os.close(fd)
+                close_lockable(fd)
                 return None
             if _is_at(fd, path):
                 may_read(path.parent, fd)
                 share(path.parent, fd)
                 return Held(path, fd)
         except BaseException:
-            os.close(fd)
+            close_lockable(fd)
             raise
-        os.close(fd)  # its last holder took the file away between our open and our lock
+        close_lockable(fd)  # its last holder took the file away between our open and our lock
 
 
 def is_held(path: Path) -> bool:
@@ -153,9 +176,15 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _forget_all() -> None:
+def _let_go() -> None:
+    """In a forked child."""
     for each in list(_held):
         each._forget()
+    for fd in _lockable:
+        with suppress(OSError):
+            os.close(fd)
+    _lockable.clear()
+    _forking.release()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_let_go)

@@ -30,6 +30,12 @@ def test_ends_extremes_and_gaps_are_kept_and_no_more_points_than_asked_for(value
     assert all(map(math.isfinite, kept)) == all(map(math.isfinite, values)), "a gap stays one"
 
 
+def test_a_gap_near_the_end_of_a_curve_is_kept_where_the_last_stretch_is_short() -> None:
+    values = [0.0] * 57
+    values[-2] = math.nan
+    assert 55 in thin(values, 10)
+
+
 def test_a_short_spike_is_seen_in_its_place() -> None:
     values = np.sin(np.arange(100_000) / 5000)
     values[77_777] = 5.0

@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,7 +29,7 @@ class Job:
         self.forge, self.pid, self.lines = forge, pid, lines
 
     def wait(self) -> int:
-        """Its exit code; minus the signal that ended it."""
+        """Its exit code; minus the signal that ended it. No process of its group outlives this."""
         self.lines.close()
         return int(self.forge.ask(wait=self.pid))
 
@@ -98,6 +99,9 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
+            os.waitid(os.P_PID, request["wait"], os.WEXITED | os.WNOWAIT)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(request["wait"], signal.SIGKILL)
             answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
         else:
             answer = os.fork()
@@ -109,11 +113,16 @@ def _serve() -> None:
 
 
 def _work(call: str, arguments: dict[str, Any], fifo: str, errors: str) -> None:
-    """In the child; what this raises ends it as it ends a script."""
+    """In the child; what this raises ends it as it ends a script.
+
+    A worker of torch's loader never notices the end of a process that was killed while the worker began: it is no reason to wait.
+    """
+    os.setpgid(0, 0)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(0, 1)
     fd = os.open(fifo, os.O_WRONLY)
+    os.register_at_fork(after_in_child=lambda: os.close(fd))
     module, name = call.split(":")
     getattr(importlib.import_module(module), name)(
         **arguments, say=lambda *words: os.write(fd, (" ".join(map(str, words)) + "\n").encode())

@@ -45,9 +45,12 @@ def lodge(folder: str, say: Say, how: str = "", branch: str = "main", user: list
     newest = run.capture().wait()
     if how == "copy":
         shutil.copytree(folder, Path(folder).with_name("copied"))
-    if how == "fork" and os.fork() == 0:
-        say("child", os.getpid(), "-")
-        signal.pause()
+    if how == "fork":
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        os.setpgid(child, child)  # or it would end with the job
+        say("child", child, "-")
     say("lodges", kept.uid, newest.uid)
     if how in ("fork", "die"):
         os._exit(0)
