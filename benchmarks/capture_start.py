@@ -1,9 +1,11 @@
-"""The first half minute of a training with default settings, from ``track`` on, beside the same training without captures.
+"""The first half minute of a training with default settings, from ``open`` on, beside the same training without captures.
 
     python benchmarks/capture.py --part start [--rounds N] [--quick] [--size 1M|30M|100M] [--seconds 30] [--threads 1]
 
-Each training has a process of its own, as each that starts pays anew. Plain and captured take turns; every step is captured.
-With as many threads of torch as there are cores, the training leaves nothing for what captures do in the background.
+Each training runs in a process of its own, because each process that starts pays anew. All methods take turns; every step is captured.
+Beside ours stand the least that a capture can be (a blocking copy into touched memory; the bare prototype, whose copy overlaps the next
+step), which keep nothing but the newest bytes, and torch.distributed.checkpoint. If torch has as many threads as there are cores, the
+training leaves no core to the background work of captures.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +25,11 @@ from typing import Any
 
 import msgspec
 import torch
+from capture_peers import DcpAsync, ForeachCopy, Method, Objects, Prototype
 from common import out, short, spread, table
 from gpt import LARGE, MEDIUM, SMALL, TINY, Trainer
+
+import datastates
 
 __all__ = ["SIZES", "start"]
 
@@ -32,8 +37,15 @@ SHAPES = {"tiny": TINY, "1M": SMALL, "30M": MEDIUM, "100M": LARGE}
 
 SIZES = ("1M", "30M", "100M")
 
-PLAIN, DEFAULT, GIVEN = "plain", "captured, default settings", "captured, memory_bytes=4G"
+PLAIN, DEFAULT, GIVEN = "plain", "datastates, default settings", "datastates, memory_bytes=4G"
 GIVEN_BYTES = 4 << 30
+
+OTHERS: dict[str, Callable[[], Method]] = {
+    "blocking memcpy": ForeachCopy,
+    "bare prototype, in memory": lambda: Prototype(durable_every=None),
+    "dcp.async_save, best settings": lambda: DcpAsync(reuse=True),
+}
+"""The floors and the peer. What they allocate and touch before the first step counts, as ours does."""
 
 WINDOW_S = 5.0
 COUNTED_S = 30.0
@@ -61,34 +73,50 @@ class Started:
         return max(after - before for before, after in pairwise([0.0, *self.ends_s]))
 
 
-def train(size: str, folder: Path | None, seconds: float, memory_bytes: int | None, threads: int) -> Started:
-    """Train in this process, captured into a repository where there is a folder for it."""
+def train(size: str, name: str, folder: Path, seconds: float, threads: int) -> Started:
+    """Train in this process and capture each step by the method of that name; ``folder`` is the method's own."""
     torch.set_num_threads(threads)
     trainer = Trainer.make(SHAPES[size])
     for _ in range(5):
         _step(trainer)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     found = Started()
-    if folder is not None:
-        import datastates  # what it takes is part of what is measured
-
-        logging.getLogger("datastates").addHandler(_Said(found.said))
-        logging.getLogger("datastates").setLevel(logging.INFO)
-        repo = datastates.open(folder, memory_bytes=memory_bytes)
+    method = OTHERS[name]() if name in OTHERS else None if name == PLAIN else _Tracked(GIVEN_BYTES if name == GIVEN else None, found.said)
     cpu, begin = time.process_time(), time.perf_counter()
-    if folder is not None:
-        run = repo.track(**trainer.objects)
+    if method is not None:
+        method.prepare(trainer.objects, folder)
     found.track_s = time.perf_counter() - begin
     while time.perf_counter() - begin < seconds:
         _step(trainer)
-        if folder is not None:
-            run.capture()
+        if method is not None:
+            method.capture()
         found.ends_s.append(time.perf_counter() - begin)
     found.cpu_s = (time.process_time() - cpu) / len(found.ends_s)
     found.rss_bytes, found.peak_bytes = _status("VmRSS"), _status("VmHWM")
-    if folder is not None:
-        repo.close()
+    if method is not None:
+        method.close()
     return found
+
+
+class _Tracked(Method):
+    """Ours as a script has it: default settings, or that budget. ``said`` takes what it logs."""
+
+    name = "datastates"
+
+    def __init__(self, memory_bytes: int | None, said: list[str]) -> None:
+        self._memory_bytes, self._said = memory_bytes, said
+
+    def prepare(self, objects: Objects, folder: Path) -> None:
+        logging.getLogger("datastates").addHandler(_Said(self._said))
+        logging.getLogger("datastates").setLevel(logging.INFO)
+        self._repo = datastates.open(folder, memory_bytes=self._memory_bytes)
+        self._run = self._repo.track(**objects)
+
+    def capture(self) -> None:
+        self._run.capture()
+
+    def close(self) -> None:
+        self._repo.close()
 
 
 def _step(trainer: Trainer) -> None:
@@ -115,15 +143,15 @@ def _status(key: str) -> int:
 def start(
     folder: Path, *, quick: bool, rounds: int, sizes: Sequence[str] = SIZES, seconds: float = 60.0, threads: int = 1
 ) -> dict[str, Any]:
-    """Plain and captured by turns, ``rounds`` times; the counted time, and the memory after a minute."""
+    """All methods by turns, ``rounds`` times; the counted time, and the memory after a minute."""
     sizes, seconds = (("tiny",), 2 * WINDOW_S) if quick else (sizes, seconds)
     found: dict[str, dict[str, list[Started]]] = {}
     for size in sizes:
-        names = [PLAIN, DEFAULT, *([GIVEN] if size == "30M" else [])]
+        names = [PLAIN, *OTHERS, DEFAULT, *([GIVEN] if size == "30M" else [])]
         found[size] = {name: [] for name in names}
         for index in range(rounds):
             for name in names if index % 2 == 0 else reversed(names):
-                one = _in_a_process(size, name, folder / f"{size}-{index}-{name == GIVEN}", seconds, threads)
+                one = _in_a_process(size, name, folder / f"{size}-{index}", seconds, threads)
                 found[size][name].append(one)
                 rates = " ".join(short(rate) for rate in one.rates(seconds))
                 sys.stderr.write(f"{size}, round {index + 1} of {rounds}: {name}: {rates} steps/s\n")
@@ -133,9 +161,8 @@ def start(
 
 
 def _in_a_process(size: str, name: str, folder: Path, seconds: float, threads: int) -> Started:
-    command = [sys.executable, __file__, size, str(seconds), f"--threads={threads}"]
-    command += [] if name == PLAIN else [f"--folder={folder}"]
-    command += [f"--memory={GIVEN_BYTES}"] if name == GIVEN else []
+    folder.mkdir(parents=True)
+    command = [sys.executable, __file__, size, name, str(folder), str(seconds), f"--threads={threads}"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     shutil.rmtree(folder, ignore_errors=True)
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Started)
@@ -161,7 +188,8 @@ def _report(size: str, found: dict[str, list[Started]], counted_s: float, second
         )
         out(f"{name}: wall time / plain for the same steps: {walls}; from {counted_s:.0f} to {seconds:.0f} s: {later}")
         out(f"  memory above the plain one after {seconds:.0f} s: {more} MiB; peak: {peak} MiB")
-        out(f"  track took {spread([run.track_s for run in found[name]], 1e3)} ms; it said: {'; '.join(found[name][0].said)}")
+        said = "; ".join(found[name][0].said) or "nothing"
+        out(f"  what comes before the first step took {spread([run.track_s for run in found[name]], 1e3)} ms; it said: {said}")
 
 
 def _wall(plain: Started, captured: Started, begin_s: float, end_s: float) -> float:
@@ -176,9 +204,9 @@ def _wall(plain: Started, captured: Started, begin_s: float, end_s: float) -> fl
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="One training in this process; its steps as JSON.")
     parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("name", choices=[PLAIN, *OTHERS, DEFAULT, GIVEN])
+    parser.add_argument("folder", type=Path)
     parser.add_argument("seconds", type=float)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--memory", type=int)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    out(msgspec.json.encode(train(options.size, options.folder, options.seconds, options.memory, options.threads)).decode())
+    out(msgspec.json.encode(train(options.size, options.name, options.folder, options.seconds, options.threads)).decode())
