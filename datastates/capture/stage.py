@@ -122,6 +122,8 @@ class Stager:
         if not job.eager_done.is_set():
             _copy_eager(job.plan, job.slots, self._arena)
             job.eager_done.set()
+        if not job.crossings:
+            self._arena.make_real(slot for slot, pieces in zip(job.slots, job.plan.eager, strict=True) if not pieces.sources)
         # Where everything is in host memory the views are made here: the training thread has better things to do.
         on_host = host_pairs(job, self._arena, is_deferred=True) if job.crossings else _pairs(job, self._arena)
         copy(on_host)

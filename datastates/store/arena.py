@@ -1,9 +1,11 @@
 """The arena: memory for states, prefaulted once and used again and again, in page-aligned slots of one chunk each.
 
 Copying into memory that was touched before is an order of magnitude faster than into fresh pages. So the whole budget is
-one reserved mapping, of which a growing part is *warm*: made real by ``warm_up`` or by whoever writes to it first, in huge pages where
-the kernel gives them, and never given back before ``close``. Forked children (workers of a data loader) do not see it: neither do they
-pay for copy-on-write of it.
+one reserved mapping, of which a growing part is *warm*: made real by ``warm_up``, ``make_real`` or by whoever writes to it first, and never
+given back before ``close``. Forked children (workers of a data loader) do not see it: neither do they pay for copy-on-write of it.
+
+Its pages are huge where the kernel gives them and that is quick. A machine of its own makes huge pages real at 22 GB/s and small ones at 3.
+A virtual machine may have to ask its host for each huge page, at 0.5 to 1.1 GB/s. So when huge pages come slowly, small ones follow.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import ctypes
 import mmap
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,6 +34,9 @@ __all__ = ["Arena"]
 _HUGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
+_SLOW_S = 0.003
+"""Processor time after which a slot was slow to become real: small pages take half of it, huge ones a tenth or three times as much."""
+
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -44,7 +51,9 @@ class Arena:
         reserved = _reserve(self.capacity * CHUNK_BYTES + _HUGE_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
         start = -address % _HUGE_BYTES
-        self._address = address + start
+        self._address, self._start = address + start, start
+        self._reserved: mmap.mmap | None = reserved
+        self._has_small_pages = False
         self._view = memoryview(reserved)[start : start + self.capacity * CHUNK_BYTES]
         with torch.inference_mode(False):  # whoever makes it in that mode could not write to it out of it
             self.flat = torch.frombuffer(self._view, dtype=torch.uint8)
@@ -52,6 +61,7 @@ class Arena:
         self._tensors: list[torch.Tensor | None] = [None] * self.capacity
         self._pieces: dict[int, tuple[Sequence[int], Sequence[torch.Tensor]]] = {}
         self._free: dict[int, None] = {}
+        self._untouched: set[int] = set()
         self._warm = 0
         self._coming = 0
         self._pinned: Pinned | None = None
@@ -94,15 +104,25 @@ class Arena:
                 if not self._is_coming(count, most):
                     if self._reach(most) < count:
                         return None
-                    is_growing = len(self._free) < count
-                    if is_growing:
-                        self._put_below(self._widen(count - len(self._free)))
+                    fresh = self._widen(count - len(self._free)) if len(self._free) < count else range(0)
+                    self._put_below(fresh)
+                    self._untouched.update(fresh)
                     taken = self._take(count, prefer)
                     break
             self._changed.wait_for(lambda: not self._is_coming(count, most))  # a few ms: they are being touched this very moment
-        if is_growing:
+        if fresh:
             self._register()
         return taken
+
+    def make_real(self, slots: Iterable[int]) -> None:
+        """Touch those of these acquired slots that were never touched, before anything is copied to them: sooner done than by copying."""
+        if not self._untouched or self._pinned is not None:  # what is registered is real
+            return
+        for slot in slots:
+            if slot in self._untouched:
+                self._touch(slot)
+                with self._lock:
+                    self._untouched.discard(slot)
 
     def warm_up(self, count: int = 1) -> bool:
         """Touch ``count`` more slots before they are needed, for a thread that has time; False if none is cold any more.
@@ -112,12 +132,12 @@ class Arena:
         """
         with self._lock:
             self._check_open()
-            fresh, flat = self._widen(count), self.flat
+            fresh = self._widen(count)
             self._coming += len(fresh)
         try:
-            if fresh:
-                flat[fresh.start * CHUNK_BYTES : fresh.stop * CHUNK_BYTES : mmap.PAGESIZE].zero_()
-                self._register()
+            for slot in fresh:
+                self._touch(slot)
+            self._register()
         finally:
             with self._lock:
                 self._coming -= len(fresh)
@@ -197,6 +217,20 @@ class Arena:
         if self._pinned is not None:
             self._pinned.let_go()
 
+    def _touch(self, slot: int) -> None:
+        """Make a slot of the caller's real; whatever it holds is lost."""
+        with self._lock:
+            reserved, flat = self._reserved, self.flat
+        if reserved is None:
+            return  # closed meanwhile
+        if self._has_small_pages:
+            with suppress(OSError):  # a kernel without huge pages
+                reserved.madvise(mmap.MADV_NOHUGEPAGE, self._start + slot * CHUNK_BYTES, CHUNK_BYTES)
+        began = time.thread_time()
+        flat[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES : mmap.PAGESIZE].zero_()
+        if time.thread_time() - began > _SLOW_S and hasattr(mmap, "MADV_NOHUGEPAGE"):
+            self._has_small_pages = True
+
     # All below runs under the lock, but for ``_register``
 
     def _reach(self, within: int) -> int:
@@ -243,7 +277,7 @@ class Arena:
         self._is_closed = True
         self._free, self._tensors, self._pieces = {}, [None] * self.capacity, {}
         self._warm = self.capacity
-        self._view = memoryview(b"")
+        self._view, self._reserved = memoryview(b""), None
         self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _leave_to_parent(self) -> None:

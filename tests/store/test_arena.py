@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +125,45 @@ def test_only_so_much_becomes_warm_as_whoever_asks_allows(arena: Arena) -> None:
     arena.release(slots)
     assert set(acquire(arena, 2)) == set(slots), "what is warm is used before what is cold"
     assert arena.warm == 5
+
+
+def advised_small(arena: Arena, slot: int) -> bool:
+    """Whether the kernel is told to give a slot small pages."""
+    address, within = arena.tensor(slot).data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            within = int(span[1], 16) <= address < int(span[2], 16)
+        elif within and line.startswith("VmFlags:"):
+            return "nh" in line.split()
+    raise AssertionError(f"slot {slot} is not mapped")
+
+
+def test_slots_are_touched_before_they_are_copied_to_and_only_once(arena: Arena) -> None:
+    slots = acquire(arena, 3)
+    arena.tensor(slots[1]).fill_(7)
+    arena.make_real([slots[0], slots[2]])
+    assert arena.tensor(slots[1]).eq(7).all(), "what was not named may hold something"
+    arena.tensor(slots[0]).fill_(7)
+    arena.make_real([slots[0], slots[2]])
+    assert arena.tensor(slots[0]).eq(7).all()
+    arena.warm_up(1)
+    arena.release(slots)
+    arena.tensor(3).fill_(7)
+    arena.make_real(acquire(arena, 4))
+    assert arena.tensor(3).eq(7).all(), "what was warmed up was touched"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_huge_pages_that_come_slowly_are_the_last(arena: Arena, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+    taken_s = iter([0.0001, 0.009 if slow else 0.0002, 0.009, 0.0015])
+    now = iter(itertools.accumulate(itertools.chain.from_iterable((1.0, each) for each in taken_s)))
+    monkeypatch.setattr(time, "thread_time", lambda: next(now))
+    slots = acquire(arena, 3)
+    arena.make_real(slots[:2])
+    arena.make_real(slots[2:])
+    arena.warm_up(1)
+    small = [advised_small(arena, slot) for slot in (*slots, 3)]
+    assert small == ([False, False, True, True] if slow else [False, False, False, True])
 
 
 def test_whoever_needs_slots_that_are_being_touched_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
