@@ -12,10 +12,13 @@ Names are imported when they are first used, so that ``import datastates.lineage
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from .algebra.ensemble import Ensemble, Prediction
     from .capture.handle import Capture
     from .clone.peer import Peer, connect
@@ -179,11 +182,22 @@ def __getattr__(name: str) -> object:
 
         value: object = version("datastates")
     elif name in __all__:
-        value = getattr(import_module(f".{_MODULES.get(name, 'errors')}", __name__), name)
+        value = getattr(_imported(_MODULES.get(name, "errors")), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _imported(name: str) -> ModuleType:
+    """A module of ours. The garbage collector rests meanwhile: it would walk all of torch's objects again and again, 150 of 500 ms."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(f".{name}", __name__)
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -28,7 +28,7 @@ from datastates.system.sharing import FILE_MODE, make_folders, share
 
 from . import anchor, deadline
 from .frozen import Frozen, why_frozen
-from .migrations import HEAD, KNOWN
+from .migrations import HEAD, KNOWN, new
 from .session import Session
 
 __all__ = ["Database", "translate"]
@@ -179,7 +179,10 @@ class Database:
             connection = session.connection()
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
-            if _check(connection, self._shown) != HEAD:
+            version = _check(connection, self._shown)
+            if version is None and self.is_sqlite:
+                new.write(connection)
+            elif version != HEAD:
                 from .migrations.upgrade import upgrade  # Alembic takes 100 ms to import
 
                 upgrade(connection)

@@ -24,10 +24,10 @@ from hypothesis import HealthCheck, settings
 from sqlalchemy import make_url
 
 from datastates.lineage import Database
-from datastates.lineage.migrations import HEAD, upgrade
+from datastates.lineage.migrations import HEAD, new, upgrade
 from datastates.lineage.schema import Base
 from datastates.opening import environment
-from tests.support import costs, effort, ready
+from tests.support import costs, effort
 from tests.support.costs import pytest_runtest_protocol as pytest_runtest_protocol
 
 try:
@@ -93,15 +93,6 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ready_lineages() -> Iterator[None]:
-    """New lineages in files are written at once; a thorough run migrates each (see ``ready``)."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not effort.IS_THOROUGH:
-            patch.setattr(upgrade, "upgrade", ready.write)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def known_commit() -> Iterator[None]:
     """Git is asked once about this very checkout, not by each of some thousand runs: another process each time."""
     ask, known = environment._git, functools.cache(environment._git)
@@ -120,8 +111,8 @@ def known_commit() -> Iterator[None]:
 
 @pytest.fixture
 def real_migrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what is said of the migrations themselves."""
-    monkeypatch.setattr(upgrade, "upgrade", ready.migrate)
+    """For what is said of the migrations themselves: new lineages are migrated, too."""
+    monkeypatch.setattr(new, "write", upgrade.upgrade)
 
 
 class Postgresql:

@@ -174,7 +174,7 @@ def test_wheel_holds_exactly_the_listed_packages_and_their_data(built: tuple[Pat
     expected = set()
     for package, folder in FOLDERS.items():
         for path in (source / folder).rglob("*"):
-            is_source = "node_modules" not in path.parts and (path.suffix in {".py", ".lark", ".mako"} or path.name == "py.typed")
+            is_source = "node_modules" not in path.parts and (path.suffix in {".py", ".lark", ".mako", ".sql"} or path.name == "py.typed")
             is_page = path.is_relative_to(source / "api" / "static") and path.is_file() and path.name != "made-from"
             if is_source or is_page:
                 expected.add("/".join((*package.split("."), *path.relative_to(source / folder).parts)))

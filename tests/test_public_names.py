@@ -99,6 +99,19 @@ def test_importing_does_without_torch(code: str) -> None:
     assert not modules_after(code) & {"torch", "numpy"}
 
 
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_collections_rest_while_a_name_is_imported_and_go_on_as_before(before: str) -> None:
+    code = (
+        f"import datastates, gc, importlib; gc.{before}(); was = gc.isenabled(); seen = []; load = importlib.import_module\n"
+        "def watched(*given): seen.append(gc.isenabled()); return load(*given)\n"
+        "datastates.import_module = watched; datastates.open\n"
+        "try: datastates.nothing\n"
+        "except AttributeError: pass\n"
+        "assert seen == [False] and gc.isenabled() is was, (seen, was)"
+    )
+    modules_after(code)
+
+
 def test_importing_the_package_alone_is_cheap() -> None:
     assert not modules_after("import datastates; datastates.NotFound, datastates.Config") & {"sqlalchemy", "msgspec", "typer", "rich"}
 

@@ -1,18 +1,16 @@
-"""A lineage that was written at once is the one that the migrations make."""
+"""A lineage that is made at once is the one that the migrations make."""
 
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alembic import command
-from sqlalchemy import text
-
 from datastates.lineage import Database
-from datastates.lineage.migrations import HEAD, upgrade
-from tests.support import ready
+from datastates.lineage.migrations import new, upgrade
 
 if TYPE_CHECKING:
     import pytest
@@ -40,23 +38,17 @@ def made(path: Path) -> Path:
     return path
 
 
-def test_it_holds_what_the_migrations_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrade, "upgrade", ready.migrate)
-    migrated = made(tmp_path / "migrated.db")
-    monkeypatch.setattr(upgrade, "upgrade", ready.write)
+def test_a_new_lineage_is_the_migrated_one_under_another_uid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = [made(tmp_path / f"written-{count}.db") for count in range(2)]
+    monkeypatch.setattr(new, "write", upgrade.upgrade)
+    migrated = made(tmp_path / "migrated.db")
     assert len({uid(path) for path in (migrated, *written)}) == 3
     assert {len(uid(path)) for path in (migrated, *written)} == {24}
-    assert dump(written[0]) == dump(written[1]) == dump(migrated)
+    assert dump(written[0]) == dump(written[1])
+    assert dump(written[0]) == dump(migrated), "after a migration was added: .venv/bin/python -m tests.lineage.write_new"
 
 
-def test_what_holds_something_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrade, "upgrade", ready.write)
-    database = Database(f"sqlite:///{tmp_path}/lineage.db")
-    with database.write() as session:
-        command.downgrade(upgrade.config(session.connection()), "datastates_0001")
-    database.close()
-    database = Database(f"sqlite:///{tmp_path}/lineage.db")
-    with database.read() as session:
-        assert session.execute(text("SELECT version_num FROM alembic_version")).scalars().all() == [HEAD]
-    database.close()
+def test_a_new_lineage_needs_no_alembic(tmp_path: Path) -> None:
+    script = "import sys; from datastates.lineage import Database; Database(sys.argv[1]).close(); print('alembic' in sys.modules)"
+    command = [sys.executable, "-c", script, f"sqlite:///{tmp_path}/new.db"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "False\n"
