@@ -172,13 +172,13 @@ _MODULES = {
     "reindex": "upkeep.reindex",
     "save": "integrations.saved",
 }
-"""Where a public name lives; those that are not here are errors."""
+"""The module in which each public name lives. Public names that are not listed here are errors."""
 
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used, and keep it."""
     if name == "__version__":
-        from importlib.metadata import version  # 20 ms that only those who ask should pay
+        from importlib.metadata import version  # takes 20 ms, so only callers that ask pay for it
 
         value: object = version("datastates")
     elif name in __all__:
@@ -190,7 +190,7 @@ def __getattr__(name: str) -> object:
 
 
 def _imported(name: str) -> ModuleType:
-    """A module of ours. The garbage collector rests meanwhile: it would walk all of torch's objects again and again, 150 of 500 ms."""
+    """Import a module of ours with the garbage collector paused: it would walk torch's objects over and over, for 150 of 500 ms."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""All settings of a repository, as one frozen value; the environment is read once, by the entry point."""
+"""All settings of a repository, as one frozen value. The entry point reads the environment once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BackPressure", "Config", "Data", "OnFailure", "data_plane", "parse_b
 
 
 class BackPressure(StrEnum):
-    """What a capture does when the arena has no room: wait, skip this capture, or give up the oldest waiting write."""
+    """What a capture does when the arena has no room: wait, skip itself, or give up the oldest waiting write."""
 
     WAIT = "wait"
     SKIP = "skip"
@@ -27,8 +27,8 @@ class BackPressure(StrEnum):
 
 
 class OnFailure(StrEnum):
-    """What a training does when its states cannot be written because the disk is full, failing or gone: go on and write them later, or
-    raise the error at its next capture."""
+    """What a training does when its states cannot be written because the disk is full, failing or gone: continue and write them later,
+    or raise the error at its next capture."""
 
     CONTINUE = "continue"
     RAISE = "raise"
@@ -37,8 +37,8 @@ class OnFailure(StrEnum):
 class Data(StrEnum):
     """What carries the bytes of clones.
 
-    ``AUTO`` is UCX where both sides found RDMA, and our own connections otherwise; ``UCX`` needs a private network; ``TCP`` is our own
-    connections; ``IPC`` is the driver of the devices, where both sides are processes of one host and user and both chose it.
+    ``AUTO`` takes UCX where both sides found RDMA, and our own connections otherwise. ``UCX`` needs a private network. ``TCP`` is our own
+    connections. ``IPC`` is the driver of the devices; both sides must be processes of one host and user, and both must choose it.
     """
 
     AUTO = "auto"
@@ -48,7 +48,7 @@ class Data(StrEnum):
 
 
 class Module(Protocol):
-    """What a module of the user's is, as far as a configuration can say; the whole contract is ``modules.contract.Module``."""
+    """A user's module, as far as a configuration needs to know it; the whole contract is ``modules.contract.Module``."""
 
     name: str
     priority: int
@@ -57,22 +57,22 @@ class Module(Protocol):
         """Do something with a recorded state."""
 
     def close(self) -> None:
-        """The repository is closed."""
+        """Called when the repository is closed."""
 
 
 class FurtherTier(Protocol):
-    """What a tier of the user's is, as far as a configuration can say; the whole contract is ``datastates.store.Tier``."""
+    """A user's tier, as far as a configuration needs to know it; the whole contract is ``datastates.store.Tier``."""
 
     @property
     def name(self) -> str:
-        """What the lineage calls it."""
+        """The name under which the lineage records it."""
 
     def close(self) -> None:
-        """The repository is closed."""
+        """Called when the repository is closed."""
 
 
 def data_plane(value: object, what: str = "data") -> Data:
-    """One of them, or its text.
+    """The member of ``Data`` that is given, itself or as text.
 
     :raises InvalidInput: it is not one of them.
     """
@@ -86,27 +86,27 @@ class Config:
     - ``memory_bytes``: the budget of the arena, for staging and kept states together (plain values and manifests count), in bytes or as
       ``"2G"``. None keeps as many states as ``policy.keeping`` says; states that may not leave then take at most a quarter of the memory
       that is available when the arena is made.
-    - ``memory_latest``: how many of its newest states each training keeps in memory; None: as many as fit. Older ones leave at the next
-      capture, unless a name leads to them or they are about to be written.
-    - ``device_bytes``: how much of each device's own memory copies of the newest states may take, in bytes or as ``"2G"``. Updates then
-      wait for no copy to the host, and ``run.guard`` and restores go back without it. 0 keeps none.
-    - ``durable_interval_s``: the newest state is written at most this often; None: never by time. ``durable_every``: every so many
-      captures are written. ``cadence``: both as one value, or another policy (``datastates.Cadence``, ``CheckFreq``, …, joined by ``|``)
-      or its text; given instead of the other two.
+    - ``memory_latest``: how many of its newest states each training keeps in memory; None: as many as fit. Older ones leave memory at the
+      next capture, unless a ref names them or they are about to be written.
+    - ``device_bytes``: how much memory of each device the copies of the newest states may take there, in bytes or as ``"2G"``. Updates then
+      do not wait for a copy to the host, and ``run.guard`` and restores go back without the host. 0 keeps no copies.
+    - ``durable_interval_s``: the newest state is written at most this often; None: never by time. ``durable_every``: every n-th capture
+      is written. ``cadence``: both as one value, or another policy (``datastates.Cadence``, ``CheckFreq``, …, joined by ``|``) or its
+      text; give it instead of the other two.
     - ``retention``: which durable states keep their bytes (``datastates.Retention``, or its text).
     - ``back_pressure``: what a capture does when memory is full.
-    - ``on_failure``: whether a training goes on (``continue``) when nothing can be written, or is told by an error (``raise``).
-    - ``write_bytes_per_s``: how fast states are written to disk at most, in bytes or as ``"50M"``; what is left when a training or the
-      repository is closed is written at full speed.
+    - ``on_failure``: whether a training goes on (``continue``) when nothing can be written, or gets an error (``raise``).
+    - ``write_bytes_per_s``: the fastest rate at which states are written to disk, in bytes or as ``"50M"``. What is left when a training or
+      the repository is closed is written at full speed.
     - ``direct_io``: whether packs are written past the page cache; None tries it and falls back.
     - ``data``: what carries the bytes of clones.
     - ``modules``: your own steps, called with every state that is captured or merged (``datastates.Module``).
-    - ``tiers``: your own tiers, nearest first (``datastates.store.Tier``). Each state that becomes durable is put there too, and read from
-      there when no nearer tier has it. They are closed with the repository.
-    - ``group_patience_s``: how long states of a job of several ranks wait for a part that a rank does not report; then they are given up.
+    - ``tiers``: your own tiers, nearest first (``datastates.store.Tier``). Each state that becomes durable is put there too, and is read
+      from there when no nearer tier has it. They are closed with the repository.
+    - ``group_patience_s``: how long a state of several ranks waits for a part that a rank does not report before it is given up.
     - ``on_step``: called with a name after each durable step (see ``store.tiers.packs_in``), on the thread that took it; for tests and
       traces.
-    - ``trace``: a file for Perfetto that says when each thread captured, copied, digested, recorded and wrote which state. It is written
+    - ``trace``: a file for Perfetto that shows when each thread captured, copied, digested, recorded and wrote which state. It is written
       when the repository is closed; ``{pid}`` in its name is replaced by the process id.
     """
 
@@ -158,10 +158,10 @@ class Config:
     def cadence_with(
         self, cadence: Policy | str | None = None, *, durable_every: int | None = None, durable_interval_s: float | None = None
     ) -> Policy:
-        """The cadence of a training that says so much of it; what it leaves out is as configured. A configured policy that is no
-        ``Cadence`` is joined with it.
+        """The cadence of a training that gives these settings; what it leaves out is as configured. A configured policy that is not a
+        ``Cadence`` is joined with them.
 
-        :raises InvalidInput: it says it twice, or what cannot be.
+        :raises InvalidInput: the cadence is given twice, or a setting is impossible.
         """
         whole = _cadence(cadence)
         if whole is not None and (durable_every is not None or durable_interval_s is not None):
@@ -208,14 +208,14 @@ def _cadence(given: object) -> Policy | None:
 
 
 def _listed(tiers: object) -> tuple[FurtherTier, ...]:
-    """Tiers, as far as can be told here; the repository looks at each."""
+    """The tiers, checked as far as is possible here; the repository checks each one."""
     if not isinstance(tiers, Sequence) or isinstance(tiers, str):
         raise InvalidInput(f"tiers is {values.shown(tiers)}: give a list of tiers, nearest first, as tiers=[MyTier()]")
     return tuple(tiers)
 
 
 def _checked(modules: object) -> tuple[Module, ...]:
-    """Modules that have what they must."""
+    """The modules, once each is seen to have what a module needs."""
     if not isinstance(modules, Sequence) or isinstance(modules, str):
         raise InvalidInput(f"modules is {values.shown(modules)}: give a list of modules, as modules=[MyModule()]")
     names: list[str] = []

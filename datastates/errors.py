@@ -6,7 +6,7 @@
     │   └── Unsupported                 an object that has no safe encoding, named by its path
     ├── NotFound (LookupError)          no such state, ref, run or repository
     │   └── Ambiguous                   a uid prefix that fits several states
-    ├── Conflict                        somebody else was first: read again, then decide
+    ├── Conflict                        another caller was first: read again, then decide
     ├── Corrupt                         bytes that fail their digest: restore the ancestor that it names
     ├── Torn                            a capture whose sources changed while they were copied
     ├── Dirty                           live objects are half old, half new: resume the clone, or restore them
@@ -15,11 +15,11 @@
     ├── Unavailable                     known, but its bytes are gone or a service does not answer
     │   ├── Disconnected (ConnectionError)  a peer died, stopped or cannot be reached: try again, or another one
     │   └── OverBudget                  it does not fit the memory budget
-    ├── ModuleFailed                    a module of the user's raised: mend it; the state is kept
+    ├── ModuleFailed                    a user's module raised: mend it; the state is kept
     ├── Cancelled                       the caller cancelled a transfer
     └── Closed (RuntimeError)           the repository or tracker was closed
 
-``kind`` is stable: the web API, ``--json`` and the exit codes of the terminal render from it.
+``kind`` is stable: the web API, ``--json`` and the exit codes of the terminal are derived from it.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ __all__ = [
 
 
 class DatastatesError(Exception):
-    """The root; catch it to catch everything that datastates raises on purpose.
+    """The base class; catch it to catch everything that datastates raises on purpose.
 
-    ``trouble`` names what is the matter where many things fail for one reason: errors that have it in common say one thing.
+    Where many things fail for one reason, ``trouble`` names that reason: errors with the same ``trouble`` report the same problem.
     """
 
     kind: ClassVar[str] = "error"
     trouble: str | None = None
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]:
-        """Whole in another process too: a pool that cannot read back what a worker raised breaks, or waits for ever."""
+        """Pickle the error whole: a pool that cannot read back what a worker raised breaks, or waits for ever."""
         return _again, (type(self), self.args), self.__dict__
 
     def repeats(self, said: BaseException) -> bool:
-        """Whether an error says what another has said already."""
+        """Whether this error reports what another one has reported already."""
         return self is said or (self.trouble is not None and isinstance(said, DatastatesError) and said.trouble == self.trouble)
 
 
@@ -115,7 +115,7 @@ class Conflict(DatastatesError):
 class Corrupt(DatastatesError):
     """Stored bytes fail their digest; the message names the file, the offset and what they belong to.
 
-    ``nearest`` is the uid of the nearest ancestor that verifies, where a state was to be restored and there is one.
+    ``nearest`` is the uid of the nearest ancestor that verifies, if a state was being restored and there is one.
     """
 
     kind = "corrupt"
@@ -126,7 +126,7 @@ class Corrupt(DatastatesError):
 
 
 class Torn(DatastatesError):
-    """Tensors were changed between the call of ``capture`` and the end of their copy; ``paths`` are all their names."""
+    """Tensors were changed between the call of ``capture`` and the end of their copy; ``paths`` names all of them."""
 
     kind = "torn"
 
@@ -138,7 +138,7 @@ class Torn(DatastatesError):
 class Unavailable(DatastatesError):
     """A state whose bytes are gone (evicted, lost), or a service that does not answer.
 
-    ``nearest`` is the uid of the nearest ancestor that can be restored, when there is one. ``is_gone``: waiting does not help.
+    ``nearest`` is the uid of the nearest ancestor that can be restored, if there is one. With ``is_gone``, waiting does not help.
     """
 
     kind = "unavailable"
@@ -161,31 +161,31 @@ class Unauthorized(DatastatesError, PermissionError):
 
 
 class PeerFault(DatastatesError):
-    """A peer broke the protocol: garbage, a length out of bounds, another version. The connection is closed."""
+    """A peer broke the protocol: it sent garbage or a length out of bounds, or speaks another version. The connection is closed."""
 
     kind = "peer-fault"
 
 
 class Disconnected(Unavailable, ConnectionError):
-    """A peer died, stopped answering, or cannot be reached; the message says which, and for how long it was waited for."""
+    """A peer died, stopped answering, or cannot be reached; the message says which, and how long we waited for it."""
 
     kind = "disconnected"
 
 
 class ModuleFailed(DatastatesError):
-    """A module of the user's raised on a state; the message names both, the cause is what it raised. The state is not touched by it."""
+    """A user's module raised on a state; the message names both, and the cause is what it raised. The state is unaffected."""
 
     kind = "module-failed"
 
 
 class Cancelled(DatastatesError):
-    """A transfer that its caller cancelled."""
+    """The caller cancelled a transfer."""
 
     kind = "cancelled"
 
 
 class OverBudget(Unavailable):
-    """Something does not fit the memory budget; the message says how much it needs."""
+    """Something does not fit the memory budget; the message says how much is needed."""
 
     kind = "over-budget"
 

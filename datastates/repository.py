@@ -56,8 +56,8 @@ def open(
 ) -> Repository:
     """Open a repository; create it if it does not exist.
 
-    Opening marks as ``lost`` the states that only a dead process held in memory, and moves each branch back to its newest restorable
-    state. Where nothing may be written, a repository can still be read.
+    Opening marks the states that only a dead process held in memory as ``lost``, and moves each branch back to its newest restorable
+    state. A repository that may not be written can still be read.
 
         with datastates.open("runs") as repo:
             print(repo.refs())
@@ -65,9 +65,9 @@ def open(
     :param url: a folder (SQLite and packs inside), or ``postgresql+psycopg://…`` with ``packs``.
     :param packs: the folder of the packs, when the lineage is on a server.
     :param memory_bytes: the budget for staging and kept states, in bytes or as ``"2G"``; instead of the one in ``config``.
-    :param config: all other settings; None: the defaults, as changed by the environment.
+    :param config: all other settings. None takes the defaults, as changed by the environment.
     :raises Unavailable: the database does not answer.
-    :raises NotFound: there are packs, but the lineage beside them is gone.
+    :raises NotFound: the packs are there, but the lineage beside them is gone.
     :raises InvalidInput: the url has another form, or the folder holds something else.
     """
     if not isinstance(config, Config | None):
@@ -76,7 +76,7 @@ def open(
     if memory_bytes is not None:
         config = replace(config, memory_bytes=values.size(memory_bytes, "memory_bytes"))
     location = locate(url, packs)
-    settle()  # what this process dropped just now is on disk then
+    settle()  # first finish writing what this process has just dropped
     with undisturbed():
         return Repository(location, config)
 
@@ -155,48 +155,50 @@ class Repository(Upkeep, Names, History, Algebra):
         check: Literal["start"] | None = "start",
         **more: object,
     ) -> Tracker:
-        """Track a training on a branch, and restore its objects to where the branch stands.
+        """Track a training on a branch, and restore its objects to the head of that branch.
 
-        A branch that exists is resumed at its newest restorable state. A branch that does not exist begins a root, or forks from ``start``.
+        A branch that exists is resumed at its newest restorable state. A branch that does not exist begins a new root, or forks from
+        ``start``.
 
             with repo.track(branch="main", model=model, optimizer=optimizer) as run:
                 for batch in run.steps(loader):
                     run.capture(metrics={"loss": train_step(batch)})
 
-        :param branch: the branch that captures move.
+        :param branch: the branch that captures move forward.
         :param start: the state from which a new branch forks.
         :param resume: False raises Conflict if the branch exists.
         :param rng: whether the global random number generators are captured.
         :param gradients: whether gradients are captured.
-        :param only: as in ``restore``. With ``start`` it says what a fork takes of that state; when the branch is resumed later, it gets
-            back everything that it captured.
+        :param only: as in ``restore``. With ``start`` it selects what a fork takes from that state. When the branch is resumed later, it
+            gets back everything that it captured.
         :param strict: as in ``restore``.
-        :param durable_every: make every so many captures durable; None: as configured.
+        :param durable_every: make every n-th capture durable; None: as configured.
         :param durable_interval_s: make the newest state durable at most this often; None: as configured.
-        :param cadence: both of these as one value, or another policy (``CheckFreq()``, or several joined by ``|``), or the text of one.
+        :param cadence: both of these as one value, or another policy (``CheckFreq()``, or several joined by ``|``), or a policy as text.
         :param retention: which durable states of this branch keep their bytes, such as ``"latest:5 every:1000"``; None: as configured.
-        :param keep_best: a metric, or several, whose best state so far becomes durable and keeps its bytes, so that ``@best:METRIC`` can be
-            restored. ``"reward:max"`` says that larger is better; otherwise the metric's name decides.
+        :param keep_best: one or more metrics. The best state so far by each becomes durable and keeps its bytes, so that ``@best:METRIC``
+            can be restored. ``"reward:max"`` says that larger is better; without it the metric's name decides.
         :param back_pressure: what a capture does when memory is full: ``wait``, ``skip`` or ``drop-oldest``; None: as configured.
         :param on_failure: what a training does while nothing can be written: ``continue``, or ``raise`` at its next capture; None: as
             configured.
         :param defer: False copies everything before ``capture`` returns.
-        :param objects: further objects to track, by name; here a name may be that of an argument, such as ``start``.
-        :param config: the configuration of this training, for people to find and compare it by: a mapping, an argparse namespace, a
-            dataclass, nested as you like. It is recorded as plain values by flat names such as ``optimizer.lr``; nothing of it is restored.
+        :param objects: further objects to track, by name. Here a name may equal that of an argument, such as ``start``.
+        :param config: the configuration of this training, by which people find and compare it: a mapping, an argparse namespace or a
+            dataclass, nested as you like. It is recorded as plain values under flat names such as ``optimizer.lr``; none of it is restored.
         :param group: the processes that track this training together, each as one rank: ``datastates.ranks.TorchGroup()``,
-            ``MPIGroup()``, or ``SoloGroup()`` where each trains by itself. None: that of ``datastates.ranks.using``, else all ranks of
-            torch.distributed or MPI where one of them is initialised, else this process. ``track`` is then collective: all ranks call it.
-        :param own: names of what each rank keeps for itself and gets back as its own, besides random numbers, loaders and samplers.
-            Everything else is to be equal on all ranks, and each stores its share of it.
+            ``MPIGroup()``, or ``SoloGroup()`` where each process trains by itself. None takes the group of ``datastates.ranks.using``, else
+            all ranks of torch.distributed or MPI where one of them is initialised, else this process alone. With several ranks ``track`` is
+            collective: all ranks call it.
+        :param own: names of the objects that each rank keeps for itself and gets back as its own, besides random numbers, loaders and
+            samplers. Everything else must be equal on all ranks, and each rank stores its share of it.
         :param reduce: how the metrics that the ranks give become those of the state: ``"first"`` (rank 0's), ``"mean"``, ``"max"``,
             ``"min"``, ``"sum"``, ``"each"`` (rank 0's, and all as ``loss@3``), or a dict of these by the name of a metric.
         :param check: ``"start"`` checks now, by digests, that what should be equal on all ranks is equal; None does not check. See
             ``run.check_replicas``.
-        :param more: what is tracked, by name: anything with ``state_dict`` and ``load_state_dict``, generators of random numbers
-            (torch's, Python's, NumPy's), nested containers of those, of tensors and of plain values. All are restored in place; values that
-            cannot be (numbers, text, tuples) are in the tracker's ``values``.
-        :raises Conflict: the branch exists and was not to be resumed, or does not descend from ``start``.
+        :param more: the objects to track, by name: anything with ``state_dict`` and ``load_state_dict``, random number generators
+            (torch's, Python's, NumPy's), and nested containers of those, of tensors and of plain values. All are restored in place, except
+            values that cannot be (numbers, text, tuples): the tracker's ``values`` has those.
+        :raises Conflict: the branch exists and ``resume`` is False, or it does not descend from ``start``.
         :raises NotFound: ``start`` names no state.
         :raises Corrupt: the branch's head is damaged; names the nearest ancestor that verifies, and how to go on from it.
         :raises Unavailable: the repository can only be read, or another process or folder holds the branch's bytes.
@@ -237,19 +239,19 @@ class Repository(Upkeep, Names, History, Algebra):
     def load(
         self, rev: str | State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None, rank: int = 0
     ) -> Any:
-        """A state's tree: nested containers of tensors, each byte checked. The caller owns the tensors.
+        """A state's tree: nested containers of tensors, with every byte checked. The caller owns the tensors.
 
-        From disk they are memory-mapped privately: writing to them never reaches the pack.
+        Tensors from disk are memory-mapped privately: writing to them never changes the pack.
 
             weights = repo.load("main~3", only="model")["model"]
 
         :param rev: the state.
-        :param only: names, or patterns of paths (``"model"``, ``"optimizer/state/*"``); everything else is ``None`` in the tree, and is not
+        :param only: names, or patterns of paths (``"model"``, ``"optimizer/state/*"``). Everything else is ``None`` in the tree, and is not
             read.
-        :param device: where the tensors go.
+        :param device: the device on which the tensors are placed.
         :param rank: for a state that several ranks captured together: the rank whose own values (random numbers, place in the data) the
-            tree has.
-        :raises InvalidInput: a name or a pattern of ``only`` selects nothing.
+            tree contains.
+        :raises InvalidInput: a name or a pattern in ``only`` selects nothing.
         :raises Corrupt: a stored byte is wrong; names the file and the tensor, and the nearest ancestor that verifies.
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
         """
@@ -265,16 +267,16 @@ class Repository(Upkeep, Names, History, Algebra):
         strict: bool = True,
         group: Group | None = None,
     ) -> RestoreReport:
-        """Put a state into live objects, in place; with ``strict`` nothing is changed unless everything fits and is verified.
+        """Restore a state into live objects, in place; with ``strict`` nothing is changed unless everything fits and is verified.
 
             repo.restore("main~2", into={"model": model, "optimizer": optimizer})
 
         :param rev: the state.
         :param into: the objects, by the names under which they were tracked.
-        :param only: names, or patterns of paths, of what is restored; all else is left alone and not read.
-        :param strict: False restores what fits, and the report says what does not.
-        :param group: the ranks of a job that restore it together; each of them calls this. What several need is read once and passed on,
-            and each gets back what was its own. None: this process restores alone, and gets what was rank 0's own.
+        :param only: names, or patterns of paths, of what is restored. Everything else is left alone and not read.
+        :param strict: False restores what fits, and the report lists what does not.
+        :param group: the ranks of a job that restore the state together; each of them calls this. Bytes that several ranks need are read
+            once and passed on, and each rank gets back what was its own. None: this process restores alone, and gets what was rank 0's own.
         :raises InvalidInput: names, shapes or types do not fit; lists them.
         """
         return restore(
@@ -303,22 +305,22 @@ class Repository(Upkeep, Names, History, Algebra):
 
         Closing the repository closes the server too.
 
-        :param url: ``tcp://HOST:PORT``, or ``ucx://…`` to allow UCX; port 0 takes any that is free. ``http://127.0.0.1:0`` serves the page
+        :param url: ``tcp://HOST:PORT``, or ``ucx://…`` to allow UCX; port 0 takes any free port. ``http://127.0.0.1:0`` serves the page
             and the web API instead.
-        :param token: the secret that peers must know. A server that other machines can reach needs one, here, as ``token_file`` or as
+        :param token: the secret that peers must know. A server that other machines can reach needs one: here, in ``token_file`` or in
             ``DATASTATES_TOKEN``.
         :param token_file: a file that holds the token.
         :param tls: certificates for TLS 1.3.
         :param is_writable: whether peers may push states, or make and move names on the page; needs a token.
-        :param timeout_s: a peer that is silent for so long is treated as dead.
+        :param timeout_s: a peer that is silent for this long is treated as dead.
         :param data: what carries the bytes: ``tcp`` (our own connections), ``ucx`` (needs a ``ucx://`` url, and asserts that the network is
-            private), ``auto`` (UCX where both sides found RDMA, else ``tcp``), or ``ipc`` (both sides must choose it: straight into memory
-            of a GPU that both processes of this host use). None: as configured (``DATASTATES_DATA``).
-        :param pictures: with ``http://``: a function that takes the index of a sample and gives its picture, which the page shows among
-            outliers: an array, or the bytes of a PNG, JPEG, GIF or WebP of at most 1 MiB.
-        :param group: the ranks of a job, all of which call this and serve with one token, each at its own address. A peer that clones a
+            private), ``auto`` (UCX where both sides found RDMA, else ``tcp``), or ``ipc`` (straight into the memory of a GPU that both
+            processes of this host use; both sides must choose it). None: as configured (``DATASTATES_DATA``).
+        :param pictures: with ``http://``: a function that takes the index of a sample and returns its picture, which the page shows among
+            outliers. A picture is an array, or the bytes of a PNG, JPEG, GIF or WebP of at most 1 MiB.
+        :param group: the ranks of a job. All of them call this and serve with one token, each at its own address. A peer that clones a
             state from one of them finds the others, which have its other parts.
-        :raises InvalidInput: other machines can reach it, or it is writable, and there is no token.
+        :raises InvalidInput: the server can be reached from other machines, or is writable, and there is no token.
         :raises Unavailable: the address is taken.
         :raises Unsupported: ``data="ucx"``, and UCXX is not installed.
         """
@@ -335,7 +337,7 @@ class Repository(Upkeep, Names, History, Algebra):
         if is_writable:
             check_writers(url, secret)
         if url.startswith("http:"):
-            from .api.serve import serve_repository  # FastAPI is imported when it is asked for
+            from .api.serve import serve_repository  # FastAPI is imported only when it is needed
 
             server: Server = serve_repository(self, url, token=secret, tls=tls, is_writable=is_writable, pictures=pictures)
         elif pictures is not None:
@@ -351,21 +353,21 @@ class Repository(Upkeep, Names, History, Algebra):
 
     @property
     def trouble(self) -> str | None:
-        """Why this process cannot write its states, since when, and what that has cost so far; None while all is well.
+        """Why this process cannot write its states, since when, and what that has cost so far; None while writing works.
 
-        While there is trouble, new states are in memory only.
+        While there is trouble, new states stay in memory only.
         """
         return None if self.core.running is None else self.core.running.trouble
 
     def flush(self) -> None:
-        """Wait until every capture so far is recorded (not: durable) or has failed."""
+        """Wait until every capture so far is recorded (which is not yet durable) or has failed."""
         if self.core.running is not None:
             self.core.running.flush()
 
     def close(self) -> None:
         """Make tagged states and branch heads durable, end the threads and release everything; idempotent.
 
-        :raises DatastatesError: (or another error of the background) that no handle and no later capture has raised.
+        :raises DatastatesError: (or another error) something failed in the background, and no handle or later capture has raised it yet.
         """
         self.core.close()
 
@@ -385,6 +387,6 @@ class Repository(Upkeep, Names, History, Algebra):
         return f"<Repository {self.location}>"
 
     def _repr_html_(self) -> str:
-        from .show.notebook import repository_html  # only notebooks ask
+        from .show.notebook import repository_html  # only notebooks need it
 
         return repository_html(self.core)

@@ -1,8 +1,8 @@
-"""Values that a user gives, as the exact plain values that a database and a manifest hold; or a refusal that says what would do.
+"""Values that a user gives, turned into the exact plain values that a database and a manifest hold, or refused with what would do instead.
 
-Each function takes the value and ``what`` it is, for the message: ``metric 'loss'``. NumPy's numbers and tensors or arrays of one
-element are taken as the number that they hold, subclasses of ``str``, ``int`` and ``float`` as what they are underneath: what is
-returned is of Python's own types. Neither torch nor NumPy is imported for that.
+Each function takes the value and ``what`` it is, for the message: ``metric 'loss'``. The result has one of Python's own types:
+NumPy's numbers and tensors or arrays of one element become the number that they hold, and subclasses of ``str``, ``int`` and
+``float`` become their base type. Neither torch nor NumPy is imported for that.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ __all__ = [
 ]
 
 KEY_LENGTH = 255
-"""So many characters may the name of a metric or an attribute have."""
+"""The most characters that the name of a metric or an attribute may have."""
 
 Check = Callable[[object, str], Any]
-"""Takes a value and what it is; gives it back as it is to be used, or raises."""
+"""A function that takes a value and what it is, and returns it in the form to be used, or raises."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -71,10 +71,10 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 def attribute(value: object, name: str) -> object:
-    """An attribute of whatever a user gave; None where it has none, or fails when it is asked, and of a class."""
+    """An attribute of an object that a user gave; None if it has none, if reading it fails, or if the object is a class."""
     try:
         return None if isinstance(value, type) else getattr(value, name, None)
-    except Exception:  # a property may raise anything; what lacks the attribute is then refused by name
+    except Exception:  # a property may raise anything; an object without the attribute is later refused by name
         return None
 
 
@@ -97,7 +97,7 @@ def attributes(given: object) -> dict[str, Plain]:
 def plain(value: object, what: str) -> Plain:
     """A text, a number, True, False or None.
 
-    A member of an Enum is its value, a path its text, a date its ISO form (a time with a zone in UTC, so that texts sort as times do).
+    A member of an Enum becomes its value, a path its text, a date its ISO form (a time with a zone in UTC, so that texts sort as times do).
 
     :raises InvalidInput: it is none of these, or does not fit a database: NUL, half a character, more than 64 bits.
     """
@@ -125,7 +125,7 @@ def number(value: object, what: str) -> float:
     found = _held(value)
     try:
         if not isinstance(found, str | bytes | bytearray) and (hasattr(type(found), "__float__") or hasattr(type(found), "__index__")):
-            return float.__float__(float(found))  # type: ignore[arg-type]  # it says that it can
+            return float.__float__(float(found))  # type: ignore[arg-type]  # it has __float__
     except Exception as exc:  # its __float__ may raise anything
         raise InvalidInput(
             f"{what} is {shown(value)}, which is no number ({type(exc).__name__}: {exc}): give one, or leave it out"
@@ -217,14 +217,14 @@ def text(value: object, what: str, *, at_most: int | None = None) -> str:
 
 
 def storable(found: str) -> str:
-    """A text of the system's, such as an argument of the command line, as one that can be stored: what is no character is written out."""
+    """A text from the system, such as a command-line argument, in a form that can be stored: bytes that are no characters are escaped."""
     return found.replace("\x00", "\\x00").encode(errors="backslashreplace").decode()
 
 
 def key(name: object, what: str) -> str:
     """The name of a metric or an attribute.
 
-    :raises InvalidInput: it is no text, or has not 1 to ``KEY_LENGTH`` characters.
+    :raises InvalidInput: it is no text, or does not have 1 to ``KEY_LENGTH`` characters.
     """
     found = text(name, what)
     if not 0 < len(found) <= KEY_LENGTH:
@@ -251,7 +251,7 @@ def path(value: object, what: str) -> str:
 
 
 def string(value: object, what: str) -> str:
-    """A text of any letters.
+    """A text of any characters.
 
     :raises InvalidInput: it is no text.
     """
@@ -290,7 +290,7 @@ def iterable(value: object, what: str) -> object:
 def token(value: object, what: str) -> str | bytes:
     """A secret, as text or as bytes.
 
-    :raises InvalidInput: it is neither; does not say what it is.
+    :raises InvalidInput: it is neither; the message does not show the value.
     """
     if not isinstance(value, str | bytes):
         raise InvalidInput(f"{what} is a {type(value).__name__}: give a text or bytes")
@@ -308,7 +308,7 @@ def callback(value: object, what: str) -> object:
 
 
 def named(value: object, what: str) -> dict[str, object]:
-    """Things by name.
+    """A dict of objects by name.
 
     :raises InvalidInput: it is no dict, or a name is no text.
     """
@@ -318,7 +318,7 @@ def named(value: object, what: str) -> dict[str, object]:
 
 
 def several(check: Check) -> Check:
-    """A list of what ``check`` takes."""
+    """A check of a list whose elements ``check`` accepts."""
 
     def checked(value: object, what: str) -> object:
         if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
@@ -333,12 +333,12 @@ def several(check: Check) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """None, or what ``check`` takes."""
+    """A check that accepts None, and what ``check`` accepts."""
     return lambda value, what: None if value is None else check(value, what)
 
 
 def takes(**checks: Check) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A function's arguments are given to these checks by name, before it is called; it gets what they return."""
+    """A decorator that passes a function's arguments, by name, to these checks before each call; the function gets what they return."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         names = tuple(signature(function).parameters)
@@ -356,7 +356,7 @@ def takes(**checks: Check) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def unpacks(options: type, **defaults: object) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """The ``**options`` of a function are those of a TypedDict: it gets each, by default as said here, and ``help`` shows them one by one.
+    """A decorator that takes a function's ``**options`` from a TypedDict: it gets each, with these defaults, and ``help`` lists each one.
 
     :param options: the TypedDict.
     :param defaults: a value for each of its keys.
@@ -385,7 +385,7 @@ def unpacks(options: type, **defaults: object) -> Callable[[Callable[_P, _R]], C
 
 
 def patterns(value: object, what: str = "only") -> list[str] | None:
-    """One name or pattern, or several; None is all.
+    """One name or pattern, or several; None means all.
 
     :raises InvalidInput: it is none of these.
     """
@@ -400,9 +400,9 @@ def patterns(value: object, what: str = "only") -> list[str] | None:
 
 
 def revision(value: object, what: str = "the revision") -> str:
-    """A revision: a text as it is, a state by its uid.
+    """A revision as text: a text stays as it is, a state becomes its uid.
 
-    :raises InvalidInput: it is neither; there is no state yet where it is None.
+    :raises InvalidInput: it is neither. None means that there is no state yet, and the message says so.
     """
     if value is None:
         raise InvalidInput("there is no state to name yet: capture one first")
@@ -422,7 +422,7 @@ def revisions(value: object, what: str = "the revisions") -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value for a message: short, and without what its own ``repr`` may do."""
+    """A short form of a value for a message, made without calling the value's own ``repr``."""
     if type(value) is int and value.bit_length() > 200:
         return f"an int of {value.bit_length()} bits"
     if type(value) in _EXACT or type(value) in (bytes, complex):
@@ -441,7 +441,7 @@ def shown(value: object) -> str:
 
 
 def _spelt(annotation: object) -> object:
-    """An annotation as it was written, where it is evaluated later."""
+    """An annotation as it was written, if it is evaluated later."""
     return getattr(annotation, "__forward_arg__", annotation)
 
 
@@ -463,7 +463,7 @@ def _named(given: object, what: str, example: str) -> list[tuple[str, object]]:
 
 
 def _plain(value: object, what: str) -> object:
-    """Convert a value that is not exactly of a plain type to one that is, if there is a way."""
+    """Convert a value that is not exactly of a plain type to one that is, if possible."""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, PurePath):
@@ -485,9 +485,9 @@ def _held(value: object) -> object:
     if shape is None or any(size != 1 for size in shape):
         return value
     try:
-        found: object = value.item()  # type: ignore[attr-defined]  # whatever has a shape and an item() is an array
+        found: object = value.item()  # type: ignore[attr-defined]  # an object with a shape and an item() is an array
         return float(value) if type(found) is type(value) else found  # type: ignore[arg-type]  # NumPy's longdouble holds itself
-    except Exception:  # its item() may raise anything; what holds no number is then refused by name
+    except Exception:  # its item() may raise anything; a value that holds no number is later refused by name
         return value
 
 

@@ -1,4 +1,4 @@
-"""The handle that ``run.capture`` returns at once, what can be waited for on it, and how the engine moves it on."""
+"""The handle that ``run.capture`` returns at once, with which a caller waits for a status of its state, and how the engine advances it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Capture", "Progress"]
 _RANK = {Status.CAPTURED: 0, Status.DURABLE: 1, Status.REPLICATED: 2, Status.EXTERNAL: 3}
 
 SAY_AGAIN_S = 1.0
-"""How often a caller that waits says so."""
+"""How often a waiting caller repeats that it waits, in seconds."""
 
 
 class Progress:
-    """How far a capture has come. The engine moves it on, from any thread, and wakes callers that wait on the ``Capture``."""
+    """How far a capture has come. The engine updates it, from any thread, and wakes callers that wait on the ``Capture``."""
 
     def __init__(self, uid: str) -> None:
         self.uid = uid
@@ -37,44 +37,44 @@ class Progress:
 
     @property
     def is_asked(self) -> bool:
-        """Whether somebody waited for it to become durable, and still has the handle."""
+        """Whether a caller waited for the state to become durable, and still has the handle."""
         return self.asked is not None and self.asked() is not None
 
     def advance(self, state: State) -> None:
-        """The state is recorded, or has a later status."""
+        """Note that the state is recorded, or has reached a later status."""
         self.state, self.held_up = state, None
         self.changed.ring()
 
     def fail(self, error: BaseException) -> None:
-        """The background failed: callers that wait for a later status get this error."""
+        """Note that the background failed: callers that wait for a later status get this error."""
         self.error = error
         self.changed.ring()
 
     def note(self, error: ModuleFailed) -> None:
-        """A user's module failed, which keeps the state from nothing. The first one is kept."""
+        """Note that a user's module failed, which does not hold the state up. The first such error is kept."""
         self.module_error = self.module_error or error
 
     def hold_up(self, why: Unavailable) -> None:
-        """It cannot go on for now: waiting callers get this error, and may wait again."""
+        """Note that the capture cannot go on for now: waiting callers get this error, and may wait again."""
         self.held_up = why
         self.changed.ring()
 
     def skip(self, why: str | None = None) -> None:
-        """There was no room; it will have no state. ``why`` there was none, unless the back-pressure said to skip."""
+        """Note that there was no room, so the capture will have no state. ``why`` says why, unless the back-pressure was ``skip``."""
         self.is_skipped, self.why_skipped = True, why
         self.changed.ring()
 
     def give_up(self, why: str) -> None:
-        """Its bytes left memory before they were on disk. The first reason is the one that helps."""
+        """Note that the state's bytes left memory before they were on disk. The first reason is kept, since it is the one that helps."""
         self.given_up = self.given_up or why
         self.changed.ring()
 
 
 class Capture:
-    """A capture under way. Any thread may read it and wait on it; the engine moves it on.
+    """A capture under way. Any thread may read it and wait on it; the engine advances it.
 
-    ``uid`` names the state from the start, ``step`` is where the training stood. ``is_skipped`` is true when there was
-    no room and the back-pressure said to skip, or nothing could be written to make any: such a capture has no state.
+    ``uid`` names the state from the start, and ``step`` is the step of the training. ``is_skipped`` is true when there was no
+    room and the back-pressure was ``skip``, or nothing could be written to make room: such a capture has no state.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Capture:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether there was no room, and the back-pressure said to skip, or nothing could be written to make any; or a rank has no part."""
+        """Whether the capture was skipped: there was no room (by ``skip``, or because nothing could be written), or a rank has no part."""
         return self._progress.is_skipped
 
     @property
@@ -108,25 +108,25 @@ class Capture:
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the background, as itself; else the ``ModuleFailed`` of a module of yours, which ``wait`` does not raise."""
+        """The error of the background, as it was raised; else the ``ModuleFailed`` of a module of yours, which ``wait`` does not raise."""
         return self._progress.error or self._progress.module_error
 
     @takes(status=string, timeout_s=optional(seconds))
     def wait(self, status: str = "captured", timeout_s: float | None = None) -> State:
         """Block until the state has reached ``status`` (or a later one), and return it.
 
-        Waiting for ``durable`` asks for it: the state is written even if no policy wanted it. While the disk is full or away it is tried
-        again and again, as long as you wait (unless ``on_failure="raise"``).
+        Waiting for ``durable`` requests it: the state is written even if no policy chose it. While the disk is full or away, the write is
+        retried for as long as you wait (unless ``on_failure="raise"``).
 
             with repo.track(branch="waited-for", model=model, optimizer=optimizer) as run:
                 train_step(next(iter(loader)))
                 state = run.capture().wait("durable", timeout_s=60)
 
-        :raises Torn: and any other error of the background, as itself.
+        :raises Torn: or any other error of the background, as it was raised.
         :raises Unavailable: the capture was skipped, or its bytes were given up before they reached the status; or the lineage has been
-            away for a minute (the state is in memory: wait again when it is back).
-        :raises TimeoutError: ``timeout_s`` seconds went by; says why, where nothing can be written, or parts of other ranks are missing.
-        :raises InvalidInput: no such status.
+            away for a minute (the state is in memory: wait again when the lineage is back).
+        :raises TimeoutError: ``timeout_s`` seconds have passed; says why, if nothing can be written or parts of other ranks are missing.
+        :raises InvalidInput: there is no such status.
         :raises Closed: this is a forked child, where nothing is captured.
         """
         goal = _goal(status)
@@ -144,7 +144,7 @@ class Capture:
         return state
 
     def _wait_for(self, goal: Status, timeout_s: float | None) -> bool:
-        """Say again and again that somebody waits, until the state has reached it; False when ``timeout_s`` went by before."""
+        """Wait until the state has reached ``goal``, repeating every second that a caller waits; False if ``timeout_s`` passes first."""
         ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._hurry()

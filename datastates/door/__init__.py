@@ -1,1 +1,1 @@
-"""The door of a repository, a subject a module: what users call, with what it checks and says; the work is done elsewhere."""
+"""The door of a repository: the methods that users call, one module for each subject. They check arguments; the work is done elsewhere."""

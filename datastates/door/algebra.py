@@ -1,4 +1,4 @@
-"""What involves several states: comparisons, changes, merges, ensembles."""
+"""The methods of a repository that take several states: comparisons, differences, merges, ensembles."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = ["Algebra"]
 
 
 class Algebra(Opened):
-    """Several states at once."""
+    """The methods that take several states."""
 
     @values.takes(revs=values.several(values.revision))
     def compare(self, revs: Sequence[str | State]) -> Comparison:
-        """Put states beside each other: configuration, metrics, attributes and code, differences first; and where each can be restored.
+        """Several states side by side: configuration, metrics, attributes and code, differences first; and where each can be restored.
 
-        It reads no payload, so states whose bytes are gone can be compared as well.
+        No payload is read, so states whose bytes are gone can be compared as well.
 
             for row in repo.compare(["main~3", "main"]).metrics:
                 print(row.key, row.values)
 
-        :param revs: two to 32 of them.
+        :param revs: 2 to 32 states.
         """
         from datastates.show.overview import comparison
 
@@ -57,17 +57,17 @@ class Algebra(Opened):
     ) -> Diff:
         """What changed between two states: each tensor's norms, distance, cosine, largest change, changed fraction; metrics, config, code.
 
-        It needs memory for a few tensors only; what both hold in the same chunks is not read. Where the bytes of one of them are gone,
-        everything but the tensors is compared, and ``lacking`` says why and which state can be restored instead.
+        It needs memory for a few tensors only, and does not read what both states hold in the same chunks. If the bytes of one of them are
+        gone, everything but the tensors is compared, and ``lacking`` says why and which state can be restored instead.
 
             for change in repo.diff("main~3", "main").tensors:
                 print(change.path, change.relative)
 
-        :param old: the state from which changes count.
-        :param new: the state to which they lead.
+        :param old: the state before the changes.
+        :param new: the state after them.
         :param only: which tensors are compared, as in ``load``.
         :param stat: read no payload: tensors are ``same`` by their digests, or ``unread``.
-        :param on_progress: called with the bytes of ``new`` that were compared, and all of them.
+        :param on_progress: called with the bytes of ``new`` that have been compared, and their total.
         """
         from datastates.algebra.diff import diff
 
@@ -82,17 +82,17 @@ class Algebra(Opened):
         size: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Blame]:
-        """Which state last changed a bit of each tensor, along first parents; in the order of the tree.
+        """For each tensor, in the order of the tree, the state that last changed any bit of it, along first parents.
 
-        It reads manifests, and of the payload what lies in chunks that changed and that several tensors share.
+        It reads manifests. Of the payload it reads only changed chunks that several tensors share.
 
             for found in repo.blame("main", only="model"):
                 print(found.path, found.state.step, found.change)
 
         :param rev: the state whose tensors are asked about.
         :param only: which tensors, as in ``load``.
-        :param size: also by how much it was changed there, which reads both versions of each tensor.
-        :param on_progress: called with the states that were looked at, and the most there are.
+        :param size: also compute by how much each tensor changed there, which reads both versions of it.
+        :param on_progress: called with the number of states looked at so far, and the most that there can be.
         :raises Unavailable: the bytes of the state itself are gone; names the nearest ancestor that has them.
         """
         from datastates.algebra.blame import blame
@@ -118,16 +118,16 @@ class Algebra(Opened):
     ) -> Bisection:
         """The first state on the path from ``good`` to ``bad`` for which a predicate holds; at most ceil(log2(n)) + 1 of n are restored.
 
-        States whose bytes are gone are not tried; if one of them may be the first, ``candidates`` lists all that may.
+        States whose bytes are gone are not tried. If one of them may be the first, ``candidates`` lists all that may.
         ``repo.bisect("warm", "main", lambda tree: tree["model"]["weight"].abs().max() > 100, only="model").bad`` is such a state.
 
-        :param good: where it does not hold yet.
-        :param bad: a descendant of it, where it holds.
-        :param predicate: takes a state's containers, as ``load`` gives them, and says True where it is bad, False where it is good, None
-            where that cannot be said. Or a condition on a metric, ``"loss > 5"``: then nothing is restored, and NaN is bad.
-        :param only: what is loaded for it, as in ``load``.
-        :param verdicts: a file that keeps what was found, so that a bisection that was broken off goes on; it is of one question.
-        :param on_progress: called with the states that were tried, and how many these will be at most.
+        :param good: a state for which the predicate does not hold yet.
+        :param bad: a descendant of ``good`` for which it holds.
+        :param predicate: a function that takes a state's containers, as ``load`` returns them, and returns True if the state is bad, False
+            if it is good, None if it cannot tell. Or a condition on a metric, ``"loss > 5"``: then nothing is restored, and NaN is bad.
+        :param only: what is loaded for the predicate, as in ``load``.
+        :param verdicts: a file that keeps the results so far, so that an interrupted bisection can go on. Use one file for each question.
+        :param on_progress: called with the number of states tried so far, and the most that will be tried.
         :raises InvalidInput: ``bad`` does not descend from ``good``, or the predicate does not tell the two apart.
         """
         from datastates.algebra.bisection import bisect
@@ -164,28 +164,28 @@ class Algebra(Opened):
             soup = repo.merge(["main~2", "main"], method="mean", into="soup")
 
         - ``mean``: weighted by ``weights``.
-        - ``greedy``: the mean of the members that help. ``evaluate(tree)`` gives a number for what ``only`` asks for, ``better`` says
-          whether a ``"higher"`` or a ``"lower"`` one is better. Beginning with the best member, each next best is added unless the value
-          gets worse.
-        - ``ema``: an exponential moving average from the oldest of ``revs`` to the newest, which is the first parent, by ``decay``.
-        - ``slerp``: between two states on the sphere, at ``t``, tensor by tensor.
-        - ``ties``: of each state's changes since ``base`` (None: the nearest common ancestor) the largest ``density`` of every tensor;
-          those of the sign that wins are averaged by ``weights``, and added to ``base`` times ``scale``.
+        - ``greedy``: the mean of the members that help. ``evaluate(tree)`` returns a number for the objects that ``only`` selects, and
+          ``better`` says whether a ``"higher"`` or a ``"lower"`` number is better. The merge begins with the best member, and adds each
+          next best unless the number gets worse.
+        - ``ema``: an exponential moving average by ``decay``, from the oldest of ``revs`` to the newest, which is the first parent.
+        - ``slerp``: the point ``t`` on the arc between two states on the sphere, tensor by tensor.
+        - ``ties``: takes each state's changes since ``base`` (None: the nearest common ancestor), and of these the largest ``density`` of
+          every tensor. The changes of the sign that wins are averaged by ``weights``, and added to ``base`` times ``scale``.
 
         Statistics of BatchNorm are averaged like weights.
 
         :param revs: the parents.
         :param method: one of the above.
-        :param weights: the members' shares, which sum to 1; None: equal ones.
-        :param only: which tensors are combined. Integers, counters and all else are the first parent's.
-        :param rest: ``"drop"`` leaves out objects of which nothing is asked for.
+        :param weights: the members' shares, which sum to 1; None: equal shares.
+        :param only: which tensors are combined. Integers, counters and everything else are the first parent's.
+        :param rest: ``"drop"`` leaves out objects of which ``only`` selects nothing.
         :param into: a branch: a new one, or one whose head is the first parent. It makes the state durable.
-        :param tag: a tag, which makes the state durable too; with neither it stays in memory.
+        :param tag: a tag, which makes the state durable too. With neither, the state stays in memory.
         :param message: a text for the state.
         :param options: the options of the method.
         :raises InvalidInput: the states do not fit together (lists what does not), or an argument makes no sense.
         :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
-        :raises Conflict: a name is taken, or the branch is elsewhere.
+        :raises Conflict: a name is taken, or the branch's head is not the first parent.
         """
         from datastates.algebra.merge import Names, merge
 
@@ -194,9 +194,9 @@ class Algebra(Opened):
 
     @values.takes(rev=values.revision)
     def verify_merge(self, rev: str | State) -> State:
-        """Make a merged state again from its parents, whose bytes must be here, and compare each tensor.
+        """The merged state, once it has been merged again from its parents and each tensor is the same. The parents' bytes must be here.
 
-        :raises Corrupt: a tensor is not what the parents make; names it.
+        :raises Corrupt: a tensor is not what merging the parents gives; names it.
         """
         from datastates.algebra.merge import verify_merge
 
@@ -217,7 +217,7 @@ class Algebra(Opened):
             print(prediction.mean.shape, prediction.spread.max())
 
         :param revs: the members.
-        :param model: the module that computes, with the weights and buffers of each state in turn; its own are not touched.
+        :param model: the module that computes, with the weights and buffers of each state in turn. Its own are not touched.
         :param only: the name under which the module was tracked.
         :param pick: chooses the tensor from an output that is not a tensor.
         :raises InvalidInput: a state does not fit the module; lists what does not.

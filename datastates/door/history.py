@@ -1,4 +1,4 @@
-"""What is asked of the lineage alone: no payload is read."""
+"""The methods of a repository that read the lineage alone, and no payload."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class History(Opened):
 
     @values.takes(rev=values.revision, limit=values.optional(values.count))
     def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> States:
-        """A state and its ancestors, all parents followed, newest first: a list, which ``frame`` makes a pandas frame of.
+        """A state and its ancestors along all parents, newest first: a list, whose ``frame`` makes a pandas frame of it.
 
             for state in repo.log("main", limit=5):
                 print(state.step, state.metrics["loss"])
@@ -42,7 +42,7 @@ class History(Opened):
             return States(walk.log(session, uid, limit=limit))
 
     def stats(self) -> RepositoryStats:
-        """How much there is, by status, name and tier; and what this process has captured, copied and written so far, and how long each
+        """How much there is, by status, name and tier; what this process has captured, copied and written so far; and how long each
         stage of that took.
 
             stats = repo.stats()
@@ -53,9 +53,9 @@ class History(Opened):
         return stats(self.core)
 
     def instrument(self, meter: Meter | None = None) -> None:
-        """Let OpenTelemetry read what ``stats`` says of this process, whenever it collects: counters, and the time of each stage.
+        """Let OpenTelemetry read what ``stats`` says of this process whenever it collects: counters, and the time of each stage.
 
-        :param meter: makes the instruments; None: that of the global provider, called ``datastates``.
+        :param meter: the meter that makes the instruments; None: the one of the global provider called ``datastates``.
         :raises Unsupported: OpenTelemetry is not installed.
         """
         from datastates.show.telemetry import instrument  # few ask for it
@@ -64,7 +64,7 @@ class History(Opened):
 
     @values.takes(query=values.string)
     def find(self, query: str) -> States:
-        """All states that a query asks for, in its order; a ``limit`` in the query bounds them. ``lineage.search.query`` has the grammar.
+        """All states that match a query, in the query's order and up to its ``limit``. ``lineage.search.query`` has the grammar.
 
             best = repo.find("branch = main and metrics.loss < 100 order by metrics.loss limit 5")
 
@@ -76,14 +76,14 @@ class History(Opened):
 
     @values.takes(rev=values.revision, limit=values.optional(values.count))
     def ancestors(self, rev: str | State, *, limit: int | None = None) -> States:
-        """All ancestors, further parents' included, newest generation first."""
+        """All ancestors along all parents, newest generation first."""
         uid = self._uid(rev)
         with self.core.reading() as session:
             return States(walk.ancestors(session, uid, limit=limit))
 
     @values.takes(rev=values.revision, limit=values.optional(values.count))
     def descendants(self, rev: str | State, *, limit: int | None = None) -> States:
-        """All states that come from this one."""
+        """All states that descend from this one."""
         uid = self._uid(rev)
         with self.core.reading() as session:
             return States(walk.descendants(session, uid, limit=limit))
@@ -99,29 +99,29 @@ class History(Opened):
 
     @values.takes(query=values.string, metric=values.optional(values.key), sort=values.string, group=values.optional(values.text))
     def overview(self, query: str = "", *, metric: str | None = None, sort: str = "changed", group: str | None = None) -> Branches:
-        """The branches at a glance: where each forked, how it went, its best state and the best that can be restored, what was configured.
+        """The branches at a glance: where each forked, how it went, its best state, the best that can be restored, and its configuration.
 
             for branch in repo.overview(sort="best"):
                 print(branch.name, branch.states, branch.best)
 
-        :param query: a condition, as of ``find``; it must hold of a branch's newest state.
-        :param metric: what ``last``, ``best`` and ``line`` are of; None: the most relevant one.
+        :param query: a condition, as in ``find``, that must hold for a branch's newest state.
+        :param metric: the metric that ``last``, ``best`` and ``line`` show; None: the most relevant one.
         :param sort: ``changed``, ``name``, ``began``, ``best``, ``last``, ``step``, ``states``, ``restorable``, ``durable``, ``bytes`` or
-            ``took``; the best, newest and longest come first, unless ``-`` stands before it.
+            ``took``. The best, newest and longest come first; a ``-`` in front reverses the order.
         :param group: ``study``, ``config.KEY`` or ``attr.KEY``: branches with the same value stand together.
         :raises SyntaxProblem: the query does not parse; points at the column.
         """
-        from datastates.show.overview import overview  # few ask for it, and it brings its own
+        from datastates.show.overview import overview  # few ask for it, and it imports modules of its own
 
         return overview(self.core, query, metric=metric, sort=sort, group=group)
 
     @values.takes(limit=values.optional(values.count))
     def runs(self, *, limit: int | None = None) -> list[Run]:
-        """The trainings, the last begun first; ``finished_at`` is None of those that never said that they ended.
+        """The trainings, the last begun first; ``finished_at`` is None for those whose end was never recorded.
 
             print(repo.runs(limit=3))
 
-        :param limit: so many at most; None: all of them.
+        :param limit: the most to return; None: all of them.
         """
         from datastates.show.overview import runs
 
@@ -129,12 +129,12 @@ class History(Opened):
 
     @values.takes(limit=values.count)
     def incomplete(self, *, limit: int = 50) -> Incomplete:
-        """The states of several ranks that are not whole: those that wait for the parts of some, and those that were given up, and why.
+        """The states of several ranks that are incomplete: those that wait for parts of some ranks, and those that were given up, and why.
 
             for state in repo.incomplete().waiting:
                 print(state.branch, state.step, state.missing, state.since, state.has_ended)
 
-        :param limit: so many at most of those that were given up, the last first.
+        :param limit: the most to return of those that were given up, the last first.
         """
         from datastates.show.overview import incomplete
 

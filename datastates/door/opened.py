@@ -1,4 +1,4 @@
-"""What every part of the door stands on: the repository that was opened, and how a revision is read."""
+"""The base of every part of the door: the repository that was opened, and how a revision is read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Opened:
 
     @property
     def core(self) -> Core:
-        """What the rest of this package works with; nothing of it is promised to users."""
+        """The core, for the rest of this package; it is no part of the public interface."""
         return self._core
 
     @values.takes(rev=values.revision)

@@ -1,4 +1,4 @@
-"""Names of states: tags and branches, and the notes on them."""
+"""The methods of a repository for names of states (tags and branches) and for the notes on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Names(Opened):
 
     @values.takes(rev=values.revision, message=values.optional(values.text))
     def tag(self, name: str, rev: str | State | None, *, message: str | None = None) -> Ref:
-        """Name a state for good; it becomes durable. A tag that names it already stays as it is, so that a script may be started again.
+        """Name a state for good, which makes it durable. A tag that names it already stays as it is, so that a script may be started again.
 
             repo.tag("baseline", "main", message="before the learning rate was changed")
 
@@ -44,14 +44,14 @@ class Names(Opened):
             repo.branch("best-so-far", "main~2")
             repo.move("best-so-far", "main", expected="main~2")
 
-        :raises Conflict: it does not stand at ``expected`` any more.
+        :raises Conflict: the ref no longer points to ``expected``.
         """
         old = self._uid(expected)
         with self._changing(rev) as (session, uid):
             return lineage_refs.move(session, name, uid, expected=old)
 
     def delete_ref(self, name: str) -> None:
-        """Take a name away; its reflog stays.
+        """Delete a name; its reflog stays.
 
         :raises NotFound: there is no such ref.
         """
@@ -73,6 +73,6 @@ class Names(Opened):
         return Notes(self.core)
 
     def reflog(self, name: str) -> list[RefEvent]:
-        """The moves of a ref, newest first; also of a ref that was deleted."""
+        """The moves of a ref, newest first. A ref that was deleted still has them."""
         with self.core.reading() as session:
             return lineage_refs.reflog(session, name)

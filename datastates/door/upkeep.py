@@ -1,4 +1,4 @@
-"""What keeps the bytes of a repository sound and few."""
+"""The methods of a repository that check its bytes, mend them and make room."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Upkeep(Opened):
         limit_s: float | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> State | VerifyReport:
-        """Read every byte of a state and check that it has not rotted, and that it is what it was when it was first exported, imported or
-        verified. Without a state: read every byte of the folder of packs once, and name every state, tensor and chunk that has rotted.
+        """Read every byte of a state, and check that none has rotted and that all are as they were when the state was first exported,
+        imported or verified. Without a state: read every byte in the folder of packs once, and name every damaged state, tensor and chunk.
 
             for damage in repo.verify().damage:
                 print(damage.state, damage.tensors, damage.problem)
@@ -77,8 +77,8 @@ class Upkeep(Opened):
         :param rev: the state; None: all of them.
         :param since: go on after this uid, the ``mark`` of an earlier report.
         :param limit_s: stop after this many seconds; the report then has a ``mark``.
-        :param on_progress: called with the bytes that were read, and those that there are.
-        :raises Corrupt: the first wrong byte of a state that was named.
+        :param on_progress: called with the bytes read so far, and their total.
+        :raises Corrupt: a byte of the state ``rev`` is wrong; names the first.
         """
         if rev is None:
             from datastates.upkeep.checking import Limits, check_all  # few ask for it
@@ -93,14 +93,14 @@ class Upkeep(Opened):
     @values.takes(dry_run=values.flag, unknown=values.flag, on_progress=values.optional(values.callback))
     def gc(self, *, dry_run: bool = False, unknown: bool = False, on_progress: Callable[[int, int], None] | None = None) -> GcReport:
         """Make room on disk: delete what crashes left, files of evicted states and packs that no state needs; rewrite packs most of whose
-        bytes nobody needs. Captures, restores and clones go on beside it, in any process. If it is interrupted, the next call finishes.
+        bytes no state needs. Captures, restores and clones go on meanwhile, in any process. If it is interrupted, the next call finishes.
 
             print(repo.gc(dry_run=True).bytes_freed)
 
         :param dry_run: only report what would be done.
-        :param unknown: delete also states of which no lineage was told, because their process died before it could; ``reindex`` takes
-            them in instead.
-        :param on_progress: called with the bytes of packs set free so far, and those that are to be.
+        :param unknown: also delete states that no lineage knows, because their process died before it recorded them; ``reindex`` adds
+            them to the lineage instead.
+        :param on_progress: called with the bytes of packs freed so far, and the total to be freed.
         :raises Conflict: another process collects in this folder; with ``unknown``, also if another process uses it at all.
         """
         from datastates.upkeep.gc import gc  # few ask for it
@@ -109,17 +109,17 @@ class Upkeep(Opened):
 
     @values.takes(policy=values.optional(retention_of), dry_run=values.flag)
     def prune(self, policy: Retention | str | None = None, *, dry_run: bool = False) -> Pruned:
-        """Drop the bytes of durable states that a policy does not keep, of every branch; what is known of them stays, as ``evicted``.
+        """Drop the bytes of durable states that a policy does not keep, on every branch; the states stay in the lineage as ``evicted``.
 
             report = repo.prune("latest:5 best:3:loss", dry_run=True)
             print(report, report.bytes_freed)
 
-        Whatever the policy says, these stay: what names lead to, the newest durable state of each branch, where branches forked, the best
-        by a metric that a training was told to keep, and what another process has in memory.
+        Whatever the policy says, these keep their bytes: states that refs name, the newest durable state of each branch, states where
+        branches forked, the best by a metric that a training was told to keep, and what another process has in memory.
 
-        :param policy: a ``Retention`` or its text; None: what the training of each branch asked for, and for others what is configured.
-        :param dry_run: only say what would be dropped.
-        :raises Unavailable: the repository can only be read, or another process goes on pruning it.
+        :param policy: a ``Retention`` or its text; None: what the training of each branch asked for, and what is configured for the others.
+        :param dry_run: only report what would be dropped.
+        :raises Unavailable: the repository can only be read, or another process is pruning it.
         """
         from datastates.upkeep.retention import prune  # few ask for it by hand
 
@@ -133,15 +133,15 @@ class Upkeep(Opened):
         peers: Sequence[Peer] = (),
         on_progress: Callable[[int, int], None] | None = None,
     ) -> RepairReport:
-        """Check everything as ``verify`` does, and bring back what is damaged where another place has it: this process's memory, a further
-        tier, ``source``, or a peer. Of the states that stay damaged the report says why, and the nearest ancestor to restore.
+        """Check everything as ``verify`` does, and bring back what is damaged from another place that has it: this process's memory, a
+        further tier, ``source``, or a peer. For each state that stays damaged the report says why, and the nearest ancestor to restore.
 
             print(repo.repair().hurt)
 
         :param source: another repository's folder, or a folder of packs, that may have the same states.
-        :param peers: other processes that may have them, in memory or on disk, as ``datastates.connect`` gives them; only damaged chunks
-            are moved. A state that was never sealed is as good then as these are, and is noted as cloned from them.
-        :param on_progress: as of ``verify``.
+        :param peers: other processes that may have them, in memory or on disk, as ``datastates.connect`` returns them. Only damaged chunks
+            are moved. A state that was never sealed is then only as good as these peers are, and is noted as cloned from them.
+        :param on_progress: as in ``verify``.
         """
         from datastates.clone.place import PeerPlace
         from datastates.upkeep.repair import repair  # few ask for it

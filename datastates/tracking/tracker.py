@@ -1,4 +1,4 @@
-"""Tracking one training: what ``repo.track`` returns and a training loop calls."""
+"""The tracker of one training: ``repo.track`` returns it, and the training loop calls it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ Batch = TypeVar("Batch")
 
 
 class Tracker:
-    """Captures the tracked objects as states of one branch. Made by ``Repository.track``; use it as a context manager.
+    """Captures the tracked objects as states of one branch. ``Repository.track`` makes it; use it as a context manager.
 
-    All methods belong to the training thread. ``step`` counts optimizer steps: ``steps`` moves it on, or else each
-    ``capture`` does; ``micro_step`` counts the batches of a step that is being accumulated (0: the step is complete).
-    ``values`` are the plain values that were tracked; change them there and the next capture has them.
+    Call all methods on the training thread. ``step`` counts optimizer steps: ``steps`` advances it, or else each ``capture``
+    does. ``micro_step`` counts the batches of a step that is being accumulated (0: the step is complete). ``values`` are the
+    plain values that were tracked; change them there and the next capture has them.
     """
 
     def __init__(self, training: Training, *, back_pressure: BackPressure, is_deferring: bool) -> None:
@@ -59,25 +59,25 @@ class Tracker:
 
     @property
     def training(self) -> Training:
-        """What the rest of this package works with; nothing of it is promised to users."""
+        """The training, for the rest of this package; it is no part of the public interface."""
         return self._training
 
     @property
     def branch(self) -> str:
-        """The branch that captures move."""
+        """The branch that captures move forward."""
         return self._training.branch
 
     @property
     def head(self) -> State | None:
         """The newest state of the branch, once every capture so far is recorded; None before the first.
 
-        A torn capture has no state: the head is then the state before it, and the log says so.
+        A torn capture has no state: the head is then the state before it, and a log message says so.
         """
         return self._training.head()
 
     @property
     def step(self) -> int:
-        """How many steps of the optimizers were made; may be set."""
+        """The number of optimizer steps so far; may be set."""
         return self._training.step
 
     @step.setter
@@ -86,7 +86,7 @@ class Tracker:
 
     @property
     def micro_step(self) -> int:
-        """How many batches of the step at hand were seen, 0 once it is complete; may be set."""
+        """The number of batches of the current step so far, 0 once it is complete; may be set."""
         return self._training.micro_step
 
     @micro_step.setter
@@ -104,7 +104,7 @@ class Tracker:
 
     @property
     def attributes(self) -> dict[str, Value]:
-        """Attributes that each state from now on has besides its own, such as the number of the job; add to them at any time.
+        """Attributes that every further state gets besides its own, such as the number of the job; add to them at any time.
 
         with repo.track(branch="in-a-job", model=model, optimizer=optimizer) as run:
             run.attributes["job"] = 4711
@@ -119,35 +119,35 @@ class Tracker:
 
     @property
     def cadence(self) -> CadenceChoice:
-        """How often states of this training become durable by themselves, and why; see ``CadenceChoice``."""
+        """How often states of this training become durable without being asked for, and why; see ``CadenceChoice``."""
         return self._training.cadence
 
     @property
     def resumed_from(self) -> State | None:
-        """The state that the training set out from; None where it began from nothing."""
+        """The state from which the training started; None if it started from nothing."""
         return self._training.resumed_from
 
     @property
     def report(self) -> RestoreReport | None:
-        """What the newest restoring did; None where there was none."""
+        """What the last restore did; None if there was none."""
         return self._training.report
 
     @property
     def epoch(self) -> int:
-        """The epoch that ``epochs`` is at, from 0; once it is over, how many were done."""
+        """The current epoch of ``epochs``, from 0; once ``epochs`` is over, the number of epochs done."""
         return self._training.loops.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers, from 0, of the epochs that are left of ``count``: a training that was stopped goes on in its epoch.
+        """The numbers, from 0, of those of ``count`` epochs that are left: a training that was stopped goes on in its epoch.
 
             with repo.track(branch="three-epochs", model=model, optimizer=optimizer) as run:
                 for epoch in run.epochs(3):
                     for batch in run.steps(loader):
                         run.capture(metrics={"loss": train_step(batch)})
 
-        Loop over ``steps`` in its body. A state that is captured inside that loop goes on with the next batch, then with what follows
-        the loop in the body; a state that is captured after it counts the epoch as done, so capture last. Samplers that ask for it are
-        told the epoch (``set_epoch``). Nothing is left of a training that ended, unless ``count`` is raised.
+        Loop over ``steps`` in the body. A state captured inside that inner loop resumes with the next batch, and then with what follows
+        the inner loop in the body. A state captured after the inner loop counts the epoch as done, so capture there last of all. Samplers
+        that have ``set_epoch`` are told the epoch. A training that has finished has no epochs left, unless ``count`` is raised.
 
         :raises InvalidInput: ``count`` is no number of epochs.
         """
@@ -155,18 +155,18 @@ class Tracker:
 
     @checks.takes(loader=checks.iterable, accumulate=checks.positive)
     def steps(self, loader: Iterable[Batch], *, accumulate: int = 1) -> Iterator[Batch]:
-        """The loader's batches; ``step`` moves on with every ``accumulate``-th of them, before it is handed out.
+        """The loader's batches; ``step`` advances with every ``accumulate``-th of them, before it is handed out.
 
             with repo.track(branch="one-pass", model=model, optimizer=optimizer) as run:
                 for batch in run.steps(loader):
                     run.capture(metrics={"loss": train_step(batch)})
 
-        Capture inside the loop body, after the update: the state then says which batches were used, and a training that goes on from it
-        begins with the next one. A loader need not be tracked for that: a plain DataLoader, with workers or without, is begun again with
-        the random numbers that it had, and what was used is read and dropped. Tracked loaders and samplers find their place by
-        themselves. Outside of ``epochs`` a state of the last batch goes on with another pass over the data.
+        Capture inside the loop body, after the update: the state then records which batches were used, and a training that resumes from
+        it begins with the next one. The loader need not be tracked for that: a plain DataLoader, with workers or without, is started again
+        with the random numbers that it had, and the batches that were used are read and dropped. Tracked loaders and samplers find their
+        place by themselves. Outside of ``epochs``, a training that resumes from the last batch's state makes another pass over the data.
 
-        :raises InvalidInput: a tracked sampler in a loader with workers, which take from it ahead of the training.
+        :raises InvalidInput: a sampler is tracked and its loader has workers, which read from the sampler ahead of the training.
         """
         self._training.is_driven = True
         try:
@@ -174,7 +174,7 @@ class Tracker:
                 self._training.count_batch(accumulate)
                 yield batch
         finally:
-            self._training.is_driven = self._training.loops.is_counting  # what follows in an epoch counts no step
+            self._training.is_driven = self._training.loops.is_counting  # captures after this loop, in the same epoch, count no step
 
     def capture(
         self,
@@ -186,24 +186,25 @@ class Tracker:
     ) -> Capture:
         """Take a state of everything tracked, as it is now; returns at once.
 
-        What the tracked optimizers alone change is copied in the background while training goes on, and their next ``step``
-        waits for it; everything else is copied before this returns. It blocks only when the arena has no room and ``back_pressure`` is not
-        ``skip``; while nothing can be written, older states that are not durable make room instead, or this capture is skipped. An argument
-        that is refused changes nothing; if anything else is raised, the step has been counted: the training made it.
+        What only the tracked optimizers change is copied in the background while training goes on, and their next ``step`` waits for that
+        copy. Everything else is copied before this returns. It blocks only when the arena has no room and ``back_pressure`` is not
+        ``skip``. While nothing can be written, older states that are not durable make room instead, or this capture is skipped. A refused
+        argument changes nothing. If anything else is raised, the step has been counted, since the training made it.
 
             with repo.track(branch="captured", model=model, optimizer=optimizer) as run:
                 for batch in run.steps(loader):
                     capture = run.capture(metrics={"loss": train_step(batch)}, attributes={"lr": 0.01})
 
-        :param metrics: numbers or 0-d tensors, by name; one on a device arrives with the state, and nobody waits for it here.
+        :param metrics: numbers or 0-d tensors, by name. A tensor on a device is read together with the state; this call does not wait for
+            it.
         :param step: the step to record; None: as counted.
         :param message: a text for people.
         :param attributes: plain values to search by.
         :raises InvalidInput: an argument cannot be recorded; names it.
-        :raises DatastatesError: (or another error of the background) an earlier capture could not be recorded; this one was not taken.
-        :raises Dirty: a clone into what is tracked did not end.
+        :raises DatastatesError: (or another error) an earlier capture could not be recorded in the background; this one was not taken.
+        :raises Dirty: a clone into the tracked objects did not finish.
         :raises OverBudget: a state does not fit ``memory_bytes``; or, with ``on_failure="raise"``, memory is full and nothing can be
-            written. It was not taken.
+            written. The capture was not taken.
         :raises Unsupported: something tracked cannot be encoded; names it.
         :raises Closed: the tracker was closed, or this is a forked child.
         """
@@ -240,7 +241,7 @@ class Tracker:
             raise
 
     def _take(self, facts: StateFacts, late: Mapping[str, torch.Tensor], began: float) -> Capture:
-        """The capture of a state with these facts, which ``began`` then."""
+        """The capture of a state with these facts; ``began`` is when it started."""
         training, uid = self._training, facts.uid
         training.raise_background_error()
         training.heed_edits()
@@ -252,7 +253,7 @@ class Tracker:
         plan.refuse_recording()
         arriving = Arriving.of(late, flat)
         progress = Progress(uid)
-        host = self._host  # a handle does not keep the tracker
+        host = self._host  # a handle must not keep the tracker alive
         handle = Capture(progress, self.step, want=host.want, hurry=host.hurry, trouble=lambda: host.trouble, missing=host.missing)
         slots = self._host.acquire(plan.slot_count, self._back_pressure, line=training.line)
         if slots is None:
@@ -287,13 +288,13 @@ class Tracker:
 
     @property
     def group(self) -> Group:
-        """The ranks that track this training together: ``run.group.rank`` of ``run.group.size``; 0 of 1 where it is one process's."""
+        """The ranks that track this training together: ``run.group.rank`` of ``run.group.size``; rank 0 of 1 in a single process."""
         return self._training.ranks.group
 
     def check_replicas(self) -> list[Difference]:
         """The differences between ranks that should hold the same: each has its ``path``, and the ``ranks`` that disagree with the others.
 
-        Collective. It waits for all copies and devices, so it is too slow for every step. In a single process it finds nothing.
+        Collective. It waits for all copies and devices, so it is too slow for every step. In a single process it finds no differences.
 
             with repo.track(branch="replicas", model=model, optimizer=optimizer) as run:
                 assert not run.check_replicas()
@@ -304,14 +305,15 @@ class Tracker:
     def fence(self) -> None:
         """Wait until no copy reads the tracked tensors any more; call it before changing them by hand.
 
-        The host waits for what lies in its memory, and each device's current stream for what lies there. Call it before each replay of
-        a step that was recorded (``torch.cuda.CUDAGraph``), on the stream of the replay: no hook runs then. Compiled steps need none.
+        The host waits for copies of tensors in its memory, and each device's current stream waits for copies of tensors on that device.
+        Call it before each replay of a recorded step (``torch.cuda.CUDAGraph``), on the stream of the replay, because no hook runs then.
+        Compiled steps need no fence.
         """
         self._training.fence()
 
     @checks.takes(rev=checks.revision, only=checks.patterns, strict=checks.flag)
     def restore(self, rev: str | State, *, only: str | Sequence[str] | None = None, strict: bool = True) -> RestoreReport:
-        """Put a state back into the tracked objects and go on from there: the branch moves to it, with a reflog entry. Collective.
+        """Restore a state into the tracked objects and go on from there: the branch moves to it, with a reflog entry. Collective.
 
         :raises NotFound: no such revision.
         :raises Unavailable: its bytes are gone; names the nearest ancestor that has them.
@@ -345,7 +347,7 @@ class Tracker:
         limit: int = 5,
         keep: Sequence[str] = (),
     ) -> Guard:
-        """Watch over the loss: on NaN, infinity or a spike the last good state comes back from memory. See ``Guard``.
+        """Watch the loss: on NaN, infinity or a spike, the last good state is restored from memory. See ``Guard``.
 
             with repo.track(branch="guarded", model=model, optimizer=optimizer) as run:
                 guard = run.guard()
@@ -360,15 +362,15 @@ class Tracker:
         :param spike: how many deviations above the median of the window a loss must be (``policy.spikes`` has the rule); None: only NaN and
             infinity are trouble.
         :param patience: how many such losses in a row make a spike.
-        :param window: how many normal losses the median is taken of; so many normal losses also end a row of rewinds.
-        :param back: how many good states the first rewind goes back; each further one in a row goes back by twice as many.
-        :param data: ``skip`` goes on with the batches that follow, ``reshuffle`` takes those since then again in another order.
-        :param limit: how many rewinds in a row are made at most.
+        :param window: how many normal losses the median is taken over; as many normal losses also end a series of rewinds.
+        :param back: how many good states the first rewind goes back; each further rewind in a series goes back twice as many.
+        :param data: ``skip`` goes on with the batches that follow; ``reshuffle`` repeats those since the good state in another order.
+        :param limit: the most rewinds in a series.
         :param keep: names of tracked objects that keep their present values, such as a count of batches.
-        :raises InvalidInput: one of these means nothing, or there is no order of the data that could be changed.
+        :raises InvalidInput: an argument makes no sense, or the data have no order that could be changed.
         :raises Unsupported: the training has several ranks.
         """
-        from .guard import Guard, Rules  # few guard
+        from .guard import Guard, Rules  # few trainings use it
 
         self._training.check_usable()
         if self.group.size > 1:
@@ -379,7 +381,7 @@ class Tracker:
         return Guard(self, self._training, Rules(spike, patience, window, back, data, limit, keep))
 
     def close(self) -> None:
-        """Take the hooks off and make the branch's head durable; idempotent.
+        """Remove the hooks and make the branch's head durable; idempotent.
 
         :raises DatastatesError: (or another error of the background) the last captures could not be recorded.
         """
@@ -398,7 +400,7 @@ class Tracker:
                 _logger.exception("closing the tracker of branch %s failed", self.branch)
 
     def _step_of(self, given: int | None) -> int:
-        """The step of the training: as the caller says, or one further unless ``steps`` counts."""
+        """The step to record: the caller's, or else the counted one, plus one unless ``steps`` counts."""
         if given is not None:
             return checks.step(given)
         return checks.step(checks.integer(self.step, "run.step") + (not self._training.is_driven), "run.step")
@@ -406,9 +408,9 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """The arguments of a capture, copied for the background: what cannot be recorded is refused here, in the caller's thread.
+    """The arguments of a capture, copied for the background. What cannot be recorded is refused here, on the caller's thread.
 
-    Of ``metrics`` those that are ``late`` lie on a device, and are not known yet.
+    The ``metrics`` that are also in ``late`` lie on a device, and their values are not known yet.
     """
 
     metrics: dict[str, float]
