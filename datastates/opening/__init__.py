@@ -1,1 +1,1 @@
-"""Opening a repository: where it is, who is alive in it, what dead processes left behind, and what a process owns while it tracks."""
+"""Opening a repository: its location, the processes alive in it, what dead ones left behind, and what a process owns while it tracks."""

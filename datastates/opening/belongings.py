@@ -1,4 +1,4 @@
-"""The belongings of a repository that tracks: threads, memory, a lease, a run in the lineage; and how they are released."""
+"""What a tracking process owns in a repository (threads, memory, a lease, a run in the lineage), and how it is released."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = ["Belongings"]
 _logger = logging.getLogger(__name__)
 
 _FREE_S = 2.0
-"""So long a lease is given to end in a folder that does not answer."""
+"""How long we wait for a lease to end in a folder that does not answer, in seconds."""
 
 
 class Keeping(Protocol):
-    """What applies retention beside the trainings of this process."""
+    """What applies retention in the background of this process's trainings."""
 
     def stop(self) -> None:
-        """Begin nothing any more, and wait for what is under way."""
+        """Start no more work, and wait for what is under way."""
 
     def finish(self) -> None:
-        """Apply it a last time, now that nothing is captured any more; raises nothing."""
+        """Apply retention one last time, once captures have ended; raises nothing."""
 
 
 @dataclass(slots=True, eq=False)
 class Belongings:
-    """None of this knows the repository: it is let go of by its ``close``, or when nobody has the repository any more."""
+    """What a tracking process owns. Nothing in here refers to the repository, whose ``close`` or collection releases all of it."""
 
     database: Database
     tiers: Tiers
@@ -55,22 +55,22 @@ class Belongings:
 
     @property
     def host(self) -> Host:
-        """The engine, for whoever captures, merges or clones; its end is for ``let_go`` alone."""
+        """The engine, for code that captures, merges or clones; only ``let_go`` may end it."""
         return self.runner
 
     @property
     def run_uid(self) -> str:
-        """This process in the lineage."""
+        """The uid of the run that is this process in the lineage."""
         return self.run.uid
 
     @property
     def memory(self) -> CaptureTier:
-        """What this process holds in memory."""
+        """The memory tier of this process."""
         assert self.tiers.captured is not None, "it was made before this"
         return self.tiers.captured
 
     def let_go(self) -> None:
-        """Make durable what is to be, end the threads, finish the run; idempotent, and goes on where it was interrupted."""
+        """Make durable what must be, end the threads, finish the run; idempotent, and a call after an interrupt goes on where it was."""
         if self.is_let_go:
             return
         try:
@@ -80,20 +80,20 @@ class Belongings:
                 self.runner.close()
             if self.keeper is not None and not self.runner.has_given_up:
                 self.keeper.finish()
-            with suppress(Unavailable):  # whoever opens it next finds out
+            with suppress(Unavailable):  # the next process that opens the repository finds out
                 self._finish()
-        except Exception:  # an error of the background is raised by this; an interrupt leaves the rest for the next call
+        except Exception:  # errors of the background are raised again below; an interrupt leaves the rest for the next call
             if self.runner.has_given_up and not self.runner.is_held_up:
                 with suppress(Unavailable):
                     self._finish()
             self._free()
             raise
         finally:
-            self.runner.recorder.write()  # also when Ctrl-C broke this off
+            self.runner.recorder.write()  # also when Ctrl-C interrupted this
         self._free()
 
     def _finish(self) -> None:
-        """The run is over. Where Ctrl-C gave up what was to be written, branches go back to what can be restored."""
+        """Record that the run is over. If Ctrl-C gave up states that were to be written, branches move back to what can be restored."""
         if not self.runner.has_given_up:
             with self.database.write(durable=True) as session:
                 lost = runs.finish(session, self.run_uid, volatile=VOLATILE)
@@ -108,7 +108,7 @@ class Belongings:
 
     def _free(self) -> None:
         self.chronicler.close(_FREE_S if self.runner.is_held_up else None)
-        if self.runner.is_held_up:  # the folder does not answer: whatever is done there may never return
+        if self.runner.is_held_up:  # the folder does not answer: a system call there may never return
             ending = threading.Thread(target=self.lease.close, name="datastates-lease", daemon=True)
             ending.start()
             ending.join(_FREE_S)
@@ -120,7 +120,7 @@ class Belongings:
         self.is_let_go = True
 
     def end_unowned(self) -> None:
-        """Release the belongings of a repository that was dropped without a close: its owner cannot be told of an error, so the log is."""
+        """Release everything for a repository that was dropped without a close. Errors are logged, since no caller can get them."""
         if self.is_let_go:
             return
         try:

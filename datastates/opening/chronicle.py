@@ -1,4 +1,4 @@
-"""The chronicle of a lineage: what a folder of packs is told of it beside the manifests, in a file that only grows.
+"""The chronicle of a lineage: a file in the folder of packs that records, besides the manifests, what happens in the lineage.
 
     <packs>/chronicles/<uid of the lineage>    frames, one for each entry (``lineage/chronicle``)
     a frame    8 bytes   magic ``DSCHRON\\0``
@@ -8,9 +8,9 @@
                …         body: MessagePack, deflated
                8 bytes   length of the whole frame, little-endian, so that the last one is found from the end
 
-The database stays the truth: whoever writes asks it what came after the last frame, so that a process that was killed, or that
-wrote nothing, costs nothing. Each frame is fsynced. Processes take turns by a lock on the file. What a crash left half written is cut off
-by the next writer; a frame that rots is passed by, and ``tell_anew`` replaces the file.
+The file only grows. The database stays the truth: a writer asks it what came after the last frame, so a process that was killed, or that
+wrote nothing, loses nothing. Each frame is fsynced. Processes take turns by a lock on the file. The next writer cuts off what a crash left
+half written. A damaged frame is skipped, and ``tell_anew`` replaces the file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["CHRONICLES", "Chronicle", "catch_up", "chronicles", "tell_anew"]
 _logger = logging.getLogger(__name__)
 
 CHRONICLES = "chronicles"
-"""The folder of the chronicles, in that of the packs: one file for each lineage that uses it."""
+"""The folder of the chronicles, inside the folder of packs; it has one file for each lineage that uses those packs."""
 
 _MAGIC = b"DSCHRON\0"
 _HEAD = struct.Struct("<8sIQ16s")
@@ -59,8 +59,8 @@ _decoder = msgspec.msgpack.Decoder(Entry)
 
 @dataclass(frozen=True, slots=True)
 class Chronicle:
-    """All that can be read of a chronicle; ``damaged_bytes`` cannot. The last ``unfinished_bytes`` of them are no damage: a writer that was
-    killed did not come to the end of its frame, or one is at it."""
+    """All that can be read of a chronicle; ``damaged_bytes`` of it cannot. The last ``unfinished_bytes`` of these are no damage: a writer
+    was killed before the end of its frame, or is still writing it."""
 
     lineage: str
     entries: tuple[Entry, ...]
@@ -69,7 +69,7 @@ class Chronicle:
 
     @property
     def rotten_bytes(self) -> int:
-        """Those that were written, and are not what they were."""
+        """The number of bytes that were written whole and are damaged now."""
         return self.damaged_bytes - self.unfinished_bytes
 
 
@@ -84,10 +84,10 @@ def chronicles(packs: Path) -> list[Chronicle]:
 
 
 def catch_up(database: Database, packs: Path, *, pages: int = _ALL) -> bool:
-    """Tell the folder what is new, in at most so many frames; whether that was all.
+    """Write what is new in the lineage to the chronicle, in at most ``pages`` frames; returns whether that was all.
 
     :raises OSError: the file cannot be written.
-    :raises Conflict: the lineage is older than what the folder was told: it was brought back from a copy.
+    :raises Conflict: the lineage is older than its chronicle, because it was restored from a copy.
     """
     folder, uid = _place(database, packs)
     fd = open_lockable(folder / uid, os.O_RDWR | os.O_CREAT)
@@ -95,7 +95,7 @@ def catch_up(database: Database, packs: Path, *, pages: int = _ALL) -> bool:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True  # whoever is at it tells of ours, too
+            return True  # the process that holds the lock writes our news, too
         share(folder, fd)
         may_read(folder, fd)
         return _append(fd, database, pages)
@@ -104,18 +104,18 @@ def catch_up(database: Database, packs: Path, *, pages: int = _ALL) -> bool:
 
 
 def tell_anew(database: Database, packs: Path) -> None:
-    """Tell the folder everything, in a file that takes the place of the one that is there once it is whole: that one was damaged, or knows
-    the rows of another database by their ids.
+    """Write the whole lineage to a new chronicle, which replaces the old one once it is complete. For a chronicle that is damaged, or that
+    refers to the rows of another database by their ids.
 
     :raises OSError: the file cannot be written.
     """
-    from datastates.store.files import temporary  # which imports torch: who only looks does without
+    from datastates.store.files import temporary  # it imports torch, which callers that only read do without
 
     folder, uid = _place(database, packs)
     with temporary(folder / uid) as file:
         os.ftruncate(file.fd, 0)  # a dead writer left it
         may_read(folder, file.fd)
-        with suppress(FileNotFoundError, PermissionError):  # whoever wrote it goes on writing it
+        with suppress(FileNotFoundError, PermissionError):  # the owner of the old file keeps the new one
             there = (folder / uid).stat()
             os.fchown(file.fd, there.st_uid, there.st_gid)
         _append(file.fd, database, _ALL)
@@ -123,7 +123,7 @@ def tell_anew(database: Database, packs: Path) -> None:
 
 
 def _place(database: Database, packs: Path) -> tuple[Path, str]:
-    """The folder of the chronicles, which is made, and the name of this lineage's."""
+    """The folder of the chronicles, which is made if it is missing, and the name of this lineage's file in it."""
     with database.read() as session:
         uid = repository_uid(session)
     folder = packs / CHRONICLES
@@ -144,7 +144,7 @@ def _append(fd: int, database: Database, pages: int) -> bool:
         if entry is None:
             return True
         frame = _frame(entry)
-        write_at(fd, frame, end)  # what is left of one that cannot be written the next writer cuts off
+        write_at(fd, frame, end)  # if this fails, the next writer cuts off what was written
         os.fsync(fd)
         end, mark = end + len(frame), entry.mark
     return False
@@ -157,7 +157,7 @@ def _frame(entry: Entry) -> bytes:
 
 
 def _end(fd: int) -> tuple[int, Mark]:
-    """Where the next frame begins, and what the last one said; what is behind it was not written to its end, and is cut off."""
+    """Where the next frame begins, and the mark of the last one. Bytes after that one are of an unfinished frame, and are cut off."""
     size = os.fstat(fd).st_size
     last = _last(fd, size)
     if last is not None:
@@ -178,7 +178,7 @@ def _last(fd: int, size: int) -> Entry | None:
 
 
 def _frames(fd: int, size: int) -> Iterator[tuple[int, int, Entry]]:
-    """Every frame that is whole: where, how long, and what it says; what lies between them is passed by."""
+    """Every frame that is whole: its offset, its length and its entry. Bytes between whole frames are skipped."""
     at = 0
     while 0 <= at < size:
         found = _at(fd, at, size)
@@ -190,7 +190,7 @@ def _frames(fd: int, size: int) -> Iterator[tuple[int, int, Entry]]:
 
 
 def _next(fd: int, start: int, size: int) -> int:
-    """Where the next frame may begin; -1 if nowhere."""
+    """The offset at which the next frame may begin; -1 if there is none."""
     while start < size:
         piece = os.pread(fd, 1 << 20, start)
         found = piece.find(_MAGIC)
@@ -203,7 +203,7 @@ def _next(fd: int, start: int, size: int) -> int:
 
 
 def _at(fd: int, at: int, size: int) -> tuple[int, Entry] | None:
-    """The frame that begins there, if a whole one does.
+    """The length and the entry of the frame at this offset, if a whole one begins there.
 
     :raises Unavailable: a newer version wrote it.
     """
@@ -253,12 +253,12 @@ def _read(path: Path) -> Chronicle:
 
 
 def _foot(fd: int, end: int) -> int:
-    """The length of a frame, as it says behind itself."""
+    """The length of the frame that ends at ``end``, as its last bytes give it."""
     return int(_FOOT.unpack(os.pread(fd, _FOOT.size, end - _FOOT.size))[0])
 
 
 def _ends_whole(fd: int, end: int, size: int) -> bool:
-    """Whether what lies behind the last frame that can be read was written to its end, by the foot of it; true if nothing does."""
+    """Whether the bytes after the last readable frame were written to their end, judging by their last 8; true if there are none."""
     if size - end < _FOOT.size:
         return size == end
     length = _foot(fd, size)

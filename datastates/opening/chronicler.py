@@ -1,4 +1,4 @@
-"""The thread that keeps the chronicle of a lineage while a process captures: late by ten seconds at most, and never waited for."""
+"""The thread that keeps the chronicle of a lineage while a process captures: at most ten seconds late, and captures never wait for it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ _logger = logging.getLogger(__name__)
 
 _EVERY_S = 10.0
 _PAUSE_S = 1.0
-"""Between two pages of a lineage that was never told: a million states take a quarter of an hour, and no training notices."""
+"""The pause between two pages of a lineage that has no chronicle yet, in seconds: a million states take a quarter of an hour, and no
+training notices."""
 
 _LAST_PAGES = 5
 _MOST_S = 10.0
 
 
 def tell_now(database: Database, packs: Path) -> None:
-    """Tell a folder that is told anything at all what is new, where nothing was captured; what hinders that can wait."""
+    """Bring the chronicle up to date after changes without captures, if the folder has chronicles. Errors are ignored: it can wait."""
     if (packs / CHRONICLES).is_dir():
         with suppress(DatastatesError, OSError):
             catch_up(database, packs, pages=_LAST_PAGES)
 
 
 class Chronicler:
-    """Begins at once; ``close`` tells what is left, as far as that is little. It knows no repository."""
+    """Keeps the chronicle from now on; ``close`` writes what is left, up to five pages. It has no reference to a repository."""
 
     def __init__(self, database: Database, packs: Path) -> None:
         self._database, self._packs = database, packs
@@ -43,7 +44,7 @@ class Chronicler:
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the thread once it has told what is new; a folder that stalls is waited for as long (None: ten seconds), and no longer."""
+        """End the thread once it has written what is new. If the folder stalls, wait for ``timeout_s`` (None: ten seconds) at most."""
         self._ends.set()
         self._thread.join(_MOST_S if timeout_s is None else timeout_s)
 
@@ -54,14 +55,14 @@ class Chronicler:
         self._tell(_LAST_PAGES)
 
     def _tell(self, pages: int) -> bool:
-        """Whether there is nothing left that could be told now."""
+        """Write up to ``pages`` frames; returns whether nothing is left that could be written now."""
         try:
             return catch_up(self._database, self._packs, pages=pages)
         except (DatastatesError, OSError) as exc:
-            if str(exc) != self._said:  # once for each trouble
+            if str(exc) != self._said:  # log each trouble once
                 self._said = str(exc)
                 _logger.log(logging.WARNING if isinstance(exc, Conflict) else logging.INFO, "the chronicle waits: %s", exc)
             return True
-        except Exception:  # a defect of ours here is no reason to end a training
+        except Exception:  # a defect of ours here must not end a training
             _logger.exception("the chronicle is not kept")
             return True

@@ -1,6 +1,6 @@
-"""``Core`` is what every part of the package works with once a repository is open: its lineage, its tiers, and the threads behind captures.
+"""``Core``, with which every part of the package works once a repository is open: its lineage, tiers, and the threads behind captures.
 
-``Repository`` is the door that users come through; its helpers take a ``Core``.
+Users come in through ``Repository``, the door; its helpers take a ``Core``.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Training(Protocol):
 
     @property
     def branch(self) -> str:
-        """The branch that its captures move."""
+        """The branch that its captures move forward."""
 
     def fence(self) -> None:
         """Wait until no copy reads its tensors any more."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """End it; idempotent. ``error`` ended it, if any did."""
+        """End it; idempotent. ``error`` is the one that ended it, if any."""
 
 
 class Saver(Protocol):
-    """A tracker that nobody else holds."""
+    """A tracker to which only the core refers."""
 
     def close(self) -> None:
         """End it; idempotent."""
@@ -80,11 +80,11 @@ class Server(Protocol):
 
 
 class Core:
-    """An open repository without its door. Safe from any thread, but for ``close``, which belongs to its opener.
+    """An open repository without its door. Safe from any thread, except ``close``, which only the thread that opened it may call.
 
-    ``database`` and ``tiers`` are there from the start. What captures and arrivals need besides is made by ``engage``; until then
-    ``engaged``, ``tiers.captured``, ``arena``, ``running`` and ``run_uid`` are None. ``savers``, by branch, are trackers that nobody else
-    holds: they capture what they are given.
+    ``database`` and ``tiers`` exist from the start. ``engage`` makes what captures and arrivals need besides; until then ``engaged``,
+    ``tiers.captured``, ``arena``, ``running`` and ``run_uid`` are None. ``savers`` has, by branch, the trackers that ``tracking/saving``
+    uses: only the core refers to them.
     """
 
     def __init__(self, location: Location, config: Config) -> None:
@@ -112,7 +112,7 @@ class Core:
     # --- what captures and arrivals need -----------------------------------------------------------------------------------
 
     def engage(self) -> Belongings:
-        """Threads, memory, a lease and a run; made when they are first asked for.
+        """The threads, memory, lease and run of this process, made on the first call.
 
         :raises Unavailable: the repository can only be read.
         """
@@ -143,22 +143,22 @@ class Core:
         return Belongings(self.database, self.tiers, lease, run, arena, runner, chronicler)
 
     def host(self) -> Host:
-        """The engine behind captures, merges and clones, made when it is first asked for."""
+        """The engine behind captures, merges and clones, made on the first call."""
         return self.engage().host
 
     @property
     def running(self) -> Host | None:
-        """The engine, if something was captured or has arrived."""
+        """The engine, if anything was captured or has arrived; else None."""
         return None if self.engaged is None else self.engaged.host
 
     @property
     def arena(self) -> Arena | None:
-        """The room for that."""
+        """The arena of the engine; None if there is no engine."""
         return None if self.engaged is None else self.engaged.arena
 
     @property
     def run_uid(self) -> str | None:
-        """This process in the lineage, if something was captured or has arrived."""
+        """The uid of the run that is this process in the lineage; None if nothing was captured or has arrived."""
         return None if self.engaged is None else self.engaged.run_uid
 
     # --- the lineage ---------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Core:
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A durable transaction; the engine of this process hears of the names that it made, moved or deleted.
+        """A durable transaction; the engine of this process is told which refs it made, moved or deleted.
 
         :raises Closed: the repository was closed, or belongs to the parent process.
         """
@@ -197,9 +197,9 @@ class Core:
             return revision.resolve(session, values.revision(rev))
 
     def seal(self, uid: str, seal: str) -> None:
-        """Record what a state was found to hold, as far as the lineage may be written: it holds that from now on.
+        """Record the seal of a state's content for good, if the lineage may be written; later seals are compared with it.
 
-        :raises Corrupt: it held something else before.
+        :raises Corrupt: another seal was recorded before.
         """
         with self.database.read() as session:
             known = seals.seals(session, [uid]).get(uid)
@@ -212,9 +212,10 @@ class Core:
     # --- the payload ---------------------------------------------------------------------------------------------------------
 
     def open_payload(self, state: State, *, verify: bool | None = None, rank: int = 0) -> Reader:
-        """The nearest tier that holds the state, which is what the lineage says. ``verify`` is the configured one, unless it is given.
+        """A reader of the state on the nearest tier that holds it, once its content is seen to match the lineage. ``verify`` is as
+        configured, unless it is given.
 
-        What each rank that captured it had of its own is that of ``rank``.
+        If several ranks captured it, what each had of its own is read for ``rank``.
 
         :raises Corrupt: the manifest is another state's.
         :raises Unavailable: its bytes are not here; names the nearest ancestor that has them.
@@ -234,11 +235,11 @@ class Core:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be asked of it any more."""
+        """Whether it was closed and can no longer be used."""
         return self._is_closed
 
     def check_open(self) -> None:
-        """Raises unless it may be used here and now.
+        """Raise unless it may be used here and now.
 
         :raises Closed: it was closed, or belongs to the parent process.
         """
@@ -248,12 +249,12 @@ class Core:
             raise Closed("the repository is closed: open it again")
 
     def settle(self) -> None:
-        """Wait until every capture so far is recorded (not: durable) or has failed; nothing once it is closed."""
+        """Wait until every capture so far is recorded (which is not yet durable) or has failed. Does nothing once it is closed."""
         if self.running is not None and not self._is_closed:
             self.running.flush()
 
     def drain(self) -> None:
-        """Wait until all that is to become durable is; says so where that takes long."""
+        """Wait until every state that must become durable is; logs a warning if that takes long."""
         if self.running is None:
             return
         began, has_said = time.monotonic(), False
@@ -262,7 +263,7 @@ class Core:
             nonlocal has_said
             if not has_said and time.monotonic() - began > _PATIENCE_S:
                 has_said = True
-                with undisturbed():  # the locks of logging too can be left taken
+                with undisturbed():  # an interrupt could leave the locks of logging taken
                     _logger.warning(
                         "making %d states durable before closing; Ctrl-C gives them up",
                         pending,
@@ -273,9 +274,10 @@ class Core:
             self.running.drain(say)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End servers and trainings, make durable what is to be, let go; idempotent. ``error`` ended the trainings, if any did.
+        """End servers and trainings, make durable what must be, and release everything; idempotent. ``error`` is the one that ended the
+        trainings, if any.
 
-        :raises DatastatesError: (or another error of the background) that no handle and no later capture has raised.
+        :raises DatastatesError: (or another error) something failed in the background, and no handle or later capture has raised it yet.
         """
         if self._is_ended or self._pid != os.getpid():
             return
@@ -286,11 +288,11 @@ class Core:
         for training in list(self.trainings):
             try:
                 training.close(error)
-            except Exception as exc:  # the others are to be closed too
+            except Exception as exc:  # the others must be closed too
                 errors.append(exc)
         try:
             self._let_go()
-        except Exception as exc:  # what is open is closed first
+        except Exception as exc:  # raised below, once everything is closed
             errors.append(exc)
         self._end()
         if self.engaged is not None:
@@ -311,7 +313,7 @@ class Core:
 
 
 def _raise_first(errors: list[Exception]) -> None:
-    """Raise the first error, if there is one; those that say something else than the ones before them are logged."""
+    """Raise the first error, if there is one. Further errors that do not repeat an earlier one are logged."""
     for index, error in enumerate(errors[1:], 1):
         if not any(error is said or (isinstance(error, DatastatesError) and error.repeats(said)) for said in errors[:index]):
             known = isinstance(error, DatastatesError)  # its message says enough

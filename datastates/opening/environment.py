@@ -1,4 +1,4 @@
-"""What is worth knowing about a run later: code, command, versions, host."""
+"""The facts about a run that are recorded because they may matter later: code, command, versions, host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["describe_run", "describe_training", "node_name", "user_name"]
 
 _PACKAGES = ("datastates", "torch", "numpy", "torchdata", "lightning", "transformers", "accelerate")
 _COMMIT, _NONE_YET = "# branch.oid ", "(initial)"
-"""How ``git status`` begins the line that names the commit, and what it says where there is none."""
+"""How ``git status`` begins the line that names the commit, and what it prints there if there is none."""
 
 
 def node_name() -> str:
@@ -57,7 +57,7 @@ def describe_training(process: Run, branch: str, config: Mapping[str, Value]) ->
 
 
 def user_name() -> str:
-    """Whom this process runs as, for people to read."""
+    """The user as whom this process runs, for people to read."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -66,7 +66,7 @@ def user_name() -> str:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """Read once in a process: milliseconds each time."""
+    """The installed versions of ``_PACKAGES``, read once in a process because reading takes milliseconds."""
     found = {}
     for name in _PACKAGES:
         try:

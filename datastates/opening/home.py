@@ -1,7 +1,7 @@
-"""The folder of packs as a repository knows it: by a uid that lies in it, not by its path or by the host that sees it.
+"""The folder of packs, which a repository recognizes by a uid stored in it, not by its path or by the host that sees it.
 
-The uid goes along when the folder is moved, mounted elsewhere or copied. Which runs have their leases and bytes in a folder is told by
-it, and which lineage knows the folder by the ``folder`` rows of that.
+The uid goes along when the folder is moved, mounted elsewhere or copied. Runs record the uid of the folder that has their leases and
+bytes, and a lineage has a ``folder`` row for each folder that it knows.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .location import Location
 __all__ = ["FOLDER", "PACKS", "Home", "look_at", "settle_in"]
 
 FOLDER = "datastates.folder"
-"""Where the record of a run says which folder its lease and its packs are in."""
+"""The key in the record of a run for the uid of the folder with its lease and its packs."""
 
 PACKS = "datastates.packs"
-"""Where it says which path that folder had, for people."""
+"""The key there for the path that this folder had, for people to read."""
 
 _PAGE = 4096
 _IDENTITY = ".identity"
@@ -38,10 +38,10 @@ _UID = re.compile("[0-9a-f]{24}")
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A folder of packs. ``uid`` is None where it has none and none could be written.
+    """A folder of packs. ``uid`` is None if it has none and none could be written.
 
-    ``is_beside``: the lineage lies beside it in one folder, so that whoever copied the one has copied the other.
-    ``read_only`` says why nothing can be written here; None when it can.
+    ``is_beside``: the lineage lies beside it in one folder, so a copy of one comes with a copy of the other.
+    ``read_only`` says why nothing can be written here; None if it can.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class Home:
     read_only: str | None = None
 
     def check_writable(self) -> str:
-        """Its uid, where a training may write.
+        """The folder's uid, if a training may write here.
 
         :raises Unavailable: it may not.
         """
@@ -62,7 +62,7 @@ class Home:
         return self.uid
 
     def lease(self, run: str) -> Lease:
-        """The sign that a run of this process lives.
+        """A new lease, which shows that a run of this process lives.
 
         :raises Unavailable: it cannot be made.
         """
@@ -76,7 +76,7 @@ class Home:
 
 
 def look_at(location: Location) -> Home:
-    """The folder of packs for whoever only wants to know; nothing is written.
+    """The folder of packs for a caller that only reads; nothing is written.
 
     :raises Unavailable: its identity cannot be read.
     """
@@ -85,7 +85,7 @@ def look_at(location: Location) -> Home:
 
 
 def settle_in(location: Location, database: Database) -> Home:
-    """The folder of packs, known to its lineage from now on where both may be written.
+    """The folder of packs; if both may be written, its lineage knows it from now on.
 
     :raises Unavailable: its identity cannot be read, or cannot be written.
     """
@@ -128,8 +128,8 @@ def _read(packs: Path) -> str | None:
 
 
 def _identify(packs: Path) -> str:
-    """Write an identity, unless another process was first."""
-    from datastates.store.files import TEMPORARY, locked, sync_folder, write_file  # which imports torch: who only looks does without
+    """The identity of the folder, which is written unless another process was first."""
+    from datastates.store.files import TEMPORARY, locked, sync_folder, write_file  # imports torch, which callers that only read do without
 
     with locked(packs, is_shared=False):
         found = _read(packs)

@@ -1,7 +1,7 @@
-"""Which processes are alive: each tracking process holds a lock on a file of its own for as long as it lives.
+"""Leases show which processes are alive: each tracking process holds a lock on a file of its own for as long as it lives.
 
-The kernel lets go of the lock when the process ends, however it ends; a pid alone could have been given away again. The file says
-which file it is: a copy of a folder has its leases too, and nobody will ever lock those.
+The kernel drops the lock when the process ends, however it ends; a pid alone might have been reused. The file records its own inode,
+because a copy of a folder also contains copies of its leases, which no process will ever lock.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .environment import node_name
 __all__ = ["LEASES", "Lease", "Seen", "beat_at", "held_in", "look"]
 
 LEASES = "leases"
-"""The folder of the leases, in that of the packs."""
+"""The folder of the leases, inside the folder of packs."""
 
 
 class Seen(StrEnum):
-    """What can be seen of a lease: it is held; or it is free; or it is a copy of one; or nothing can be seen."""
+    """What can be seen of a lease: it is held, it is free, it is a copy of one, or there is none."""
 
     HELD = "held"
     FREE = "free"
@@ -61,16 +61,16 @@ class Lease:
         self._held = held
 
     def beat(self) -> None:
-        """Say that the process is at work, for ``beat_at``; costs a system call."""
+        """Note that the process is at work, for ``beat_at``; costs one system call."""
         self._held.touch()
 
     def close(self) -> None:
-        """Let go, and take the file away; idempotent. In a forked child: nothing."""
+        """Drop the lock and remove the file; idempotent. Does nothing in a forked child."""
         self._held.close()
 
 
 def beat_at(packs: Path, uid: str) -> datetime | None:
-    """When a process last said that it is at work; None where its lease is not to be seen."""
+    """When a process last noted that it is at work; None if its lease cannot be seen."""
     try:
         return datetime.fromtimestamp((packs / LEASES / uid).stat().st_mtime, UTC)
     except OSError:
@@ -78,13 +78,13 @@ def beat_at(packs: Path, uid: str) -> datetime | None:
 
 
 def held_in(packs: Path) -> list[str]:
-    """The runs whose leases in a folder are held, or may be: processes are at work there."""
+    """The runs whose leases in a folder are held, or may be, so that processes may be at work there."""
     folder = packs / LEASES
     return [name for name in sorted(os.listdir(folder) if folder.is_dir() else ()) if look(packs, name) is Seen.HELD]
 
 
 def look(packs: Path, uid: str) -> Seen:
-    """What can be seen of a lease from here. One that cannot be read, or of which the file system cannot tell, counts as held."""
+    """What can be seen of a lease from here. It counts as held if it cannot be read, or if the file system cannot tell."""
     path = packs / LEASES / uid
     try:
         if is_held(path):

@@ -1,4 +1,4 @@
-"""Whether the process of a run lives, as far as one can tell from here. Does without torch."""
+"""Tells whether the process of a run lives, as far as that can be known from here. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ __all__ = ["is_alive", "is_dead", "life_of"]
 def is_dead(run: Run, home: Home) -> bool:
     """Whether the process of a run that did not finish has certainly ended, as far as this folder is concerned.
 
-    That its lease is free says so, whatever host wrote it. A copy of a lease says so where the lineage was copied with it: that
-    process writes to the original. A lease that is missing says nothing; then only the kernel can, if the process was one of ours to see.
+    A free lease proves it, whatever host wrote it, unless the kernel sees the process running. A copy of a lease proves it if the lineage
+    was copied with it: that process writes to the original. A missing lease proves nothing; then only the kernel can tell, if the process
+    ran where this one can see it.
     """
     folder = run.config.get(FOLDER)
     if folder is not None and folder != home.uid:
@@ -33,7 +34,7 @@ def is_dead(run: Run, home: Home) -> bool:
 
 
 def is_alive(run: Run, home: Home) -> bool:
-    """Whether the process of a run is seen to live. What is neither alive nor dead is unknown."""
+    """Whether the process of a run is seen to live. A process that is neither alive nor dead is unknown."""
     if run.finished_at is not None or is_dead(run, home):
         return False
     return look(home.path, run.process or run.uid) is Seen.HELD or is_running(run) is True

@@ -1,4 +1,4 @@
-"""Where a repository is: what its URL means, and which one a terminal means when none is named."""
+"""The location of a repository: what its URL means, and which repository a terminal command uses when none is named."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DATABASE = "lineage.db"
 """The lineage's file in a repository's folder; its presence is what makes a folder a repository."""
 
 DEFAULT = "runs"
-"""The folder that is meant when nothing else names one."""
+"""The folder that is used when nothing else names one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A repository's two halves: the lineage's database and the folder of packs. Both may still be missing."""
+    """The two halves of a repository: the lineage's database and the folder of packs. Both may still be missing."""
 
     database_url: str = field(repr=False)  # it may have a password
     packs: Path
@@ -39,7 +39,7 @@ class Location:
 
     @property
     def is_present(self) -> bool:
-        """Whether the lineage's file is there; a database server is asked only when it is opened."""
+        """Whether the lineage's file is there. A database server counts as there: it is asked only when it is opened."""
         return self.root is None or (self.root / DATABASE).is_file()
 
     def __str__(self) -> str:
@@ -56,11 +56,11 @@ def locate(
 ) -> Location:
     """The location that ``url`` means: a folder (SQLite and packs in it), or ``postgresql://…`` with ``packs`` naming a folder.
 
-    Paths become absolute, so that they go on meaning the same when the process changes its directory. ``packs`` falls
-    back on ``DATASTATES_PACKS`` for a database server. Nothing is made.
+    Paths become absolute, so that they keep their meaning when the process changes its directory. For a database server, ``packs``
+    falls back on ``DATASTATES_PACKS``. Nothing is created.
 
-    :raises InvalidInput: the url is neither, or a server's packs are not named.
-    :raises NotFound: with ``must_exist``, no repository is there.
+    :raises InvalidInput: the url is neither, or no packs are named for a server.
+    :raises NotFound: with ``must_exist``, there is no repository there.
     :raises Unavailable: this process may not look there, or the file system does not answer.
     """
     text = values.path(url, "url")
@@ -76,9 +76,9 @@ def locate(
 
 
 def check_whole(location: Location) -> None:
-    """Look before a new lineage is made.
+    """Raise if a new lineage must not be made here.
 
-    :raises NotFound: the packs of an old one are there.
+    :raises NotFound: the packs of an old lineage are there.
     """
     if location.is_present or not location.packs.is_dir():
         return
@@ -91,9 +91,9 @@ def check_whole(location: Location) -> None:
 
 
 def discover(directory: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """The repository that is meant in ``directory``, or in the working directory, when none is named.
+    """The repository that is used in ``directory`` (None: the working directory) when none is named.
 
-    ``DATASTATES_REPO``, or the nearest of the directory and its parents that is a repository, or ``runs`` in it.
+    It is ``DATASTATES_REPO``, or the nearest of the directory and its parents that is a repository, or ``runs`` in the directory.
 
     :raises NotFound: the working directory was deleted.
     """

@@ -1,4 +1,4 @@
-"""What of a lineage can be had here, from the tiers of the repository; and why the rest cannot."""
+"""Tells which states of a lineage can be read here, from the tiers of the repository, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Here(Protocol):
 
     @property
     def tiers(self) -> Tiers:
-        """Its tiers, the user's among them."""
+        """Its tiers, including the user's."""
 
     @property
     def node(self) -> str:
         """The name of this host."""
 
     def holds(self, uid: str) -> bool:
-        """Whether a state's bytes are on one of the tiers, as far as they answer."""
+        """Whether a state's bytes are on one of the tiers that answer."""
 
 
 def nearest_here(here: Here, session: Session, uid: str) -> State | None:
-    """The state itself, or the newest of its first parents, whose bytes are here; None when there is none."""
+    """The state itself, or the nearest ancestor along first parents, whose bytes are here; None if there is none."""
     found = walk.nearest_restorable(session, uid)
     while found is not None and not here.holds(found.uid):
         found = walk.nearest_restorable(session, found.parents[0]) if found.parents else None
@@ -49,15 +49,15 @@ def nearest_here(here: Here, session: Session, uid: str) -> State | None:
 
 
 def is_elsewhere(here: Here, session: Session, state: State) -> bool:
-    """Whether a state that is not here can be had elsewhere: from a process that is seen to live, from another folder of packs, or from a
-    tier of the user's that this repository was not given or that does not answer."""
+    """Whether a state that is not here may be elsewhere: in a process that is seen to live, in another folder of packs, or on a tier of the
+    user's that this repository was not given or that does not answer."""
     if not state.status.is_restorable or here.holds(state.uid):
         return False
     return bool(_living(here, session, state) or _other_folders(here, session, state) or _unasked(here, session, state))
 
 
 def explain(here: Here, session: Session, state: State) -> Unavailable:
-    """Why a state cannot be restored here, and what can; to be raised."""
+    """An error to raise, which says why a state cannot be restored here, and which one can."""
     nearest = nearest_here(here, session, state.uid)
     hint = "nor can any ancestor" if nearest is None else f"the nearest ancestor that can is {nearest.uid[:10]} (step {nearest.step})"
     said = f"state {state.uid[:10]} (step {state.step}) cannot be restored: it {_why(here, session, state)}; {hint}"
@@ -89,7 +89,7 @@ def _living(here: Here, session: Session, state: State) -> str:
 
 
 def _holders(session: Session, state: State) -> list[Run]:
-    """The runs that reported a state in their memory."""
+    """The runs that reported having a state in memory."""
     uids = {one.run or state.run for one in replicas_of(session, state.uid) if one.tier in VOLATILE}
     found = []
     for uid in sorted(filter(None, uids)):
@@ -101,7 +101,8 @@ def _holders(session: Session, state: State) -> list[Run]:
 
 
 def _other_folders(here: Here, session: Session, state: State) -> str:
-    """Where else a state's bytes are said to be; a folder that lay where ours is now has been deleted."""
+    """The other folders that have a state's bytes, as the lineage says. A folder that was where ours is now must have been deleted, and is
+    left out."""
     home = here.home
     others = [folder for folder in folders.of_state(session, state.uid) if folder.uid != home.uid]
     there = [one for one in others if one.path != str(home.path) or not (home.is_beside or one.host == here.node)]
@@ -109,7 +110,7 @@ def _other_folders(here: Here, session: Session, state: State) -> str:
 
 
 def _unasked(here: Here, session: Session, state: State) -> str:
-    """The user's tiers that are said to hold a state, and of which that cannot be found out here."""
+    """The user's tiers that hold a state as the lineage says, but that cannot be asked here."""
     said = sorted({one.tier for one in replicas_of(session, state.uid)}.difference(VOLATILE, [DURABLE]))
     given = {tier.name: tier for tier in here.tiers.further}
     lacking = [f"the {name} tier, with which it was not opened: give it by Config(tiers=[…])" for name in said if name not in given]

@@ -1,6 +1,6 @@
-"""What dead processes left behind: their bytes on disk, their lost states in memory, their files.
+"""Settles what dead processes left behind: their bytes on disk, the states lost with their memory, their files.
 
-Only what lies in the opener's own folder of packs says anything: whatever path a run recorded may now be another repository's.
+Only the opener's own folder of packs counts as evidence: a path that a run recorded may now belong to another repository.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _logger = logging.getLogger(__name__)
 
 
 def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Recovered]:
-    """Settle the runs of this folder whose process died, whatever its host was called: which branches went back, and to where.
+    """Settle the runs of this folder whose process died, whatever its host was called; returns which branches moved back, and to where.
 
-    A state that its process had written to the end without saying so is durable. All else that was only in memory is
-    ``lost``, and branches go back to what can be restored. Nothing is settled where nothing may be written.
+    A state that its process had written completely, without recording it, becomes durable. All others that were only in memory become
+    ``lost``, and branches move back to what can be restored. Nothing is settled if nothing may be written.
     """
     if home.read_only is not None or home.uid is None:
         return []
@@ -44,7 +44,7 @@ def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Rec
         recovered = runs.recover(session, [run.uid for run in dead], volatile=VOLATILE)
     local.sweep()
     for run in dead:
-        with suppress(PermissionError):  # another user's, in a folder with the sticky bit
+        with suppress(PermissionError):  # another user owns the file, in a folder with the sticky bit
             (home.path / LEASES / run.uid).unlink(missing_ok=True)
     for item in recovered:
         where = "nothing of it is left, so the name is free" if item.new is None else f"it is back at {item.new[:10]}"
@@ -54,5 +54,5 @@ def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Rec
 
 
 def _whole(unheard: dict[tuple[str, int], str], local: DurableTier) -> dict[tuple[str, int], Placed]:
-    """Those parts which the lineage knows in memory only, by uid and rank, with their digests, that are whole on disk."""
+    """The parts, by uid and rank, that are whole on disk, of those that the lineage knows in memory only; ``unheard`` has their digests."""
     return {part: placed for part, placed in local.whole_parts(unheard).items() if placed.manifest.digest == unheard[part]}

@@ -1,1 +1,1 @@
-"""Following one training: the tracker, how it sets out, and the guard that takes it back."""
+"""Tracking one training: the tracker, how it starts, and the guard that takes it back."""

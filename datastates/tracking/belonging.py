@@ -1,4 +1,4 @@
-"""Which processes a training belongs to: the group that is in force, or the job that this process runs in."""
+"""The group of ranks to which a training belongs: the group in force, or the job in which this process runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["find", "using"]
 
 _in_force: ContextVar[Group | None] = ContextVar("datastates_group", default=None)
 _made: dict[str, tuple[object, Group]] = {}
-"""The group of each kind that was found last, and what it is of: all trainings of a process meet in one."""
+"""The group of each kind that was found last, and what it was made from: all trainings of a process share one group."""
 
 _SIZES: Mapping[str, tuple[str, str]] = {
     "WORLD_SIZE": ("torchrun", "call torch.distributed.init_process_group() before it"),
@@ -29,12 +29,12 @@ _SIZES: Mapping[str, tuple[str, str]] = {
 
 @contextmanager
 def using(group: Group) -> Iterator[Group]:
-    """Within the block, ``track`` without a group takes this one.
+    """Make this the group of every ``track`` in the block that is given none.
 
         with datastates.ranks.using(datastates.ranks.SoloGroup()):  # each rank trains something of its own
             run = repo.track(branch=f"rank-{rank}", model=model)
 
-    It holds in this thread.
+    It applies to this thread only.
     """
     token = _in_force.set(group)
     try:
@@ -44,11 +44,11 @@ def using(group: Group) -> Iterator[Group]:
 
 
 def find() -> Group:
-    """The group of the job that this process is a rank of: that of ``using``, of torch.distributed, of MPI, or this process alone.
+    """The group of the job in which this process is a rank: that of ``using``, of torch.distributed, of MPI, or this process alone.
 
-    Collective where it is not alone. Neither torch.distributed nor mpi4py is imported for it.
+    Collective unless this process is alone. Neither torch.distributed nor mpi4py is imported for it.
 
-    :raises InvalidInput: whoever launched this process launched several, and these have not met yet.
+    :raises InvalidInput: the launcher of this process launched several, and they have not met yet.
     """
     found = _in_force.get()
     if found is not None:
@@ -70,7 +70,7 @@ def find() -> Group:
 
 
 def _mpi() -> Any:
-    """``mpi4py.MPI``, where this program uses it and has several ranks, which are not those of a pool."""
+    """``mpi4py.MPI``, if this program uses it and has several ranks, and they are not those of a pool; else None."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or _is_pool():
         return None
@@ -78,7 +78,7 @@ def _mpi() -> Any:
 
 
 def _is_pool() -> bool:
-    """Whether the ranks are the workers of ``mpi4py.futures`` and whoever gives them tasks: each works by itself."""
+    """Whether the ranks are those of ``mpi4py.futures``: the workers and the process that gives them tasks. Each works by itself."""
     core = sys.modules.get("mpi4py.futures._core")
     return "mpi4py.futures.server" in sys.modules or getattr(core, "SharedPool", None) is not None
 

@@ -1,4 +1,4 @@
-"""What goes along with a training: the run of another log, for example, that hears of each of its states."""
+"""The companion of a training, for example the run of another log, which is told of each of its states."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Companion"]
 
 
 class Companion(Protocol):
-    """Given to ``Training.accompany``. It knows neither the tracker nor its objects, or these would outlive their last name."""
+    """What ``Training.accompany`` takes. It must refer to neither the tracker nor its objects, or it would keep them alive."""
 
     def recorded(self, state: State, /) -> None:
-        """The lineage knows of a state of this training, each once and in order. On any thread; it returns at once and raises nothing."""
+        """Called once for each state of this training that is recorded, in order, on any thread. It returns at once and raises nothing."""
 
     def ended(self, error: BaseException | None, /) -> None:
-        """The training was closed, with the error that ended its block; every state was told. On the thread that closes; what this raises
-        is logged."""
+        """Called when the training is closed, on the closing thread, with the error that ended its block, if any. ``recorded`` was called
+        for every state before. An error that this raises is logged."""

@@ -1,11 +1,11 @@
-"""The configuration of a training as plain values by flat names, whatever a script keeps it in.
+"""The configuration of a training as plain values by flat names, whatever kind of object a script keeps it in.
 
     {"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}}    optimizer.lr = 0.1, optimizer.betas.0 = 0.9, optimizer.betas.1 = 0.99
 
 Mappings (OmegaConf's too), argparse and other namespaces, dataclasses, named tuples, objects of attrs, pydantic and msgspec are
-nested, and so are lists and tuples, by their indices. A member of an Enum is its value, a path its text, a number of NumPy or of a tensor
-is that number. A dtype, a device, a class, a function or a module is its name. Secrets are masked. What else there is has no meaning that
-a search could compare: it is refused by its name.
+nested, and so are lists and tuples, by their indices. A member of an Enum becomes its value, a path its text, a number of NumPy or of a
+tensor that number. A dtype, a device, a class, a function or a module becomes its name. Secrets are masked. Anything else has no meaning
+that a search could compare, and is refused by name.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from datastates.system import masking
 __all__ = ["configuration"]
 
 _MOST = 2_000
-"""So many values may a configuration have: it is read with every list of states."""
+"""The most values that a configuration may have: it is read with every list of states."""
 
 _DEEPEST = 32
 _NAMED = {"torch": ("dtype", "device", "layout", "memory_format"), "numpy": ("dtype",)}
 
 
 def configuration(given: object) -> dict[str, Value]:
-    """What ``track(config=…)`` was given, flat; None is nothing.
+    """The argument of ``track(config=…)``, flattened; empty for None.
 
     :raises InvalidInput: a value that cannot be recorded; names it, and says what would do.
     """
@@ -78,7 +78,7 @@ def _joined(path: str, key: object) -> str:
 
 
 def _parts(value: object, path: str = "") -> Mapping[Any, Any] | list[Any] | None:
-    """What is in a container, by name or in a list; None where it is none."""
+    """The contents of a container, by name or in a list; None if it is no container."""
     try:
         if isinstance(value, Mapping):
             return dict(value.items())
@@ -122,7 +122,7 @@ def _plain(value: object, path: str) -> Value:
 
 
 def _name_of(value: object) -> str | None:
-    """The name of what is known by one."""
+    """The name of an object that is recorded by its name; None for any other."""
     kind = type(value)
     if kind.__name__ in _NAMED.get(kind.__module__.split(".")[0], ()) or (kind.__module__.startswith("numpy.dtypes")):
         return str(value)

@@ -1,4 +1,4 @@
-"""``run.guard``: it notices that a training goes wrong, and takes it back to where it went well.
+"""``run.guard`` notices that a training goes wrong, and takes it back to a state where it went well.
 
     guard = run.guard()
     for batch in run.steps(loader):
@@ -7,8 +7,8 @@
             continue
         run.capture(metrics={"loss": loss})
 
-The loss of a step tells about the parameters that the step before left behind. So a state is good only once the loss of the step after
-it was normal: the newest state at the time of trouble is never one to go back to.
+The loss of a step depends on the parameters that the step before left behind. So a state is good only once the loss of the step after
+it was normal: the guard never goes back to the state that is newest at the time of trouble.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ __all__ = ["Data", "Guard", "Rewind", "Rules"]
 _logger = logging.getLogger(__name__)
 
 Data = Literal["skip", "reshuffle"]
-"""What becomes of the batches between a good state and the trouble after it."""
+"""What happens to the batches between a good state and the trouble after it."""
 
 _FURTHER = 256
-"""How many states beyond the wanted one are looked through for one that is whole."""
+"""How many states beyond the wanted one are searched for one that is whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """One rewind: the loss of ``step`` had a ``problem``, training went on from ``good``, and what lay between is on ``branch``."""
+    """One rewind: the loss of ``step`` had a ``problem``, training went on from ``good``, and the states in between are on ``branch``."""
 
     step: int
     loss: float
@@ -63,7 +63,7 @@ class Rewind:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """When a guard steps in and what it does then; see ``Tracker.guard``."""
+    """When a guard intervenes, and what it does then; see ``Tracker.guard``."""
 
     spike: float | None
     patience: int
@@ -75,7 +75,7 @@ class Rules:
 
 
 class Run(Protocol):
-    """What a guard asks of the tracker that it watches over."""
+    """What a guard needs of the tracker that it watches."""
 
     @property
     def branch(self) -> str:
@@ -87,28 +87,31 @@ class Run(Protocol):
 
     @property
     def step(self) -> int:
-        """How many steps were made."""
+        """The number of steps so far."""
 
     def capture(self, *, metrics: Mapping[str, float] | None = None, step: int | None = None, message: str | None = None) -> Capture:
         """Take a state."""
 
 
 class Guard:
-    """Asked about the loss of each step, after the update and before the capture. Made by ``Tracker.guard``.
+    """Judges the loss of each step, and rewinds the training when one is bad. ``Tracker.guard`` makes it.
 
-    What a rewind does: the state at hand is captured, with its loss; a branch ``abandoned/<branch>/<step>`` is made there, so that all
-    that was tried stays, and becomes durable as the head of any branch does; the newest good state without NaN, and without infinity in
-    parameters and optimizer, is put back: weights, optimizer, scheduler, scaler, random number generators, ``run.step``; gradients are
-    dropped (unless they are tracked); the branch is moved back, with ``rewind`` in its reflog.
+    Ask it about each loss after the update and before the capture. A rewind takes these steps:
+
+    - It captures the current state, with its loss, and makes a branch ``abandoned/<branch>/<step>`` there. So everything that was
+      tried stays, and becomes durable as the head of any branch does.
+    - It restores the newest good state that has no NaN, and no infinity in parameters and optimizer: weights, optimizer, scheduler,
+      scaler, random number generators, ``run.step``. Gradients are dropped (unless they are tracked).
+    - It moves the branch back, with ``rewind`` in its reflog.
 
     With ``data="skip"`` loaders and samplers stay where they are: the batches since the good state are not seen again. With
-    ``data="reshuffle"`` they go back too, and the rest of the epoch of each tracked ``PermutationSampler`` is shuffled anew: use
-    ``run.steps``, which then begins a new iteration of the loader, and let ``run.epochs`` or ``run.step`` end the training, as it may
-    go back over the beginning of an epoch. Data that is itself broken is met again then.
+    ``data="reshuffle"`` they go back too, and the rest of the epoch of each tracked ``PermutationSampler`` is shuffled anew. Use
+    ``run.steps`` then, which begins a new iteration of the loader, and let ``run.epochs`` or ``run.step`` end the training, since it
+    may go back over the beginning of an epoch. The training will meet broken data again in that case.
 
     A loss on a device is read one call later, when the next step is under way: training does not wait for it, and a rewind comes
-    one step later. Pass ``float(loss)`` to know at once. It watches over one process: a group of ranks has none.
-    The guard's own memory, of the last losses, begins anew with each process.
+    one step later. Pass ``float(loss)`` to know at once. A guard watches one process; trainings of several ranks cannot have one.
+    The guard's memory of the last losses starts afresh in each process.
     """
 
     def __init__(self, run: Run, training: Training, rules: Rules) -> None:
@@ -139,7 +142,7 @@ class Guard:
     def rewound(self, loss: float | torch.Tensor | None = None) -> bool:
         """Whether the loss of this step was trouble and everything is back at a good state: ``continue`` then, and do not capture.
 
-        Without a loss those are judged that are still on their way from a device: ask at the end of the training.
+        Without a loss, it judges the losses that are still on their way from a device: call it so at the end of the training.
 
         :raises Unavailable: there have been ``limit`` rewinds in a row (everything is back once more; the message names the branches),
             or there is no good state to go back to.
@@ -159,7 +162,7 @@ class Guard:
         return False
 
     def _confirm(self, uid: str | None) -> None:
-        """A normal loss: the state that was the newest then is good."""
+        """Note a normal loss: the state that was the newest then is good."""
         if uid is not None and uid != self._good[-1]:
             self._stand(uid)
         self._calm += 1
@@ -167,12 +170,12 @@ class Guard:
             self._in_a_row = 0
 
     def _stand(self, uid: str) -> None:
-        """This is the newest good state: the first to go back to."""
+        """Make this the newest good state, which is the first to go back to."""
         self._good.append(uid)
         self._training.host.snapshots.keep(self._training.branch, uid)
 
     def _rewind(self, step: int, loss: float, problem: str) -> None:
-        """Abandon, find, put back: the table of contents of a rewind."""
+        """Rewind the training: abandon the current states, find a good one, restore it."""
         run = self._run
         branch = self._abandon(step, loss, problem)
         depth = self._rules.back << min(self._in_a_row, 30)
@@ -194,7 +197,7 @@ class Guard:
         )  # fmt: skip
 
     def _abandon(self, step: int, loss: float, problem: str) -> str:
-        """Name the stretch that went wrong; its head is the state at hand."""
+        """The name of a new branch for the states that went wrong; its head is the current state."""
         run = self._run
         run.capture(metrics={"loss": loss}, message=f"abandoned: the loss of step {step} {problem}")
         head, core = _uid(run.head), self._training.core
@@ -206,7 +209,7 @@ class Guard:
         return branch
 
     def _find(self, depth: int) -> State | None:
-        """The ``depth``-th newest good state, or the next older one that is whole; the oldest there is if there are fewer."""
+        """The ``depth``-th newest good state, or the next older one that is whole; the oldest one if there are fewer."""
         history = self._history(depth)
         in_order = [*history[depth - 1 :], *reversed(history[: depth - 1])]
         return next((state for state in in_order if self._is_sound(state)), None)
@@ -235,10 +238,10 @@ class Guard:
             with self._training.core.open_payload(state) as reader, snapshots.reading(state.uid, state.digest) as near:
                 try:
                     return is_sound(reader, adapted, near)
-                except torch.OutOfMemoryError:  # looking takes some memory where the tensors lie
+                except torch.OutOfMemoryError:  # the check takes some memory on the device of the tensors
                     return is_sound(reader, adapted)
         except Unavailable:
-            return False  # dropped since, or in the memory of another process
+            return False  # dropped meanwhile, or in the memory of another process
 
     def _put_back(self, good: State) -> None:
         training = self._training
@@ -290,13 +293,13 @@ class _Loss:
 
     @property
     def is_here(self) -> bool:
-        """Whether reading it waits for nobody. Not whether it happens to be here by now: a training that is repeated must be the same."""
+        """Whether reading it never waits. It does not tell whether a copy has arrived: a training that is repeated must do the same."""
         return self.is_copied is None
 
     def value(self) -> float:
-        """The number; waits for the device until it has come that far."""
+        """The number; waits until the device has computed it."""
         if self.is_copied is not None:
-            self.is_copied.synchronize()  # a device to host wait, for a step that was over before the last one was begun
+            self.is_copied.synchronize()  # the host waits for the device, for a step that ended before the last one began
         return float(self.number)
 
 
@@ -310,7 +313,7 @@ def _uid(state: State | None) -> str:
 
 
 def _kept(training: Training, keep: Iterable[str], *, is_skipping: bool) -> frozenset[str]:
-    """The names of what is not put back."""
+    """The names of the objects that a rewind does not restore."""
     known = {**training.objects, **training.values}
     if unknown := sorted(set(keep) - set(known)):
         raise InvalidInput(f"keep names {', '.join(unknown)}, and nothing of that name is tracked: there are {', '.join(sorted(known))}")

@@ -1,4 +1,4 @@
-"""The ranks of a node agree which of them tells the lineage what all of them have to tell (``modules/telling``): the first."""
+"""The ranks of a node agree that the first of them reports to the lineage for all of them (``modules/telling``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Node", "found", "join"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The ranks that can meet at one place: how many they are, and whether this is the first of them."""
+    """The ranks that can meet at one ``place``: how many there are, and whether this one is the first."""
 
     place: Place
     seats: int
@@ -27,7 +27,7 @@ class Node:
 
 
 class _Seat(msgspec.Struct, frozen=True):
-    """What a rank tells the others: where it is, and the place that it would keep."""
+    """What a rank tells the others: where it is, and the place that it would keep if it were the first."""
 
     node: str
     name: str
@@ -35,7 +35,7 @@ class _Seat(msgspec.Struct, frozen=True):
 
 
 def found(ranks: Together) -> Node | None:
-    """The node of this rank; None where it is alone there. Collective."""
+    """The node of this rank; None if it is alone there. Collective."""
     if ranks.size == 1:
         return None
     own = Place.drawn()
@@ -47,13 +47,13 @@ def found(ranks: Together) -> Node | None:
 
 
 def join(core: Core, node: Node | None) -> None:
-    """Tell with the others of this node from now on."""
+    """Report to the lineage together with the other ranks of this node from now on."""
     if node is not None:
         core.host().join(node.place, seats=node.seats, is_first=node.is_first)
 
 
 def _whereabouts() -> str:
-    """Processes of which this is equal reach each other's abstract sockets, and may trust each other: machine, network, user."""
+    """Machine, network and user. Processes for which these are equal reach each other's abstract sockets, and may trust each other."""
     network = ""
     with suppress(OSError):
         network = os.readlink("/proc/self/ns/net")

@@ -1,4 +1,4 @@
-"""Where a tracker sets out: at which state its branch stands; its objects are put there."""
+"""The state from which a tracker starts, where its branch stands, and to which its objects are restored."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outset:
-    """The state from which a tracker sets out; None begins a root. ``is_fork``: the branch does not exist yet. ``is_beyond``: it has left
-    ``start``.
+    """The state from which a tracker starts; None begins a new root. ``is_fork``: the branch does not exist yet. ``is_beyond``: the branch
+    stands at another state than ``start``.
     """
 
     state: State | None
@@ -43,7 +43,7 @@ class Outset:
 
 
 def origin_of(core: Core, branch: str, start: str | State | None, *, resume: bool) -> Outset:
-    """The state that a tracker sets out from. A branch whose head cannot be restored is moved back; none is made."""
+    """The state from which a tracker starts. A branch whose head cannot be restored is moved back; no branch is made."""
     branch = values.text(branch, "branch")
     with core.reading() as session:
         ref, origin = _named(session, branch, start, resume=resume)
@@ -71,13 +71,13 @@ def origin_of(core: Core, branch: str, start: str | State | None, *, resume: boo
 
 
 def check_origin(core: Core, branch: str, start: str | State | None, *, resume: bool) -> None:
-    """Raise, as ``origin_of`` does, unless a training may set out from there."""
+    """Raise, as ``origin_of`` does, unless a training may start from there."""
     with core.reading() as session:
         _named(session, branch, start, resume=resume)
 
 
 def _named(session: Session, branch: str, start: str | State | None, *, resume: bool) -> tuple[Ref | None, State | None]:
-    """The branch, where it is there, and the state that ``start`` names."""
+    """The branch, if it exists, and the state that ``start`` names."""
     ref = _find_ref(session, branch)
     origin = None if start is None else revision.resolve(session, start.uid if isinstance(start, State) else start)
     if ref is None:
@@ -93,11 +93,11 @@ def _named(session: Session, branch: str, start: str | State | None, *, resume: 
 
 
 def set_out(training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool) -> None:
-    """Put the training's objects where ``state`` stands, and have its first capture share with it what is unchanged."""
+    """Restore ``state`` into the training's objects; the first capture then shares with it what is unchanged."""
     training.restore(state, only=only, strict=strict)
     stand(training, state, is_resumed=is_resumed)
     if not training.ranks.is_first:
-        return  # rank 0 says it for all
+        return  # rank 0 logs it for all
     where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")
     if not is_resumed:
         begun = event("branch.begun", branch=training.branch, state=state.uid, step=state.step)
@@ -114,23 +114,23 @@ def set_out(training: Training, state: State, *, only: str | Sequence[str] | Non
 
 
 def stand(training: Training, state: State, *, is_resumed: bool) -> None:
-    """Say that the training stands at ``state``, whatever is in its objects: its first capture shares with it what is unchanged."""
+    """Make ``state`` the one where the training stands, whatever its objects hold; the first capture shares with it what is unchanged."""
     training.step, training.micro_step = state.step, state.micro_step
     training.resumed_from, training.is_resumed = state, is_resumed
     training.line.base = training.core.tiers.placed(state.uid)
     if training.line.base is None:
-        training.line.kin = training.host.line_of(state.uid)  # in memory only: what they share is written with the first of them
+        training.line.kin = training.host.line_of(state.uid)  # in memory only: shared bytes are written with the first of the two
 
 
 def _forgotten(training: Training, only: str | Sequence[str] | None) -> list[str]:
-    """The objects of the resumed state that this training leaves behind without having said so."""
+    """The objects of the resumed state that this training no longer tracks, without having said so by ``only``."""
     if only is not None or training.report is None:
         return []
     return [name for name in training.report.skipped if "/" not in name and name not in ("rng", IN_BACKWARD)]
 
 
 def _warn_of_misspelling(session: Session, branch: str) -> None:
-    """A branch begins from nothing: say so where one of nearly that name is there."""
+    """Log a warning if this branch, which begins from nothing, has nearly the name of one that exists."""
     names = {ref.name: re.sub(r"\d+", "0", ref.name) for ref in refs.refs(session) if ref.kind is RefKind.BRANCH}
     plain = re.sub(r"\d+", "0", branch)
     close = get_close_matches(branch, [name for name, other in names.items() if other != plain], n=3, cutoff=0.75)

@@ -1,4 +1,4 @@
-"""Whether what every rank should hold alike is alike: a digest of each rank's copy, compared over all of them."""
+"""Checks that what should be equal on all ranks is equal, by comparing a digest of each rank's copy over all of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["check_replicas", "differing"]
 
 _BATCH = 2_000
-"""So many digests, with their names, go into one exchange."""
+"""The number of digests, with their names, that go into one exchange."""
 
 _SHOWN = 10
 
 
 def check_replicas(training: Training) -> None:
-    """Raise unless all ranks hold the same where they should. Collective.
+    """Raise unless everything that should be equal on all ranks is equal. Collective.
 
-    :raises InvalidInput: they do not; names what differs, on every rank alike.
+    :raises InvalidInput: it is not; names what differs, with the same message on every rank.
     """
     found = differing(training)
     if found:
@@ -39,7 +39,7 @@ def check_replicas(training: Training) -> None:
 
 
 def differing(training: Training) -> list[Difference]:
-    """What differs between ranks that should hold the same, by path. Collective; it waits for copies and devices."""
+    """The differences between ranks that should hold the same, by path. Collective; it waits for copies and devices."""
     ranks = training.ranks
     if ranks.size == 1:
         return []

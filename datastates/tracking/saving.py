@@ -1,7 +1,7 @@
-"""Trees that somebody else makes, captured whole: what checkpoint functions of others save becomes the next state of a branch.
+"""Captures whole trees that other code makes: what the checkpoint functions of other libraries save becomes the next state of a branch.
 
-Nothing is put back, and everything is copied before a capture returns. A branch that moved meanwhile, by another process or by hand, is
-followed anew: the next state hangs on where it stands then.
+Nothing is restored, and everything is copied before a capture returns. If another process or a user moved the branch meanwhile, it is
+tracked anew: the parent of the next state is the branch's head at that time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .tracker import Tracker
 __all__ = ["About", "save_tree"]
 
 _TRIES = 50
-"""So often another process may be first."""
+"""How many times another process may move the branch first before we give up."""
 
 _saving = Mutex()
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is noted of a state; see ``Tracker.capture``. ``step`` None: one further than the branch."""
+    """The facts recorded with a state; see ``Tracker.capture``. ``step`` None: one more than the step of the branch."""
 
     step: int | None = None
     metrics: Mapping[str, float] | None = None
@@ -40,11 +40,11 @@ class About:
 
 
 def save_tree(core: Core, tree: Mapping[str, object], about: About, *, branch: str, start: str | None, until: str = "durable") -> State:
-    """Make ``tree`` the next state of a branch, and wait until it has reached the status ``until``. Any thread.
+    """Make ``tree`` the next state of a branch, and wait until it has reached the status ``until``. Callable from any thread.
 
     ``start`` is the state from which a new branch forks.
 
-    :raises Unsupported: it holds what no state can; names its path.
+    :raises Unsupported: the tree holds something that no state can; names its path.
     """
     tries = 0
     while True:
@@ -53,7 +53,7 @@ def save_tree(core: Core, tree: Mapping[str, object], about: About, *, branch: s
             tracker = _tracker(core, branch, start)
             try:
                 taken = _capture(tracker, tree, about)
-                taken.wait()  # recorded: where the branch stands is known to whoever saves next
+                taken.wait()  # recorded: the next caller that saves knows where the branch stands
                 break
             except Conflict:  # another process was first
                 _forget(core, branch)
@@ -72,11 +72,11 @@ def _capture(tracker: Tracker, tree: Mapping[str, object], about: About) -> Capt
         raise
     finally:
         tracker.values = {}
-        training.forget_layout()  # which would keep the tensors that were captured
+        training.forget_layout()  # the layout would keep the captured tensors alive
 
 
 def _tracker(core: Core, branch: str, start: str | None) -> Tracker:
-    """The tracker of this branch that captures what it is given."""
+    """The tracker of this branch through which trees are saved."""
     found = core.savers.get(branch)
     if start is not None:
         check_origin(core, branch, start, resume=True)
@@ -102,7 +102,7 @@ def _tracker(core: Core, branch: str, start: str | None) -> Tracker:
 
 
 def _stands(core: Core, tracker: Tracker) -> bool:
-    """Whether the branch stands where the tracker left it."""
+    """Whether the branch still stands where the tracker left it."""
     tip = tracker.training.line.tip
     try:
         with core.reading() as session:
@@ -114,5 +114,5 @@ def _stands(core: Core, tracker: Tracker) -> bool:
 def _forget(core: Core, branch: str) -> None:
     found = core.savers.pop(branch, None)
     if found is not None:
-        with suppress(DatastatesError):  # whoever saved it has been told
+        with suppress(DatastatesError):  # the caller that saved has been told
             found.close()

@@ -1,4 +1,4 @@
-"""Whether a state would spoil the training that goes on from it: a look at its numbers before anything is restored."""
+"""Checks a state's numbers, before anything is restored, for those that would spoil a training that goes on from it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["is_sound"]
 
 
 def is_sound(reader: Reader, adapted: Adapted, near: Sequence[Snapshot] = ()) -> bool:
-    """Whether no module or optimizer of ``adapted`` holds NaN there, and no parameter and no optimizer an infinity.
+    """Whether in this state no module or optimizer of ``adapted`` holds a NaN, and no parameter or optimizer an infinity.
 
-    A buffer may hold an infinity, as a mask does. What else is tracked is not looked at: NaN may mean something there. What lies in
-    snapshots that are ``near`` is looked at there.
+    A buffer may hold an infinity, as a mask does. Other tracked objects are not checked: NaN may mean something there. Tensors that the
+    snapshots ``near`` hold are checked there.
     """
     optimizers = {path for path, found in parts(adapted.objects) if isinstance(found, Optimizer)}
     models = adapted.models()

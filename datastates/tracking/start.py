@@ -1,4 +1,4 @@
-"""Beginning to follow a training: an earlier tracker of its branch gives way, its objects are put where the branch stands."""
+"""Starts to track a training: an earlier tracker of its branch gives way, and its objects are restored to the head of the branch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = ["Terms", "follow", "together"]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a training is followed; see ``Repository.track``. Unless it ``restores``, its objects stay as they are. ``ranks`` follow it
+    """How a training is tracked; see ``Repository.track``. Unless ``restores`` is set, its objects stay as they are. ``ranks`` track it
     together.
     """
 
@@ -69,7 +69,7 @@ class Terms:
     is_checking: bool = False
 
     def said(self, names: Collection[str]) -> dict[str, object]:
-        """What all ranks are to agree about, with the names of what they track."""
+        """The terms on which all ranks must agree, with the names of the objects that they track."""
         told = {
             name: getattr(self, name) for name in ("branch", "start", "resume", "only", "strict", "gradients", "restores", "is_checking")
         }
@@ -78,7 +78,7 @@ class Terms:
 
 
 class _Job(msgspec.Struct, frozen=True):
-    """What rank 0 says of a training of several ranks: its uid, the run of rank 0's process, and where it begins."""
+    """What rank 0 tells the other ranks of a training: its uid, the run of rank 0's process, and where the training begins."""
 
     uid: str
     process: str
@@ -110,7 +110,7 @@ def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: 
 
 
 def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], terms: Terms) -> Tracker:
-    """Captures of these objects from now on; see ``Repository.track``. Collective among the ranks of ``terms``."""
+    """The tracker that captures these objects from now on; see ``Repository.track``. Collective among the ranks of ``terms``."""
     branch, start, ranks = terms.branch, terms.start, terms.ranks
     settle()
     ranks.same(terms.said({*objects, *plain}))
@@ -144,7 +144,7 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
 
 
 def _outset(core: Core, terms: Terms) -> tuple[str, Outset]:
-    """The uid of the job, and where its training begins: both as rank 0 says, where there are several."""
+    """The uid of the job, and where its training begins. With several ranks, rank 0 decides both."""
     ranks = terms.ranks
     if ranks.size == 1:
         return "", origin_of(core, terms.branch, terms.start, resume=terms.resume)
@@ -187,7 +187,7 @@ def _training(
 
 def _put_back(training: Training, terms: Terms, origin: Outset) -> None:
     begin = origin.state
-    only = None if origin.is_beyond and terms.start is not None else terms.only  # of its start; what the fork captured is all its own
+    only = None if origin.is_beyond and terms.start is not None else terms.only  # it selects of ``start``; a resumed fork gets all its own
     if begin is not None and not terms.restores:
         stand(training, begin, is_resumed=origin.is_beyond)
     elif begin is not None:
@@ -196,7 +196,7 @@ def _put_back(training: Training, terms: Terms, origin: Outset) -> None:
 
 
 def _begin_run(training: Training, terms: Terms, origin: Outset) -> None:
-    """Record the run of this rank, and make the branch of a fork now that its objects stand there: one that fails leaves none."""
+    """Record the run of this rank, and make the branch of a fork, now that its objects are restored: a fork that fails leaves no branch."""
     core, ranks, begin = training.core, terms.ranks, origin.state
 
     def begin_first() -> None:
@@ -216,7 +216,7 @@ def _begin_run(training: Training, terms: Terms, origin: Outset) -> None:
 
 
 def _layout(training: Training) -> dict[str, object]:
-    """What the models of all ranks have in common, so that each can say what the others hold."""
+    """What the models of all ranks must have in common, so that each rank knows what the others hold."""
     told: dict[str, object] = {}
     for path, model in training.adapted.models() if training.ranks.size > 1 else ():
         if path.split("/")[0] not in training.own:
@@ -226,7 +226,7 @@ def _layout(training: Training) -> dict[str, object]:
 
 
 def _informed(core: Core, cadence: Policy) -> Policy:
-    """The cadence, told how often processes of this repository died, if it asks."""
+    """The cadence; if it asks for it, it has been told how often processes of this repository died."""
     if not cadence.asks_mtbf:
         return cadence
     with core.database.read() as session:

@@ -1,6 +1,6 @@
-"""One tracker a branch in each process: a script's cell that is run again takes over from what it made the time before.
+"""Each process has one tracker for each branch: a notebook cell that is run again takes over from the tracker that it made before.
 
-Only a tracker of this process gives way, of the same lineage and the same branch. Trainings of two processes on one branch are a conflict.
+Only a tracker of the same process, lineage and branch gives way. Trainings of two processes on one branch are a conflict.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _living: weakref.WeakSet[Training] = weakref.WeakSet()
 
 
 def enter(training: Training) -> None:
-    """Register a training, which gives way to the next one from now on."""
+    """Register a training; from now on it gives way to the next one on its branch."""
     _living.add(training)
 
 
 def take_over(core: Core, branch: str, check: Callable[[], object]) -> None:
-    """End the trainings of this process that are on the branch; ``check`` raises before, where the new one would be refused anyway."""
+    """End the trainings of this process on the branch. ``check`` is called first, and raises if the new training would be refused."""
     earlier = [training for training in list(_living) if training.branch == branch and training.is_living]
     earlier = [training for training in earlier if _is_same(training.core, core)]
     if earlier:
@@ -39,7 +39,7 @@ def _is_same(one: Core, other: Core) -> bool:
 
 
 def _file(location: Location) -> object:
-    """The key of a lineage, however its path is written: a copy has another key. None: somebody deleted it."""
+    """The key of a lineage, however its path is written; a copy has another key. None if the lineage's file was deleted."""
     if location.root is None:
         return location.database_url
     try:

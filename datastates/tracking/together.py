@@ -1,6 +1,6 @@
 """The ranks of one training act as one: they agree on where it begins and on what went wrong, and one of them moves the branch.
 
-Each method is collective, and belongs to the training thread. A rank that fails says so before it raises, and all raise.
+Each method is collective, and belongs to the training thread. A rank that fails tells the others before it raises, and all raise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Together:
-    """The ranks of a group, as one training sees them."""
+    """The ranks of a group, as one training uses them."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -29,12 +29,13 @@ class Together:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank does what is done once."""
+        """Whether this rank is the one that does what is done only once."""
         return self.rank == 0
 
     @contextmanager
     def united(self, what: str) -> Iterator[None]:
-        """A block that every rank goes through; it ends once all have, well or with an error. ``what`` they do, as in "could not …".
+        """A block that every rank goes through; it ends once all ranks have ended it, with or without an error. ``what`` says what they
+        do in it, as in "could not …".
 
         :raises DatastatesError: this rank's own error, as it is; or that of the first rank that failed, with its number.
         """
@@ -45,7 +46,7 @@ class Together:
             yield
 
     def first(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
-        """Rank 0 does the work, and all get what it found, a ``kind``.
+        """The result of the work, on every rank; rank 0 does the work, and the result is a ``kind``.
 
         :raises DatastatesError: the error of rank 0.
         """
@@ -60,18 +61,18 @@ class Together:
         return found
 
     def ended(self, what: str, error: str | None) -> dict[int, str]:
-        """Wait until every rank has come to the end of ``what`` they did together; by rank, what those that failed say of it.
+        """Wait until every rank has come to the end of ``what`` they did together; returns the errors of those that failed, by rank.
 
-        A rank that failed comes here before the others, and is heard wherever they meet until they are here too.
+        A rank that failed comes here before the others. They hear of it wherever they meet until they arrive here too.
         """
         if self.size == 1:
             return {} if error is None else {0: error}
         return Meeting(self.group, what).end(error)
 
     def same(self, what: Mapping[str, object]) -> None:
-        """Raise unless all ranks say the same under each name.
+        """Raise unless all ranks give the same value under each name.
 
-        :raises InvalidInput: they do not; the same error on each.
+        :raises InvalidInput: they do not; the error is the same on each.
         """
         if self.size == 1:
             return
@@ -88,7 +89,7 @@ class Together:
 
 
 def _fit(said: Mapping[str, str]) -> bytes:
-    """What fits an exchange: texts that are too long are cut, which still tells most differences apart."""
+    """The encoded texts, small enough for one exchange: texts that are too long are cut, which still shows most differences."""
     encoded = msgspec.msgpack.encode(said)
     if len(encoded) <= EXCHANGE_BYTES:
         return encoded

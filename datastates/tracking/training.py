@@ -1,4 +1,4 @@
-"""What stands behind a tracker: the objects of one training, the branch that it moves, and where both stand."""
+"""The training behind a tracker: its objects, the branch that it moves, and where both stand."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _logger = logging.getLogger(__name__)
 class Training:
     """One training, from ``Repository.track`` to ``close``. Everything belongs to the training thread.
 
-    ``run`` is its record in the lineage. ``newest`` is the uid of the newest capture, recorded or not, or of the state that was put back.
-    ``is_driven``: ``Tracker.steps`` counts the steps; ``completes`` says, where somebody else accumulates, whether the batch
-    at hand completes one. ``is_resumed``: its branch was there before. ``held_s``: so long the newest capture
-    held the training. ``ranks`` follow it together; ``own`` names what each of them has for itself, beside what always is.
+    ``run`` is its record in the lineage. ``newest`` is the uid of the newest capture, recorded or not, or of the state that was restored
+    last. ``is_driven``: ``Tracker.steps`` counts the steps. ``completes``: where another library accumulates, it tells whether the current
+    batch completes a step. ``is_resumed``: the branch existed before. ``held_s``: for how long the newest capture held the training up.
+    ``ranks`` track it together. ``own`` names the objects that each rank has for itself, besides those that always are its own.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Training:
         self.objects, self.values = dict(objects), values
         self.adapted = Adapted(self.objects, gradients=gradients)
         outlook = self.adapted.outlook()
-        flatten({**outlook, **values})  # what no state can hold is refused here
+        flatten({**outlook, **values})  # refuses what no state can hold
         self.host = core.host()
         self.run = line.run = describe_training(core.engage().run, line.branch, config)
         self.pending = Pending(self.host.fence)
         self.newest: str | None = None
         self.is_driven = self.is_resumed = False
-        self.loops = Loops(partial(_found, self.objects))  # and not what knows this training: it would outlive its last name
+        self.loops = Loops(partial(_found, self.objects))  # it must not refer to this training, or it would keep it alive
         self.step = self.micro_step = 0
         self.completes: Callable[[], bool] | None = None
         self.bests: tuple[Best, ...] = ()
@@ -99,13 +99,13 @@ class Training:
         self._fence = Fence(self.pending.wait)
         self._fence.install(self.adapted.optimizers, self.adapted.modules)
         self.oversights = Oversights(self.adapted.objects, outlook, self._fence.has_stepped)
-        self.host.open_line(line, cadence, self.adapted.size_bytes())  # the last that may fail
+        self.host.open_line(line, cadence, self.adapted.size_bytes())  # the last call here that may fail
         self._finalizer = weakref.finalize(self, _end_dropped, self.host, line, self._fence, self._pid)
-        self._finalizer.atexit = False  # the repository is closed then
+        self._finalizer.atexit = False  # at exit the repository is closed anyway
 
     @property
     def branch(self) -> str:
-        """The branch that captures move."""
+        """The branch that captures move forward."""
         return self.line.branch
 
     def head(self) -> State | None:
@@ -124,7 +124,7 @@ class Training:
         self.pending.wait()
 
     def accompany(self, companion: Companion) -> None:
-        """Tell it of each state from now on, and of the end."""
+        """Tell a companion of each state from now on, and of the end."""
         self.check_usable()
         self._companions.append(companion)
         self.line.listeners.append(companion.recorded)
@@ -135,7 +135,7 @@ class Training:
         self.host.begin_run(self.run)
 
     def count_batch(self, accumulate: int) -> None:
-        """A batch is about to be handed out."""
+        """Count a batch that is about to be handed out."""
         self.micro_step += 1
         if self.micro_step % accumulate == 0 if self.completes is None else self.completes():
             self.step, self.micro_step = self.step + 1, 0
@@ -145,7 +145,7 @@ class Training:
     # --- what a capture asks -------------------------------------------------------------------------------------------------
 
     def tree(self) -> dict[str, object]:
-        """Everything that a capture holds, as it is now; where several ranks capture a state, what is each one's own as such."""
+        """Everything that a capture holds, as it is now. With several ranks, the objects that are each rank's own are marked as such."""
         own = None if self.line.part is None else self.own
         tree = {**self.adapted.tree(is_shared=own is not None, is_waiting=False), **self.values}
         if self.loops.is_used:
@@ -153,11 +153,11 @@ class Training:
         return tree if own is None else owned(tree, {*own, LOOPS})
 
     def known(self) -> Flat | None:
-        """The leaves of the capture before this one, if they say what this one is to expect."""
+        """The leaves of the last capture, if the next one can be expected to have the same; else None."""
         return None if self._plan is None else self._plan.flat
 
     def plan_for(self, flat: Flat) -> CopyPlan:
-        """How these leaves are copied: as before, if their layout is that of before."""
+        """The plan by which these leaves are copied; the last plan again if their layout is unchanged."""
         if self._plan is not None and self._plan.refresh(flat):
             return self._plan
         self.fence()
@@ -178,25 +178,25 @@ class Training:
         return self._plan
 
     def forget_layout(self) -> None:
-        """Keep nothing of what was captured last: the next capture is laid out anew."""
+        """Drop the plan of the last capture: the next capture is laid out anew."""
         self._plan = None
 
     def raise_background_error(self) -> None:
-        """What went wrong with an earlier capture, once."""
+        """Raise, once, the error of an earlier capture, if there is one."""
         error, self.line.error = self.line.error, None
         if error is not None:
             raise error
 
     def heed_edits(self) -> None:
-        """Copy at once from now on what was edited by hand while it was copied."""
+        """From now on, copy at once those tensors that were edited by hand during a copy."""
         with undisturbed():
             if self.line.edits.learn(self.branch):
                 self._plan = None
 
     def check_usable(self) -> None:
-        """Raises unless captures may be taken here and now.
+        """Raise unless captures may be taken here and now.
 
-        :raises Closed: it was closed, gave way to another, or belongs to the parent process.
+        :raises Closed: the training was closed, gave way to another, or belongs to the parent process.
         :raises InvalidInput: this is a thread of the engine.
         """
         if self._pid != os.getpid():
@@ -222,7 +222,8 @@ class Training:
         without: Collection[str] = (),
         reason: str = "move",
     ) -> RestoreReport:
-        """Put a state back, but for the objects ``without``, and the branch with it; ``reason`` is for the reflog. Nothing is in flight."""
+        """Restore a state, except for the objects ``without``, and move the branch to it; ``reason`` goes into the reflog. No capture may
+        be in flight."""
         with undisturbed():
             with self.ranks.united("restore its part"):
                 report = self.restore(state, only=only, strict=strict, without=without)
@@ -242,12 +243,12 @@ class Training:
                     lineage_refs.move(session, self.branch, state.uid, expected=tip[0], reason=reason)
 
     def know_best(self) -> None:
-        """Say which states are the best of where the branch stands, by the metrics whose best is kept."""
+        """Tell the engine which states up to the branch's head are the best, by the metrics whose best is kept."""
         if self.bests:
             self.host.know_best(self.line, bests_at(self.core, self.line.tip and self.line.tip[0], self.bests))
 
     def restore(self, state: State, *, only: str | Sequence[str] | None, strict: bool, without: Collection[str] = ()) -> RestoreReport:
-        """Put a state into the objects, and ``step`` where it was then; the branch stays."""
+        """Restore a state into the objects, and set ``step`` to its step; the branch stays."""
         everything = {LOOPS: self.loops, **self.objects, **self.values}
         into = {name: found for name, found in everything.items() if name not in without}
         version = self.loops.version
@@ -266,11 +267,11 @@ class Training:
 
     @property
     def is_living(self) -> bool:
-        """Whether it is this process's, and did not end."""
+        """Whether it belongs to this process and has not ended."""
         return not self._is_ended and self._pid == os.getpid()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take the hooks off and make the branch's head durable; idempotent. ``error`` ended the training, if any did.
+        """Remove the hooks and make the branch's head durable; idempotent. ``error`` is the one that ended the training, if any.
 
         :raises DatastatesError: (or another error of the background) the last captures could not be recorded.
         """
@@ -279,10 +280,10 @@ class Training:
         self._is_closed = True
         self.host.close_line(self.line)
         self._fence.remove()
-        self.core.trainings.discard(self)  # a repository outlives the models of its trainings
+        self.core.trainings.discard(self)  # the repository may outlive the models, and must not keep them alive
         self.core.drain()
         if not self.core.database.is_closed:  # the repository may have been closed after an interrupt of this
-            with suppress(Unavailable, NotFound), self.core.database.write() as session:  # its process finishes it at the latest
+            with suppress(Unavailable, NotFound), self.core.database.write() as session:  # its process finishes the run at the latest
                 runs.note(session, self.run.uid, {**facts_of(self.line), **endings.facts_of(error, self.step)})
                 runs.finish(session, self.run.uid)
         self._is_ended = True  # an interrupt before this: the next call goes on
@@ -292,20 +293,20 @@ class Training:
         self.raise_background_error()
 
     def _part(self, error: BaseException | None) -> None:
-        """Those that went along hear of the end."""
+        """Tell the companions of the end."""
         while self._companions:
             companion = self._companions.pop()
             try:
                 companion.ended(error)
-            except Exception:  # of another system, which may be away: the states are safe
+            except Exception:  # the other system may be away; the states are safe
                 _logger.warning("branch %s: %s could not be ended", self.branch, companion, exc_info=True)
 
     def give_way(self) -> None:
-        """Another training is about to begin on this branch: its head becomes durable, and no more captures are taken here."""
+        """End, because another training is about to begin on this branch: the head becomes durable, and this one captures no more."""
         self._has_given_way = True
         try:
             self.close()
-        except Exception as exc:  # whatever became of the earlier tracker, this one begins
+        except Exception as exc:  # the new tracker begins, whatever happened to the earlier one
             _logger.warning("branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc)
         with undisturbed():
             _logger.warning(
@@ -313,13 +314,14 @@ class Training:
             )
 
     def give_up(self) -> None:
-        """It never began: nothing was captured."""
+        """Undo a training that never began: nothing was captured."""
         self._fence.remove()
         self.host.close_line(self.line)
 
 
 def _refuse_gradients(flat: Flat) -> None:
-    """Between two steps each replica may have summed up gradients of its own: pieces of several would be nobody's.
+    """Raise if there are gradients that are not sharded. Between two steps each replica may have summed up gradients of its own, so that
+    pieces from several replicas would make up gradients that no replica has.
 
     :raises Unsupported: there are some.
     """
@@ -336,6 +338,6 @@ def _found(objects: Mapping[str, object]) -> list[object]:
 
 
 def _end_dropped(host: Host, line: Line, fence: Fence, pid: int) -> None:
-    """Ends a training that was dropped without a close; runs wherever it was collected."""
+    """End a training that was dropped without a close; runs on whichever thread collected it."""
     fence.is_over = True
     end_later(partial(host.close_line, line), pid)
