@@ -1,4 +1,4 @@
-"""Outliers: the samples of which a training could not make sense."""
+"""Outliers: the samples that a training could not make sense of."""
 
 from .ranking import SampleScore
 from .report import OutlierReport

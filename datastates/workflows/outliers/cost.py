@@ -10,13 +10,13 @@ from datastates.lineage.states import State
 __all__ = ["FORWARD", "OutlierCost", "trained"]
 
 FORWARD = 1 / 3
-"""A forward pass in epochs: a step also goes backward, at about twice the price of going forward."""
+"""The cost of a forward pass, in epochs: a step also goes backward, which costs about twice as much as going forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutlierCost:
-    """``training`` are the epochs that the lineage records; ``unrecorded`` names branches that have none on record. ``passes`` counts
-    forward passes over the whole data that scoring took.
+    """The cost of a report. ``training`` is the epochs that the lineage records, and ``unrecorded`` names the branches that record none.
+    ``passes`` counts the forward passes over the whole data that scoring took.
     """
 
     training: float
@@ -35,11 +35,12 @@ class OutlierCost:
 
 
 def trained(log: Sequence[State], known: dict[str, tuple[str | None, float]], count: int, steps_per_epoch: int | None) -> float | None:
-    """The epochs over the whole data that one branch adds to what ``known`` has; None where its own states record none.
+    """The epochs over the whole data that one branch adds to those in ``known``; None if its own states record none.
 
-    ``log`` is oldest first. ``known`` maps each state that was counted before to its variant and the epochs of it then; the states of
-    this log are added. A state records its epochs as attribute or metric ``epoch``, in a study from the variant's fork on, and as
-    ``samples`` of ``samples_all`` how much of the data an epoch was; else they are its steps over ``steps_per_epoch``.
+    ``log`` is oldest first. ``known`` maps each state that was counted before to its variant and that variant's epochs at the state; the
+    states of this log are added to it. A state records its epochs as the attribute or metric ``epoch``; in a study they count from the
+    variant's fork. ``samples`` of ``samples_all`` says how much of the data an epoch was. A state without a record counts its steps over
+    ``steps_per_epoch``.
     """
     total, variant, before = 0.0, None, 0.0
     is_new = is_recorded = False

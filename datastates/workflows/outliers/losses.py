@@ -1,4 +1,4 @@
-"""The loss of each sample under states of the lineage: one model, into which one state after another is restored."""
+"""The loss of each sample under states of the lineage: states are restored one after another into one model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .sources import Skipped, Source
 __all__ = ["LossOf", "Losses", "Meter", "measure"]
 
 LossOf = Callable[[nn.Module, Tensor], Tensor]
-"""Takes the model and int64 indices ``[n]`` on the CPU, and gives the loss of each sample, ``[n]``."""
+"""A function that takes the model and int64 indices ``[n]`` on the CPU, and returns the loss of each sample, ``[n]``."""
 
 
 @dataclass(slots=True)
 class Losses:
-    """The measured losses: sums only, so that memory does not grow with the number of states. ``sources`` are those that were read."""
+    """The measured losses, as sums only, so that memory does not grow with the number of states. ``sources`` are those that were read."""
 
     count: int
     lineage: Tally = field(init=False)
@@ -40,7 +40,7 @@ class Losses:
 
 
 class Meter:
-    """Measures losses under states. ``name`` is what the model was tracked as; ``batch`` samples go through it at a time."""
+    """Measures losses under states. ``name`` is the name under which the model was tracked; ``batch`` samples go through it at a time."""
 
     def __init__(self, repo: Repository, model: nn.Module, loss: LossOf, *, name: str = "model", batch: int = 1024) -> None:
         if batch < 1:
@@ -48,25 +48,25 @@ class Meter:
         self._repo, self._model, self._loss, self._name, self._batch = repo, model, loss, name, batch
 
     def restore(self, state: State) -> None:
-        """Put the state into the model.
+        """Restore the state into the model.
 
-        :raises Unavailable: its bytes are gone.
-        :raises Corrupt: they are damaged.
+        :raises Unavailable: the state's bytes are gone.
+        :raises Corrupt: the bytes are damaged.
         :raises InvalidInput: the model does not fit the state.
         """
         self._repo.restore(state.uid, {self._name: self._model}, only=self._name)
 
     def losses(self, rows: Rows) -> Floats:
-        """One loss a sample, in evaluation mode and without gradients.
+        """One loss for each sample, in evaluation mode and without gradients.
 
-        :raises InvalidInput: the loss is not one number a sample.
+        :raises InvalidInput: the loss is not one number for each sample.
         """
         indices = torch.from_numpy(rows)
         with _evaluating(self._model):
             return np.concatenate([self._part(part) for part in indices.split(self._batch)])
 
     def _part(self, indices: Tensor) -> Floats:
-        found: object = self._loss(self._model, indices)  # what the user's function really gave
+        found: object = self._loss(self._model, indices)  # what the user's function actually returned
         if not isinstance(found, Tensor) or tuple(found.shape) != (len(indices),):
             what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise InvalidInput(
@@ -77,7 +77,7 @@ class Meter:
 
 
 def measure(meter: Meter, sources: Sequence[Source], count: int, on_progress: Callable[[int, int], None]) -> Losses:
-    """Read every source. What cannot be restored, and a state that gives no finite losses, is skipped.
+    """Read every source. Skips a state that cannot be restored or gives no finite losses.
 
     :raises Unavailable: not one state could be read.
     """
@@ -120,7 +120,7 @@ def _read(meter: Meter, source: Source, state: State, rows: Rows, found: Losses)
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for every part of the model, and after it the mode that each part had."""
+    """Put every part of the model into evaluation mode, and afterwards back into the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""A report on outliers as one HTML page that loads nothing and runs nothing."""
+"""A report on outliers as one HTML page that loads no other files and runs no scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["page"]
 
 
 def page(report: Ranking, *, title: str, show: Callable[[int], object] | None, describe: Callable[[int], str] | None, most: int) -> str:
-    """The page. ``show`` and ``describe`` are asked for the ``most`` highest ranked samples."""
+    """The page. ``show`` and ``describe`` are called for the ``most`` highest ranked samples."""
     top = report.top(most)
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -56,7 +56,9 @@ def _facts(report: Ranking) -> str:
 
 
 def _histogram(report: Ranking, width: int = 900, height: int = 190, bins: int = 60) -> str:
-    """Bars of all samples, the suspects at their foot. Heights are square roots: a bar of a few is seen beside one of thousands."""
+    """Bars of all samples, with the suspects at their foot. Heights are square roots, so that a bar of a few is visible beside one of
+    thousands.
+    """
     known = ~np.isnan(report.scores.strength)
     strength, suspects = report.scores.strength[known], report.selection.suspects[known]
     edges = np.histogram_bin_edges(strength, bins)

@@ -1,4 +1,4 @@
-"""Every sample ranked by how far it stands out, with what that was read from."""
+"""Every sample ranked by how far it stands out, with the sources of the ranking."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Ranking", "SampleScore", "known"]
 
 @dataclass(frozen=True, slots=True)
 class SampleScore:
-    """One sample; ``rank`` 1 is the most suspicious. None: not known. The rest is as in ``Scores``."""
+    """One sample; ``rank`` 1 is the most suspicious. None means not known. The other fields are as in ``Scores``."""
 
     index: int
     rank: int
@@ -33,7 +33,7 @@ class SampleScore:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Ranking:
-    """``sources`` are the branches that were read, ``skipped`` what could not be."""
+    """All samples, ranked. ``sources`` are the branches that were read, ``skipped`` those that could not be."""
 
     scores: Scores
     selection: Selection
@@ -62,17 +62,17 @@ class Ranking:
             )
 
     def suspects(self) -> list[SampleScore]:
-        """The samples that are selected at the noise rate, the most suspicious first."""
+        """The samples that the noise rate selects, the most suspicious first."""
         count = int(self.selection.suspects.sum())
         return [sample for sample, _ in zip(self.samples(), range(count), strict=False)]
 
     def top(self, most: int) -> list[SampleScore]:
-        """The ``most`` highest ranked, suspects or not."""
+        """The ``most`` highest ranked samples, suspects or not."""
         return [sample for sample, _ in zip(self.samples(), range(most), strict=False)]
 
 
 def known(value: Any) -> Any:
-    """None for NaN; a plain number for one of NumPy's."""
+    """None for NaN; a plain number for a NumPy number."""
     if not isinstance(value, float):
         return value
     return None if math.isnan(value) else float(value)

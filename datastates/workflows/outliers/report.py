@@ -28,18 +28,20 @@ __all__ = ["OutlierReport", "SampleScore"]
 
 FORMAT = "datastates-outliers/1"
 MOST_KEPT = 2000
-"""So many samples of a report are kept in a lineage."""
+"""The most samples of a report that are kept in a lineage."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OutlierReport(Ranking):
-    """Printed by rich, it is a table. ``sources`` are the branches that were read, ``skipped`` what could not be."""
+    """Every sample ranked, with suspects, subsets and cost; rich prints it as a table. ``sources`` are the branches that were read,
+    ``skipped`` those that could not be.
+    """
 
     def __repr__(self) -> str:
         return f"<OutlierReport: {int(self.selection.suspects.sum())} suspects among {len(self)} samples>"
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """One line a sample, by rank; what is not known is empty."""
+        """Write CSV, one line for each sample, by rank; values that are not known are empty."""
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             names = [field.name for field in fields(SampleScore)]
@@ -48,7 +50,7 @@ class OutlierReport(Ranking):
         return Path(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole report, as JSON knows it."""
+        """The whole report as values that JSON can hold."""
         return {
             "format": FORMAT,
             "count": len(self),
@@ -62,7 +64,7 @@ class OutlierReport(Ranking):
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
-        """One object; what is not known is null."""
+        """Write the report as one JSON object; values that are not known are null."""
         Path(path).write_text(json.dumps(self.to_dict(), allow_nan=False), encoding="utf-8")
         return Path(path)
 
@@ -75,16 +77,16 @@ class OutlierReport(Ranking):
         describe: Callable[[int], str] | None = None,
         most: int = 100,
     ) -> Path:
-        """Write one page that needs nothing else.
+        """Write the report as one HTML page that needs no other files.
 
-        :param path: where to.
+        :param path: the file to write.
         :param title: the heading.
-        :param show: gives a sample's picture, or curve, as an array, for its index.
-        :param describe: gives a line about a sample for its index.
-        :param most: how many of the highest ranked are shown.
-        :raises Unsupported: there is something to show, and matplotlib is not installed.
+        :param show: returns the picture or curve of a sample as an array, given its index.
+        :param describe: returns a line about a sample, given its index.
+        :param most: how many of the highest ranked samples are shown.
+        :raises Unsupported: there is something to draw, and matplotlib is not installed.
         """
-        from .page import page  # the page and the picture are made only where they are asked for
+        from .page import page  # the page and the picture are imported only where they are asked for
 
         _check_most(most)
         Path(path).write_text(page(self, title=title, show=show, describe=describe, most=most), encoding="utf-8")
@@ -98,12 +100,12 @@ class OutlierReport(Ranking):
         describe: Callable[[int], str] | None = None,
         most: int = 24,
     ) -> Path:
-        """Write the highest ranked as a sheet of pictures (PNG, or what the suffix says).
+        """Write the highest ranked samples as a sheet of pictures (PNG, or the format of the suffix).
 
-        :param path: where to.
-        :param show: gives a sample's grey or colour picture, or a curve, as an array or tensor, for its index.
-        :param describe: gives a line about a sample for its index.
-        :param most: how many are shown.
+        :param path: the file to write.
+        :param show: returns the grey or colour picture of a sample, or a curve, as an array or tensor, given its index.
+        :param describe: returns a line about a sample, given its index.
+        :param most: how many samples are shown.
         :raises Unsupported: matplotlib is not installed.
         """
         from .picture import sheet
@@ -120,19 +122,19 @@ class OutlierReport(Ranking):
         describe: Callable[[int], str] | None = None,
         most: int = 200,
     ) -> None:
-        """Keep the highest ranked in the lineage, where the page shows them; a report of the same name is replaced.
+        """Keep the highest ranked samples in the lineage, where the page shows them. A report of the same name is replaced.
 
             report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs), noise_rate=0.1)
             report.to_repository(repo, "labels", show=lambda index: inputs[index].reshape(2, 2), most=24)
 
-        :param repo: the repository whose page is to show them.
-        :param name: what the report is called there.
-        :param show: gives a sample's picture for its index: an array as for ``to_html``, or bytes of a PNG, JPEG, GIF or WebP of at
-            most 1 MiB. None: the page asks the function that ``serve`` was given as ``pictures``, if it was.
-        :param describe: gives a line about a sample for its index.
-        :param most: how many are kept, at most 2000.
-        :raises InvalidInput: a picture is none, or too large.
-        :raises Unsupported: an array is to be drawn, and matplotlib is not installed.
+        :param repo: the repository whose page shows them.
+        :param name: the name of the report there.
+        :param show: returns the picture of a sample, given its index: an array as for ``to_html``, or bytes of a PNG, JPEG, GIF or WebP of
+            at most 1 MiB. None: the page asks the function that ``serve`` was given as ``pictures``, if it was.
+        :param describe: returns a line about a sample, given its index.
+        :param most: how many samples are kept, at most 2000.
+        :raises InvalidInput: a picture is not one, or is too large.
+        :raises Unsupported: an array has to be drawn, and matplotlib is not installed.
         """
         core = core_of(repo)
         _check_most(most)

@@ -1,4 +1,4 @@
-"""How suspicious each sample is: losses under many states, put together into one score a sample."""
+"""How suspicious each sample is: losses under many states, combined into one score for each sample."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Flags = NDArray[np.bool_]
 
 
 class Tally:
-    """The mean of what was added for each sample, without keeping it."""
+    """The mean of the values that were added for each sample, without keeping the values."""
 
     def __init__(self, count: int) -> None:
         self._total = np.zeros(count)
         self._times = np.zeros(count, dtype=np.int64)
 
     def add(self, rows: Rows, values: Floats) -> None:
-        """One value for each of ``rows``, which are distinct."""
+        """Add one value for each of ``rows``, which are distinct."""
         self._total[rows] += values
         self._times[rows] += 1
 
     def mean(self) -> Floats:
-        """NaN where nothing was added."""
+        """The means; NaN where nothing was added."""
         found = np.full(len(self._total), np.nan)
         np.divide(self._total, self._times, out=found, where=self._times > 0)
         return found
@@ -58,11 +58,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """One array a column, one element a sample; NaN where nothing is known.
+    """One array for each column, one element for each sample; NaN where a value is not known.
 
-    ``score`` is what ranks: the percentile (0 to 100) of the sample's loss, the mean of the two where both losses are known.
-    ``strength`` says how far it stands out: the mean of the standardised losses. ``lineage`` is the mean loss under states that were
-    trained on the sample, or may have been; ``held_out`` the mean loss under variants that held it out. ``spread`` is the standard
+    ``score`` decides the ranking: the percentile (0 to 100) of the sample's loss, or the mean of two percentiles if both losses are known.
+    ``strength`` says how far the sample stands out: the mean of the standardised losses. ``lineage`` is the mean loss under states that
+    were, or may have been, trained on the sample. ``held_out`` is the mean loss under variants that held it out. ``spread`` is the standard
     deviation of the sample's percentile over the ``sources`` (branches, variants) that know it.
     """
 
@@ -74,7 +74,7 @@ class Scores:
     sources: Rows
 
     def order(self) -> Rows:
-        """Indices, the most suspicious first; those that nothing is known of last."""
+        """Indices, the most suspicious first; samples that no source knows come last."""
         keys = [np.nan_to_num(values, nan=-np.inf) for values in (self.strength, self.score)]
         return np.lexsort([-key for key in keys]).astype(np.int64)
 
@@ -82,8 +82,8 @@ class Scores:
 def put_together(lineage: Floats, held_out: Floats, spread: Spread) -> Scores:
     """Scores from the mean losses of both kinds, with equal weights.
 
-    Ranks are averaged rather than losses: on Fashion-MNIST that was never worse (docs/benchmarks.md), and it does not matter how
-    large the losses are that a model makes of what it was not trained on.
+    Ranks are averaged rather than losses. On Fashion-MNIST that was never worse (docs/benchmarks.md), and the size of a model's losses on
+    samples that it was not trained on does not matter.
     """
     score = _mean_of_known(percentiles(lineage), percentiles(held_out))
     strength = _mean_of_known(standardise(lineage), standardise(held_out))
@@ -99,7 +99,7 @@ def _mean_of_known(*parts: Floats) -> Floats:
 
 
 def standardise(values: Floats) -> Floats:
-    """Mean 0 and standard deviation 1 over what is known; all 0 where all are equal."""
+    """The values with mean 0 and standard deviation 1 over those that are known; all 0 if all are equal."""
     known = values[~np.isnan(values)]
     if known.size == 0:
         return values.copy()

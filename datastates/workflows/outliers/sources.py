@@ -20,9 +20,9 @@ __all__ = ["Gathered", "Skipped", "Source", "gather", "pick"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One branch: the states of it that are to be read, oldest first, and the samples that it held out, if it is known for that.
+    """One branch: its states that are to be read, oldest first, and the samples that it held out, if those are known.
 
-    It has ``of`` states of its own; of ``gone`` ones the bytes are gone.
+    The branch has ``of`` states of its own; ``gone`` of them have lost their bytes.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A source that was not read, and why: a state of a branch, or the whole branch (``uid`` None)."""
+    """Something that was not read, and why: a state of a branch, or the whole branch (``uid`` None)."""
 
     branch: str
     reason: str
@@ -44,7 +44,7 @@ class Skipped:
 
 @dataclass(slots=True)
 class Gathered:
-    """All sources. ``seen`` knows every state above them."""
+    """All sources. ``seen`` holds every state of the branches that were added."""
 
     count: int
     states: int
@@ -56,14 +56,14 @@ class Gathered:
     seen: dict[str, tuple[str | None, float]] = field(default_factory=dict)
 
     def add(self, name: str, log: Sequence[State], held_out: Rows | None = None) -> None:
-        """A branch, oldest state first. What it shares with those before it counts as theirs."""
+        """Add a branch, oldest state first. States that it shares with earlier branches count as theirs."""
         own = [state for state in log if state.uid not in self.seen]
         begin = max((state.step for state in log if state.uid in self.seen), default=0)
         epochs = trained(log, self.seen, self.count, self.steps_per_epoch)
         if epochs is None:
             self.unrecorded.append(name)
         self.training += epochs or 0.0
-        own = [state for state in own if state.step > 0]  # before the first step nothing was learned
+        own = [state for state in own if state.step > 0]  # nothing is learned before the first step
         gone = sum(not state.status.is_restorable for state in own)
         picked = pick(own, self.states, begin)
         if picked:
@@ -75,7 +75,7 @@ class Gathered:
             self.skipped.append(Skipped(name, why))
 
     def cost(self, passes: float) -> OutlierCost:
-        """With what scoring took: ``passes`` forward passes over the whole data."""
+        """The cost, given that scoring took ``passes`` forward passes over the whole data."""
         return OutlierCost(self.training, passes, tuple(self.unrecorded))
 
 
@@ -89,10 +89,10 @@ def gather(
     states: int,
     steps_per_epoch: int | None,
 ) -> Gathered:
-    """The named branches (any revision), then what the study's variants forked from, then each finished variant.
+    """The named branches (any revision), then the branch that the study's variants forked from, then each finished variant.
 
     :raises NotFound: there is no such branch or study.
-    :raises InvalidInput: a plan comes without its study, or its subsets do not fit ``count``.
+    :raises InvalidInput: a plan is given without its study, or its subsets do not fit ``count``.
     """
     found = Gathered(count, states, steps_per_epoch)
     for branch in branches:
@@ -107,7 +107,7 @@ def gather(
 
 
 def pick(states: Sequence[State], most: int, begin: int = 0) -> list[State]:
-    """At most ``most`` of the states whose bytes are there, spread evenly over the steps after ``begin``, the last one among them."""
+    """At most ``most`` of the states that have their bytes, spread evenly over the steps after ``begin``, and including the last one."""
     there = [state for state in states if state.status.is_restorable]
     if len(there) <= most:
         return there
@@ -137,7 +137,7 @@ def _add_study(found: Gathered, repo: Repository, study: str, plan: Plan | None)
 
 
 def _members(repo: Repository, refs: Mapping[str, RefKind], study: str) -> list[str]:
-    """The study's variants, those that are finished with parents before children: a child's log begins with its parent's."""
+    """The study's variants, finished ones with parents before children, because a child's log begins with its parent's."""
     names = [name.removeprefix(f"{study}/") for name, kind in refs.items() if kind is RefKind.BRANCH and name.startswith(f"{study}/")]
     depths = {name: repo.state(done).generation for name in names if (done := f"done/{study}/{name}") in refs}
     return sorted(names, key=lambda name: (depths.get(name, 0), name))

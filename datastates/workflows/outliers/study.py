@@ -1,4 +1,4 @@
-"""Finding samples of which a training could not make sense: by losses along the lineage, and under variants that held them out."""
+"""Finding the samples that a training could not make sense of: by losses along the lineage, and under variants that held them out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _model(value: object, what: str) -> nn.Module:
 
 
 class OutlierOptions(TypedDict, total=False):
-    """What else ``outliers`` takes; see there."""
+    """The other options of ``outliers``; see there."""
 
     subsets: Mapping[str, Sequence[int]] | None
     states: int
@@ -70,9 +70,9 @@ def outliers(
     plan: Plan | None = None,
     **options: Unpack[OutlierOptions],
 ) -> OutlierReport:
-    """Score ``count`` samples by their losses under states that the lineage holds already, and rank them.
+    """Score ``count`` samples by their losses under states that the lineage already holds, and rank them.
 
-    Where a sample has a *lineage* score (from ``branches``) and a *held-out* score (from ``study`` and ``plan``), its score is the mean of
+    A sample that has a *lineage* score (from ``branches``) and a *held-out* score (from ``study`` and ``plan``) is scored by the mean of
     both percentiles. More branches (other seeds) make the score better, and their disagreement is its ``spread``.
 
         def losses_of(model, indices):
@@ -81,26 +81,26 @@ def outliers(
 
         report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs), noise_rate=0.1, steps_per_epoch=4)
 
-    What cannot be restored is skipped; the report says what and why. The more epochs have their bytes, the better: of a study whose
-    repository has ``Config(durable_every=1)`` every epoch is read, else often only the last of each variant.
+    States that cannot be restored are skipped; the report says which and why. The more epochs have their bytes, the better: if the study's
+    repository has ``Config(durable_every=1)``, every epoch is read; otherwise often only the last of each variant.
 
     :param repo: where the states are.
-    :param branches: any revisions: the mean loss along at most ``states`` of each one's own states, spread evenly, counts.
-    :param model: what the states are restored into, one after another: it ends with the weights of the last.
-    :param loss: ``loss(model, indices)`` gives one loss a sample, ``[n]``; it is called in evaluation mode, without gradients.
+    :param branches: any revisions. The mean loss along at most ``states`` of each one's own states, spread evenly, counts.
+    :param model: the model into which the states are restored, one after another. It ends with the weights of the last.
+    :param loss: ``loss(model, indices)`` returns one loss for each sample, ``[n]``. It is called in evaluation mode, without gradients.
     :param count: how many samples there are.
     :param study: adds the finished variants of ``explore``.
-    :param plan: the study's plan: each variant scores the samples on which neither it nor an ancestor of it was trained, and what they
-        forked from counts as a branch.
-    :param subsets: subsets that are scored too; the plan's, if not given.
-    :param states: how many states of a branch are read at most.
-    :param noise_rate: the share of suspects; None: estimated, by scikit-learn.
+    :param plan: the study's plan. Each variant scores the samples on which neither it nor an ancestor of it was trained, and the states
+        that they forked from count as a branch.
+    :param subsets: subsets that are scored too; by default those of the plan.
+    :param states: the most states of a branch that are read.
+    :param noise_rate: the share of suspects; None: scikit-learn estimates it.
     :param name: the name under which the model was tracked.
     :param batch: how many indices ``loss`` gets at a time.
-    :param steps_per_epoch: tells what training cost where the states do not record an ``epoch``.
-    :param on_progress: told how many states of how many are done.
+    :param steps_per_epoch: needed for the cost of training if the states do not record an ``epoch``.
+    :param on_progress: called with how many states are done, and how many there are.
     :raises NotFound: there is no such branch or study.
-    :raises InvalidInput: an argument does not fit; the loss is not one number a sample.
+    :raises InvalidInput: an argument does not fit, or the loss is not one number for each sample.
     :raises Unavailable: not one state could be read.
     :raises Unsupported: ``noise_rate`` is None, and scikit-learn, which estimates it, is not installed.
     """

@@ -1,4 +1,4 @@
-"""How the page of a report on outliers looks, and the words that it explains itself with."""
+"""The style of the page of a report on outliers, and its explanations."""
 
 from __future__ import annotations
 

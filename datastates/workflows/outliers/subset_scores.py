@@ -1,4 +1,4 @@
-"""Which subset matters: the scores of its samples, put together."""
+"""Which subset matters: the scores of its samples, combined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["SubsetScore", "check_subsets", "score_subsets"]
 
 @dataclass(frozen=True, slots=True)
 class SubsetScore:
-    """``score`` is the mean of the samples' percentiles (50 says: like all the data), ``error`` its standard error over them."""
+    """The score of one subset. ``score`` is the mean of the samples' percentiles (50: like all the data), ``error`` its standard error."""
 
     name: str
     samples: int
@@ -28,9 +28,9 @@ class SubsetScore:
 
 
 def check_subsets(subsets: Mapping[str, Sequence[int]], count: int) -> None:
-    """Raise unless every sample of them is one of ``count``.
+    """Raise unless every sample of the subsets is one of ``count``.
 
-    :raises InvalidInput: one is not.
+    :raises InvalidInput: a sample is not.
     """
     for name, indices in subsets.items():
         wrong = next((index for index in indices if not 0 <= index < count), None)
@@ -39,9 +39,9 @@ def check_subsets(subsets: Mapping[str, Sequence[int]], count: int) -> None:
 
 
 def score_subsets(scores: Scores, selection: Selection, subsets: Mapping[str, Sequence[int]]) -> tuple[SubsetScore, ...]:
-    """The subsets, the most suspicious first; one without a sample that is scored is left out.
+    """The subsets, the most suspicious first; a subset without a scored sample is left out.
 
-    :raises InvalidInput: a subset has a sample that is not there.
+    :raises InvalidInput: a subset has a sample that does not exist.
     """
     check_subsets(subsets, len(scores.score))
     found = []

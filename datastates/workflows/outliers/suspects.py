@@ -1,4 +1,4 @@
-"""Choosing suspects: as many samples with the highest scores as the noise rate says."""
+"""The choice of suspects: the samples with the highest scores, as many as the noise rate says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Selection", "check_rate", "estimate", "select"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """``suspects`` is True for the ``noise_rate`` highest scores. ``is_estimated``: the rate was found in the scores, not given."""
+    """The suspects: ``suspects`` is True for the ``noise_rate`` highest scores. ``is_estimated``: the rate was estimated, not given."""
 
     noise_rate: float
     is_estimated: bool
@@ -25,7 +25,7 @@ class Selection:
 
 
 def check_rate(value: object, what: str = "noise_rate") -> float:
-    """A noise rate, as an argument.
+    """A noise rate, taken as an argument.
 
     :raises InvalidInput: it is not from 0 to 1.
     """
@@ -39,7 +39,7 @@ def select(scores: Scores, noise_rate: float | None = None) -> Selection:
     """The suspects at a noise rate, by default at the estimated one.
 
     :raises InvalidInput: the rate is not from 0 to 1.
-    :raises Unsupported: it is to be estimated, and scikit-learn is not installed.
+    :raises Unsupported: the rate has to be estimated, and scikit-learn is not installed.
     """
     if noise_rate is not None:
         check_rate(noise_rate)
@@ -51,16 +51,16 @@ def select(scores: Scores, noise_rate: float | None = None) -> Selection:
 
 
 def estimate(strength: Floats) -> float:
-    """The share of samples that a mixture of two normal distributions puts with the higher one.
+    """The share of samples that a mixture of two normal distributions assigns to the higher one.
 
-    Both have one variance: with a variance each the higher one also takes what is merely hard (Fashion-MNIST with 10 % of labels
-    flipped: 30 % instead of 10 %). It sees two groups also where there is one: clean data gives a few per cent. More than half is
-    never said: what most samples are is no outlier.
+    Both distributions have one variance. With separate variances the higher one also takes samples that are merely hard (Fashion-MNIST with
+    10 % of labels flipped: 30 % instead of 10 %). The mixture finds two groups even where there is one: clean data gives a few per cent.
+    The estimate is never more than half, because what most samples are is not an outlier.
     """
     if not np.isfinite(strength).all() or strength.size < 10 or math.isclose(float(np.ptp(strength)), 0.0):
         return 0.0
     try:
-        from sklearn.mixture import GaussianMixture  # a second to import, and only needed here
+        from sklearn.mixture import GaussianMixture  # takes a second to import, and is only needed here
     except ImportError as exc:
         raise Unsupported(
             "the noise rate is estimated with scikit-learn: pip install 'datastates[workflows]', or pass noise_rate="

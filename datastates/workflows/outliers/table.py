@@ -22,12 +22,12 @@ __all__ = ["losses_of", "number", "summary", "tables"]
 
 TOP = 15
 LEAST = 12
-"""Letters of a description that are shown wherever there is room for so many."""
+"""The fewest letters of a description that are shown if there is room for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A text on one line, as much of it as there is room for: of a column that does not wrap rich would cut the table instead."""
+    """A text on one line, cut to the room that there is: rich would cut the whole table for a column that does not wrap."""
 
     text: str
 
@@ -42,7 +42,7 @@ class _Line:
 
 
 def tables(report: Ranking, *, most: int = TOP, describe: Callable[[int], str] | None = None) -> Iterator[RenderableType]:
-    """The summary, the highest ranked samples, the subsets. ``describe(index)`` adds a line to each sample."""
+    """The summary, the highest ranked samples and the subsets. ``describe(index)`` adds a line to each sample."""
     yield Text("\n".join(summary(report)))
     yield _samples(report.top(most), losses_of(report), describe)
     if report.subsets:
@@ -68,7 +68,7 @@ def summary(report: Ranking) -> list[str]:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A dash for what is not known."""
+    """The number as text; a dash if it is not known."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -84,7 +84,7 @@ def _read(report: Ranking) -> str:
 
 
 def losses_of(report: Ranking) -> list[tuple[str, str]]:
-    """The kinds of loss that the report has, as heading and field of a sample."""
+    """The kinds of loss that the report has, each as a heading and a field of a sample."""
     held = any(source.held_out is not None for source in report.sources)
     along = any(source.held_out is None for source in report.sources)
     return [*([("lineage loss", "lineage_loss")] if along else []), *([("held-out loss", "held_out_loss")] if held else [])]

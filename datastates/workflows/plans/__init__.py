@@ -1,1 +1,1 @@
-"""Plans: the trees of variants that a study trains, as plain data, and their usual shapes."""
+"""Plans: the trees of variants that a study trains, as plain data, and builders for the usual shapes."""

@@ -1,5 +1,5 @@
-"""What studies and the makers of their plans take, as plain values within bounds that a study may have; or a refusal that says what would
-do.
+"""The arguments of studies and of the builders of plans, taken as plain values within the bounds of a study, or refused with a message that
+says what is accepted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 MOST_VARIANTS = 1_000_000
-"""So many may a plan made here have; its data may have so many subsets."""
+"""The most variants that a plan made here may have, and the most subsets that its data may have."""
 MOST_DEPTH = 20
 MOST_SAMPLES = 100_000_000
 _BITS = 2**63
@@ -48,7 +48,7 @@ _BITS = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What the variants of a plan are trained and validated on, as a plan holds it; ``train=None`` leaves it to the train function."""
+    """What the variants of a plan are trained and validated on; ``train=None`` leaves that to the train function."""
 
     subsets: dict[str, tuple[int, ...]]
     train: tuple[str, ...] | None
@@ -57,7 +57,7 @@ class Split:
 
 
 def split(value: object, what: str) -> Split:
-    """Some of ``subsets``, ``train``, ``validation`` and ``seen``, by name."""
+    """The data of a plan: some of ``subsets``, ``train``, ``validation`` and ``seen``, by name."""
     given = values.named(value, what)
     known = [each.name for each in fields(Split)]
     if unknown := sorted(set(given).difference(known)):
@@ -69,7 +69,7 @@ def split(value: object, what: str) -> Split:
 
 def repository(value: object, what: str) -> Repository:
     """A repository that ``datastates.open`` returned."""
-    from datastates.repository import Repository  # which plans do without
+    from datastates.repository import Repository  # plans do not need it
 
     if not isinstance(value, Repository):
         raise InvalidInput(f"{what} is {values.shown(value)}: give what datastates.open returned")
@@ -77,7 +77,7 @@ def repository(value: object, what: str) -> Repository:
 
 
 def samples(value: object, what: str) -> int:
-    """A number of samples, from 1."""
+    """A number of samples, at least 1."""
     return values.integer(value, what, least=1, most=MOST_SAMPLES)
 
 
@@ -125,12 +125,12 @@ def _config_value(value: object, key: str, what: str) -> Value:
 
 
 def positive(value: object, what: str) -> int:
-    """A whole number from 1."""
+    """A whole number, at least 1."""
     return values.integer(value, what, least=1, most=_BITS - 1)
 
 
 def whole(value: object, what: str) -> int:
-    """A whole number; what it must be beyond that, the function itself says."""
+    """A whole number; the function itself checks anything beyond that."""
     return values.integer(value, what, most=_BITS - 1)
 
 
@@ -145,7 +145,7 @@ def seed(value: object, what: str) -> int:
 
 
 def counted(most: int) -> values.Check:
-    """Whole numbers, given themselves or as their count from 0 on."""
+    """A check for whole numbers, given as numbers or as their count from 0 on."""
 
     def check(value: object, what: str) -> Sequence[int]:
         try:
@@ -161,7 +161,7 @@ def counted(most: int) -> values.Check:
 
 
 def names(value: object, what: str) -> tuple[str, ...]:
-    """The names of subsets; a text is one."""
+    """The names of subsets; a single text is one name."""
     return tuple(values.patterns(value, what) or ())
 
 
@@ -178,7 +178,7 @@ def plain_values(value: object, what: str) -> Sequence[Value]:
 
 
 def tried(value: object, what: str) -> dict[str, Sequence[Value]]:
-    """The values to try of each key of a configuration."""
+    """The values to try for each key of a configuration."""
     return {key: _some_values(key, each) for key, each in values.named(value, what).items()}
 
 
@@ -193,5 +193,5 @@ def _some_values(key: str, value: object) -> Sequence[Value]:
 
 
 def folds(value: object, what: str) -> int | dict[str, object]:
-    """Subsets by name, or how many to make."""
+    """Subsets by name, or the number of subsets to make."""
     return values.named(value, what) if isinstance(value, Mapping) else variants(value, what)

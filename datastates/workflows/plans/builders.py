@@ -1,4 +1,4 @@
-"""Plans of the usual studies: grids and samples of configurations, ensembles, folds, leave-out trees."""
+"""Builders for the plans of usual studies: grids and samples of configurations, ensembles, folds, leave-out trees."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _NAME_LENGTH = 60
 
 
 def distributions(value: object, what: str) -> dict[str, Distribution]:
-    """The distributions that are searched, by name in the configuration.
+    """The distributions to search, by their name in the configuration.
 
-    :raises InvalidInput: something is drawn from what is no distribution; names it.
+    :raises InvalidInput: one of them is not a distribution; names it.
     """
     found: dict[str, Any] = take.named(value, what)
     for key, each in found.items():
@@ -64,7 +64,7 @@ def _set_numbers(of: Uniform | LogUniform) -> None:
 
 
 class Data(TypedDict, total=False):
-    """What every variant of a plan is trained and validated on; without it the train function chooses."""
+    """The data that every variant of a plan is trained and validated on; if not given, the train function chooses."""
 
     subsets: Mapping[str, Sequence[int]]
     train: Sequence[str]
@@ -74,7 +74,7 @@ class Data(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """A number from ``low`` to ``high``, each as likely as the other."""
+    """A distribution of numbers from ``low`` to ``high``, each as likely as the other."""
 
     low: float
     high: float
@@ -85,13 +85,13 @@ class Uniform:
             raise InvalidInput(f"Uniform from {self.low:g} to {self.high:g}: give a finite low below a finite high")
 
     def draw(self, source: random.Random) -> Value:
-        """One value."""
+        """Draw one value."""
         return source.uniform(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
 class LogUniform:
-    """A number from ``low`` to ``high``, each order of magnitude as likely as the other."""
+    """A distribution of numbers from ``low`` to ``high``, each order of magnitude as likely as the other."""
 
     low: float
     high: float
@@ -102,14 +102,14 @@ class LogUniform:
             raise InvalidInput(f"LogUniform from {self.low:g} to {self.high:g}: give a low above 0, below a finite high")
 
     def draw(self, source: random.Random) -> Value:
-        """One value."""
+        """Draw one value."""
         drawn = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
         return min(max(drawn, float(self.low)), float(self.high))  # exp and log round
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of ``values``; ``Choice(range(2, 9))`` is a whole number."""
+    """A choice of one of ``values``; ``Choice(range(2, 9))`` draws a whole number."""
 
     values: Sequence[Value]
 
@@ -119,7 +119,7 @@ class Choice:
             raise InvalidInput("Choice of no values: give it one at least")
 
     def draw(self, source: random.Random) -> Value:
-        """One value."""
+        """Draw one value."""
         return self.values[source.randrange(len(self.values))]
 
 
@@ -127,7 +127,7 @@ Distribution = Uniform | LogUniform | Choice
 
 
 class Schedule(StrEnum):
-    """How the number of epochs changes along the stages of a tree; the schedules of CANDLE's supervisor."""
+    """How the number of epochs changes along the stages of a tree; these are the schedules of CANDLE's supervisor."""
 
     FLAT = "flat"
     LINEAR = "linear"
@@ -140,11 +140,11 @@ ScheduleName = Literal["flat", "linear", "log", "sqrt"]
 
 @take.takes(config=arguments.tried, epochs=arguments.positive)
 def grid(config: Mapping[str, Sequence[Value]], *, epochs: int, **data: Unpack[Data]) -> Plan:
-    """A variant for each combination of the values of ``config``; the last key changes fastest.
+    """A plan with a variant for each combination of the values of ``config``; the last key changes fastest.
 
         plan = grid({"lr": [1e-2, 1e-3], "dropout": [0.0, 0.1]}, epochs=3)
 
-    :raises InvalidInput: a key has no values, or one of them twice; or they make more than a million variants.
+    :raises InvalidInput: a key has no values, or has a value twice, or the combinations are more than a million.
     """
     for key, values in config.items():
         if isinstance(values, range):
@@ -159,16 +159,16 @@ def grid(config: Mapping[str, Sequence[Value]], *, epochs: int, **data: Unpack[D
 
 @take.takes(distributions=distributions, count=arguments.variants, seed=arguments.seed, epochs=arguments.positive)
 def sample(distributions: Mapping[str, Distribution], count: int, seed: int, epochs: int, **data: Unpack[Data]) -> Plan:
-    """``count`` variants with values drawn at random; the same for the same seed.
+    """A plan of ``count`` variants with values drawn at random; the same for the same seed.
 
-    Each value depends on the seed, its key and the variant's number alone: a larger count, or another key, changes none that was there.
+    Each value depends only on the seed, its key and the variant's number: a larger count, or another key, changes no value that was there.
 
         plan = sample({"lr": LogUniform(1e-4, 1e-1), "layers": Choice(range(2, 5))}, count=8, seed=0, epochs=3)
 
     :param distributions: what is drawn, by its name in the configuration.
     :param count: how many variants.
-    :param seed: of the draws.
-    :param epochs: of each variant.
+    :param seed: the seed of the draws.
+    :param epochs: the epochs of each variant.
     :param data: what every variant is trained and validated on, see ``grid``.
     """
     if count < 1:
@@ -179,7 +179,7 @@ def sample(distributions: Mapping[str, Distribution], count: int, seed: int, epo
 
 @take.takes(seeds=arguments.counted(arguments.MOST_VARIANTS), epochs=arguments.positive)
 def ensemble(seeds: int | Sequence[int], epochs: int, **data: Unpack[Data]) -> Plan:
-    """A variant for each seed, or for the seeds from 0 on; each is seeded with ``config["seed"]`` where it forks."""
+    """A plan with a variant for each seed, or for the seeds from 0 on; each is seeded with ``config["seed"]`` where it forks."""
     chosen = range(seeds) if isinstance(seeds, int) else seeds
     return _flat([f"seed-{seed}" for seed in chosen], [{"seed": int(seed)} for seed in chosen], epochs, data)
 
@@ -199,16 +199,16 @@ def kfold(
     seed: int = 0,
     seen: Sequence[str] = (),
 ) -> Plan:
-    """A variant for each fold, validated on it and trained on the others.
+    """A plan with a variant for each fold, validated on that fold and trained on the others.
 
         plan = kfold(5, samples=1000, epochs=3)
 
     :param folds: subsets by name, or how many to cut ``samples`` into.
-    :param epochs: of each variant.
+    :param epochs: the epochs of each variant.
     :param samples: indices, or how many there are.
-    :param seed: of the cut.
+    :param seed: the seed of the cut.
     :param seen: subsets that the start was trained on.
-    :raises InvalidInput: there are fewer than 2 folds, or samples are missing, or given beside subsets.
+    :raises InvalidInput: there are fewer than 2 folds, or samples are missing, or are given beside subsets.
     """
     if isinstance(folds, Mapping):
         if samples is not None:
@@ -246,20 +246,20 @@ def leave_out(
 ) -> Plan:
     """The tree of variants that each leave out, and are validated on, a part of what their parent left out.
 
-    Variant ``2`` leaves out the second of ``fan_out`` groups of subsets, its child ``2.1`` the first ``fan_out``-th of that group; the
-    child is trained on everything else, including what ``2`` left out and it does not. So no variant is validated on what an ancestor was
-    trained on (the leave-out tree of CANDLE's challenge problem). Groups that cannot be cut evenly differ by one subset.
+    Variant ``2`` leaves out the second of ``fan_out`` groups of subsets, and its child ``2.1`` the first ``fan_out``-th of that group. The
+    child is trained on everything else, including what ``2`` left out and it does not. So no variant is validated on data that an ancestor
+    was trained on (the leave-out tree of CANDLE's challenge problem). Groups that cannot be cut evenly differ by one subset.
 
         plan = leave_out(cut(range(1000), 8), depth=3, epochs=6, schedule="sqrt")
 
     :param subsets: indices by name.
     :param depth: how many stages the tree has.
-    :param epochs: of the first stage; ``epochs_at`` says how they fall.
+    :param epochs: the epochs of the first stage; ``epochs_at`` says how they fall.
     :param fan_out: how many children each variant has.
     :param schedule: how the epochs fall from stage to stage.
     :param seen: subsets that the start was trained on.
-    :param always: subsets that are never left out: those that the start was trained on, if nothing that it has ``seen`` is to be validated
-        on.
+    :param always: subsets that are never left out. Pass those that the start was trained on, if no variant should be validated on data that
+        it has ``seen``.
     :raises InvalidInput: there are fewer subsets to leave out than leaves.
     """
     if depth < 1 or fan_out < 2:
@@ -306,7 +306,7 @@ def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages
 
 @take.takes(plan=plan_of, seeds=arguments.counted(arguments.MOST_VARIANTS))
 def repeat(plan: Plan, seeds: int | Sequence[int]) -> Plan:
-    """A whole plan once for each seed, which its first variants are seeded with; variant ``1.2`` becomes ``seed-0/1.2``.
+    """The whole plan once for each seed, with which its first variants are seeded; variant ``1.2`` becomes ``seed-0/1.2``.
 
     :raises InvalidInput: a first variant of the plan has a seed of its own.
     """
@@ -322,7 +322,7 @@ def repeat(plan: Plan, seeds: int | Sequence[int]) -> Plan:
 def cut(samples: int | Sequence[int], count: int, *, seed: int = 0) -> dict[str, tuple[int, ...]]:
     """Indices (or ``range(samples)``) in random order, cut into ``count`` subsets whose sizes differ by one at most.
 
-    They are called by their numbers, ``01`` to ``16``; the same for the same seed.
+    The subsets are named by their numbers, ``01`` to ``16``. The same seed gives the same cut.
 
     :raises InvalidInput: there are fewer samples than subsets.
     """
@@ -341,7 +341,7 @@ def _cut(items: Sequence[int], count: int) -> list[Sequence[int]]:
 
 
 def _parts(held: tuple[str, ...], fan_out: int, depth: int, parent: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The variants below a parent that holds out ``held``, parents first, each with what it holds out."""
+    """The variants below a parent that holds out ``held``, parents first, each with the subsets that it holds out."""
     if depth == 0:
         return
     for number, part in enumerate(_cut(range(len(held)), fan_out), 1):
@@ -375,7 +375,7 @@ def _plan(variants: Sequence[Variant], subsets: Mapping[str, Sequence[int]], see
 
 
 def _names(configs: Sequence[Mapping[str, Value]]) -> list[str]:
-    """``lr=0.1,width=32``, where all of them may be names; else numbers."""
+    """Names such as ``lr=0.1,width=32`` if all of them are valid names; otherwise numbers."""
     told = [",".join(f"{key}={value}" for key, value in config.items()) for config in configs]
     if len(set(told)) == len(told) and all(_may_name(name) for name in told):
         return told
@@ -383,7 +383,7 @@ def _names(configs: Sequence[Mapping[str, Value]]) -> list[str]:
 
 
 def _length(values: Sequence[Value]) -> int:
-    """The length, also of a range that ``len`` cannot count."""
+    """The length, even of a range that ``len`` cannot count."""
     return len(values) if not isinstance(values, range) else max(0, -((values.start - values.stop) // values.step))
 
 

@@ -1,4 +1,4 @@
-"""A plan of what to train from a start: a tree of variants, as plain data."""
+"""A plan: a tree of variants to train from a start, as plain data."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One training job forked from ``parent``, another variant of the plan, or from the plan's start if that is None.
+    """One training job that forks from ``parent``, another variant of the plan, or from the plan's start if that is None.
 
-    ``config`` changes the configuration of the parent. ``train`` and ``validation`` name subsets of the plan's; ``train=None`` leaves
+    ``config`` changes the configuration of the parent. ``train`` and ``validation`` name subsets of the plan; ``train=None`` leaves
     the choice of data to the train function.
     """
 
@@ -41,12 +41,13 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Variants, parents before their children; the ``subsets`` of the data by name, as indices; what the start has ``seen`` of them.
+    """A tree of variants, parents before their children; the ``subsets`` of the data by name, as indices; the ones that the start has
+    ``seen``.
 
-    Copies what it is given. Any integers will do as indices: ranges, arrays, tensors.
+    The plan copies what it is given. Any integers serve as indices: ranges, arrays, tensors.
 
-    :raises InvalidInput: names, parents, epochs or data do not fit together, or a variant is validated on what it or an ancestor of it
-        was trained on.
+    :raises InvalidInput: names, parents, epochs or data do not fit together, or a variant is validated on data that it or an ancestor of
+        it was trained on.
     """
 
     variants: tuple[Variant, ...]
@@ -81,19 +82,19 @@ class Plan:
         return self._size
 
     def samples(self, name: str) -> int:
-        """How many samples an epoch of a variant has; all of the plan's when the plan leaves the data to the train function."""
+        """How many samples an epoch of a variant has: all of the plan's if the plan leaves the data to the train function."""
         train = self[name].train
         return self.size if train is None else len(self._row_set(train))
 
     def path(self, name: str) -> tuple[Variant, ...]:
-        """A variant's ancestors from the start on, and itself."""
+        """The ancestors of a variant from the start on, and the variant itself."""
         steps = [self[name]]
         while (parent := steps[-1].parent) is not None:
             steps.append(self[parent])
         return tuple(reversed(steps))
 
     def children(self, name: str | None) -> tuple[Variant, ...]:
-        """The variants that fork from one; from the plan's start for None."""
+        """The variants that fork from a variant; None: from the plan's start."""
         return tuple(variant for variant in self.variants if variant.parent == name)
 
     def config(self, name: str, base: Mapping[str, Value] | None = None) -> dict[str, Value]:
@@ -111,17 +112,17 @@ class Plan:
         return tuple(sorted(self._row_set(names)))
 
     def leaks(self) -> dict[str, tuple[str, ...]]:
-        """Variants that are validated on what the start has seen, and the subsets: their validation tells less."""
+        """The variants that are validated on subsets that the start has seen, with those subsets: their validation tells less."""
         known = self._row_set(self.seen)
         leaking = {name for name, rows in self.subsets.items() if not known.isdisjoint(rows)}
         found = {variant.name: tuple(name for name in variant.validation if name in leaking) for variant in self.variants}
         return {name: bad for name, bad in found.items() if bad}
 
     def digest(self, name: str, base: Mapping[str, Value] | None = None) -> str:
-        """A hash of what decides a variant's outcome: its path's configuration, data and epochs. 32 hex digits.
+        """A hash of everything that decides a variant's outcome: the configuration, data and epochs of its path. 32 hex digits.
 
-        The names of variants and subsets decide nothing; nor does a change of the configuration that changes no value of it. A variant
-        with a ``seed`` of its own is seeded where it forks, so that saying again the seed that it inherits does decide.
+        The names of variants and subsets do not matter; nor does a change of the configuration that changes none of its values. A variant
+        with a ``seed`` of its own is seeded where it forks, so repeating the inherited seed does change the digest.
         """
         config, path = dict(base or {}), []
         for step in self.path(name):
@@ -130,16 +131,16 @@ class Plan:
         return hashlib.sha256(msgspec.json.encode(path, order="sorted")).hexdigest()[:32]
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON knows it."""
+        """The plan as values that JSON can hold."""
         parts = {"version": _VERSION, "variants": self.variants, "subsets": self.subsets, "seen": self.seen}
         plain: dict[str, Any] = msgspec.to_builtins(parts)
         return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """Back from ``to_dict``.
+        """The plan that ``to_dict`` made.
 
-        :raises InvalidInput: it is no plan; says where.
+        :raises InvalidInput: it is not a plan; says where.
         """
         try:
             form = msgspec.convert(plain, _Form)
@@ -169,7 +170,7 @@ class Plan:
 
 
 def plan_of(value: object, what: str) -> Plan:
-    """A plan, as an argument.
+    """A plan, taken as an argument.
 
     :raises InvalidInput: it is not one.
     """
@@ -188,14 +189,14 @@ class _Form(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _check_fields(index: int, given: Mapping[str, Any]) -> None:
-    """A misspelt field would silently be its default."""
+    """Refuse unknown fields: a misspelt one would silently have its default."""
     known = [each.name for each in fields(Variant)]
     if unknown := sorted(set(given).difference(known)):
         raise InvalidInput(f"not a plan: variants[{index}] has {_some(unknown)}; a variant has {_some(known)}")
 
 
 def _taken(variant: object) -> Variant:
-    """A variant with exact plain values, which a plan's file and the lineage hold."""
+    """The variant with exact plain values, which a plan's file and the lineage can hold."""
     if not isinstance(variant, Variant):
         raise InvalidInput(f"the plan has {values.shown(variant)} among its variants: make a Variant of it")
     name = values.string(variant.name, "the name of a variant")
@@ -235,7 +236,9 @@ def _check_names(plan: Plan, variant: Variant, before: Container[str]) -> None:
 
 
 def _check_data(plan: Plan, variant: Variant, trained: dict[str, frozenset[str]], sharing: Mapping[str, frozenset[str]]) -> None:
-    """``trained``: the subsets that each variant before this one was trained on, its ancestors' included; this one's are added."""
+    """Check the data of one variant. ``trained`` maps each earlier variant to the subsets that it and its ancestors were trained on; this
+    one's are added.
+    """
     known = frozenset(variant.train or ())
     if variant.parent is not None:
         known |= trained[variant.parent]
@@ -248,7 +251,7 @@ def _check_data(plan: Plan, variant: Variant, trained: dict[str, frozenset[str]]
 
 
 def _sharing(subsets: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[str]]:
-    """The subsets that have a sample in common with each of them, itself included if it has any."""
+    """For each subset, the subsets that share a sample with it (itself included, if it is not empty)."""
     holders: dict[int, list[str]] = {}
     counts = Counter(row for rows in subsets.values() for row in set(rows))
     for name, rows in subsets.items():
@@ -263,6 +266,6 @@ def _sharing(subsets: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[str]
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first few, for messages."""
+    """The first few names, for messages."""
     listed = [repr(name) for name in names]
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "none"
