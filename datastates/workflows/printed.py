@@ -1,4 +1,4 @@
-"""Drawings of rich that can be read by ``print`` too, in an interactive session and in a notebook."""
+"""Rich tables and groups that ``print`` can show too, in an interactive session and in a notebook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PrintedGroup", "PrintedTable"]
 
 
 class _Printed(JupyterMixin):
-    """Its text is what a terminal would show, without colours."""
+    """A renderable whose text is what a terminal would show, without colours."""
 
     __slots__ = ()
 
@@ -31,4 +31,4 @@ class PrintedTable(_Printed, Table):
 
 
 class PrintedGroup(_Printed, Group):
-    """Parts below each other."""
+    """Parts, one below the other."""

@@ -1,4 +1,4 @@
-"""The result of a population: the members of each round, how well they did, and who came from whom."""
+"""The result of a population: the members of each round, how well they did, and which member came from which."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Member", "Population"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member in one round, both counted from 1. ``state`` is None, and ``value`` NaN, where its training failed.
+    """One member in one round, both counted from 1. ``state`` is None, and ``value`` NaN, if its training failed.
 
-    ``parent`` is the variant that it went on from (None: the start); ``is_copy`` says that it is another member's. ``changes`` are what its
-    configuration changes in the parent's.
+    ``parent`` is the variant from which it went on (None: the start); ``is_copy`` says that the parent is another member's. ``changes`` is
+    what its configuration changes in the parent's.
     """
 
     round: int
@@ -35,18 +35,18 @@ class Member:
 
     @property
     def variant(self) -> str:
-        """Its name in the study; its branch is ``<study>/<variant>``."""
+        """The name of its variant in the study; its branch is ``<study>/<variant>``."""
         return name_of(self.round, self.number)
 
     @property
     def is_alive(self) -> bool:
-        """Whether its training came to a number."""
+        """Whether its training ended with a number."""
         return self.state is not None and not math.isnan(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """Every member in every round, in order. ``searched`` are the keys of the configuration that were looked for."""
+    """Every member in every round, in order. ``searched`` names the keys of the configuration that were searched."""
 
     study: str
     metric: str
@@ -68,12 +68,12 @@ class Population:
 
     @property
     def best(self) -> Member:
-        """The best of the last round; its state goes on from what it learnt in all rounds."""
+        """The best member of the last round. Its state builds on what it learnt in all rounds."""
         last = [member for member in self.members if member.round == self.rounds and member.is_alive]
         return (max if self.mode == "max" else min)(last, key=lambda member: member.value)
 
     def path(self, member: Member) -> tuple[Member, ...]:
-        """The members from whom a member comes, round by round, and itself: the schedule of configurations that was found."""
+        """The members that a member comes from, round by round, and the member itself: the schedule of configurations that was found."""
         known = {each.variant: each for each in self.members}
         steps = [member]
         while (parent := steps[-1].parent) is not None:
@@ -81,7 +81,7 @@ class Population:
         return tuple(reversed(steps))
 
     def table(self) -> PrintedTable:
-        """What a terminal shows: a line for each member, a column for each round, and whom it was copied from."""
+        """A table for a terminal: a line for each member, a column for each round, and the member that each was copied from."""
         table = PrintedTable("member", title=f"population {self.study}, {self.metric} after each round", title_justify="left")
         for number in range(1, self.rounds + 1):
             table.add_column(f"round {number}", justify="right")
@@ -111,7 +111,7 @@ class Population:
 
 
 def name_of(round_: int, number: int) -> str:
-    """The name of the variant that a member is in a round."""
+    """The name of a member's variant in a round."""
     return f"r{round_}/m{number}"
 
 

@@ -1,8 +1,8 @@
-"""Population-based training (Jaderberg et al., 2017): members that train side by side, of which the worst go on from copies of the best.
+"""Population-based training (Jaderberg et al., 2017): members train side by side, and the worst go on from copies of the best.
 
-A round of a member is a variant of one study, and its parent the variant that it goes on from. So what is copied is a state, from the
-nearest memory that has it, and the lineage shows who came from whom. What happens after a round is decided from the metrics in the
-lineage and from the seed alone: another call after a death decides the same.
+One round of a member is a variant of one study; its parent is the variant from which it goes on. So a copy is a copy of a state, taken from
+the nearest memory that has it, and the lineage shows which member came from which. The metrics in the lineage and the seed alone decide
+what happens after a round, so another call after a crash decides the same.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ if TYPE_CHECKING:
 __all__ = ["Perturb", "perturbed", "population"]
 
 Perturb = Callable[[Mapping[str, Value], Mapping[str, Distribution], random.Random], Mapping[str, Value]]
-"""A rule of exploring: the copied member's configuration, what is searched, and where to draw from; it says the new values."""
+"""A rule of exploring: takes the copied member's configuration, what is searched, and a source of random numbers; returns the new
+values.
+"""
 
 _AGAIN = 0.25
 _FACTORS = (0.8, 1.25)
 
 
 class PopulationOptions(RunOptions, total=False):
-    """What else ``population`` takes; see there."""
+    """The other options of ``population``; see there."""
 
     mode: Literal["min", "max"]
     members: int
@@ -106,39 +108,39 @@ def population(
     metric: str,
     **options: Unpack[PopulationOptions],
 ) -> Population:
-    """Train ``members`` from ``start`` for ``rounds``; after each round the worst part goes on from copies of the best, changed a little.
+    """Train ``members`` from ``start`` for ``rounds``. After each round the worst go on from copies of the best, changed a little.
 
-    After a round the last ``exploit`` of the members, and any that failed or reported NaN, go on from as many of the best, with their
-    configuration as ``perturb`` changes it. A member that begins or is copied gets a ``seed`` of its own, unless ``config`` has one.
+    After a round the worst ``exploit`` of the members, and any that failed or reported NaN, go on from as many of the best, with the
+    copied configuration changed by ``perturb``. A member that begins or is copied gets a ``seed`` of its own, unless ``config`` has one.
 
-    The same call after a death goes on where it stopped. Trained further with more ``rounds``, it repeats nothing.
+    The same call after a crash goes on where it stopped. A call with more ``rounds`` trains further and repeats nothing.
 
-    :param repo: where the members are states.
-    :param start: the state from which all begin.
-    :param train: gets a ``Job`` for each round of each member and reports ``metric``. Options that an optimizer owns come back with the
-        state: call ``reconfigure(job, optimizer)`` after ``job.track``.
+    :param repo: the repository that holds the members' states.
+    :param start: the state from which all members begin.
+    :param train: a function that gets a ``Job`` for each round of each member and reports ``metric``. Options that an optimizer owns come
+        back with the state: call ``reconfigure(job, optimizer)`` after ``job.track``.
     :param study: the name of the study.
-    :param search: distributions from which the configurations are drawn, by name.
-    :param metric: what members are compared by.
-    :param mode: whether the ``min`` or the ``max`` is best.
-    :param members: how many there are.
+    :param search: the distributions from which configurations are drawn, by name.
+    :param metric: the metric by which members are compared.
+    :param mode: whether the lowest (``min``) or the highest value (``max``) is best.
+    :param members: how many members there are.
     :param rounds: how many rounds are trained.
-    :param epochs_per_round: epochs of each member in a round.
-    :param initial: the configurations with which the first members begin.
-    :param config: what the members' configurations change.
-    :param exploit: which part of the members is replaced after a round (at least one; 0: nobody ever, for comparison).
+    :param epochs_per_round: the epochs of each member in a round.
+    :param initial: the configurations of the first members at the beginning.
+    :param config: the configuration that the members' configurations change.
+    :param exploit: the part of the members that is replaced after a round (at least one member; 0: none ever, for comparison).
     :param perturb: how a copy's configuration is changed; None: ``perturbed``.
-    :param seed: of every draw.
-    :param executor: as in ``explore``, and so are the next five.
+    :param seed: the seed of every draw.
+    :param executor: as in ``explore``, like the next five.
     :param retries: how often a member that raises is tried again.
-    :param threads: of each worker.
-    :param ranks: so many processes train each member together; see ``explore``.
-    :param share: a url on which ``repo`` is served meanwhile.
+    :param threads: the threads of each worker.
+    :param ranks: how many processes train each member together; see ``explore``.
+    :param share: a url at which ``repo`` is served meanwhile.
     :param progress: whether progress is shown.
-    :param data: the ``subsets``, and which of them members ``train`` on, as the builders of plans take them.
-    :raises InvalidInput: a number or a name means nothing, or the metric was not reported.
+    :param data: the ``subsets``, and those that members ``train`` on, as the builders of plans take them.
+    :raises InvalidInput: a number or a name is not valid, or the metric was not reported.
     :raises Conflict: the study was trained with other arguments.
-    :raises Unavailable: no member of a round came to a number; the first one's error is in the message.
+    :raises Unavailable: no member of a round ended with a number; the message has the first one's error.
     """
     members, rounds, mode, exploit = options["members"], options["rounds"], options["mode"], options["exploit"]
     config, executor, perturb, data = options["config"], options["executor"], options["perturb"], options["data"]
@@ -157,7 +159,7 @@ def population(
             begun = _begin(rule, members, options["initial"]) if round_ == 1 else rule.next(trained[-members:])
             plan = _plan(trained, begun, options["epochs_per_round"], split)
             if _is_over(repo, study, round_):
-                report = read_study(repo, study, plan, config=config)  # who failed then has failed for good: others went on from that
+                report = read_study(repo, study, plan, config=config)  # a failure there is final: others went on from it
             else:
                 report = explore(
                     repo, start, plan, train, executor, study=study, config=config, retries=retries, threads=threads, ranks=ranks,
@@ -176,9 +178,9 @@ def _source(value: object, what: str) -> random.Random:
 
 @values.takes(config=arguments.configuration, search=distributions, source=_source)
 def perturbed(config: Mapping[str, Value], search: Mapping[str, Distribution], source: random.Random) -> dict[str, Value]:
-    """The usual rule: a quarter of the values are drawn anew, the others move a little and stay within bounds.
+    """The usual rule: a quarter of the values are drawn anew; the others move a little and stay within bounds.
 
-    ``LogUniform`` times 0.8 or 1.25, ``Uniform`` by a tenth of its range, ``Choice`` to a neighbour.
+    A ``LogUniform`` is multiplied by 0.8 or 1.25, a ``Uniform`` moves by a tenth of its range, a ``Choice`` moves to a neighbour.
     """
     found: dict[str, Value] = {}
     for key, distribution in search.items():
@@ -196,12 +198,12 @@ def _moved(value: Value, distribution: Distribution, source: random.Random) -> V
             return min(max(value * source.choice(_FACTORS), float(low)), float(high))
         case Uniform(low, high) if isinstance(value, int | float):
             return min(max(value + source.choice((-0.1, 0.1)) * (high - low), float(low)), float(high))
-    return distribution.draw(source)  # it began from elsewhere
+    return distribution.draw(source)  # the value came from elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A member at the beginning of a round: what it goes on from, and what changes."""
+    """A member at the beginning of a round: the variant from which it goes on, and what changes."""
 
     round: int
     number: int
@@ -216,7 +218,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The pure rule that leads from a round's members to the beginnings of the next."""
+    """The pure rule that derives the beginnings of the next round from the members of a round."""
 
     metric: str
     mode: str
@@ -227,7 +229,7 @@ class _Rule:
     has_seed: bool
 
     def next(self, members: Sequence[Member]) -> list[_Step]:
-        """The next beginnings: everybody goes on, the worst from a copy of one of the best."""
+        """The next beginnings: every member goes on, the worst from a copy of one of the best."""
         ranking = sorted(members, key=self._rank)
         alive = [member for member in ranking if member.is_alive]
         count = min(max(1, int(len(members) * self.exploit)), len(members) // 2) if self.exploit > 0 else 0
@@ -254,7 +256,7 @@ class _Rule:
         return {} if self.has_seed else {"seed": source.getrandbits(31)}
 
     def member(self, step: _Step, report: Exploration) -> Member:
-        """The member that a beginning became."""
+        """The member that results from a beginning."""
         result = report[step.variant]
         state = report.done.get(step.variant)
         if state is not None and self.metric not in state.metrics:
@@ -276,7 +278,7 @@ def _begin(rule: _Rule, members: int, initial: Sequence[Mapping[str, Value]]) ->
 
 
 def _plan(trained: Sequence[Member], begun: Sequence[_Step], epochs: int, split: arguments.Split) -> Plan:
-    """The study so far, without those that failed, and the round that begins."""
+    """The plan of the study so far, without the members that failed, and of the round that begins."""
     names, held = split.train, split.validation
     variants = [Variant(each.variant, each.parent, epochs, each.changes, names, held) for each in trained if each.state is not None]
     variants += [Variant(each.variant, each.parent, epochs, each.changes, names, held) for each in begun]
@@ -284,7 +286,7 @@ def _plan(trained: Sequence[Member], begun: Sequence[_Step], epochs: int, split:
 
 
 def _is_over(repo: Repository, study: str, round_: int) -> bool:
-    """Whether the next round has begun: what it began with was decided from this one as it is."""
+    """Whether the next round has begun: it was decided from this round as it is now."""
     following = record.branch_of(study, name_of(round_ + 1, 0)).removesuffix("0")
     return any(name.startswith(following) for name in record.refs_of(repo))
 

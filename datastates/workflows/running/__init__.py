@@ -1,1 +1,1 @@
-"""Running a plan: its variants as tasks of an executor, and what becomes of them in the lineage."""
+"""Running a plan: its variants become tasks of an executor, and their results become states of the lineage."""

@@ -1,7 +1,7 @@
-"""Variants handed out among the groups of a job: each group takes the next one that nobody has, and trains it where it is.
+"""Variants handed out among the groups of a job: each group takes the next variant that no other group has, and trains it where it runs.
 
-No group waits for another in a collective, however long that one trains: what others do it sees in the lineage and by their claims. A group
-that is gone loses its claim, and another one takes the variant over.
+No group waits for another in a collective, however long that one trains. A group learns what the others do from the lineage and their
+claims. A group that dies loses its claim, and another group takes the variant over.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _HEARD = re.compile(r"\w+: rank \d+ of \d+ could not ")
 
 
 def explore_among(study: Study, start: str, train: Train, group: Group, *, stop: Stop | None, retries: int) -> Exploration:
-    """Train variants of a study by this group until all are over, whoever trained them; see ``explore``. Collective among its ranks."""
+    """Train variants of a study in this group until all are over, whichever group trained them; see ``explore``. Collective among its
+    ranks.
+    """
     ranks = Together(group)
     with ExitStack() as stack:
         since = ranks.first("begin the study", partial(_begin, stack, study, start), int)
@@ -58,9 +60,9 @@ def explore_among(study: Study, start: str, train: Train, group: Group, *, stop:
 
 
 def _begin(stack: ExitStack, study: Study, start: str) -> int:
-    """Begin the study, or join the groups that have begun it; when they did, in microseconds. One of them holds the study's claim.
+    """Begin the study, or join the groups that have begun it; returns when they did, in microseconds. One group holds the study's claim.
 
-    :raises Conflict: an explorer of another kind holds it.
+    :raises Conflict: an explorer of another kind holds the claim.
     """
     repo = study.repo
     folder, name = record.claims_folder(repo), record.claim_name(repo, study.name)
@@ -79,7 +81,7 @@ def _begin(stack: ExitStack, study: Study, start: str) -> int:
 
 @contextmanager
 def _turn(folder: Path, name: str) -> Iterator[None]:
-    """One after the other: what groups do here takes a moment."""
+    """Let groups do this one after the other; it takes each only a moment."""
     while (claim := Claim.take(folder, name, f"process {os.getpid()}")) is None:
         time.sleep(_LOOK_S / 10)
     with claim:
@@ -88,7 +90,7 @@ def _turn(folder: Path, name: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Ours:
-    """The part of a study that one group trains. Methods of rank 0 alone: ``choose``; the others belong to all ranks."""
+    """The part of a study that one group trains. Only rank 0 calls ``choose``; all ranks call the other methods."""
 
     study: Study
     ranks: Together
@@ -96,7 +98,7 @@ class _Ours:
     claim: Claim | None = None
 
     def let_go(self) -> None:
-        """Let others have the variant that this group has."""
+        """Release the variant that this group holds, so that others can take it."""
         claim, self.claim = self.claim, None
         if claim is not None:
             claim.close()
@@ -109,12 +111,12 @@ class _Ours:
         return {name: state for name, state in found.items() if state is not None}
 
     def errors(self) -> dict[str, str]:
-        """Why variants failed, since the first of the groups began."""
+        """Why variants failed since the first of the groups began."""
         with self.study.repo.core.reading() as session:
             return studies.failures(session, self.study.name, self.since)
 
     def choose(self) -> str:
-        """The next variant, which is claimed; nothing when all are over; ``_NONE_NOW`` while others are at what is left."""
+        """The next variant, which is now claimed; an empty name when all are over; ``_NONE_NOW`` while others hold all that is left."""
         self.let_go()
         done, errors = self.done(), self.errors()
         lost: set[str] = set()
@@ -133,12 +135,12 @@ class _Ours:
         return "" if is_over else _NONE_NOW
 
     def _is_lost(self, variant: Variant) -> bool:
-        """Whether one that failed is given up: nobody is at it, and what it failed of still stands after that look."""
+        """Whether a failed variant is given up: no group holds it, and its error is still recorded after that check."""
         folder, claim = self._claim_of(variant)
         return holder(folder, claim) is None and variant.name in self.errors()
 
     def _take(self, variant: Variant) -> bool:
-        """Whether it is ours now, and not over since the look before."""
+        """Claim the variant; False if another group holds it, or it is over since the last look."""
         self.claim = Claim.take(*self._claim_of(variant), f"process {os.getpid()} on {self.study.repo.node}")
         if self.claim is None:
             return False
@@ -152,7 +154,7 @@ class _Ours:
         return record.claims_folder(repo), record.claim_name(repo, self.study.name, variant.name)
 
     def train(self, variant: Variant, train: Train, stop: Stop | None, retries: int) -> None:
-        """Train it, again where it fails."""
+        """Train the variant, again if it fails."""
         study, repo = self.study.name, self.study.repo
         start = record.start_tag(study) if variant.parent is None else record.done_tag(study, variant.parent)
         assignment = self.study.assign(variant, repo.state(start))
@@ -161,7 +163,7 @@ class _Ours:
             with noted(repo, study, variant.name) if self.ranks.is_first else nullcontext():
                 if self.ranks.is_first:
                     _logger.info("study %s: %s begins, attempt %d", study, variant.name, attempt)
-                    recover(repo.core.database, repo.core.tiers.durable, repo.core.home)  # who was at it may have died
+                    recover(repo.core.database, repo.core.tiers.durable, repo.core.home)  # the group that held it may have died
                 try:
                     with using(self.ranks.group):
                         train_variant(repo, assignment, train, stop=stop, group=self.ranks.group)

@@ -1,7 +1,7 @@
-"""Claims: a study has one explorer and a variant one worker, even if others were told to do the same.
+"""Claims: they give a study one explorer and a variant one worker, even if others were told to do the same.
 
-A claim is a lock on a file beside the packs that the kernel drops with the process, however that ends (``locks``). The file says who
-holds it. Between hosts it works where their shared file system passes locks on; elsewhere the compare-and-swap of branches remains.
+A claim is a lock on a file beside the packs. The kernel drops it with the process, however that ends (``locks``). The file says who
+holds it. Claims work between hosts if their shared file system passes locks on; otherwise the compare-and-swap of branches still protects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Claim:
 
     @classmethod
     def take(cls, folder: Path, name: str, note: str) -> Self | None:
-        """The claim, or None when somebody holds it."""
+        """The claim, or None if another process holds it."""
         make_folder_like(folder.parent, folder)
         held = hold(folder / name)
         if held is None:
@@ -33,7 +33,7 @@ class Claim:
         return cls(held)
 
     def close(self) -> None:
-        """Let go, and take the file away; idempotent. In a forked child: nothing."""
+        """Release the claim and remove the file; idempotent. Does nothing in a forked child."""
         self._held.close()
 
     def __enter__(self) -> Self:
@@ -44,7 +44,7 @@ class Claim:
 
 
 def holder(folder: Path, name: str) -> str | None:
-    """The note of a claim's holder; None when nobody holds it."""
+    """The note of the claim's holder; None if nobody holds the claim."""
     path = folder / name
     try:
         return path.read_text() if is_held(path) else None

@@ -1,4 +1,4 @@
-"""How a plan looks on a terminal before anything of it runs."""
+"""How a plan looks on a terminal before any of it runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _work_of(value: object, what: str) -> Work:
 
 
 def announce(study: str, plan: Plan, work: Work, console: Console | None = None) -> None:
-    """Say what is to be run before it is: all of it on a terminal, a line of the log elsewhere."""
+    """Show what is about to run: all of it on a terminal, one line in the log elsewhere."""
     console = console or Console(stderr=True)
     if console.is_terminal:
         console.print(Text(f"study {study}: ", style="bold"), end="")

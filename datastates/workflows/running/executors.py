@@ -1,4 +1,4 @@
-"""Where variants run: processes of our own, this process, or Ray's. All else that is a ``concurrent.futures.Executor`` works as it is."""
+"""Executors for variants: our own processes, this process, or Ray. Any other ``concurrent.futures.Executor`` works as it is."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class SerialExecutor(Executor):
-    """Runs each call at once, in the thread that submits it: for tests, and for a debugger in the train function."""
+    """Runs each call at once in the thread that submits it: for tests, and for a debugger in the train function."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run it, and return its result as a future that is done."""
+        """Run the call, and return its result as a finished future."""
         future: Future[T] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
@@ -40,8 +40,9 @@ class SerialExecutor(Executor):
 class _Slot:
     """One worker process, started with the first call.
 
-    It is forked by the fork server of ``multiprocessing``, a process that has imported torch and done nothing else: it begins after a
-    tenth of a second rather than after seconds, and workers share the memory of what was imported. What the environment is now it is told.
+    The fork server of ``multiprocessing`` forks it, a process that has imported torch and done nothing else. So the worker begins after a
+    tenth of a second rather than after seconds, and workers share the memory of what was imported. The worker is sent the present
+    environment.
     """
 
     def __init__(self) -> None:
@@ -51,17 +52,17 @@ class _Slot:
         self.pid = self.pool.submit(os.getpid)
 
     def terminate(self) -> None:
-        """Ask it to stop: what runs there ends in an orderly way, as at Ctrl-C."""
+        """Ask the process to stop: its task ends in an orderly way, as at Ctrl-C."""
         if self.pid.done() and self.pid.exception() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid.result(), signal.SIGTERM)
 
 
 class Processes(Executor):
-    """Worker processes of which each is on its own: one that dies fails its call with ``BrokenProcessPool``, and is made anew.
+    """Worker processes that are independent: one that dies fails its call with ``BrokenProcessPool``, and is replaced.
 
-    The process that was free last gets the next call, so that a child finds its parent's state in memory. ``SIGTERM`` ends what a
-    process is at; processes end with the one that made them.
+    The process that became free last gets the next call, so that a child finds its parent's state in memory. ``SIGTERM`` ends the task of a
+    process; processes end with the process that made them.
     """
 
     def __init__(self, workers: int) -> None:
@@ -80,7 +81,7 @@ class Processes(Executor):
         return [slot.pid.result() for slot in slots]
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run it in the process that is free first."""
+        """Run the call in the process that is free first."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -90,7 +91,7 @@ class Processes(Executor):
         return future
 
     def terminate(self) -> None:
-        """Ask every process to stop what it is at; calls that wait are cancelled."""
+        """Ask every process to stop its task; calls that are waiting are cancelled."""
         with self._lock:
             slots = [*self._at_work, *self._free]
             waiting, self._waiting = self._waiting, deque()
@@ -100,7 +101,7 @@ class Processes(Executor):
             slot.terminate()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls; wait for those under way, and for those that wait unless they are cancelled."""
+        """Take no more calls. Wait for the calls under way, and for waiting calls unless they are cancelled."""
         with self._lock:
             self._is_closed = True
             waiting, self._waiting = (self._waiting, deque()) if cancel_futures else (deque(), self._waiting)
@@ -114,7 +115,7 @@ class Processes(Executor):
             slot.pool.shutdown(wait=wait)
 
     def _next(self) -> None:
-        """Give waiting tasks to workers that are free."""
+        """Give waiting tasks to free workers."""
         with self._lock:
             if not self._waiting or (not self._free and len(self._at_work) >= self._workers):
                 return
@@ -149,7 +150,9 @@ class Processes(Executor):
 
 
 class RayExecutor(Executor):
-    """Calls as tasks of Ray, which has no executor of its own; ``ray.init`` is the caller's. ``options`` are those of ``ray.remote``."""
+    """Runs calls as tasks of Ray, which has no executor of its own. The caller calls ``ray.init``; ``options`` are those of
+    ``ray.remote``.
+    """
 
     def __init__(self, **options: Any) -> None:
         import ray
@@ -157,7 +160,7 @@ class RayExecutor(Executor):
         self._remote: Any = ray.remote(**{"num_cpus": 1, "max_retries": 0, **options})(_call)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run it as a task; one that has begun is not cancelled."""
+        """Run the call as a task; a task that has begun cannot be cancelled."""
         future: Future[T] = self._remote.remote(partial(fn, *args, **kwargs)).future()
         return future
 

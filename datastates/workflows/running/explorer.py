@@ -1,4 +1,4 @@
-"""Running a plan: each variant as a task of an executor, its results as states of the lineage."""
+"""Running a plan: each variant is a task of an executor, and its results are states of the lineage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _GRACE_S = 30.0
 
 
 class RunOptions(TypedDict, total=False):
-    """How plans are run; see ``explore``."""
+    """The options for running plans; see ``explore``."""
 
     config: Mapping[str, Value] | None
     retries: int
@@ -59,7 +59,7 @@ class RunOptions(TypedDict, total=False):
 
 
 USUAL = RunOptions(config=None, retries=1, threads=1, ranks=1, share=None, progress=True)
-"""What is not said."""
+"""The defaults."""
 
 
 @values.takes(
@@ -100,30 +100,30 @@ def explore(
         report = explore(repo, "main", grid({"lr": [0.1, 0.2]}, epochs=1), train, SerialExecutor(), study="rates")
         print(report.best("val_loss").variant)
 
-    What a worker keeps in memory, and what becomes durable when, is as in the configuration of ``repo``.
+    The configuration of ``repo`` decides what a worker keeps in memory, and what becomes durable when.
 
-    :param repo: where the variants are branches.
+    :param repo: the repository that holds the variants' branches.
     :param start: the state from which the plan's first variants fork.
-    :param plan: what to train.
+    :param plan: the plan to train.
     :param train: a function that gets a ``Job`` and trains one variant.
-    :param executor: any ``concurrent.futures.Executor`` whose calls run in processes, or a function that makes one, which is called again
-        when that one breaks; None: as many processes as ``threads`` of each leave room for.
+    :param executor: any ``concurrent.futures.Executor`` whose calls run in processes, or a function that makes one and is called again
+        when that one breaks; None: as many processes as there is room for, with ``threads`` each.
     :param study: the name of the study.
-    :param config: what the variants' configurations change.
-    :param retries: how often a variant that raises is tried again, before it is reported with its error and its descendants are skipped.
+    :param config: the configuration that the variants' configurations change.
+    :param retries: how often a variant that raises is tried again before it is reported with its error and its descendants are skipped.
     :param threads: torch's threads in each worker.
-    :param ranks: so many processes train each variant together: its worker starts them on its machine, as torchrun would, with
-        torch.distributed initialised. When one fails or dies the variant is tried again.
-    :param group: this process is a rank of this group already, which trains variants where it is: every rank of a job calls this, each with
+    :param ranks: how many processes train each variant together. The variant's worker starts them on its machine, as torchrun would, with
+        torch.distributed initialised. If one fails or dies, the variant is tried again.
+    :param group: this process is already a rank of this group, which trains variants in place: every rank of a job calls this, each with
         the group that it is in, and each group takes the next variant that no other has.
     :param stop: asked after each epoch whether a variant ends there.
-    :param share: a url such as ``ucx://127.0.0.1:0`` on which ``repo`` is served meanwhile: workers then take starting states from its
+    :param share: a url such as ``ucx://127.0.0.1:0`` at which ``repo`` is served meanwhile: workers then take starting states from its
         memory; with ``ranks`` the first rank does, and passes on what the others want of it too.
     :param progress: whether the plan and its progress are shown.
     :raises Conflict: the study is being explored by another process, began from another state, or a variant was trained by another plan;
         nothing was run.
     :raises InvalidInput: the executor, the train function or a name cannot be used; says why.
-    :raises KeyboardInterrupt: the study was interrupted; what is there stays, and the same call goes on.
+    :raises KeyboardInterrupt: the study was interrupted; its states stay, and the same call goes on.
     """
     config, threads, share, ranks = options["config"], options["threads"], options["share"], options["ranks"]
     _check(plan, study, train, executor, stop, options, group)
@@ -150,7 +150,7 @@ def explore(
 
 @dataclass(slots=True)
 class _Run:
-    """One pass over a plan: which variants may begin, are under way, or have failed. Everything runs on the explorer's thread."""
+    """One pass over a plan: which variants may begin, are under way, or have failed. All of it runs on the explorer's thread."""
 
     repo: Repository
     study: str
@@ -172,7 +172,7 @@ class _Run:
         self.reused = frozenset(self.done)
 
     def until_done(self) -> None:
-        """Submit what may begin, take in what ended, until nothing is left."""
+        """Submit variants that may begin and take in those that ended, until nothing is left."""
         for name in self.reused:
             self.display.ended(name, "reused")
         try:
@@ -217,7 +217,7 @@ class _Run:
             return self._failed(name, "it was cancelled", "")
         error = future.exception()
         if isinstance(error, InvalidInput):
-            raise error  # not the variant's mistake: every other one would end so
+            raise error  # not the variant's mistake: every other variant would end the same way
         if isinstance(error, BrokenExecutor):
             return self._broke(name, flight, error)
         if error is not None:
@@ -247,7 +247,7 @@ class _Run:
         _logger.error("variant %s of study %s failed after %d attempts: %s", name, self.study, attempts, error)
 
     def _broke(self, name: str, flight: _Flight, error: BrokenExecutor) -> None:
-        """Note that a worker, or another one of the same pool, died: a variant that made progress meanwhile is not to blame."""
+        """Note that a worker, or another one of the same pool, died. A variant that made progress meanwhile is not to blame."""
         self._repo_recovers()
         what = (
             "its worker process died (a crash, the kernel's out-of-memory killer, a script without `if __name__ == '__main__'`,"
@@ -286,7 +286,7 @@ class _Run:
                 self.display.reported(name, state)
 
     def _interrupt(self) -> None:
-        """Ask everybody to stop, and wait a while for what they then make durable."""
+        """Ask every worker to stop, and wait a while for what they then make durable."""
         _logger.warning("study %s is interrupted: %d variants make their last state durable", self.study, len(self._at_work))
         self.leave()
         self.pool.stop()
@@ -305,7 +305,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Flight:
-    """A variant that is at work: what it comes from, what it had reported when it was submitted, what the display has seen."""
+    """A variant at work: the state that it comes from, what it had reported when it was submitted, and what the display has shown."""
 
     parent: State
     epochs: int
@@ -314,7 +314,7 @@ class _Flight:
 
 
 class _Presence:
-    """The claim on a study: one explorer at a time; workers see by it that theirs is alive."""
+    """The claim on a study. It keeps other explorers out, and shows workers that theirs is alive."""
 
     def __init__(self, repo: Repository, study: str) -> None:
         folder, name = record.claims_folder(repo), record.claim_name(repo, study)
@@ -326,7 +326,7 @@ class _Presence:
         self.explorer = Explorer(name, note, node_id())
 
     def close(self) -> None:
-        """The explorer ends: workers that are still at it stop at their next epoch."""
+        """End the explorer: workers that are still training stop at their next epoch."""
         self._claim.close()
 
     def __enter__(self) -> _Presence:

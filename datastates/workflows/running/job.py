@@ -1,4 +1,4 @@
-"""What a train function is given: its configuration, its data, the epochs that are left, and a tracker on its branch."""
+"""What a train function gets: its configuration, its data, the epochs that are left, and a tracker on its branch."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = ["Assignment", "Job", "Stop"]
 _logger = logging.getLogger(__name__)
 
 Stop = Callable[[Sequence[State]], bool]
-"""A study's stop rule: given the states that a variant has reported so far, first epoch first, whether it ends here."""
+"""A study's stop rule: takes the states that a variant has reported so far, first epoch first, and says whether the variant ends here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One variant of a study, as its worker needs it; ``origin`` is the uid of the state that it forks from.
+    """One variant of a study, as its worker needs it; ``origin`` is the uid of the state from which it forks.
 
-    ``samples_all`` are the samples of the plan's whole data.
+    ``samples_all`` is the number of samples in the plan's whole data.
     """
 
     study: str
@@ -55,7 +55,7 @@ class Assignment:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a variant stands: the uid of the state that it goes on from, and those of its reports."""
+    """Where a variant stands: the uid of the state from which it goes on, and the uids of its reports."""
 
     at: str
     reported: list[str]
@@ -64,8 +64,8 @@ class _Place(msgspec.Struct, frozen=True):
 class Job:
     """One variant in the process that trains it. A train function calls ``track`` once, then loops over ``epochs``.
 
-    Where a group trains the variant, each of its ranks has a job, and calls the same of its methods in the same order: all but ``report``
-    are collective. Every method belongs to the training thread. ``check`` is asked once an epoch and raises when the variant is not to go
+    If a group trains the variant, each of its ranks has a job, and all ranks call the same methods in the same order: all but ``report``
+    are collective. Every method belongs to the training thread. ``check`` is called once an epoch and raises if the variant must not go
     on; ``fetch`` brings a state near before it is restored.
     """
 
@@ -100,7 +100,7 @@ class Job:
 
     @property
     def group(self) -> Group:
-        """The ranks that train the variant together; a group of one, unless ``explore`` was given ``ranks`` or a ``group``."""
+        """The ranks that train the variant together: a group of one, unless ``explore`` was given ``ranks`` or a ``group``."""
         return self._ranks.group
 
     @property
@@ -110,36 +110,36 @@ class Job:
 
     @property
     def train(self) -> tuple[int, ...]:
-        """Indices to train on, ascending; empty when the plan leaves that to the train function."""
+        """The indices to train on, ascending; empty if the plan leaves that to the train function."""
         return self._assignment.train
 
     @property
     def validation(self) -> tuple[int, ...]:
-        """Indices that neither this variant nor an ancestor of it trains on, ascending."""
+        """The indices that neither this variant nor an ancestor of it trains on, ascending."""
         return self._assignment.validation
 
     @property
     def is_new(self) -> bool:
-        """Whether the variant stands where it forks: what its configuration changes in restored objects, other than options of
-        optimizers, is to be changed then.
+        """Whether the variant stands where it forks. Apply then what its configuration changes in restored objects, other than options of
+        optimizers.
         """
         return self._from.uid == self._origin.uid
 
     @property
     def is_over(self) -> bool:
-        """Whether no epoch is left: all are done, or the study's stop rule says so."""
+        """Whether no epoch is left: all are done, or the study's stop rule ended the variant."""
         if self._done >= self.variant.epochs or self._stop is None or not self._done:
             return self._done >= self.variant.epochs
         return self._ranks.first("ask the stop rule", partial(self._is_stopped, self._stop), bool)
 
     def track(self, **objects: Any) -> Tracker:
-        """Track on the variant's branch: restored from its newest state, or else from where it forks.
+        """Track on the variant's branch: restored from its newest state, or else from the state where it forks.
 
-        What the variant's configuration sets wins over what is restored there, where it is an option of an optimizer: a learning rate
-        stays the one with which the optimizer was built, and a scheduler goes on with it. The configuration is recorded, over a ``config``
-        that is given here. ``objects`` and options are those of ``Repository.track``, without branch, start, resume and group. ``only`` and
-        ``strict`` hold for the fork alone: what the variant itself captured is restored whole. A variant with a ``seed`` of its own is
-        seeded at the fork, each rank of a group with another number that follows from it.
+        Where the variant's configuration sets an option of an optimizer, it wins over the restored value: the learning rate stays the one
+        with which the optimizer was built, and a scheduler goes on with it. The configuration is recorded, and wins over a ``config`` that
+        is given here. ``objects`` and options are those of ``Repository.track``, without branch, start, resume and group. ``only`` and
+        ``strict`` apply to the fork alone: what the variant itself captured is restored whole. A variant with a ``seed`` of its own is
+        seeded at the fork; each rank of a group gets another number that follows from the seed.
 
         :raises InvalidInput: it was called before, an object does not fit, or a scheduler cannot follow another learning rate.
         :raises Conflict: somebody else moved the branch.
@@ -165,9 +165,9 @@ class Job:
         return self._tracker
 
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left, from 0 in the variant; ends early when the study's stop rule says so.
+        """The epochs that are left, from 0 in the variant; ends early if the study's stop rule says so.
 
-        :raises InvalidInput: an epoch went by that was not reported.
+        :raises InvalidInput: an epoch ended without a report.
         """
         while not self.is_over:
             with self._ranks.united("go on to the next epoch"):
@@ -178,7 +178,7 @@ class Job:
                 raise InvalidInput(f"epoch {epoch} of variant {self.variant.name!r} was not reported: end each with job.report(...)")
 
     def report(self, **metrics: SupportsFloat) -> Capture:
-        """The epoch is over: capture the state with its metrics. The last one reported is the variant's result.
+        """Report the end of an epoch: capture the state with its metrics. The last report is the variant's result.
 
         :raises InvalidInput: nothing is tracked yet, or more epochs are reported than the plan has.
         """
@@ -190,14 +190,14 @@ class Job:
         self._check()
         step = None if self._tracker.step == self._step else self._tracker.step  # run.steps has counted
         capture = self._tracker.capture(metrics=metrics, step=step, attributes=self._attributes(self._done + 1))
-        self._tracker.fence()  # once an epoch: weights may be edited right after, for an evaluation say
+        self._tracker.fence()  # once an epoch: weights may be edited right after, for an evaluation for example
         self._step = self._tracker.step
         self._captures.append(capture)
         self._done += 1
         return capture
 
     def close(self) -> None:
-        """End the tracker: what was captured last becomes durable. Idempotent."""
+        """End the tracker: the last capture becomes durable. Idempotent."""
         tracker = self._tracker
         if tracker is not None:
             tracker.close()
@@ -220,7 +220,7 @@ class Job:
         return record.tag_done(self._repository, assignment.study, assignment.variant.name, assignment.digest, state).uid
 
     def _stand(self) -> _Place:
-        """Where the variant stands: found by one rank, because the branch may have to be moved back."""
+        """Where the variant stands. One rank finds it, because the branch may have to be moved back."""
         assignment = self._assignment
         at = record.back_to_what_is_here(self._repository, self._branch, self._origin)
         history = record.reports(self._repository, assignment.study, assignment.variant.name, self._origin)
@@ -229,7 +229,7 @@ class Job:
         return _Place(at.uid, [state.uid for state in history])
 
     def _set_options(self, built: Built) -> None:
-        """What the variant sets wins over what was restored where it forks."""
+        """Let what the variant sets win over what was restored where it forks."""
         applied = built.put_back(self.variant.config)
         self._set = ", ".join(applied.options)
         if self.variant.config:
@@ -239,7 +239,7 @@ class Job:
         return bool(stop(self._reported()))
 
     def _reported(self) -> Sequence[State]:
-        """Every report so far; waits until the last of them is recorded."""
+        """Every report so far, once the last of them is recorded."""
         return (*self._history, *(capture.wait() for capture in self._captures))
 
     def _attributes(self, epoch: int) -> dict[str, Value]:
@@ -258,12 +258,12 @@ class Job:
 
 
 def _seed_of(seed: int, rank: int) -> int:
-    """The seed of a rank: the variant's own on rank 0, so that no two ranks draw the same numbers."""
+    """The seed of a rank: the variant's own on rank 0, others on other ranks, so that no two ranks draw the same numbers."""
     return int(hashlib.sha256(f"{seed}/{rank}".encode()).hexdigest()[:15], 16) if rank else seed
 
 
 def seed_everything(seed: int) -> None:
-    """Python's, NumPy's and torch's generators, those of every CUDA device among them."""
+    """Seed Python's, NumPy's and torch's generators, including those of every CUDA device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

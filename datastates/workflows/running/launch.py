@@ -1,7 +1,7 @@
-"""Several processes of this machine that are the ranks of one job of torch.distributed: begun together, and ended together.
+"""Several processes of this machine that are the ranks of one job of torch.distributed; they begin together and end together.
 
-``torch.multiprocessing`` starts them, and ends the others when one fails. What each came to it writes in a file of its own, as torchrun's
-ranks do: the first failure that is there is the cause. They end with the process that began them (``process.end_with_parent``).
+``torch.multiprocessing`` starts them, and ends the others if one fails. Each writes its outcome to a file of its own, as torchrun's
+ranks do; the earliest recorded failure is the cause. They end with the process that began them (``process.end_with_parent``).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ A = TypeVar("A")
 def launch(
     count: int, work: Callable[[A], Outcome], given: A, variant: str, *, look: Callable[[], None], settle: Callable[[], object]
 ) -> Outcome:
-    """What ``work(given)`` comes to in ``count`` processes that have met: the outcome of rank 0, or of the first rank that failed.
+    """The outcome of ``work(given)`` in ``count`` processes that have met: that of rank 0, or of the first rank that failed.
 
-    When a rank fails or dies the others are ended, and so are all when this raises. Both arguments are pickled.
+    If a rank fails or dies, the others are ended; if this raises, all are. ``work`` and ``given`` are pickled.
 
-    :param look: called twice a second meanwhile; what it raises ends all.
+    :param look: called twice a second meanwhile; an error that it raises ends all ranks.
     :param settle: called when a rank has failed, before the others are waited for: what they wait for may be lost with it.
     """
     from torch import distributed
@@ -52,7 +52,7 @@ def launch(
         # on a port that nobody else has
         store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # torch does not list it
         environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")  # the host's name may lead elsewhere
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")  # the host's name may resolve elsewhere
         environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
         ranks = start_processes(_begin, (environ, name, work, given), nprocs=count, join=False, start_method="forkserver")
@@ -64,14 +64,14 @@ def launch(
             settle()
             found = _failure(variant, ranks, Path(name))
             with suppress(ProcessExitedException, ProcessRaisedException):
-                ranks.join(grace_period=_GRACE_S)  # those that miss the rank hear of it by themselves
+                ranks.join(grace_period=_GRACE_S)  # ranks that wait for the failed one notice by themselves
             return found
         finally:
             _end(ranks)
 
 
 def _begin(rank: int, environ: dict[str, str], folder: str, work: Callable[[A], Outcome], given: A) -> None:
-    """In a rank: meet the others, work, and write what came of it."""
+    """Run in a rank: meet the others, work, and write the outcome."""
     from torch import distributed
 
     begin_worker({**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -86,14 +86,14 @@ def _begin(rank: int, environ: dict[str, str], folder: str, work: Callable[[A], 
 
 
 def _is_over(ranks: ProcessContext) -> bool:
-    """Wait a while; whether all ended, or one failed."""
+    """Wait a while; returns whether all ended, or one failed."""
     wait([process.sentinel for process in ranks.processes if process.is_alive()], _LOOK_S)
     codes = [process.exitcode for process in ranks.processes]
     return any(codes) or None not in codes
 
 
 def _failure(variant: str, ranks: ProcessContext, folder: Path) -> Outcome:
-    """What the rank that failed first says of it; one that was killed says nothing, and is why others failed."""
+    """The report of the rank that failed first. A rank that was killed reports nothing, and is the cause of the others' failures."""
     ended = [rank for rank, process in enumerate(ranks.processes) if process.exitcode]
     silent = [rank for rank in ended if not (folder / str(rank)).exists()]
     if silent:
@@ -117,7 +117,7 @@ def _said(folder: Path, rank: int) -> Outcome | None:
 
 
 def _end(ranks: ProcessContext) -> None:
-    """End what is left in an orderly way, then at once."""
+    """End the ranks that are left in an orderly way, then at once."""
     for process in ranks.processes:
         if process.is_alive():
             process.terminate()

@@ -1,4 +1,4 @@
-"""What became of one attempt at a variant, as a worker tells its explorer."""
+"""The outcome of one attempt at a variant, as a worker tells its explorer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Outcome", "failed"]
 class Outcome:
     """The outcome of a task: the uid of the result, or an error with its traceback. ``source`` is where the starting state came from.
 
-    ``is_death``: the error is that a process died, of which the variant may be innocent.
+    ``is_death``: the error is that a process died, which may not be the variant's fault.
     """
 
     variant: str

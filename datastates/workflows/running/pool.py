@@ -1,4 +1,4 @@
-"""The executor of a study: what may be one, how tasks reach it, and what is done when it breaks."""
+"""The executor of a study: which executors are accepted, how tasks reach them, and what happens when one breaks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Pool", "check_executor", "check_pickles"]
 
 
 class Pool:
-    """The executor of a study: the caller's, the caller's recipe for one, or processes of our own."""
+    """The executor of a study: the caller's own, one that the caller's function makes, or our own processes."""
 
     def __init__(self, executor: Executor | Callable[[], Executor] | None, *, workers: int) -> None:
         self._make: Callable[[], Executor] | None
@@ -33,15 +33,15 @@ class Pool:
         self._is_broken = False
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Hand a task over."""
+        """Hand over a task."""
         if self._is_broken and self._make is not None:
             self._executor.shutdown(wait=False)
             self._executor, self._is_broken = check_executor(self._make()), False
         return self._executor.submit(worker.run, task)
 
     def mend(self) -> bool:
-        """After a worker died: whether tasks can be submitted again."""
-        if not isinstance(self._executor, Processes):  # those mend themselves
+        """Repair the executor after a worker died; returns whether tasks can be submitted again."""
+        if not isinstance(self._executor, Processes):  # those replace dead workers themselves
             self._is_broken = True
         return self._make is not None or not self._is_broken
 
@@ -60,9 +60,9 @@ class Pool:
 
 
 def check_executor(executor: object) -> Executor:
-    """The executor itself, if variants may be trained by it.
+    """The executor itself, if it can train variants.
 
-    :raises InvalidInput: it is not an executor, or its workers would share random number generators, or this process's connections.
+    :raises InvalidInput: it is not an executor, or its workers would share random number generators or this process's connections.
     """
     if not isinstance(executor, Executor):
         raise InvalidInput(
@@ -83,9 +83,9 @@ def check_executor(executor: object) -> Executor:
 
 
 def check_pickles(train: Train, stop: Stop | None) -> None:
-    """Raise unless these can be given to another process.
+    """Raise unless the functions can be given to another process.
 
-    :raises InvalidInput: it cannot; says why.
+    :raises InvalidInput: one cannot; says why.
     """
     for what, value in (("train", train), ("stop", stop)):
         try:

@@ -1,6 +1,6 @@
 """A process that trains variants: its beginning, the repositories that it keeps open, and its end with the process that made it.
 
-It keeps the repositories that it opened, so that a variant whose parent was trained here finds that state in memory.
+It keeps the repositories that it opened, so that a variant whose parent was trained here finds the parent's state in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from datastates.system.memory import available_memory_bytes
 __all__ = ["PRELOADED", "begin_worker", "busy", "close_repositories", "end_with_parent", "repository_at"]
 
 PRELOADED = ["datastates.workflows.running.worker", "torch._dynamo"]  # every optimizer imports the latter
-"""What a fork server has imported before it forks workers."""
+"""The modules that a fork server imports before it forks workers."""
 
 _GRACE_S = 10.0
 _FREE_SHARE = 4
@@ -39,9 +39,9 @@ _repositories: dict[tuple[int, Location], Repository] = {}
 
 
 def begin_worker(environ: dict[str, str]) -> None:
-    """Set up a worker process: Ctrl-C is left to the explorer, which then asks us to stop; if it dies, we stop as well.
+    """Set up a worker process. Ctrl-C is left to the explorer, which then asks us to stop; if the explorer dies, we stop as well.
 
-    ``environ`` replaces the environment, and random numbers begin anew: a fork has those of the process that it is a fork of.
+    ``environ`` replaces the environment, and random numbers begin anew, because a fork has those of the process that it was forked from.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
@@ -51,7 +51,7 @@ def begin_worker(environ: dict[str, str]) -> None:
 
 
 def repository_at(location: Location, config: Config, threads: int) -> Repository:
-    """The process's own, kept open; the memory that is free is shared with as many workers as the machine has room for."""
+    """The process's own repository, kept open. The free memory is shared among as many workers as the machine has room for."""
     key = (os.getpid(), location)
     repository = _repositories.get(key)
     if repository is not None and not repository.core.is_closed:
@@ -66,16 +66,16 @@ def repository_at(location: Location, config: Config, threads: int) -> Repositor
 
 
 def close_repositories() -> None:
-    """Close what this process opened for its tasks; idempotent."""
+    """Close the repositories that this process opened for its tasks; idempotent."""
     for key in [key for key in _repositories if key[0] == os.getpid()]:
         with suppress(Closed):
             _repositories.pop(key).close()
 
 
 def end_with_parent() -> None:
-    """End this process of multiprocessing when the one that made it has died. Idempotent.
+    """End this process of multiprocessing when the process that made it has died. Idempotent.
 
-    A pool's own loop would wait for calls for ever: it holds both ends of its queues.
+    A pool's own loop would wait for calls for ever, because it holds both ends of its queues.
     """
     global _watching
     parent = multiprocessing.parent_process()
@@ -85,7 +85,7 @@ def end_with_parent() -> None:
 
 
 def _end_with(sentinel: int) -> None:
-    """Wait until the parent is dead; then let the task end in an orderly way, but not for long, and end the process."""
+    """Wait until the parent is dead. Then give the task a short time to end in an orderly way, and end the process."""
     wait_for([sentinel])
     if not busy.acquire(blocking=False):  # and no task begins after this
         os.kill(os.getpid(), signal.SIGTERM)

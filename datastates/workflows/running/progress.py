@@ -1,4 +1,4 @@
-"""How a study is doing, while it is: a table on a terminal, lines of the log elsewhere."""
+"""The progress of a study while it runs: a table on a terminal, lines of the log elsewhere."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Display(Protocol):
-    """A display that is told how a study is doing; called on the explorer's thread."""
+    """A display that is told of a study's progress; called on the explorer's thread."""
 
     def begun(self, variant: str, attempt: int) -> None:
         """A variant was given to the executor."""
 
     def reported(self, variant: str, state: State) -> None:
-        """A state of it is in the lineage."""
+        """A state of the variant is in the lineage."""
 
     def ended(self, variant: str, how: str) -> None:
         """The variant is done, reused, failed, or to be tried again."""
@@ -41,7 +41,7 @@ class Display(Protocol):
 
 
 class Quiet:
-    """Says nothing."""
+    """A display that shows nothing."""
 
     def begun(self, variant: str, attempt: int) -> None:
         """Do nothing."""
@@ -60,22 +60,22 @@ class Quiet:
 
 
 class Lines(Quiet):
-    """One line of the log for each thing that happens."""
+    """A display that writes one line of the log for each event."""
 
     def __init__(self, study: str, plan: Plan) -> None:
         self._study, self._plan = study, plan
 
     def begun(self, variant: str, attempt: int) -> None:
-        """Say so."""
+        """Log that the variant begins."""
         _logger.info("study %s: %s begins%s", self._study, variant, f", attempt {attempt}" if attempt > 1 else "")
 
     def reported(self, variant: str, state: State) -> None:
-        """Say the epoch and the metrics."""
+        """Log the epoch and the metrics."""
         epoch, epochs = state.attributes.get(record.EPOCH), self._plan[variant].epochs
         _logger.info("study %s: %s epoch %s/%s: %s", self._study, variant, epoch, epochs, _metrics(state))
 
     def ended(self, variant: str, how: str) -> None:
-        """Say how."""
+        """Log how the variant ended."""
         _logger.info("study %s: %s %s", self._study, variant, how)
 
 
@@ -90,7 +90,7 @@ class _Row:
     seen: dict[int, float] = field(default_factory=dict)
 
     def left_s(self) -> float | None:
-        """The seconds that are left, by the pace of the epochs that were seen since it began here."""
+        """The seconds that are left, by the pace of the epochs seen since this run began."""
         if self.began is None or len(self.seen) < 1 or self.how != "training":
             return None
         newest = max(self.seen)
@@ -107,21 +107,21 @@ class Screen:
         self._live = Live(self._table(), console=console, refresh_per_second=4)
 
     def begun(self, variant: str, attempt: int) -> None:
-        """Its clock runs from here."""
+        """Start the variant's clock."""
         row = self._rows[variant]
         row.how, row.began, row.began_at = "training", self._clock(), row.epoch
         row.seen.clear()
         self._live.update(self._table())
 
     def reported(self, variant: str, state: State) -> None:
-        """Its epoch and metrics, and so what is left."""
+        """Show the epoch and metrics, and so what is left."""
         row = self._rows[variant]
         row.epoch, row.metrics = int(state.attributes.get(record.EPOCH) or 0), _metrics(state)
         row.seen[row.epoch] = self._clock()
         self._live.update(self._table())
 
     def ended(self, variant: str, how: str) -> None:
-        """Its clock stands."""
+        """Stop the variant's clock."""
         self._rows[variant].how = how
         self._live.update(self._table())
 

@@ -1,4 +1,4 @@
-"""What a variant's configuration changes in an optimizer that was restored: the state has the old values, and would keep them."""
+"""Applying what a variant's configuration changes in an optimizer that was restored: the state has the old values, and would keep them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ __all__ = ["reconfigure"]
 
 
 def reconfigure(job: Job, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> dict[str, Value]:
-    """Set the options of ``optimizer`` that the variant itself changes (``lr``, ``weight_decay``, ``momentum``); what was set.
+    """Set the options of ``optimizer`` that the variant itself changes (``lr``, ``weight_decay``, ``momentum``); returns those that were
+    set.
 
-    Call it after ``job.track``: the state that was restored holds the options of the parent. Nothing is done when the variant is
-    resumed: its own state has them.
+    Call it after ``job.track``, because the restored state holds the options of the parent. It does nothing if the variant is resumed: the
+    variant's own state has them.
 
-    A group that had another value than the first keeps it, so that biases stay without weight decay; the learning rates of all groups are
-    scaled alike. Where a scheduler has begun, ``lr`` is what it started from: the rate that it has come to is scaled, and goes on along
-    the same curve. Pass the scheduler, so that it knows too.
+    A group whose value differed from that of the first group keeps its own, so that biases stay without weight decay; the learning rates of
+    all groups are scaled alike. Where a scheduler has begun, ``lr`` is the rate that it started from: the rate that it has reached is
+    scaled, and goes on along the same curve. Pass the scheduler, so that it is updated too.
     """
     if not job.is_new:
         return {}

@@ -43,14 +43,14 @@ __all__ = [
 
 STUDY, VARIANT, DIGEST, EPOCH, SAMPLES, SAMPLES_ALL = "study", "variant", "variant_digest", "epoch", "samples", "samples_all"
 SET = "variant_set"
-"""The attributes of every state that a job reports; the last one says what the variant set of restored optimizers, if anything."""
+"""The attributes of every state that a job reports. The last one says what the variant set in restored optimizers, if anything."""
 
 _DURABLE_S = 60.0
 _ASK_AGAIN_S = 0.05
 
 
 def branch_of(study: str, variant: str) -> str:
-    """The branch that a variant is trained on."""
+    """The branch on which a variant is trained."""
     return check_name(f"{study}/{variant}")
 
 
@@ -60,7 +60,7 @@ def done_tag(study: str, variant: str) -> str:
 
 
 def start_tag(study: str) -> str:
-    """The tag of the state that a study forks from."""
+    """The tag of the state from which a study forks."""
     return check_name(f"start/{study}")
 
 
@@ -72,7 +72,7 @@ def refs_of(repository: Repository) -> dict[str, Ref]:
 def finished(repository: Repository, study: str, variant: str, digest: str, refs: Mapping[str, Ref] | None = None) -> State | None:
     """The result of a variant; None while it has none.
 
-    :raises Conflict: it finished as another plan said.
+    :raises Conflict: another plan finished it.
     """
     ref = (refs if refs is not None else refs_of(repository)).get(done_tag(study, variant))
     if ref is None:
@@ -83,7 +83,7 @@ def finished(repository: Repository, study: str, variant: str, digest: str, refs
 
 
 def reports(repository: Repository, study: str, variant: str, origin: State, refs: Mapping[str, Ref] | None = None) -> list[State]:
-    """What a variant that forked from ``origin`` has reported so far, first epoch first."""
+    """The states that a variant that forked from ``origin`` has reported so far, first epoch first."""
     ref = (refs if refs is not None else refs_of(repository)).get(branch_of(study, variant))
     if ref is None:
         return []
@@ -94,7 +94,7 @@ def reports(repository: Repository, study: str, variant: str, origin: State, ref
 
 
 def states_of(repository: Repository, study: str) -> list[State]:
-    """All that a study has reported, newest first; nothing where it has reported nothing."""
+    """All states that a study has reported, newest first."""
     with repository.core.reading() as session:
         return list(search.find_all(session, f'attr.{STUDY} = "{study}"'))
 
@@ -112,9 +112,9 @@ def check_digest(state: State, study: str, variant: str, digest: str) -> None:
 
 
 def make_durable(core: Core, uid: str, *, timeout_s: float = _DURABLE_S) -> State:
-    """The state, once it survives the process in whose memory it is, this one or another.
+    """The state, once it survives the process that has it in memory, which may be this one or another.
 
-    :raises Unavailable: its bytes are gone, or that process does not write it.
+    :raises Unavailable: the state's bytes are gone, or that process does not write it.
     """
     host = core.running
     if host is not None:
@@ -137,9 +137,9 @@ def make_durable(core: Core, uid: str, *, timeout_s: float = _DURABLE_S) -> Stat
 
 
 def tag_done(repository: Repository, study: str, variant: str, digest: str, state: State) -> State:
-    """Tag a durable state as a variant's result; the state that has the tag now, which somebody else's worker may have been first with.
+    """Tag a durable state as a variant's result; returns the state that has the tag now, which another worker may have tagged first.
 
-    :raises Conflict: it finished as another plan said.
+    :raises Conflict: another plan finished it.
     """
     try:
         repository.tag(done_tag(study, variant), state.uid)
@@ -149,9 +149,9 @@ def tag_done(repository: Repository, study: str, variant: str, digest: str, stat
 
 
 def tag_start(repository: Repository, study: str, start: str) -> State:
-    """The state that a study forks from, tagged and durable.
+    """The state from which a study forks, tagged and durable.
 
-    :raises Conflict: the study began from another one.
+    :raises Conflict: the study began from another state.
     """
     state = repository.state(start)
     name = start_tag(study)
@@ -173,7 +173,7 @@ def claims_folder(repository: Repository) -> Path:
 
 
 def claim_name(repository: Repository, study: str, variant: str = "", rank: int | None = None) -> str:
-    """The file name of the claim on a study, on one of its variants, or on what one rank of that does."""
+    """The file name of the claim on a study, on one of its variants, or on the part of one rank in a variant."""
     with repository.core.database.read() as session:
         lineage = clones.repository_uid(session)
     kind = "variant" if variant else "study"
@@ -182,9 +182,9 @@ def claim_name(repository: Repository, study: str, variant: str = "", rank: int 
 
 
 def back_to_what_is_here(repository: Repository, branch: str, origin: State) -> State:
-    """The state from which a branch can go on in this process, to which it is moved back; ``origin`` if it does not exist yet.
+    """The state from which a branch can go on in this process; the branch is moved back to it. ``origin`` if the branch does not exist yet.
 
-    Call it holding the claim: then states that only another process's memory held are of one that is dead.
+    Call it while holding the claim: then states that only another process's memory held belonged to a process that is dead.
 
     :raises Unavailable: not even ``origin`` can be read here.
     """

@@ -1,4 +1,4 @@
-"""The result of a study: one for each variant, read back from the lineage."""
+"""The result of a study: one result for each variant, read back from the lineage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Progress(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One variant. ``state`` is its result, or the last one it reported while it has none; ``error`` ends with the traceback."""
+    """One variant. ``state`` is its result, or until it has one the last state that it reported; ``error`` ends with the traceback."""
 
     variant: str
     progress: Progress
@@ -51,7 +51,7 @@ class Result:
 
     @property
     def set(self) -> str:
-        """What it set of restored optimizers, such as ``lr 0.1 -> 0.01``; empty where nothing."""
+        """What the variant set in restored optimizers, such as ``lr 0.1 -> 0.01``; empty if nothing."""
         return "" if self.state is None else str(self.state.attributes.get(record.SET, ""))
 
 
@@ -59,7 +59,7 @@ class Result:
 class Exploration:
     """A study as the lineage has it; ``results`` are in the order of the plan. It is true when all variants are done.
 
-    ``storage`` says what its states take on disk, when ``explore`` made it.
+    ``storage`` says what the study's states take on disk, if ``explore`` made the result.
     """
 
     study: str
@@ -83,12 +83,12 @@ class Exploration:
 
     @property
     def done(self) -> dict[str, State]:
-        """The finished variants' results."""
+        """The results of the finished variants."""
         return {each.variant: each.state for each in self if each.progress is Progress.DONE and each.state is not None}
 
     @property
     def alike(self) -> list[tuple[str, ...]]:
-        """Finished variants that ended with the same bytes, if there are: what their configurations differ in had no effect."""
+        """The finished variants that ended with the same bytes, if there are any: the differences in their configurations had no effect."""
         names: dict[str, list[str]] = {}
         for name, state in self.done.items():
             names.setdefault(state.digest, []).append(name)
@@ -158,12 +158,12 @@ def read_study(
 ) -> Exploration:
     """What the lineage knows of a study.
 
-    :param repository: where it is.
-    :param study: its name.
-    :param plan: what it trains.
-    :param config: what the variants' configurations change.
-    :param errors: errors of this run, by variant.
-    :param reused: variants that this run found finished.
+    :param repository: the repository that holds the study.
+    :param study: the study's name.
+    :param plan: the plan that it trains.
+    :param config: the configuration that the variants' configurations change.
+    :param errors: the errors of this run, by variant.
+    :param reused: the variants that this run found finished.
     :raises NotFound: the study has not begun.
     :raises Conflict: a variant was trained by another plan.
     """

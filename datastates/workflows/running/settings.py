@@ -1,12 +1,12 @@
-"""What a variant's configuration sets of restored optimizers: its learning rate wins over the one that was restored.
+"""What a variant's configuration sets in restored optimizers: its learning rate wins over the one that was restored.
 
-``train`` builds optimizers by the variant's configuration; then the state that the variant forks from brings the parent's options back.
-Those that the variant sets are put back to how they were built. A setting means an option
+``train`` builds optimizers by the variant's configuration; then the state from which the variant forks brings the parent's options back.
+The options that the variant sets are put back to the values with which they were built. A setting means an option
 
-- of its own name, or whose name is the last part of its own (``optimizer.lr``), or of which its name is a common one (``wd``);
-- or else, one that was built with exactly its value, and came back with another.
+- that has its name, or the last part of its name (``optimizer.lr``), or of which its name is a common one (``wd``);
+- or else, an option that was built with exactly its value, and came back with another.
 
-A learning rate moves the scheduler too: it stays where it is in its schedule, and goes on with the rates that it was built with.
+A learning rate moves the scheduler too: it keeps its place in its schedule, and goes on with the rates with which it was built.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MEANT = {name: option for option, names in _COMMON.items() for name in names}
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What was set, as a line each, by option; and the settings that reached none, which may mean something else to ``train``."""
+    """What was set, one line for each option; and the settings that reached no option, which may mean something else to ``train``."""
 
     options: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Applied:
 
 
 class Built:
-    """The optimizers and schedulers among some objects, as they were built; made before these are restored."""
+    """The optimizers and schedulers among some objects, as they were built; made before the objects are restored."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         found = [bare_scheduler(each) for _, each in parts(objects)]
@@ -62,7 +62,7 @@ class Built:
         self._schedules = [Schedule(each) for each in ours]
 
     def put_back(self, config: Mapping[str, Value]) -> Applied:
-        """Put back the options that a configuration sets, now that the objects were restored.
+        """Put back the options that a configuration sets, now that the objects are restored.
 
         :raises InvalidInput: a scheduler cannot follow; nothing was changed.
         """
@@ -82,7 +82,7 @@ class Built:
         return Applied(tuple(dict.fromkeys(lines)), tuple(others))
 
     def _reached(self, value: Value, names: set[str], before: Mapping[int, Sequence[Mapping[str, Any]]]) -> bool:
-        """Whether an optimizer was built with a setting: with its value, or at least with another one than came back."""
+        """Whether an optimizer was built with a setting: with its value, or at least with another value than came back."""
         pairs = [(old, fresh) for key, (_, groups) in self._groups.items() for old, fresh in zip(before[key], groups, strict=False)]
         built = [(fresh[name], old.get(name)) for old, fresh in pairs for name in _with_initial(names) & fresh.keys()]
         return any(_is(fresh, value) or not _is(fresh, old) for fresh, old in built)
@@ -100,7 +100,7 @@ class Built:
         return {"lr" if name == "initial_lr" else name for name in found}
 
     def _moves(self) -> list[tuple[dict[str, Any], Any, Any]]:
-        """Each group whose rate a restored scheduler sets: the rate where that stands, and what moves the scheduler."""
+        """Each group whose rate a restored scheduler sets: the group, its rate at the schedule's place, and what moves the scheduler."""
         found: list[tuple[dict[str, Any], Any, Any]] = []
         for schedule in self._schedules:
             optimizer, groups = self._groups[id(bare(schedule.optimizer))]
@@ -147,7 +147,7 @@ def _own(value: Any) -> Any:
 
 
 def _put(live: dict[str, Any], fresh: Mapping[str, Any], wins: set[str]) -> None:
-    """Put the options of a group back; the rate that schedules begin from goes with the rate."""
+    """Put the options of a group back; the rate from which schedules begin is put back with the rate."""
     for name in wins & fresh.keys():
         set_option(live, name, fresh[name])
     if "lr" in wins & fresh.keys() and "initial_lr" in live:
@@ -155,7 +155,7 @@ def _put(live: dict[str, Any], fresh: Mapping[str, Any], wins: set[str]) -> None
 
 
 def _lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], wins: set[str]) -> Iterator[str]:
-    """What was changed in the groups of an optimizer."""
+    """The lines that say what was changed in the groups of an optimizer."""
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         where = f" of group {index}" if len(after) > 1 else ""
         for name in sorted(wins & new.keys()):
@@ -164,7 +164,7 @@ def _lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any
 
 
 def _is(one: object, other: object) -> bool:
-    """Whether two options are the same; a tensor of one element is its number."""
+    """Whether two options are the same; a tensor of one element equals its number."""
     one, other = _number(one), _number(other)
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 

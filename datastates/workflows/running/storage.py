@@ -1,4 +1,4 @@
-"""What the states of a study take on disk, against storing each of them whole."""
+"""What the states of a study take on disk, compared with storing each of them whole."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = ["Storage", "storage"]
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """``states`` are those on disk, the study's start among them; ``bytes_stored`` is the size of all packs that any of them needs.
+    """What a study takes on disk. ``states`` counts the states there, including the study's start; ``bytes_stored`` is the size of all
+    packs that any of them needs.
 
-    A pack that states share counts once. ``bytes_full_copies`` is what the states are one by one.
+    A pack that states share counts once. ``bytes_full_copies`` is the size of the states stored one by one.
     """
 
     states: int
@@ -29,7 +30,7 @@ class Storage:
 
     @property
     def ratio(self) -> float:
-        """The ratio of what is stored to full copies; 1 when nothing is on disk."""
+        """The ratio of what is stored to full copies; 1 if nothing is on disk."""
         return self.bytes_stored / self.bytes_full_copies if self.bytes_full_copies else 1.0
 
     def __str__(self) -> str:
@@ -37,14 +38,14 @@ class Storage:
         said = f"{self.states} states in {stored:,.1f} MiB on disk"
         if not self.states:
             return said
-        if self.ratio > 0.99:  # small states fill pages, and what differs everywhere is shared nowhere
+        if self.ratio > 0.99:  # small states fill pages, and states that differ everywhere share nothing
             return f"{said}, as full copies would take"
         return f"{said}; full copies would take {full:,.1f} MiB ({self.ratio:.0%})"
 
 
 @values.takes(repo=arguments.repository, study=values.string)
 def storage(repo: Repository, study: str) -> Storage:
-    """The bytes that a study's states, and its start, take on disk, read from the lineage.
+    """The bytes that a study's states and its start take on disk, read from the lineage.
 
     :raises NotFound: there is no such study.
     """

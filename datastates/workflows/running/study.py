@@ -1,4 +1,6 @@
-"""A study before and after its variants are trained, whoever trains them: its start, what each of them is given, and its report."""
+"""A study before and after its variants are trained, whoever trains them: its start, what each variant's worker is given, and its
+report.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A plan that is trained in a repository, under a name; ``config`` is what the variants' configurations change."""
+    """A plan that is trained in a repository under a name; ``config`` is the configuration that the variants' configurations change."""
 
     repo: Repository
     name: str
@@ -34,9 +36,9 @@ class Study:
     config: Mapping[str, Value] | None
 
     def begin(self, start: str) -> tuple[State, Exploration]:
-        """The state that it forks from, tagged and durable, and what is known of its variants, which are noted as planned.
+        """The state from which the study forks, tagged and durable, and what is known of its variants, which are noted as planned.
 
-        :raises Conflict: it began from another state, or a variant was trained by another plan.
+        :raises Conflict: the study began from another state, or a variant was trained by another plan.
         """
         origin = record.tag_start(self.repo, self.name, start)  # from here on there is a study
         known = read_study(self.repo, self.name, self.plan, config=self.config)
@@ -46,7 +48,7 @@ class Study:
         return origin, known
 
     def assign(self, variant: Variant, parent: State) -> Assignment:
-        """What whoever trains a variant needs of its plan."""
+        """What the worker of a variant needs of its plan."""
         plan, name = self.plan, variant.name
         return Assignment(
             self.name,
@@ -60,7 +62,7 @@ class Study:
         )
 
     def report(self, errors: Mapping[str, str], reused: Collection[str]) -> Exploration:
-        """What came of it; what is suspicious about that is logged."""
+        """The result of the study; suspicious results are logged."""
         report = read_study(self.repo, self.name, self.plan, config=self.config, errors=errors, reused=reused)
         for alike in report.alike:
             _logger.warning("study %s: %s", self.name, say_alike(alike))

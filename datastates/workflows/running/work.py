@@ -1,7 +1,7 @@
-"""What a study costs, in epochs over the full data, against training each variant from scratch.
+"""What a study costs, in epochs over the full data, compared with training each variant from scratch.
 
-With the prefix of P epochs, and for variant v its own epochs e_v, the sum E_v of those of its whole path, and the share f_v of the data
-that it is trained on:
+The prefix has P epochs. Variant v has its own epochs e_v, the sum E_v of the epochs of its whole path, and the share f_v of the data
+on which it is trained:
 
     W_D = P + sum of e_v f_v           a tree: the prefix once, each variant's own epochs once
     W_N = sum of (P + E_v) f_v         from scratch: each variant alone, on its own data, for as long as its path took
@@ -38,7 +38,7 @@ __all__ = ["Work", "prefix_epochs", "work", "work_done"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Epochs over the full data: ``tree_epochs`` is W_D, ``scratch_epochs`` W_N; the prefix is in both."""
+    """Epochs over the full data: ``tree_epochs`` is W_D and ``scratch_epochs`` is W_N; the prefix is in both."""
 
     tree_epochs: float
     scratch_epochs: float
@@ -46,7 +46,7 @@ class Work:
 
     @property
     def saving(self) -> float:
-        """W_N / W_D: how many times the tree's cost training from scratch takes."""
+        """W_N / W_D: how many times as much training from scratch costs as the tree."""
         return self.scratch_epochs / self.tree_epochs if self.tree_epochs else 1.0
 
 
@@ -60,9 +60,9 @@ class _Part:
 
 @values.takes(plan=plan_of, prefix_epochs=values.number)
 def work(plan: Plan, *, prefix_epochs: float = 0.0) -> Work:
-    """The cost of a plan. ``prefix_epochs`` is what its start took.
+    """The cost of a plan. ``prefix_epochs`` is the cost of its start.
 
-    :raises InvalidInput: that is negative, or not finite.
+    :raises InvalidInput: ``prefix_epochs`` is negative, or not finite.
     """
     if not 0 <= prefix_epochs < math.inf:
         raise InvalidInput(f"prefix_epochs is {prefix_epochs}: give the epochs that the start took, 0 or more")
@@ -75,7 +75,7 @@ def work(plan: Plan, *, prefix_epochs: float = 0.0) -> Work:
 def work_done(repo: Repository, study: str) -> Work:
     """The work of a study so far, read from the lineage alone: from the states above each variant's branch, or its ``done`` tag.
 
-    What was trained and lost with a process that died is on no path, and not in it.
+    Training that was lost with a process that died is on no path, and does not count.
 
     :raises NotFound: there is no such study.
     """
@@ -84,7 +84,7 @@ def work_done(repo: Repository, study: str) -> Work:
     paths: dict[str, list[str]] = {}
     for name, tip in _tips(repo, study).items():
         path = _path(repo, study, start, tip)
-        if name in path:  # else it stands where it forked
+        if name in path:  # else the variant stands where it forked
             paths[name] = list(path)
             parts |= {step: _part(state) for step, state in path.items()}
     return _sum(Fraction(prefix_epochs(repo, start.uid)), parts, paths)
@@ -92,9 +92,9 @@ def work_done(repo: Repository, study: str) -> Work:
 
 @values.takes(repo=arguments.repository, rev=values.revision)
 def prefix_epochs(repo: Repository, rev: str | State) -> float:
-    """The cost of a state, in epochs over the full data, as far as it and its ancestors say so; 0 when none does.
+    """The cost of a state, in epochs over the full data, as far as it and its ancestors record it; 0 if none does.
 
-    Counted are the newest ``epoch`` of those that belong to no study, and the epochs of each study's variants among them.
+    It counts the newest ``epoch`` of the states that belong to no study, and the epochs of each study's variants among the ancestors.
     """
     state = repo.state(rev)
     newest: dict[object, State] = {}

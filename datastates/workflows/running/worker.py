@@ -46,7 +46,7 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 Train = Callable[[Job], None]
-"""What trains one variant; given to ``explore``."""
+"""A function that trains one variant; given to ``explore``."""
 
 _PATIENCE_S = 60.0
 _LOOK_S = 0.5
@@ -54,7 +54,7 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """The explorer that gave a task: the claim that it holds for as long as it lives, and its node."""
+    """The explorer that gave a task: the claim that it holds as long as it lives, and its node."""
 
     claim: str
     note: str
@@ -71,7 +71,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task for a worker: pickled by the executor, never shown, because a database's url may hold a password."""
+    """A task for a worker. The executor pickles it; it is never shown, because a database's url may hold a password."""
 
     location: Location = field(repr=False)
     config: Config
@@ -85,9 +85,9 @@ class Task:
 
 
 def run(task: Task) -> Outcome:
-    """Train one variant, and tag its result; an error of the variant is an outcome.
+    """Train one variant, and tag its result; an error of the variant is returned as an outcome.
 
-    :raises InvalidInput: this process is training another variant already: they would draw from the same random number generators.
+    :raises InvalidInput: this process is already training another variant: both would draw from the same random number generators.
     """
     if not busy.acquire(blocking=False):
         raise InvalidInput(
@@ -108,14 +108,14 @@ def run(task: Task) -> Outcome:
 
 
 def run_as_rank(task: Task) -> Outcome:
-    """Train one variant as a rank of the processes that ``run`` launched for it, which have met."""
+    """Train one variant as a rank of the processes that ``run`` launched for it; they have met."""
     with busy:
         torch.set_num_threads(task.threads)
         name, group = task.assignment.variant.name, find()
         repository = repository_at(task.location, task.config, task.threads)
-        near = _Near(repository, task.share if group.rank == 0 else None)  # which passes on what several ranks want of it
+        near = _Near(repository, task.share if group.rank == 0 else None)  # rank 0 passes on what several ranks want of it
         try:
-            with _claimed(repository, task.assignment, lambda: None, rank=group.rank):  # the ranks of an attempt before may still be ending
+            with _claimed(repository, task.assignment, lambda: None, rank=group.rank):  # ranks of an earlier attempt may still be ending
                 done = train_variant(repository, task.assignment, task.train, stop=task.stop, group=group, fetch=near.fetch)
                 return Outcome(name, done.uid, source=near.source)
         except Exception as exc:  # likewise
@@ -132,9 +132,9 @@ def train_variant(
     check: Callable[[], None] = lambda: None,
     fetch: Callable[[State], None] = lambda state: None,
 ) -> State:
-    """Train one variant from where it stands; its result, tagged. Collective among the ranks of the group.
+    """Train one variant from where it stands; returns its result, tagged. Collective among the ranks of the group.
 
-    Everything is seeded alike on all ranks before ``train`` builds anything, so that what the start does not hold begins the same.
+    All ranks are seeded alike before ``train`` builds anything, so that objects that the start does not hold begin the same.
     """
     seed_everything(int(assignment.digest[:8], 16))
     job = Job(repository, assignment, stop=stop, check=check, fetch=fetch, group=group)
@@ -154,7 +154,7 @@ def _run(task: Task) -> Outcome:
         if (state := record.finished(repository, study, name, assignment.digest)) is not None:
             return Outcome(name, state.uid)
         settle = partial(recover, repository.core.database, repository.core.tiers.durable, repository.core.home)
-        settle()  # who held the claim before may have died
+        settle()  # the previous holder of the claim may have died
         with noted(repository, study, name):
             if task.ranks > 1:
                 return launch(task.ranks, run_as_rank, task, name, look=check, settle=settle)
@@ -165,7 +165,7 @@ def _run(task: Task) -> Outcome:
 
 @contextmanager
 def noted(repository: Repository, study: str, variant: str) -> Iterator[None]:
-    """Note in the lineage that the variant is being trained, and what that took, however it ends."""
+    """Note in the lineage that the variant is being trained, and what that cost, however it ends."""
     began = time.monotonic()
     with repository.core.database.write() as session:
         studies.begin(session, study, variant)
@@ -177,20 +177,20 @@ def noted(repository: Repository, study: str, variant: str) -> Iterator[None]:
 
 
 class _Near:
-    """Brings the starting state into this process's memory when a peer has it, and remembers where it came from."""
+    """Brings the starting state into this process's memory if a peer has it, and remembers where it came from."""
 
     def __init__(self, repository: Repository, share: Share | None) -> None:
         self._repository, self._share = repository, share
         self.source: str | None = None
 
     def fetch(self, state: State) -> None:
-        """Take the state from our own memory, or a peer's, or the disk: that one is read by the restore itself."""
+        """Take the state from our own memory, from a peer, or from disk; the restore itself reads the disk."""
         if record.is_in_memory(self._repository, state.uid):
             self.source = CAPTURED
             return
         self.source = "disk"
         if self._share is not None:
-            from datastates.clone.peer import connect  # the transport takes a while to import, and few share
+            from datastates.clone.peer import connect  # the transport takes a while to import, and few studies share
 
             try:
                 with connect(self._share.url, token=self._share.token) as peer:
@@ -203,9 +203,9 @@ class _Near:
 
 @contextmanager
 def _claimed(repository: Repository, assignment: Assignment, check: Callable[[], None], *, rank: int | None = None) -> Iterator[None]:
-    """Hold the variant's claim, or that of one of its ranks. A worker whose explorer died is waited for: it stops at its next epoch.
+    """Hold the claim of the variant, or of one of its ranks. Waits for a worker whose explorer died: it stops at its next epoch.
 
-    :raises Conflict: it did not.
+    :raises Conflict: that worker did not stop.
     """
     folder, name = record.claims_folder(repository), record.claim_name(repository, assignment.study, assignment.variant.name, rank)
     deadline = time.monotonic() + _PATIENCE_S
@@ -224,7 +224,9 @@ def _claimed(repository: Repository, assignment: Assignment, check: Callable[[],
 
 @contextmanager
 def _watched(repository: Repository, explorer: Explorer) -> Iterator[Callable[[], None]]:
-    """A check that raises once the explorer is gone. It is watched where its claim can be seen; compare-and-swap does elsewhere."""
+    """A check that raises once the explorer is gone. The check watches the explorer's claim where it is visible; elsewhere compare-and-swap
+    protects the branch.
+    """
     folder = record.claims_folder(repository)
     is_gone = threading.Event()
 
@@ -235,7 +237,7 @@ def _watched(repository: Repository, explorer: Explorer) -> Iterator[Callable[[]
     def is_alive() -> bool:
         try:
             return holder(folder, explorer.claim) == explorer.note
-        except OSError:  # a file system that stumbles is no news of the explorer
+        except OSError:  # an error of the file system says nothing about the explorer
             return True
 
     if not is_alive():
